@@ -1,0 +1,177 @@
+// Everything between two layers' matrix products, one token at a time. See kernels.h for the
+// formulas: residual and dropout, the source's layer-norm, the write of the state, the recent
+// states' share of the mix, and the next layer's first layer-norm. Each operand is read once and
+// each result written once. Backward recomputes the mix from the states instead of storing it.
+#include "rows.h"
+#include "tables.h"
+
+namespace deepfast {
+namespace DEEPFAST_ISA {
+namespace {
+
+// x = partial + sum over the near sources.
+template <class T>
+DEEPFAST_INLINE void mix_near(const Boundary& op, int64_t t, compute_t<T>* x) {
+  using A = compute_t<T>;
+  if (op.partial.data != nullptr)
+    load_row(row_of<T>(op.partial, t), x, op.dim);
+  else
+    memset(x, 0, op.dim * sizeof(A));
+  for (int64_t j = 0; j < op.near; ++j)
+    mix_row(row_of<T>(op.source[j], t), at<A>(op.gain[j], 0), at<A>(op.shift[j], 0),
+            at<A>(op.weight[j], 0), op.per_channel, x, op.dim);
+}
+
+// y = residual + dropout(branch), normalised or not, into its slot.
+template <class T>
+DEEPFAST_INLINE void push(const Boundary& op, int64_t t, compute_t<T>* row) {
+  using A = compute_t<T>;
+  const int64_t dim = op.dim;
+  load_row(row_of<T>(op.branch, t), row, dim);
+  if (op.dropout.p > 0) dropout_row<A>(op.dropout, t, row, dim);
+  if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, dim);
+  T* state = row_of<T>(op.state, t);
+  if (op.norm_source) {
+    const auto m = moments<A>(row, dim, static_cast<A>(op.source_eps));
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      store(lanes, state + d, (load(lanes, row + d) - m.mean) * m.rstd);
+    });
+    *at<A>(op.source_rstd, t) = m.rstd;
+  } else {
+    store_row(row, state, dim);
+  }
+}
+
+template <class T>
+void forward(const Boundary& op, int64_t begin, int64_t end) {
+  using A = compute_t<T>;
+  const int64_t dim = op.dim;
+  const A *weight = at<A>(op.out_weight, 0), *bias = at<A>(op.out_bias, 0);
+  Scratch<A> row(dim), mixed(dim);
+  for (int64_t t = begin; t < end; ++t) {
+    if (op.branch.data != nullptr) push<T>(op, t, row);
+    mix_near<T>(op, t, mixed);
+    if (op.x.data != nullptr) store_row(mixed.get(), row_of<T>(op.x, t), dim);
+    if (op.out.data != nullptr) {
+      const auto m = moments<A>(mixed, dim, static_cast<A>(op.out_eps));
+      T* out = row_of<T>(op.out, t);
+      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+        const auto n = (load(lanes, mixed + d) - m.mean) * m.rstd;
+        store(lanes, out + d, affine(lanes, n, weight, bias, d));
+      });
+      *at<A>(op.out_mean, t) = m.mean;
+      *at<A>(op.out_rstd, t) = m.rstd;
+    }
+  }
+}
+
+// The gradient of x: dx plus what comes back through the output's layer-norm.
+template <class T>
+DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t chunk,
+                                     compute_t<T>* g, compute_t<T>* n) {
+  using A = compute_t<T>;
+  const Boundary& f = op.forward;
+  const int64_t dim = f.dim;
+  if (op.dout.data == nullptr) {
+    load_row(row_of<T>(op.dx, t), g, dim);
+    return;
+  }
+  mix_near<T>(f, t, n);
+  const A mean = *at<A>(f.out_mean, t), rstd = *at<A>(f.out_rstd, t);
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    store(lanes, n + d, (load(lanes, n + d) - mean) * rstd);
+  });
+  load_row(row_of<T>(op.dout, t), g, dim);
+  accumulate_affine<A>(g, n, at<A>(op.dout_weight, chunk * dim), at<A>(op.dout_bias, chunk * dim),
+                       dim);
+  if (f.out_weight != nullptr) {
+    const A* weight = at<A>(f.out_weight, 0);
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      store(lanes, g + d, load(lanes, g + d) * load(lanes, weight + d));
+    });
+  }
+  norm_backward_row<A>(g, n, rstd, dim);
+  if (op.dx.data != nullptr) add_row(row_of<T>(op.dx, t), g, dim);
+}
+
+// u += weight * g and dweight += <g, z> (or, per channel, += g * z), with z = n * gain + shift.
+template <class T>
+DEEPFAST_INLINE void pull_row(const T* g, const compute_t<T>* z, const compute_t<T>* weight,
+                              bool per_channel, compute_t<T>* dweight, compute_t<T>* u,
+                              int64_t dim) {
+  using A = compute_t<T>;
+  RowSum<A> dot;
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    const auto b = load(lanes, g + d);
+    const auto w = per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
+    store(lanes, u + d, load(lanes, u + d) + w * b);
+    if (dweight != nullptr) {
+      const auto product = b * load(lanes, z + d);
+      if (per_channel)
+        store(lanes, dweight + d, load(lanes, dweight + d) + product);
+      else
+        dot.add(product);
+    }
+  });
+  if (dweight != nullptr && !per_channel) *dweight += dot.total();
+}
+
+template <class T>
+void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {
+  using A = compute_t<T>;
+  const Boundary& f = op.forward;
+  const int64_t dim = f.dim;
+  const A *gain = at<A>(op.state_gain, 0), *shift = at<A>(op.state_shift, 0);
+  const int64_t width = f.per_channel ? dim : 1;
+  Scratch<A> g(dim), n(dim), z(dim), u(dim);
+  for (int64_t t = begin; t < end; ++t) {
+    output_gradient<T>(op, t, chunk, g, n);
+    // The state is read before the gradient is stored, which may take a slot of the same buffer.
+    load_row(row_of<T>(f.state, t), n.get(), dim);
+    store_row(g.get(), row_of<T>(op.grad, t), dim);
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      store(lanes, z + d, affine(lanes, load(lanes, n + d), gain, shift, d));
+    });
+    if (op.pulled.data != nullptr)
+      load_row(row_of<T>(op.pulled, t), u.get(), dim);
+    else
+      memset(u.get(), 0, dim * sizeof(A));
+    for (int64_t i = 0; i < op.pulls; ++i) {
+      A* dweight = op.need_dweight ? at<A>(op.dweight, (chunk * op.pulls + i) * width) : nullptr;
+      const A* weight = at<A>(op.pull_weight[i], 0);
+      // This row's gradient is still at hand in full precision.
+      if (i == 0 && op.own_row_reads)
+        pull_row<A>(g, z, weight, f.per_channel, dweight, u, dim);
+      else
+        pull_row<T>(row_of<T>(op.pull_grad[i], t), z, weight, f.per_channel, dweight, u, dim);
+    }
+    accumulate_affine<A>(u, n, at<A>(op.dgain, chunk * dim), at<A>(op.dshift, chunk * dim), dim);
+    if (gain != nullptr)
+      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+        store(lanes, u + d, load(lanes, u + d) * load(lanes, gain + d));
+      });
+    if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim);
+    if (op.dresidual.data != nullptr) store_row(u.get(), row_of<T>(op.dresidual, t), dim);
+    if (op.dbranch.data != nullptr) {
+      if (f.dropout.p > 0) dropout_row<A>(f.dropout, t, u, dim);
+      store_row(u.get(), row_of<T>(op.dbranch, t), dim);
+    }
+  }
+}
+
+}  // namespace
+
+void boundary_forward(const Boundary& op, int64_t begin, int64_t end, int64_t) {
+  with_storage(op.storage, [&](auto* tag) {
+    forward<typename pointee<decltype(tag)>::type>(op, begin, end);
+  });
+}
+
+void boundary_backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {
+  with_storage(op.forward.storage, [&](auto* tag) {
+    backward<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
+  });
+}
+
+}  // namespace DEEPFAST_ISA
+}  // namespace deepfast

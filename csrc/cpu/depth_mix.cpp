@@ -1,0 +1,163 @@
+// deepfast::mix_rows, pull_rows and depth_mix_{forward,backward} on the CPU.
+#include "op.h"
+
+namespace deepfast {
+namespace {
+
+void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, OptionalTensor gain,
+              OptionalTensor shift, Tensor out, Indices out_rows, bool accumulate) {
+  check_buffer(states);
+  check_buffer(out);
+  const Storage storage = storage_of(states);
+  const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
+  DEEPFAST_CHECK(storage_of(out) == storage && out.size(1) == tokens && out.size(2) == dim &&
+                     rows.size() == out_rows.size(),
+                 "mix_rows: out does not match the states");
+  const Weights w(weight, storage, dim);
+  const auto source = slots(states, sources);
+  const auto target = slots(out, out_rows);
+  const auto gains = rows_of(parameter(gain, storage, w.columns * dim), sources, dim, size);
+  const auto shifts = rows_of(parameter(shift, storage, w.columns * dim), sources, dim, size);
+  const auto weights = w.pick(rows, sources);
+  Mix op{};
+  op.storage = storage;
+  op.dim = dim;
+  op.rows = static_cast<int64_t>(rows.size());
+  op.sources = static_cast<int64_t>(sources.size());
+  op.per_channel = weight.dim() == 3;
+  op.accumulate = accumulate;
+  op.source = source.data();
+  op.gain = gains.data();
+  op.shift = shifts.data();
+  op.weight = weights.data();
+  op.out = target.data();
+  Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels().mix(op, begin, end, chunk);
+  });
+}
+
+void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
+               Tensor weight, OptionalTensor gain, OptionalTensor shift, Tensor out,
+               Indices out_rows, bool accumulate, OptionalTensor dweight) {
+  check_buffer(grads);
+  check_buffer(states);
+  check_buffer(out);
+  const Storage storage = storage_of(states);
+  const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
+  DEEPFAST_CHECK(storage_of(out) == storage && storage_of(grads) == storage &&
+                     out.size(1) == tokens && out.size(2) == dim && grads.size(1) == tokens &&
+                     grads.size(2) == dim && sources.size() == out_rows.size() &&
+                     rows.size() == grad_slots.size(),
+                 "pull_rows: grads or out do not match the states");
+  const Weights w(weight, storage, dim);
+  const auto grad = slots(grads, grad_slots);
+  const auto source = slots(states, sources);
+  const auto target = slots(out, out_rows);
+  const auto gains = rows_of(parameter(gain, storage, w.columns * dim), sources, dim, size);
+  const auto shifts = rows_of(parameter(shift, storage, w.columns * dim), sources, dim, size);
+  const auto weights = w.pick(rows, sources);
+  // One weight per channel has D times the partial sums: fewer chunks keep them small.
+  const Chunks chunks(tokens, w.width > 1 ? 8 : 64);
+  const int64_t pairs = static_cast<int64_t>(rows.size() * sources.size());
+  Partial sums(dweight.has_value(), chunks, pairs * w.width, storage);
+  Pull op{};
+  op.storage = storage;
+  op.dim = dim;
+  op.rows = static_cast<int64_t>(rows.size());
+  op.sources = static_cast<int64_t>(sources.size());
+  op.per_channel = weight.dim() == 3;
+  op.accumulate = accumulate;
+  op.need_dweight = dweight.has_value();
+  op.grad = grad.data();
+  op.source = source.data();
+  op.gain = gains.data();
+  op.shift = shifts.data();
+  op.weight = weights.data();
+  op.out = target.data();
+  op.dweight = sums.get();
+  chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels().pull(op, begin, end, chunk);
+  });
+  if (!dweight.has_value()) return;
+  std::vector<int64_t> offsets;
+  for (int64_t r : rows)
+    for (int64_t c : sources) offsets.push_back(w.offset(r, c));
+  sums.scatter_into(
+      static_cast<char*>(parameter(dweight, storage, w.rows * w.columns * w.width)), offsets,
+      w.width);
+}
+
+DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
+                  const OptionalTensor& gain, const OptionalTensor& shift, bool norm,
+                  std::vector<Matrix>& source) {
+  DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
+  DepthMix op{};
+  op.storage = storage_of(sources[0]);
+  op.tokens = sources[0].size(0);
+  op.dim = sources[0].size(1);
+  op.sources = static_cast<int64_t>(sources.size());
+  op.per_channel = weight.dim() == 2;
+  op.norm = norm;
+  for (const Tensor& s : sources) source.push_back(matrix(s, op.storage, op.tokens, op.dim));
+  op.source = source.data();
+  op.weight = parameter(OptionalTensor(weight), op.storage,
+                        op.sources * (op.per_channel ? op.dim : 1));
+  op.gain = parameter(gain, op.storage, op.sources * op.dim);
+  op.shift = parameter(shift, op.storage, op.sources * op.dim);
+  return op;
+}
+
+void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
+                       OptionalTensor shift, bool norm, double eps, Tensor out,
+                       OptionalTensor mean, OptionalTensor rstd) {
+  std::vector<Matrix> source;
+  DepthMix op = separate(sources, weight, gain, shift, norm, source);
+  op.eps = eps;
+  op.out = matrix(out, op.storage, op.tokens, op.dim);
+  op.mean = parameter(mean, op.storage, op.sources * op.tokens);
+  op.rstd = parameter(rstd, op.storage, op.sources * op.tokens);
+  Chunks(op.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels().depth_mix_forward(op, begin, end, chunk);
+  });
+}
+
+void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
+                        OptionalTensor shift, bool norm, OptionalTensor mean, OptionalTensor rstd,
+                        Tensor dout, std::vector<Tensor> dsources, OptionalTensor dweight,
+                        OptionalTensor dgain, OptionalTensor dshift) {
+  std::vector<Matrix> source, dsource;
+  DepthMix op = separate(sources, weight, gain, shift, norm, source);
+  // Either every source wants a gradient or none does.
+  for (const Tensor& s : dsources) dsource.push_back(matrix(s, op.storage, op.tokens, op.dim));
+  dsource.resize(sources.size());
+  op.dsource = dsource.data();
+  op.dout = matrix(dout, op.storage, op.tokens, op.dim);
+  op.mean = parameter(mean, op.storage, op.sources * op.tokens);
+  op.rstd = parameter(rstd, op.storage, op.sources * op.tokens);
+  op.need_dweight = dweight.has_value();
+  const int64_t count = op.sources * (op.per_channel ? op.dim : 1);
+  const Chunks chunks(op.tokens, 8);
+  Partial weight_sums(dweight.has_value(), chunks, count, op.storage);
+  Partial gain_sums(dgain.has_value(), chunks, op.sources * op.dim, op.storage);
+  Partial shift_sums(dshift.has_value(), chunks, op.sources * op.dim, op.storage);
+  op.dweight = weight_sums.get();
+  op.dgain = gain_sums.get();
+  op.dshift = shift_sums.get();
+  chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels().depth_mix_backward(op, begin, end, chunk);
+  });
+  weight_sums.sum_into(parameter(dweight, op.storage, count));
+  gain_sums.sum_into(parameter(dgain, op.storage, op.sources * op.dim));
+  shift_sums.sum_into(parameter(dshift, op.storage, op.sources * op.dim));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deepfast, CPU, m) {
+  m.impl("mix_rows", TORCH_BOX(&mix_rows));
+  m.impl("pull_rows", TORCH_BOX(&pull_rows));
+  m.impl("depth_mix_forward", TORCH_BOX(&depth_mix_forward));
+  m.impl("depth_mix_backward", TORCH_BOX(&depth_mix_backward));
+}
+
+}  // namespace deepfast

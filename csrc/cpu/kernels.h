@@ -1,0 +1,139 @@
+// The interface between an op (checks, allocation, threads) and its kernels (arithmetic).
+//
+// An op fills one of these plain structures and calls the kernel of the chosen instruction set on
+// ranges of tokens. A kernel never allocates an output and never starts a thread. `chunk` numbers
+// the range, so that sums over tokens land in their own partial row and are reduced in one order.
+#pragma once
+
+#include <cstdint>
+
+namespace deepfast {
+
+enum class Storage { f32, f64, bf16, f16 };
+
+// A (T, D) matrix of storage type; rows may be strided, columns are contiguous.
+struct Matrix {
+  void* data = nullptr;
+  int64_t row_stride = 0;
+};
+
+// Dropout by counter: element (t, d) is kept when philox(seed, t, d) >= threshold.
+struct Dropout {
+  uint64_t seed = 0;
+  double p = 0.0;
+};
+
+// Every `void*` below that is not a Matrix points to the compute type: fp32, or fp64 for f64.
+struct LayerNorm {
+  Storage storage;
+  int64_t dim;
+  double eps;
+  Dropout dropout;
+  Matrix x, residual;        // s = residual + dropout(x)
+  Matrix sum, y;             // y = (s - mean) * rstd * weight + bias
+  const void *weight, *bias; // (D)
+  void *mean, *rstd;         // (T)
+  Matrix dy, dsum, dx, dresidual;
+  void *dweight, *dbias;     // (chunks, D) partial sums
+};
+
+// A weighted sum over sources: weight (rows, sources) or, per channel, (rows, sources, D).
+struct Mix {
+  Storage storage;
+  int64_t dim, rows, sources;
+  bool per_channel, accumulate;
+  const Matrix* source;           // [sources], n_k
+  const void* const* gain;        // [sources], z_k = n_k * gain + shift; null is the identity
+  const void* const* shift;       // [sources]
+  const void* const* weight;      // [rows * sources], one value or D values each
+  const Matrix* out;              // [rows]
+};
+
+// The transpose of Mix: u_j = sum_l weight[l, j] g_l, and dweight[l, j] = <g_l, z_j>.
+struct Pull {
+  Storage storage;
+  int64_t dim, rows, sources;
+  bool per_channel, accumulate, need_dweight;
+  const Matrix* grad;             // [rows], g_l
+  const Matrix* source;           // [sources], n_j
+  const void* const* gain;
+  const void* const* shift;
+  const void* const* weight;      // [rows * sources]
+  const Matrix* out;              // [sources], u_j
+  void* dweight;                  // (chunks, rows, sources) or (chunks, rows, sources, D)
+};
+
+// Everything between two layers' matrix products, one token at a time:
+//   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
+//   out = norm(x).
+// Without a branch the state is left as it is, and a layer's input is made again from the states.
+struct Boundary {
+  Storage storage;
+  int64_t dim, near;              // near: sources read here, the pushed one last if it is read
+  bool per_channel, norm_source, reads_own;
+  double source_eps, out_eps;
+  Dropout dropout;
+  Matrix branch, residual;
+  Matrix state;                   // slot of the pushed state
+  const Matrix* source;           // [near]
+  const void* const* gain;        // [near]
+  const void* const* shift;       // [near]
+  const void* const* weight;      // [near]
+  Matrix partial;                 // older blocks' share of x
+  Matrix x, out;
+  const void *out_weight, *out_bias;
+  void* source_rstd;              // (T)
+  void *out_mean, *out_rstd;      // (T)
+};
+
+// Backward of Boundary. The row's gradient g goes to `grad`; the pushed state's gradient is
+// u = pulled + sum_l weight_l g_l over the block's rows l, this one first.
+struct BoundaryGrad {
+  Boundary forward;
+  Matrix dx, dout, grad;
+  int64_t pulls;                  // rows of this block that read the pushed state
+  bool own_row_reads;             // the first of them is this row
+  const Matrix* pull_grad;        // [pulls]
+  const void* const* pull_weight; // [pulls]
+  Matrix pulled;                  // later blocks' share of u
+  const void *state_gain, *state_shift;
+  Matrix dbranch, dresidual;
+  bool need_dweight;
+  void* dweight;                  // (chunks, pulls) or (chunks, pulls, D)
+  void *dgain, *dshift;           // (chunks, D)
+  void *dout_weight, *dout_bias;  // (chunks, D)
+};
+
+// depth_mix over separate tensors, statistics included.
+struct DepthMix {
+  Storage storage;
+  int64_t dim, sources, tokens;
+  bool per_channel, norm, need_dweight;
+  double eps;
+  const Matrix* source;           // [sources], y_k
+  const void *gain, *shift;       // (sources, D)
+  const void* weight;             // (sources) or (sources, D)
+  Matrix out;
+  void *mean, *rstd;              // (sources, T)
+  Matrix dout;
+  const Matrix* dsource;          // [sources]
+  void* dweight;                  // (chunks, sources) or (chunks, sources, D)
+  void *dgain, *dshift;           // (chunks, sources, D)
+};
+
+struct Kernels {
+  const char* name;
+  void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
+  void (*layer_norm_backward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
+  void (*mix)(const Mix&, int64_t begin, int64_t end, int64_t chunk);
+  void (*pull)(const Pull&, int64_t begin, int64_t end, int64_t chunk);
+  void (*boundary_forward)(const Boundary&, int64_t begin, int64_t end, int64_t chunk);
+  void (*boundary_backward)(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
+  void (*depth_mix_forward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+  void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+};
+
+// The best instruction set of this processor, chosen once.
+const Kernels& kernels();
+
+}  // namespace deepfast

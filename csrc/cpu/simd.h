@@ -1,0 +1,234 @@
+// Vectors of `N` lanes and conversions between storage and compute types.
+//
+// Kernel files are compiled once per instruction set (DEEPFAST_ISA names it), so everything here
+// lives in a namespace of that name: an inline function built with AVX-512 can never stand in for
+// the portable one at link time. For the same reason no standard template is used in kernels.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <new>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define DEEPFAST_INLINE inline __attribute__((always_inline))
+
+namespace deepfast {
+namespace DEEPFAST_ISA {
+
+// Storage types of 16 bits; arithmetic on them is always in fp32.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct compute {
+  using type = float;
+};
+template <>
+struct compute<double> {
+  using type = double;
+};
+template <class T>
+using compute_t = typename compute<T>::type;
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// Lanes of one vector register of compute type A.
+template <class A>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
+
+template <class A, int N>
+struct vec {
+  typedef A type __attribute__((vector_size(N * sizeof(A))));
+};
+template <class A, int N>
+using vec_t = typename vec<A, N>::type;
+
+// A compile-time number of lanes, passed as an argument.
+template <int N>
+struct Lanes {
+  static constexpr int n = N;
+};
+
+template <class To, class From>
+DEEPFAST_INLINE To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as needs equal sizes");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// ---- loads -------------------------------------------------------------------------------------
+
+template <int N>
+DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const float* p) {
+  vec_t<float, N> v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <int N>
+DEEPFAST_INLINE vec_t<double, N> load(Lanes<N>, const double* p) {
+  vec_t<double, N> v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <int N>
+DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const bf16* p) {
+  vec_t<uint16_t, N> h;
+  memcpy(&h, p, sizeof(h));
+  return bits_as<vec_t<float, N>>(__builtin_convertvector(h, vec_t<uint32_t, N>) << 16);
+}
+
+// Half to float by rescaling: exact for subnormals, and infinities and NaNs keep their payload.
+template <int N>
+DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const f16* p) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) {
+    __m256i h;
+    memcpy(&h, p, sizeof(h));
+    return bits_as<vec_t<float, N>>(_mm512_cvtph_ps(h));
+  }
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) {
+    __m128i h;
+    memcpy(&h, p, sizeof(h));
+    return bits_as<vec_t<float, N>>(_mm256_cvtph_ps(h));
+  }
+#endif
+  vec_t<uint16_t, N> h16;
+  memcpy(&h16, p, sizeof(h16));
+  using U = vec_t<uint32_t, N>;
+  const U h = __builtin_convertvector(h16, U);
+  const U sign = (h & 0x8000u) << 16;
+  const auto scaled = bits_as<vec_t<float, N>>((h & 0x7fffu) << 13) * 0x1p112f;
+  const U special = bits_as<U>((h & 0x7c00u) == 0x7c00u);
+  const U bits = (special & (0x7f800000u | ((h & 0x3ffu) << 13))) | (~special & bits_as<U>(scaled));
+  return bits_as<vec_t<float, N>>(bits | sign);
+}
+
+// ---- stores, rounding to nearest even ----------------------------------------------------------
+
+template <int N>
+DEEPFAST_INLINE void store(Lanes<N>, float* p, vec_t<float, N> v) {
+  memcpy(p, &v, sizeof(v));
+}
+
+template <int N>
+DEEPFAST_INLINE void store(Lanes<N>, double* p, vec_t<double, N> v) {
+  memcpy(p, &v, sizeof(v));
+}
+
+template <int N>
+DEEPFAST_INLINE void store(Lanes<N>, bf16* p, vec_t<float, N> v) {
+  using U = vec_t<uint32_t, N>;
+  const U u = bits_as<U>(v);
+  const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U nan = bits_as<U>((u & 0x7fffffffu) > 0x7f800000u);
+  const auto h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vec_t<uint16_t, N>);
+  memcpy(p, &h, sizeof(h));
+}
+
+template <int N>
+DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) {
+    const __m256i h = _mm512_cvtps_ph(bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
+    memcpy(p, &h, sizeof(h));
+    return;
+  }
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) {
+    const __m128i h = _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
+    memcpy(p, &h, sizeof(h));
+    return;
+  }
+#endif
+  // Normal halves: rebias the exponent and round in integers. Subnormal halves: adding 0.5 puts
+  // the value's last half bit at the float's last bit, so the addition itself rounds.
+  using U = vec_t<uint32_t, N>;
+  const U u = bits_as<U>(v);
+  const U sign = (u >> 16) & 0x8000u;
+  const U a = u & 0x7fffffffu;
+  const U normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  const U tiny = bits_as<U>(bits_as<vec_t<float, N>>(a) + 0.5f) - 0x3f000000u;
+  const U is_tiny = bits_as<U>(a < 0x38800000u);
+  const U is_big = bits_as<U>(a >= 0x477ff000u);
+  const U is_nan = bits_as<U>(a > 0x7f800000u);
+  U h = (is_tiny & tiny) | (~is_tiny & normal);
+  h = (is_big & 0x7c00u) | (~is_big & h);
+  h = (is_nan & 0x7e00u) | (~is_nan & h);
+  const auto out = __builtin_convertvector(h | sign, vec_t<uint16_t, N>);
+  memcpy(p, &out, sizeof(out));
+}
+
+// ---- helpers -----------------------------------------------------------------------------------
+
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> broadcast(Lanes<N>, A a) {
+  return vec_t<A, N>{} + a;
+}
+
+template <class A, int N>
+DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
+  // A fixed pairwise order: the same bits on every call.
+  A x[N];
+  memcpy(x, &v, sizeof(v));
+  for (int half = N / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+}
+
+// Calls f(Lanes<N>, i) over [0, n): whole vectors first, then single lanes.
+template <class A, class F>
+DEEPFAST_INLINE void for_lanes(int64_t n, const F& f) {
+  constexpr int N = kLanes<A>;
+  int64_t i = 0;
+  for (; i + N <= n; i += N) f(Lanes<N>{}, i);
+  for (; i < n; ++i) f(Lanes<1>{}, i);
+}
+
+// A sum over a row: one vector accumulator, and a scalar one for the tail.
+template <class A>
+struct RowSum {
+  vec_t<A, kLanes<A>> wide = {};
+  vec_t<A, 1> tail = {};
+  DEEPFAST_INLINE void add(vec_t<A, kLanes<A>> v) { wide += v; }
+  DEEPFAST_INLINE void add(vec_t<A, 1> v) { tail += v; }
+  DEEPFAST_INLINE A total() const { return sum_lanes<A, kLanes<A>>(wide) + tail[0]; }
+};
+
+// Scratch memory of one kernel call, aligned for vectors.
+template <class A>
+class Scratch {
+ public:
+  explicit Scratch(int64_t n)
+      : p_(static_cast<A*>(::operator new((n > 0 ? n : 1) * sizeof(A), std::align_val_t{64}))) {}
+  ~Scratch() { ::operator delete(p_, std::align_val_t{64}); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  A* get() const { return p_; }
+  operator A*() const { return p_; }
+
+ private:
+  A* p_;
+};
+
+}  // namespace DEEPFAST_ISA
+}  // namespace deepfast

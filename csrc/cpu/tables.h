@@ -1,0 +1,26 @@
+// The kernels of one instruction set, by name.
+#pragma once
+
+#include "kernels.h"
+
+namespace deepfast {
+namespace DEEPFAST_ISA {
+
+template <class P>
+struct pointee;
+template <class T>
+struct pointee<T*> {
+  using type = T;
+};
+
+void layer_norm_forward(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
+void layer_norm_backward(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
+void mix(const Mix&, int64_t begin, int64_t end, int64_t chunk);
+void pull(const Pull&, int64_t begin, int64_t end, int64_t chunk);
+void boundary_forward(const Boundary&, int64_t begin, int64_t end, int64_t chunk);
+void boundary_backward(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
+void depth_mix_forward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+void depth_mix_backward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+
+}  // namespace DEEPFAST_ISA
+}  // namespace deepfast

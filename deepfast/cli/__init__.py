@@ -1,0 +1,54 @@
+"""The `deepfast` command: one file per subcommand.
+
+A subcommand's module has HELP (one line), EXAMPLE (a command line), `add_arguments(parser)` and
+`run(args) -> exit code`. It is imported only when it is asked for.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+
+from deepfast.version import __version__
+
+COMMANDS = {
+    "info": "versions, build, and which backend serves each op",
+    "train": "train a translation model from a recipe",
+    "translate": "translate lines of text with a checkpoint",
+    "score": "BLEU of translations against references",
+    "report": "measure everything and write one HTML page",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code (0 done, 1 refused with a sentence)."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="deepfast", description="Very deep Transformers with fused depth connections."
+    )
+    parser.add_argument("--version", action="version", version=f"deepfast {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((a for a in argv if not a.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name != wanted:
+            commands.add_parser(name, help=summary)
+            continue
+        module = importlib.import_module(f"deepfast.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        # What a user can mend is one sentence; DEEPFAST_DEBUG=1 shows where it came from.
+        if os.environ.get("DEEPFAST_DEBUG"):
+            raise
+        print(f"deepfast {args.command}: {error}", file=sys.stderr)
+        return 1

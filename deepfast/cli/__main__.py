@@ -1,0 +1,7 @@
+"""`python -m deepfast.cli`."""
+
+import sys
+
+from deepfast.cli import main
+
+sys.exit(main())

@@ -1,0 +1,40 @@
+"""Text in, batches out: parallel files, a vocabulary, token-budget batches, a generated corpus.
+
+From two files to batches:
+
+    text = read_parallel("train.en", "train.de")
+    vocabulary = Vocabulary.train([*text.sources, *text.targets], 8000)
+    batches = TokenBatches(vocabulary.encode_pairs(text), max_tokens=4096, place=text.place)
+
+Nothing here knows models or training; sentencepiece, num2words and Babel are imported when used.
+"""
+
+from deepfast.data.batches import (
+    Batch,
+    TokenBatches,
+    evaluation_batches,
+    make_batch,
+    restore_order,
+)
+from deepfast.data.errors import DataError, MissingPackage
+from deepfast.data.phrases import Corpus, phrases, write
+from deepfast.data.text import Dropped, ParallelText, read_lines, read_parallel
+from deepfast.data.vocabulary import Vocabulary
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "DataError",
+    "Dropped",
+    "MissingPackage",
+    "ParallelText",
+    "TokenBatches",
+    "Vocabulary",
+    "evaluation_batches",
+    "make_batch",
+    "phrases",
+    "read_lines",
+    "read_parallel",
+    "restore_order",
+    "write",
+]

@@ -1,0 +1,30 @@
+"""The errors of the data package, and the import of what it needs only now and then."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class DataError(ValueError):
+    """Text, a vocabulary or a batch request that cannot be served; one sentence says why."""
+
+
+class MissingPackage(DataError, ImportError):
+    """An optional package is not installed; the sentence names the extra that brings it."""
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import an optional module by its dotted name.
+
+    Raises:
+        MissingPackage: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingPackage(
+            f"{purpose} needs the package {package}, which cannot be imported ({error}): "
+            "pip install deepfast[train]"
+        ) from error

@@ -1,0 +1,1 @@
+"""Counting bytes: what a training step keeps alive."""

@@ -1,0 +1,23 @@
+"""Modules: the depth connection, and Transformer layers and stacks around it."""
+
+from .attention import KeyValueCache, MultiheadAttention
+from .dlcl import DLCL
+from .history import DepthHistory
+from .layer_norm import LayerNorm
+from .layers import TransformerDecoderLayer, TransformerEncoderLayer
+from .packing import Packing
+from .transformer import DecoderCache, TransformerDecoder, TransformerEncoder
+
+__all__ = [
+    "DLCL",
+    "DecoderCache",
+    "DepthHistory",
+    "KeyValueCache",
+    "LayerNorm",
+    "MultiheadAttention",
+    "Packing",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]

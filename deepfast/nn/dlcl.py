@@ -1,0 +1,315 @@
+"""DLCL: dynamic linear combination of layers."""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from deepfast import backend as backends
+from deepfast.ops import _common as common
+from deepfast.ops.boundary import OutNorm, boundary
+from deepfast.ops.depth_state import DepthState, default_block
+from deepfast.reference.layer_norm import compute_dtype
+
+from .history import DepthHistory
+
+
+@functools.cache
+def depth_pattern(
+    rows: int, window: int | None, dilation: int, period: int
+) -> tuple[tuple[int, ...], ...]:
+    """pattern[l]: the states that row l reads.
+
+    ``window=w`` keeps the w newest states. ``dilation=a`` keeps of those every a-th, counted back
+    from the newest. ``period=p`` mixes in every p-th row only; the other rows read the newest
+    state alone (Pagliardini et al., DenseFormer, 2024).
+    """
+    pattern = []
+    for row in range(rows):
+        oldest = 0 if window is None else max(0, row - window + 1)
+        mixes = period == 1 or row % period == 0
+        pattern.append(tuple(sorted(range(row, oldest - 1, -dilation))) if mixes else (row,))
+    return tuple(pattern)
+
+
+class DLCL(nn.Module):
+    """Every layer reads a learned weighted sum of all layers below it.
+
+    pre-norm    ``x_{l+1} = sum_{k<=l} W[l,k] * LN_k(y_k)``        the LN belongs to the source
+    post-norm   ``x_{l+1} = LN_l(sum_{k<=l} W[l,k] * y_k)``        the LN belongs to the consumer
+
+    y_0 is the embedding, y_k the output of layer k, x_{l+1} the input of layer l + 1::
+
+        history = deepfast.nn.DepthHistory()
+        x = dlcl(embedding, history)               # pushes y_0, returns x_1
+        for layer in layers:
+            x = dlcl(layer(x), history)            # pushes y_l, returns x_{l+1}
+
+    The last call returns the stack's output; a pre-norm stack's final LN is the encoder's own.
+    Memory is one state per layer, gradients included; each state is read about sqrt(L) times.
+
+    Args:
+        num_layers: L. The weights have L + 1 rows: one for each layer's input, one for the output.
+        dim: D.
+        norm: "pre", "post" or None.
+        weight: "scalar", "group" (channel h uses weight h mod ``groups``) or "vector" (one weight
+            per channel).
+        groups: number of weights per pair of layers, for "group".
+        init: "average" (1 / (l + 1)), "one" or "identity" (1 on the newest state, 0 elsewhere).
+            With ``softmax`` these are the weights after the softmax ("one" becomes "average").
+        learnable: False freezes the weights at their init.
+        softmax: rows of W pass through a softmax over the states they read.
+        window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
+            the pattern is exactly zero, gets no gradient, and its state is not read.
+        normalize_embedding: False, as the authors have it, leaves out the LN of index 0.
+        eps: of the layer-norms.
+        backend: see `deepfast.backend`.
+
+    Attributes:
+        weight: (L+1, L+1), or (L+1, L+1, groups) or (L+1, L+1, D); row l feeds layer l + 1.
+        norm_weight, norm_bias: (L+1, D), or None without norm.
+
+    Source: Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
+    Eq. 7 to 9.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        *,
+        norm: str | None = "pre",
+        weight: str = "scalar",
+        groups: int | None = None,
+        init: str = "average",
+        learnable: bool = True,
+        softmax: bool = False,
+        window: int | None = None,
+        dilation: int = 1,
+        period: int = 1,
+        normalize_embedding: bool = False,
+        eps: float = 1e-5,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        for name, value, allowed in (
+            ("norm", norm, ("pre", "post", None)),
+            ("weight", weight, ("scalar", "group", "vector")),
+            ("init", init, ("average", "one", "identity")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"DLCL: {name} must be one of {allowed}, got {value!r}")
+        for name, value in (
+            ("num_layers", num_layers),
+            ("dim", dim),
+            ("window", 1 if window is None else window),
+            ("dilation", dilation),
+            ("period", period),
+        ):
+            if value < 1:
+                raise ValueError(f"DLCL: {name} must be at least 1, got {value}")
+        if (weight == "group") != (groups is not None):
+            raise ValueError(f"DLCL: groups goes with weight='group', got {weight=}, {groups=}")
+        if groups is not None and not 1 <= groups <= dim:
+            raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
+        self.num_layers, self.dim, self.norm, self.kind = num_layers, dim, norm, weight
+        self.groups, self.init, self.softmax, self.eps = groups, init, softmax, eps
+        self.window, self.dilation, self.period = window, dilation, period
+        self.normalize_embedding, self.backend = normalize_embedding, backend
+
+        rows = num_layers + 1
+        self.pattern = depth_pattern(rows, window, dilation, period)
+        extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
+        self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
+        if norm is None:
+            self.norm_weight = self.norm_bias = None
+        else:
+            self.norm_weight = nn.Parameter(torch.empty(rows, dim))
+            self.norm_bias = nn.Parameter(torch.empty(rows, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.zero_()
+            for row, sources in enumerate(self.pattern):
+                for k in sources:
+                    if self.init == "average":
+                        self.weight[row, k] = 1.0 / len(sources)
+                    elif self.init == "one" or k == row:
+                        self.weight[row, k] = 1.0
+            if self.softmax:
+                # The softmax of log w is w for rows that add up to one.
+                self.weight.log_().clamp_(min=-30.0)
+            if self.norm is not None:
+                self.norm_weight.fill_(1.0)
+                self.norm_bias.zero_()
+
+    def _mask(self, device) -> Tensor:
+        mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
+        for row, sources in enumerate(self.pattern):
+            mask[row, list(sources)] = True
+        return mask.to(device)
+
+    def effective_weight(self) -> Tensor:
+        """W as it is applied: masked to the pattern and, if asked for, softmaxed by row.
+
+        Returns:
+            (L+1, L+1) or (L+1, L+1, D), with gradient.
+        """
+        mask = self._mask(self.weight.device)
+        mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
+        weight = self.weight
+        if self.softmax:
+            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
+        weight = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+        if self.kind == "group":
+            weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
+        return weight
+
+    def _begin(self, y: Tensor, history: DepthHistory) -> None:
+        """First push: reads the parameters once for the whole pass."""
+        weight = self.effective_weight()
+        dtype = compute_dtype(y.dtype)
+        gain = shift = None
+        rows = self.num_layers + 1
+        normalised = (False,) * rows
+        if self.norm == "pre":
+            normalised = (self.normalize_embedding,) + (True,) * self.num_layers
+            gain, shift = (p.detach().to(dtype) for p in (self.norm_weight, self.norm_bias))
+            if not self.normalize_embedding:
+                gain, shift = gain.clone(), shift.clone()
+                gain[0], shift[0] = 1.0, 0.0
+            gain, shift = gain.contiguous(), shift.contiguous()
+            history.gains = self.norm_weight.unbind(0)
+            history.shifts = self.norm_bias.unbind(0)
+        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype)
+        history.owner = self
+        history.columns = weight.unbind(1)
+        history.state = DepthState(
+            weight=weight.detach().to(dtype).contiguous(),
+            gain=gain,
+            shift=shift,
+            normalised=normalised,
+            pattern=self.pattern,
+            eps=self.eps,
+            block=history.block or default_block(rows),
+            inplace=history.inplace,
+            launch=launch,
+            need_weight_grad=weight.requires_grad and torch.is_grad_enabled(),
+        )
+
+    def _check(self, y: Tensor, residual: Tensor | None, history: DepthHistory, index) -> int:
+        common.check_tensor("DLCL", "the layer's output", y)
+        if y.shape[-1] != self.dim:
+            raise ValueError(f"DLCL: expected (..., {self.dim}), got {tuple(y.shape)}")
+        if not isinstance(history, DepthHistory):
+            raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
+        if residual is not None:
+            common.check_like("DLCL", "residual", residual, "the branch", y)
+        if y.device != self.weight.device:
+            raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
+        if history.owner is not None and history.owner is not self:
+            raise RuntimeError(
+                "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
+                "and each forward pass"
+            )
+        pushed = len(history)
+        k = pushed if index is None else index
+        if index is None and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "DLCL: called again during backward (recomputation); pass index= so that the "
+                "state is found again"
+            )
+        if k > self.num_layers:
+            raise RuntimeError(
+                f"DLCL: {self.num_layers} layers push {self.num_layers + 1} states, and this "
+                f"history has them all; expected a new DepthHistory for a new forward pass"
+            )
+        if not 0 <= k <= pushed:
+            raise RuntimeError(f"DLCL: layer called out of order: expected index {pushed}, got {k}")
+        state = history.state
+        if state is None or state.states is None:
+            if state is not None:
+                raise RuntimeError("DLCL: this history's backward has ended; make a new one")
+            return k
+        shape, got = tuple(state.states.shape[1:]), (y.numel() // self.dim, self.dim)
+        if shape != got or state.states.dtype != y.dtype or state.states.device != y.device:
+            raise ValueError(
+                f"DLCL: every state of a pass must be alike: expected {shape[0]} tokens of "
+                f"{state.states.dtype} on {state.states.device}, got {got[0]} of {y.dtype} on "
+                f"{y.device}"
+            )
+        return k
+
+    def forward(
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        *,
+        index: int | None = None,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
+        out_norm: OutNorm | None = None,
+        want_x: bool = True,
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """Pushes a layer's output and returns the next layer's input.
+
+        Args:
+            y: (..., D), the output of the layer (or, with ``residual``, its last branch).
+            history: of this forward pass.
+            index: k of y_k; needed only where a call may be repeated, as inside
+                `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+            residual: added to dropout(y) in the same pass.
+            dropout_p, seed: dropout on ``y``, applied where ``self.training``.
+            out_norm: a pre-norm layer's first LN, applied in the same pass.
+            want_x: with ``out_norm``, whether x itself is wanted too.
+
+        Returns:
+            x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
+        """
+        y, residual = common.autocast(y, residual)
+        k = self._check(y, residual, history, index)
+        if history.state is None:
+            self._begin(y, history)
+        replay = k < len(history)
+        pre = self.norm == "pre" and history.state.normalised[k]
+        own_norm = None
+        if self.norm == "post" and (k > 0 or self.normalize_embedding):
+            if out_norm is not None:
+                raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
+            own_norm = OutNorm(self.norm_weight[k], self.norm_bias[k], self.eps)
+        if replay and history.columns is None:
+            # Recomputation: the node made here is thrown away, only its outputs are used.
+            column = self.effective_weight()[:, k]
+            gain, shift = (self.norm_weight[k], self.norm_bias[k]) if pre else (None, None)
+        else:
+            column = history.columns[k]
+            gain, shift = (history.gains[k], history.shifts[k]) if pre else (None, None)
+        x, out, token = boundary(
+            history.state,
+            k,
+            y,
+            residual=residual,
+            column=column,
+            gain=gain,
+            shift=shift,
+            out_norm=out_norm or own_norm,
+            want_x=want_x and own_norm is None,
+            dropout_p=dropout_p if self.training else 0.0,
+            seed=seed,
+            token=history.token,
+        )
+        if not replay:
+            history.token = token
+            if k == self.num_layers:
+                history.forget_carriers()
+        if own_norm is not None:
+            return out
+        return x if out_norm is None else (x, out)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_layers={self.num_layers}, dim={self.dim}, norm={self.norm!r}, "
+            f"weight={self.kind!r}, init={self.init!r}"
+        )

@@ -1,0 +1,54 @@
+"""The memory of one forward pass through a stack with depth connections."""
+
+from torch import Tensor
+
+from deepfast.ops.depth_state import DepthState
+
+
+class DepthHistory:
+    """What the layers of one stack have written in one forward pass.
+
+    Make a new one for every forward pass and hand it to every call of the stack's `DLCL`. It
+    owns one buffer with a state per layer, which backward turns into the gradients' buffer; the
+    buffer goes when backward ends, or when the pass's outputs go. Several passes may be open at
+    once, each with a history of its own.
+
+    Args:
+        inplace: whether backward may write gradients over states (no memory beyond one state per
+            layer). False keeps the states, at twice the memory, so that a second backward with
+            ``retain_graph=True`` works.
+        block: rows per look-ahead block; None chooses by depth.
+    """
+
+    def __init__(self, *, inplace: bool = True, block: int | None = None):
+        if block is not None and block < 1:
+            raise ValueError(f"DepthHistory: block must be at least 1, got {block}")
+        self.inplace = inplace
+        self.block = block
+        self.owner: object | None = None
+        # The state is what autograd nodes hold; carriers and token belong to the graph. Keeping
+        # them apart keeps the graph free of reference cycles.
+        self.state: DepthState | None = None
+        self.columns: tuple[Tensor, ...] | None = None
+        self.gains: tuple[Tensor | None, ...] | None = None
+        self.shifts: tuple[Tensor | None, ...] | None = None
+        self.token: Tensor | None = None
+
+    def __len__(self) -> int:
+        """States pushed so far."""
+        return 0 if self.state is None else self.state.pushed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states' buffers that are alive now."""
+        if self.state is None:
+            return 0
+        buffers = (self.state.states, self.state._partial, self.state._pulled)
+        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+
+    def forget_carriers(self) -> None:
+        """The last boundary is made: nothing of the graph is needed here any more."""
+        self.columns = self.gains = self.shifts = self.token = None
+
+    def __repr__(self) -> str:
+        return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"

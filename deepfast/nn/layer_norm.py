@@ -1,0 +1,39 @@
+"""Layer normalisation as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from deepfast import ops
+from deepfast.ops.boundary import OutNorm
+
+
+class LayerNorm(nn.Module):
+    """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros."""
+
+    def __init__(self, dim: int, eps: float = 1e-5, *, backend: str | None = None):
+        super().__init__()
+        self.eps, self.backend = eps, backend
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """LN(residual + dropout(x)); with ``residual`` the sum is returned too."""
+        return ops.layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            dropout_p=dropout_p,
+            training=self.training,
+            backend=self.backend,
+        )
+
+    def as_output(self) -> OutNorm:
+        """For a DLCL boundary that applies this norm in its own pass."""
+        return OutNorm(self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,0 +1,209 @@
+"""Transformer encoder and decoder of any depth."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from .attention import KeyValueCache
+from .connection import Connection
+from .layers import TransformerDecoderLayer, TransformerEncoderLayer
+from .packing import Packing
+
+
+class TransformerEncoder(nn.Module):
+    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+
+    Args:
+        num_layers: L >= 1.
+        dim, heads, ffn_dim: D, H, F.
+        connection: "dlcl" or "residual".
+        norm: "pre" (with a final LN) or "post".
+        dropout: on each branch before its residual add.
+        attention_dropout: on attention weights.
+        activation_dropout: after the activation.
+        activation: "relu" or "gelu".
+        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        backend: see `deepfast.backend`.
+
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        heads: int,
+        ffn_dim: int,
+        *,
+        connection: str = "dlcl",
+        norm: str = "pre",
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        activation: str = "relu",
+        dlcl: dict | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.layers = nn.ModuleList(
+            TransformerEncoderLayer(
+                dim,
+                heads,
+                ffn_dim,
+                norm=norm,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                activation_dropout=activation_dropout,
+                activation=activation,
+                first_norm=False,
+                backend=backend,
+            )
+            for _ in range(num_layers)
+        )
+        self.connection = Connection(
+            num_layers,
+            dim,
+            connection=connection,
+            norm=norm,
+            dropout=dropout,
+            backend=backend,
+            dlcl=dlcl,
+        )
+
+    def forward(self, x_BSD: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """(B, S, D) to (B, S, D), zero at padding. ``key_padding_mask`` (B, S): True is padding."""
+        if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.dim:
+            raise ValueError(
+                f"TransformerEncoder: expected (B, S, {self.dim}), got {tuple(x_BSD.shape)}"
+            )
+        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
+        return packing.unpack(self.forward_packed(packing.pack(x_BSD), packing))
+
+    def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
+        """Real tokens (T, D) to (T, D)."""
+
+        def body(layer):
+            return lambda x, n: layer.body(x, n, packing)
+
+        return self.connection(x_TD, ((body(layer), layer.feed_forward_norm)
+                                      for layer in self.layers))  # fmt: skip
+
+
+@dataclass
+class DecoderCache:
+    """What decoding one position at a time keeps, per layer."""
+
+    memory: list[tuple[Tensor, Tensor]]
+    memory_packing: Packing
+    layers: list[KeyValueCache] = field(default_factory=list)
+
+    def reorder(self, index: Tensor) -> None:
+        """Keeps hypotheses ``index`` (B',) of the batch, memory included."""
+        self.memory = [(k[index], v[index]) for k, v in self.memory]
+        padding = self.memory_packing.padding
+        self.memory_packing = Packing(
+            index.numel(),
+            self.memory_packing.length,
+            None,
+            None if padding is None else padding[index],
+        )
+        for cache in self.layers:
+            cache.reorder(index)
+
+
+class TransformerDecoder(nn.Module):
+    """A stack of decoder layers with a depth history of its own. Args as the encoder."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        heads: int,
+        ffn_dim: int,
+        *,
+        connection: str = "dlcl",
+        norm: str = "pre",
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        activation: str = "relu",
+        dlcl: dict | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.layers = nn.ModuleList(
+            TransformerDecoderLayer(
+                dim,
+                heads,
+                ffn_dim,
+                norm=norm,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                activation_dropout=activation_dropout,
+                activation=activation,
+                first_norm=False,
+                backend=backend,
+            )
+            for _ in range(num_layers)
+        )
+        self.connection = Connection(
+            num_layers,
+            dim,
+            connection=connection,
+            norm=norm,
+            dropout=dropout,
+            backend=backend,
+            dlcl=dlcl,
+        )
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        memory_BSD: Tensor,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, D) and the encoder's output (B, S, D) to (B, T, D), zero at padding.
+
+        Padding of x must stand on the right; True in a mask is padding.
+        """
+        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
+        memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)
+        y = self.forward_packed(
+            packing.pack(x_BSD), packing, memory_packing.pack(memory_BSD), memory_packing
+        )
+        return packing.unpack(y)
+
+    def forward_packed(
+        self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing
+    ) -> Tensor:
+        """Real tokens (T, D) to (T, D)."""
+        caches = [None] * len(self.layers)
+        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing)
+                  for layer in self.layers]  # fmt: skip
+        return self._run(x_TD, packing, memory, memory_packing, caches)
+
+    def start(self, memory_TD: Tensor, memory_packing: Packing) -> DecoderCache:
+        """Projects the encoder's output once for all steps of decoding."""
+        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing)
+                  for layer in self.layers]  # fmt: skip
+        return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers])
+
+    def step(self, x_BD: Tensor, cache: DecoderCache) -> Tensor:
+        """One new position per sentence, (B, D) to (B, D)."""
+        packing = Packing(x_BD.shape[0], 1)
+        return self._run(x_BD, packing, cache.memory, cache.memory_packing, cache.layers)
+
+    def _run(self, x, packing, memory, memory_packing, caches) -> Tensor:
+        def body(layer, kv, cache):
+            return lambda x, n: layer.body(x, n, packing, kv, memory_packing, cache)
+
+        return self.connection(
+            x,
+            (
+                (body(layer, kv, cache), layer.feed_forward_norm)
+                for layer, kv, cache in zip(self.layers, memory, caches, strict=True)
+            ),
+        )

@@ -1,0 +1,63 @@
+"""Checks and casts that every op shares."""
+
+import torch
+from torch import Tensor
+
+from deepfast.reference.layer_norm import compute_dtype
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast, fp32 activations go to its dtype; sums stay in fp32 inside the kernels."""
+    first = tensors[0]
+    if not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors)
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., D) as (T, D) with contiguous channels, without a copy where strides allow."""
+    x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A parameter as kernels read it: the compute dtype of activations in ``dtype``, contiguous."""
+    return None if p is None else p.detach().to(compute_dtype(dtype)).contiguous()
+
+
+def draw_seed(seed: int | None) -> int:
+    """The given seed, or one drawn from torch's CPU generator (so `torch.manual_seed` and
+    checkpointing replay it)."""
+    return int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
+
+
+def check_tensor(op: str, name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: {name} must be (..., D) with D >= 1, got {tuple(x.shape)}")
+
+
+def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """``x`` must share shape, dtype and device with ``other``."""
+    for what in ("shape", "dtype", "device"):
+        got, expected = getattr(x, what), getattr(other, what)
+        if got != expected:
+            if what == "shape":
+                got, expected = tuple(got), tuple(expected)
+            raise ValueError(f"{op}: {name} must have {other_name}'s {what} {expected}, got {got}")
+
+
+def check_parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> None:
+    if p is None:
+        return
+    if tuple(p.shape) != shape:
+        raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
+    if p.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
+
+
+def check_dropout(op: str, p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must be between 0 and 1, got {p}")

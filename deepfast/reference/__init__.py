@@ -1,0 +1,1 @@
+"""The specification of every op in plain PyTorch: short, slow, float64-capable."""

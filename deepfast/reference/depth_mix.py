@@ -1,0 +1,65 @@
+"""Depth mixing: the weighted sum over layers behind DLCL.
+
+Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019, Eq. 7 to 9.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .layer_norm import compute_dtype, normalise
+
+
+def depth_mix(
+    sources: Sequence[Tensor],
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``sum_k weight[k] * LN_k(sources[k])``; without norm_weight and norm_bias, no LN.
+
+    sources: K tensors (..., D). weight: (K,) or (K, D). norm_weight, norm_bias: (K, D).
+    """
+    dtype = sources[0].dtype
+    total = None
+    for k, source in enumerate(sources):
+        z = source.to(compute_dtype(dtype))
+        if norm_weight is not None or norm_bias is not None:
+            z, _, _ = normalise(z, eps)
+            z = z if norm_weight is None else z * norm_weight[k]
+            z = z if norm_bias is None else z + norm_bias[k]
+        term = weight[k] * z
+        total = term if total is None else total + term
+    return total.to(dtype)
+
+
+def dlcl(
+    y: Sequence[Tensor],
+    row: int,
+    weight: Tensor,
+    *,
+    norm: str | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    normalize_embedding: bool = False,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Input of layer ``row`` from y_0 .. y_row, to the letter of the paper.
+
+    pre-norm   x = sum_k W[row, k] * LN_k(y_k)
+    post-norm  x = LN_row(sum_k W[row, k] * y_k)
+
+    weight: (L+1, L+1) or (L+1, L+1, D), already masked. norm_weight, norm_bias: (L+1, D).
+    Index 0 has no LN unless ``normalize_embedding``.
+    """
+
+    def layer_norm(x: Tensor, k: int) -> Tensor:
+        if k == 0 and not normalize_embedding:
+            return x
+        return normalise(x, eps)[0] * norm_weight[k] + norm_bias[k]
+
+    z = [layer_norm(y[k], k) if norm == "pre" else y[k] for k in range(row + 1)]
+    x = sum(weight[row, k] * z[k] for k in range(row + 1))
+    return layer_norm(x, row) if norm == "post" else x

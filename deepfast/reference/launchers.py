@@ -1,0 +1,204 @@
+"""Every kernel launch of the package in plain PyTorch, with the signatures of deepfast._C.
+
+Serves where nothing is compiled, on any device and dtype; it is what each backend is tested
+against. Results go into tensors that the caller allocates. T tokens, D channels, storage dtype
+for states, compute dtype (fp32, or fp64) for weights, statistics and weight gradients.
+"""
+
+from torch import Tensor
+
+from .dropout import dropout_mask
+from .layer_norm import compute_dtype, normalise
+
+
+def _load(x: Tensor) -> Tensor:
+    return x.to(compute_dtype(x.dtype))
+
+
+def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+    if p == 0:
+        return x
+    return x * dropout_mask(seed, x.shape[0], x.shape[1], p, device=x.device).to(x.dtype)
+
+
+def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    n = n if weight is None else n * weight
+    return n if bias is None else n + bias
+
+
+def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor) -> Tensor:
+    a, b = dn.mean(-1, keepdim=True), (dn * n).mean(-1, keepdim=True)
+    return rstd.unsqueeze(-1) * (dn - a - n * b)
+
+
+def _put(target: Tensor | None, value: Tensor) -> None:
+    if target is not None:
+        target.copy_(value)
+
+
+def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):
+    """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``."""
+    s = _drop(_load(x), dropout_p, seed)
+    s = s if residual is None else s + _load(residual)
+    if sum is not None:
+        sum.copy_(s)
+        s = _load(sum)
+    n, m, r = normalise(s, eps)
+    mean.copy_(m)
+    rstd.copy_(r)
+    y.copy_(_affine(n, weight, bias))
+
+
+def layer_norm_backward(
+    sum, dy, dsum, weight, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
+):
+    """Gradients of layer_norm_forward from those of ``y`` and, if given, of ``sum``."""
+    n = (_load(sum) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    g = _load(dy)
+    _put(dweight, (g * n).sum(0))
+    _put(dbias, g.sum(0))
+    ds = _norm_backward(_affine(g, weight, None), n, rstd)
+    ds = ds if dsum is None else ds + _load(dsum)
+    _put(dresidual, ds)
+    _put(dx, _drop(ds, dropout_p, seed))
+
+
+def _source(states, k, gain, shift):
+    return _affine(
+        _load(states[k]),
+        None if gain is None else gain[k],
+        None if shift is None else shift[k],
+    )
+
+
+def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumulate):
+    """``out[b] (+)= sum_k weight[rows[b], k] * z_k`` over the given sources k."""
+    for b, row in zip(out_rows, rows, strict=True):
+        total = _load(out[b]) if accumulate else 0
+        for k in sources:
+            total = total + weight[row, k] * _source(states, k, gain, shift)
+        out[b] = total
+
+
+def pull_rows(
+    grads,
+    grad_slots,
+    rows,
+    states,
+    sources,
+    weight,
+    gain,
+    shift,
+    out,
+    out_rows,
+    accumulate,
+    dweight,
+):
+    """``out[j] (+)= sum_l weight[l, j] * g_l`` and ``dweight[l, j] = <g_l, z_j>``."""
+    for b, j in zip(out_rows, sources, strict=True):
+        z = _source(states, j, gain, shift)
+        total = _load(out[b]) if accumulate else 0
+        for slot, row in zip(grad_slots, rows, strict=True):
+            g = _load(grads[slot])
+            total = total + weight[row, j] * g
+            if dweight is not None:
+                dweight[row, j] = (g * z).sum(0) if weight.dim() == 3 else (g * z).sum()
+        out[b] = total
+
+
+def _near(states, near, weight, row, gain, shift, partial):
+    x = 0 if partial is None else _load(partial)
+    for k in near:
+        x = x + weight[row, k] * _source(states, k, gain, shift)
+    return x if isinstance(x, Tensor) else _load(states[0]) * 0
+
+
+def boundary_forward(
+    branch, residual, dropout_p, seed, states, slot, near, weight, row, gain, shift, norm_source,
+    source_eps, partial, out_weight, out_bias, out_eps, x, out, source_rstd, out_mean, out_rstd,
+):  # fmt: skip
+    """Pushes ``y = residual + dropout(branch)`` into its slot and makes the next layer's input.
+
+    ``x = partial + sum over near``; ``out = LN(x)``. Without ``branch`` the slot is left as it
+    is: the input of a layer is made again from the states.
+    """
+    if branch is not None:
+        y = _drop(_load(branch), dropout_p, seed)
+        y = y if residual is None else y + _load(residual)
+        if norm_source:
+            y, _, rstd = normalise(y, source_eps)
+            source_rstd.copy_(rstd)
+        states[slot] = y
+    mixed = _near(states, near, weight, row, gain, shift, partial)
+    _put(x, mixed)
+    if out is not None:
+        n, mean, rstd = normalise(mixed, out_eps)
+        out.copy_(_affine(n, out_weight, out_bias))
+        out_mean.copy_(mean)
+        out_rstd.copy_(rstd)
+
+
+def boundary_backward(
+    states, slot, near, weight, row, gain, shift, norm_source, partial, out_weight, out_bias,
+    source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, column,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dgain, dshift, dout_weight,
+    dout_bias,
+):  # fmt: skip
+    """Stores the row's gradient g, pulls the pushed state's gradient, and goes on below it."""
+    g = 0 if dx is None else _load(dx)
+    if dout is not None:
+        mixed = _near(states, near, weight, row, gain, shift, partial)
+        n = (mixed - out_mean.unsqueeze(-1)) * out_rstd.unsqueeze(-1)
+        d = _load(dout)
+        _put(dout_weight, (d * n).sum(0))
+        _put(dout_bias, d.sum(0))
+        g = g + _norm_backward(_affine(d, out_weight, None), n, out_rstd)
+    n = _load(states[slot]).clone()
+    z = _source(states, slot, gain, shift).clone()
+    grads[grad_slot] = g
+    u = n * 0 if pulled is None else _load(pulled)
+    for index, slot_l in zip(pull_rows, pull_slots, strict=True):
+        g_l = g if index == row else _load(grads[slot_l])
+        u = u + weight[index, column] * g_l
+        if dweight is not None:
+            dweight[index, column] = (g_l * z).sum(0) if weight.dim() == 3 else (g_l * z).sum()
+    _put(dgain, (u * n).sum(0))
+    _put(dshift, u.sum(0))
+    u = u if gain is None else u * gain[column]
+    u = _norm_backward(u, n, source_rstd) if norm_source else u
+    _put(dresidual, u)
+    _put(dbranch, _drop(u, dropout_p, seed))
+
+
+def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
+    """``out = sum_k weight[k] * LN_k(sources[k])`` over separate tensors."""
+    total = 0
+    for k, source in enumerate(sources):
+        n = _load(source)
+        if norm:
+            n, mean[k], rstd[k] = normalise(n, eps)
+        z = _affine(n, None if gain is None else gain[k], None if shift is None else shift[k])
+        total = total + weight[k] * z
+    out.copy_(total)
+
+
+def depth_mix_backward(
+    sources, weight, gain, shift, norm, mean, rstd, dout, dsources, dweight, dgain, dshift
+):
+    """Gradients of depth_mix_forward; ``dsources`` is empty where none is wanted."""
+    g = _load(dout)
+    for k, source in enumerate(sources):
+        n = _load(source)
+        if norm:
+            n = (n - mean[k].unsqueeze(-1)) * rstd[k].unsqueeze(-1)
+        z = _affine(n, None if gain is None else gain[k], None if shift is None else shift[k])
+        u = weight[k] * g
+        if dweight is not None:
+            dweight[k] = (g * z).sum(0) if weight.dim() == 2 else (g * z).sum()
+        if dgain is not None:
+            dgain[k] = (u * n).sum(0)
+        if dshift is not None:
+            dshift[k] = u.sum(0)
+        if dsources:
+            u = u if gain is None else u * gain[k]
+            dsources[k].copy_(_norm_backward(u, n, rstd[k]) if norm else u)

@@ -1,0 +1,43 @@
+"""Layer normalisation (Ba, Kiros, Hinton 2016), with dropout and a residual in front of it."""
+
+import torch
+from torch import Tensor
+
+from .dropout import dropout_mask
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Where arithmetic happens: fp64 for fp64, fp32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) * rstd, mean and rstd over the last dimension; biased variance, two passes."""
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``s = residual + dropout(x)``; returns ``(LN(s) * weight + bias, s)``, shaped like x."""
+    s = x.to(compute_dtype(x.dtype))
+    if dropout_p > 0:
+        mask = dropout_mask(seed, s.numel() // s.shape[-1], s.shape[-1], dropout_p, device=s.device)
+        s = s * mask.view(s.shape).to(s.dtype)
+    if residual is not None:
+        s = s + residual.to(s.dtype)
+    s = s.to(x.dtype)
+    n, _, _ = normalise(s.to(compute_dtype(x.dtype)), eps)
+    y = n if weight is None else n * weight
+    y = y if bias is None else y + bias
+    return y.to(x.dtype), s
