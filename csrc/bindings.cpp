@@ -23,6 +23,7 @@ STABLE_TORCH_LIBRARY(deepfast, m) {
       "layer_norm_backward(Tensor sum, Tensor dy, Tensor? dsum, Tensor? weight, Tensor mean, "
       "Tensor rstd, float dropout_p, int seed, Tensor(a!)? dx, Tensor(b!)? dresidual, "
       "Tensor(c!)? dweight, Tensor(d!)? dbias) -> ()");
+  m.def("advise_states(Tensor states) -> ()");
   m.def(
       "mix_rows(Tensor states, int[] sources, Tensor weight, int[] rows, Tensor? gain, "
       "Tensor? shift, Tensor(a!) out, int[] out_rows, bool accumulate) -> ()");

@@ -20,7 +20,13 @@ BACKENDS = ("cuda", "triton", "cpu", "reference")
 OPS = {
     "layer_norm": ("layer_norm_forward", "layer_norm_backward"),
     "depth_mix": ("depth_mix_forward", "depth_mix_backward"),
-    "boundary": ("boundary_forward", "boundary_backward", "mix_rows", "pull_rows"),
+    "boundary": (
+        "boundary_forward",
+        "boundary_backward",
+        "mix_rows",
+        "pull_rows",
+        "advise_states",
+    ),
 }
 """The launches behind each op."""
 

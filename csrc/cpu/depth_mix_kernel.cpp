@@ -13,113 +13,170 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Registers for accumulators: half of the file, the rest holds operands.
-constexpr int kAccumulators = kVectorBytes == 64 ? 16 : 8;
-// Tokens that share a pass over the weights, gains and shifts of one vector of channels.
-constexpr int64_t kMixTokens = 16;
-// Tokens whose z and u tiles stay in the level-2 cache during a pull.
-constexpr int64_t kPullTokens = 8;
+// A tile is a run of whole tokens, about kTileValues of every operand: the sums of all rows (mix) or
+// z and u of all sources (pull) stay in the level-2 cache while the states pass by, a few at a time.
+// Each stream is read in long contiguous runs, the next few prefetched while these are used: reading
+// all states side by side in short pieces ran at half the speed.
+constexpr int64_t kTileValues = 2048;
 
-// ---- mix ---------------------------------------------------------------------------------------
+constexpr bool kManyRegisters = kVectorBytes == 64;
+// States of a mix whose vectors are held in registers at once, and vectors of each.
+constexpr int kMixStates = kManyRegisters ? 8 : 4;
 
-// Rows [r0, r0 + R), channels [d, d + V * N), tokens [begin, end): sums live in registers.
-template <class T, int N, int R, int V, bool PerChannel>
-void mix_registers(const Mix& op, int64_t r0, int64_t d, int64_t begin, int64_t end,
-                   compute_t<T>* weights) {
-  using A = compute_t<T>;
-  constexpr Lanes<N> lanes;
-  if constexpr (!PerChannel)
-    for (int64_t k = 0; k < op.sources; ++k)
-      for (int r = 0; r < R; ++r)
-        weights[k * R + r] = *static_cast<const A*>(op.weight[(r0 + r) * op.sources + k]);
-  for (int64_t t = begin; t < end; ++t) {
-    vec_t<A, N> sum[R][V];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v)
-        sum[r][v] = op.accumulate ? load(lanes, row_of<T>(op.out[r0 + r], t) + d + v * N)
-                                  : vec_t<A, N>{};
-    for (int64_t k = 0; k < op.sources; ++k) {
-      const T* n = row_of<T>(op.source[k], t) + d;
-      // The same channels of the next token: too many streams for the hardware's prefetcher.
-      for (int v = 0; v < V; ++v) __builtin_prefetch(n + op.source[k].row_stride + v * N);
-      const A *gain = at<A>(op.gain[k], 0), *shift = at<A>(op.shift[k], 0);
-      vec_t<A, N> z[V];
-      for (int v = 0; v < V; ++v)
-        z[v] = affine(lanes, load(lanes, n + v * N), gain, shift, d + v * N);
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) {
-          if constexpr (PerChannel) {
-            const A* w = static_cast<const A*>(op.weight[(r0 + r) * op.sources + k]);
-            sum[r][v] += load(lanes, w + d + v * N) * z[v];
-          } else {
-            sum[r][v] += weights[k * R + r] * z[v];
-          }
-        }
+struct TileShape {
+  int64_t tokens, channels;
+
+  explicit TileShape(int64_t dim)
+      : tokens(dim < kTileValues ? kTileValues / dim : 1),
+        channels(dim < kTileValues ? dim : kTileValues) {
+    if (tokens > 64) tokens = 64;
+  }
+};
+
+// One tile: tokens [t0, t1), channels [d0, d1), and where the next tile starts.
+struct Tile {
+  int64_t t0, t1, d0, d1, next_t, next_d;
+};
+
+// Calls f(tile) over tokens [begin, end) and all channels, channels first.
+template <class F>
+DEEPFAST_INLINE void for_tiles(int64_t begin, int64_t end, int64_t dim, const TileShape& shape,
+                               const F& f) {
+  for (int64_t t = begin; t < end; t += shape.tokens) {
+    const int64_t t1 = t + shape.tokens < end ? t + shape.tokens : end;
+    for (int64_t d = 0; d < dim; d += shape.channels) {
+      const bool last = d + shape.channels >= dim;
+      const int64_t d1 = last ? dim : d + shape.channels;
+      // Past the last tile the prefetch points at this one again.
+      const int64_t next_t = last && t1 < end ? t1 : t;
+      f(Tile{t, t1, d, d1, next_t, last ? (t1 < end ? 0 : d) : d1});
     }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v)
-        store(lanes, row_of<T>(op.out[r0 + r], t) + d + v * N, sum[r][v]);
   }
 }
 
-template <class T, int R, bool PerChannel>
-void mix_rows(const Mix& op, int64_t r0, int64_t begin, int64_t end, compute_t<T>* weights) {
+// Brings in what the next group of streams reads of this tile, or the first group of the next tile.
+template <class T, int Group, int Bytes>
+DEEPFAST_INLINE void prefetch_streams(const Matrix* streams, int64_t count, int64_t next,
+                                      const Tile& tile, int64_t t, int64_t d) {
+  const bool same_tile = next < count;
+  const int64_t first = same_tile ? next : 0;
+  const int64_t row = same_tile ? t : tile.next_t + (t - tile.t0);
+  const int64_t column = same_tile ? d : tile.next_d + (d - tile.d0);
+  for (int i = 0; i < Group && first + i < count; ++i) {
+    const char* p = reinterpret_cast<const char*>(row_of<T>(streams[first + i], row) + column);
+    for (int at = 0; at < Bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
+  }
+}
+
+// ---- mix ---------------------------------------------------------------------------------------
+
+// Sums of a tile: (rows, tokens, channels) of the tile's shape.
+DEEPFAST_INLINE int64_t tile_index(const TileShape& shape, int64_t row, int64_t t, int64_t d) {
+  return (row * shape.tokens + t) * shape.channels + d;
+}
+
+// sums += weights * z for K states from k0 on, V vectors of N channels at (t, d).
+template <class T, int N, int V, int K, bool PerChannel>
+DEEPFAST_INLINE void mix_registers(const Mix& op, const Tile& tile, const TileShape& shape,
+                                   int64_t k0, int64_t t, int64_t d, const compute_t<T>* weights,
+                                   compute_t<T>* sums) {
+  using A = compute_t<T>;
+  constexpr Lanes<N> lanes;
+  vec_t<A, N> z[K][V];
+  for (int k = 0; k < K; ++k) {
+    const T* n = row_of<T>(op.source[k0 + k], t) + d;
+    const A *gain = at<A>(op.gain[k0 + k], 0), *shift = at<A>(op.shift[k0 + k], 0);
+    for (int v = 0; v < V; ++v)
+      z[k][v] = affine(lanes, load(lanes, n + v * N), gain, shift, d + v * N);
+  }
+  for (int64_t r = 0; r < op.rows; ++r) {
+    A* sum = sums + tile_index(shape, r, t - tile.t0, d - tile.d0);
+    vec_t<A, N> s[V];
+    for (int v = 0; v < V; ++v) s[v] = load(lanes, sum + v * N);
+    for (int k = 0; k < K; ++k) {
+      if constexpr (PerChannel) {
+        const A* w = static_cast<const A*>(op.weight[r * op.sources + k0 + k]) + d;
+        for (int v = 0; v < V; ++v) s[v] += load(lanes, w + v * N) * z[k][v];
+      } else {
+        const auto w = broadcast(lanes, weights[r * op.sources + k0 + k]);
+        for (int v = 0; v < V; ++v) s[v] += w * z[k][v];
+      }
+    }
+    for (int v = 0; v < V; ++v) store(lanes, sum + v * N, s[v]);
+  }
+}
+
+template <class T, int K, bool PerChannel>
+void mix_states(const Mix& op, const Tile& tile, const TileShape& shape, int64_t k0,
+                const compute_t<T>* weights, compute_t<T>* sums) {
   constexpr int N = kLanes<compute_t<T>>;
-  constexpr int V = 2 * R <= kAccumulators ? 2 : 1;
-  int64_t d = 0;
-  for (; d + V * N <= op.dim; d += V * N)
-    mix_registers<T, N, R, V, PerChannel>(op, r0, d, begin, end, weights);
-  for (; d + N <= op.dim; d += N)
-    mix_registers<T, N, R, 1, PerChannel>(op, r0, d, begin, end, weights);
-  for (; d < op.dim; ++d) mix_registers<T, 1, R, 1, PerChannel>(op, r0, d, begin, end, weights);
+  constexpr int V = 2;
+  int64_t d = tile.d0;
+  for (; d + V * N <= tile.d1; d += V * N)
+    for (int64_t t = tile.t0; t < tile.t1; ++t) {
+      prefetch_streams<T, K, V * N * sizeof(T)>(op.source, op.sources, k0 + K, tile, t, d);
+      mix_registers<T, N, V, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
+    }
+  for (; d + N <= tile.d1; d += N)
+    for (int64_t t = tile.t0; t < tile.t1; ++t)
+      mix_registers<T, N, 1, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
+  for (; d < tile.d1; ++d)
+    for (int64_t t = tile.t0; t < tile.t1; ++t)
+      mix_registers<T, 1, 1, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
 }
 
 template <class T, bool PerChannel>
 void mix_all(const Mix& op, int64_t begin, int64_t end) {
-  Scratch<compute_t<T>> weights(op.sources * kAccumulators);
-  for (int64_t t = begin; t < end; t += kMixTokens) {
-    const int64_t stop = t + kMixTokens < end ? t + kMixTokens : end;
-    int64_t r = 0;
-    while (r < op.rows) {
-      const int64_t left = op.rows - r;
-      if (kAccumulators >= 16 && left >= 10) {
-        mix_rows<T, 10, PerChannel>(op, r, t, stop, weights);
-        r += 10;
-      } else if (left >= 8) {
-        mix_rows<T, 8, PerChannel>(op, r, t, stop, weights);
-        r += 8;
-      } else if (left >= 4) {
-        mix_rows<T, 4, PerChannel>(op, r, t, stop, weights);
-        r += 4;
-      } else if (left >= 2) {
-        mix_rows<T, 2, PerChannel>(op, r, t, stop, weights);
-        r += 2;
-      } else {
-        mix_rows<T, 1, PerChannel>(op, r, t, stop, weights);
-        r += 1;
+  using A = compute_t<T>;
+  const TileShape shape(op.dim);
+  Scratch<A> sums(op.rows * shape.tokens * shape.channels);
+  Scratch<A> weights(PerChannel ? 0 : op.rows * op.sources);
+  if constexpr (!PerChannel)
+    for (int64_t i = 0; i < op.rows * op.sources; ++i)
+      weights[i] = *static_cast<const A*>(op.weight[i]);
+  for_tiles(begin, end, op.dim, shape, [&](const Tile& tile) {
+    const int64_t width = tile.d1 - tile.d0;
+    for (int64_t r = 0; r < op.rows; ++r)
+      for (int64_t t = tile.t0; t < tile.t1; ++t) {
+        A* sum = sums + tile_index(shape, r, t - tile.t0, 0);
+        if (op.accumulate)
+          load_row(row_of<T>(op.out[r], t) + tile.d0, sum, width);
+        else
+          memset(sum, 0, width * sizeof(A));
       }
-    }
-  }
+    int64_t k = 0;
+    for (; k + kMixStates <= op.sources; k += kMixStates)
+      mix_states<T, kMixStates, PerChannel>(op, tile, shape, k, weights, sums);
+    for (; k + 4 <= op.sources; k += 4)
+      mix_states<T, 4, PerChannel>(op, tile, shape, k, weights, sums);
+    for (; k < op.sources; ++k)
+      mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
+    for (int64_t r = 0; r < op.rows; ++r)
+      for (int64_t t = tile.t0; t < tile.t1; ++t)
+        store_row(sums + tile_index(shape, r, t - tile.t0, 0), row_of<T>(op.out[r], t) + tile.d0,
+                  width);
+  });
 }
 
 // ---- pull --------------------------------------------------------------------------------------
 
-// One tile of tokens of a pull: z and u of all sources, in the compute type.
+// A pull's tile of all sources, and the dot products so far.
 template <class A>
-struct Tile {
-  int64_t begin, end;   // tokens
-  int64_t limit;        // end of the whole range, for prefetching the next tile
-  A *z, *u;             // (sources, kPullTokens, D)
-  A* dweight;           // this chunk's partial sums
+struct PullTile {
+  Tile at;
+  TileShape shape;
+  A *z, *u;    // (sources, tokens, channels) of the tile's shape
+  A* dots;     // (rows, sources, lanes): sums over tokens and channels, one per lane
+  A* dweight;  // per channel: (rows, sources, D)
 };
 
-// Rows [l0, l0 + L) and sources [j0, j0 + J), channels [d0, d1): L * J dot products in registers.
+// Rows [l0, l0 + L) and sources [j0, j0 + J) over the tile's tokens, channels [d0, d1).
 template <class T, int N, int L, int J, bool PerChannel>
-void pull_registers(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l0, int64_t j0,
+void pull_registers(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l0, int64_t j0,
                     int64_t d0, int64_t d1) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
-  const int64_t dim = op.dim, tokens = tile.end - tile.begin;
+  const TileShape shape = tile.shape;
   const A* weight[L][J];
   A w[L][J];
   for (int l = 0; l < L; ++l)
@@ -129,22 +186,15 @@ void pull_registers(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l0, 
     }
   vec_t<A, N> dot[L][J] = {};
   for (int64_t d = d0; d < d1; d += N) {
-    for (int64_t i = 0; i < tokens; ++i) {
-      const int64_t t = tile.begin + i;
+    for (int64_t t = tile.at.t0; t < tile.at.t1; ++t) {
       vec_t<A, N> g[L];
       for (int l = 0; l < L; ++l) g[l] = load(lanes, row_of<T>(op.grad[l0 + l], t) + d);
       if (j0 == 0)
-        for (int l = 0; l < L; ++l) {
-          const int64_t next = l0 + L + l;
-          if (next < op.rows)
-            __builtin_prefetch(row_of<T>(op.grad[next], t) + d, 0, 2);
-          else if (t + kPullTokens < tile.limit && next - op.rows < L)
-            __builtin_prefetch(row_of<T>(op.grad[next - op.rows], t + kPullTokens) + d, 0, 2);
-        }
+        prefetch_streams<T, L, N * sizeof(T)>(op.grad, op.rows, l0 + L, tile.at, t, d);
       for (int j = 0; j < J; ++j) {
-        const int64_t at = ((j0 + j) * kPullTokens + i) * dim + d;
-        auto u = load(lanes, tile.u + at);
-        const auto z = load(lanes, tile.z + at);
+        const int64_t i = tile_index(shape, j0 + j, t - tile.at.t0, d - tile.at.d0);
+        auto u = load(lanes, tile.u + i);
+        const auto z = load(lanes, tile.z + i);
         for (int l = 0; l < L; ++l) {
           if constexpr (PerChannel)
             u += load(lanes, weight[l][j] + d) * g[l];
@@ -152,37 +202,40 @@ void pull_registers(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l0, 
             u += w[l][j] * g[l];
           dot[l][j] += g[l] * z;
         }
-        store(lanes, tile.u + at, u);
+        store(lanes, tile.u + i, u);
       }
     }
     if constexpr (PerChannel) {
       if (!op.need_dweight) continue;
       for (int l = 0; l < L; ++l)
         for (int j = 0; j < J; ++j) {
-          A* p = tile.dweight + ((l0 + l) * op.sources + j0 + j) * dim + d;
+          A* p = tile.dweight + ((l0 + l) * op.sources + j0 + j) * op.dim + d;
           store(lanes, p, load(lanes, p) + dot[l][j]);
           dot[l][j] = vec_t<A, N>{};
         }
     }
   }
   if constexpr (!PerChannel) {
-    if (!op.need_dweight) return;
     for (int l = 0; l < L; ++l)
-      for (int j = 0; j < J; ++j)
-        tile.dweight[(l0 + l) * op.sources + j0 + j] += sum_lanes<A, N>(dot[l][j]);
+      for (int j = 0; j < J; ++j) {
+        A* p = tile.dots + ((l0 + l) * op.sources + j0 + j) * kLanes<A>;
+        store(lanes, p, load(lanes, p) + dot[l][j]);
+      }
   }
 }
 
 template <class T, int L, int J, bool PerChannel>
-void pull_block(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l, int64_t j) {
+void pull_block(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l, int64_t j) {
   constexpr int N = kLanes<compute_t<T>>;
-  const int64_t whole = op.dim / N * N;
-  if (whole > 0) pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, 0, whole);
-  if (whole < op.dim) pull_registers<T, 1, L, J, PerChannel>(op, tile, l, j, whole, op.dim);
+  const int64_t whole = tile.at.d0 + (tile.at.d1 - tile.at.d0) / N * N;
+  if (whole > tile.at.d0)
+    pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, tile.at.d0, whole);
+  if (whole < tile.at.d1)
+    pull_registers<T, 1, L, J, PerChannel>(op, tile, l, j, whole, tile.at.d1);
 }
 
 template <class T, int L, bool PerChannel>
-void pull_sources(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l) {
+void pull_sources(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l) {
   int64_t j = 0;
   for (; j + 4 <= op.sources; j += 4) pull_block<T, L, 4, PerChannel>(op, tile, l, j);
   for (; j + 2 <= op.sources; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
@@ -192,35 +245,42 @@ void pull_sources(const Pull& op, const Tile<compute_t<T>>& tile, int64_t l) {
 template <class T, bool PerChannel>
 void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  constexpr int kRows = kAccumulators / 4;
-  const int64_t dim = op.dim, size = op.sources * kPullTokens * dim;
-  const int64_t width = PerChannel ? dim : 1;
-  Scratch<A> z(size), u(size);
-  Tile<A> tile{0, 0, end, z, u, at<A>(op.dweight, chunk * op.rows * op.sources * width)};
-  for (int64_t t0 = begin; t0 < end; t0 += kPullTokens) {
-    tile.begin = t0;
-    tile.end = t0 + kPullTokens < end ? t0 + kPullTokens : end;
+  constexpr int kRows = kManyRegisters ? 4 : 2;
+  const TileShape shape(op.dim);
+  const int64_t size = op.sources * shape.tokens * shape.channels;
+  const int64_t pairs = op.rows * op.sources, width = PerChannel ? op.dim : 1;
+  A* dweight = at<A>(op.dweight, chunk * pairs * width);
+  Scratch<A> z(size), u(size), dots(PerChannel ? 0 : pairs * kLanes<A>);
+  if (!PerChannel) memset(dots.get(), 0, pairs * kLanes<A> * sizeof(A));
+  for_tiles(begin, end, op.dim, shape, [&](const Tile& at_tile) {
+    const PullTile<A> tile{at_tile, shape, z, u, dots, dweight};
+    const int64_t d0 = at_tile.d0, channels = at_tile.d1 - d0;
     for (int64_t j = 0; j < op.sources; ++j) {
       const A *gain = at<A>(op.gain[j], 0), *shift = at<A>(op.shift[j], 0);
-      for (int64_t t = t0; t < tile.end; ++t) {
-        const int64_t at_row = (j * kPullTokens + t - t0) * dim;
+      for (int64_t t = at_tile.t0; t < at_tile.t1; ++t) {
+        const int64_t i = tile_index(shape, j, t - at_tile.t0, 0);
         const T* n = row_of<T>(op.source[j], t);
-        for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-          store(lanes, z + at_row + d, affine(lanes, load(lanes, n + d), gain, shift, d));
+        for_lanes<A>(channels, [&](auto lanes, int64_t d) {
+          store(lanes, z + i + d, affine(lanes, load(lanes, n + d0 + d), gain, shift, d0 + d));
         });
         if (op.accumulate)
-          load_row(row_of<T>(op.out[j], t), u + at_row, dim);
+          load_row(row_of<T>(op.out[j], t) + d0, u + i, channels);
         else
-          memset(u + at_row, 0, dim * sizeof(A));
+          memset(u + i, 0, channels * sizeof(A));
       }
     }
     int64_t l = 0;
     for (; l + kRows <= op.rows; l += kRows) pull_sources<T, kRows, PerChannel>(op, tile, l);
     for (; l < op.rows; ++l) pull_sources<T, 1, PerChannel>(op, tile, l);
     for (int64_t j = 0; j < op.sources; ++j)
-      for (int64_t t = t0; t < tile.end; ++t)
-        store_row(u + (j * kPullTokens + t - t0) * dim, row_of<T>(op.out[j], t), dim);
-  }
+      for (int64_t t = at_tile.t0; t < at_tile.t1; ++t)
+        store_row(u + tile_index(shape, j, t - at_tile.t0, 0), row_of<T>(op.out[j], t) + d0,
+                  channels);
+  });
+  if (PerChannel || !op.need_dweight) return;
+  constexpr Lanes<kLanes<A>> lanes;
+  for (int64_t i = 0; i < pairs; ++i)
+    dweight[i] = sum_lanes<A, kLanes<A>>(load(lanes, dots + i * kLanes<A>));
 }
 
 // ---- depth_mix over separate tensors -----------------------------------------------------------

@@ -15,7 +15,6 @@ A state is one (T, D) tensor: the normalised output n_k of layer k where sources
 autograd; `deepfast.ops.boundary` does.
 """
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,8 +24,20 @@ from torch import Tensor
 
 
 def default_block(rows: int) -> int:
-    """Rows per block. Near sqrt(rows) by traffic; a multiple of 4 fills the kernels' registers."""
-    return 4 * max(1, round(math.sqrt(rows) / 4))
+    """Rows per block, by measurement: traffic falls until near sqrt(rows), but a pass over more
+    than 8 rows is bound by arithmetic, not by memory."""
+    return 4 if rows <= 32 else 8
+
+
+def empty_slots(count: int, like: Tensor) -> Tensor:
+    """(count, T, D) for tensors like ``like`` (T, D), neighbouring slots one cache line apart.
+
+    A distance of a whole number of pages would put the same element of every slot into the same
+    few cache sets.
+    """
+    line = 64 // like.element_size()
+    stride = -(-like.numel() // (64 * line)) * 64 * line + line
+    return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
 
 
 def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
@@ -77,7 +88,8 @@ class DepthState:
         if self.states is None:
             # Slot l + 1 takes g_l when it is born, so the last row's gradient needs one more.
             slots = self.rows + 1 if self.inplace else self.rows
-            self.states = y.new_empty(slots, *y.shape)
+            self.states = empty_slots(slots, y)
+            self.launch.advise_states(self.states)
         if self.normalised[k]:
             self.rstd[k] = self.weight.new_empty(y.shape[0])
         self.pushed = k + 1
@@ -94,7 +106,7 @@ class DepthState:
             return None
         if self._partial_block != start:
             if self._partial is None:
-                self._partial = self.states.new_empty(self.block, *self.states.shape[1:])
+                self._partial = empty_slots(self.block, self.states[0])
             groups = defaultdict(list)
             for k in range(start):
                 readers = tuple(r for r in range(start, end) if k in self._reads[r])
@@ -145,7 +157,7 @@ class DepthState:
                 "gradients have taken their slots; use DepthHistory(inplace=False)"
             )
         if self.grads is None:
-            self.grads = self.states if self.inplace else torch.empty_like(self.states)
+            self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
         if self.dweight is None and self.need_weight_grad:
             self.dweight = torch.zeros_like(self.weight)
 
@@ -160,7 +172,7 @@ class DepthState:
             return None
         if self._pulled_block != start:
             if self._pulled is None:
-                self._pulled = self.states.new_empty(self.block, *self.states.shape[1:])
+                self._pulled = empty_slots(self.block, self.states[0])
             # Backward may have started inside this block: states after k have no use.
             groups = defaultdict(list)
             for row in later:

@@ -71,6 +71,10 @@ def _source(states, k, gain, shift):
     )
 
 
+def advise_states(states):
+    """A hint to the memory system about a fresh buffer of states; nothing here."""
+
+
 def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumulate):
     """``out[b] (+)= sum_k weight[rows[b], k] * z_k`` over the given sources k."""
     for b, row in zip(out_rows, rows, strict=True):

@@ -1,0 +1,1 @@
+"""Benchmarks, one file per op and per model; installed as ``deepfast.bench``."""
