@@ -120,9 +120,12 @@ def ninja_file(compiler: str, target: Path) -> str:
 setup(
     packages=[
         "deepfast.kernels",
-        *find_packages(include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*"]),
+        "deepfast.bench",
+        *find_packages(
+            include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*", "deepfast.bench*"]
+        ),
     ],
-    package_dir={"deepfast.kernels": "kernels"},
+    package_dir={"deepfast.kernels": "kernels", "deepfast.bench": "bench"},
     package_data={"deepfast": ["py.typed", "recipes/*.yaml", "profiling/*.html"]},
     ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
     cmdclass={"build_ext": BuildOps},

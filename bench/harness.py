@@ -58,9 +58,7 @@ def interleave(
 
 def ratio(slow: Timing, fast: Timing) -> float:
     """How many times faster ``fast`` is: the median of the rounds' own ratios."""
-    return statistics.median(
-        a / b for a, b in zip(slow.seconds, fast.seconds, strict=True)
-    )
+    return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
 
 
 def copy_variant(nbytes: int = 1 << 27, device: str = "cpu") -> tuple[Callable[[], object], int]:

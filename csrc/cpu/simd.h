@@ -211,8 +211,37 @@ struct RowSum {
   vec_t<A, 1> tail = {};
   DEEPFAST_INLINE void add(vec_t<A, kLanes<A>> v) { wide += v; }
   DEEPFAST_INLINE void add(vec_t<A, 1> v) { tail += v; }
+  DEEPFAST_INLINE void add(const RowSum& other) { wide += other.wide, tail += other.tail; }
   DEEPFAST_INLINE A total() const { return sum_lanes<A, kLanes<A>>(wide) + tail[0]; }
 };
+
+// Two sums made in one pass.
+template <class A>
+struct RowSums {
+  RowSum<A> first, second;
+  DEEPFAST_INLINE void add(const RowSums& other) {
+    first.add(other.first), second.add(other.second);
+  }
+};
+
+// Calls f(lanes, i, sums) over [0, n) and returns the sums. Four independent accumulators: one
+// alone would wait for the latency of every addition. Their order is fixed by n.
+template <class A, class Sums, class F>
+DEEPFAST_INLINE Sums sum_over_lanes(int64_t n, const F& f) {
+  constexpr int N = kLanes<A>;
+  Sums s0, s1, s2, s3;
+  int64_t i = 0;
+  for (; i + 4 * N <= n; i += 4 * N) {
+    f(Lanes<N>{}, i, s0);
+    f(Lanes<N>{}, i + N, s1);
+    f(Lanes<N>{}, i + 2 * N, s2);
+    f(Lanes<N>{}, i + 3 * N, s3);
+  }
+  for (; i + N <= n; i += N) f(Lanes<N>{}, i, s0);
+  for (; i < n; ++i) f(Lanes<1>{}, i, s0);
+  s0.add(s1), s2.add(s3), s0.add(s2);
+  return s0;
+}
 
 // Scratch memory of one kernel call, aligned for vectors.
 template <class A>

@@ -3,6 +3,7 @@
 Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
 """
 
+import inspect
 import math
 from dataclasses import dataclass, field, fields
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast.nn import DecoderCache, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
 from deepfast.nn.connection import CONNECTIONS
 from deepfast.nn.layers import ACTIVATIONS
 
@@ -61,6 +62,11 @@ class TransformerConfig:
             raise ValueError(
                 f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
             )
+        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
+            raise ValueError(
+                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
+                f"got {self.padding_idx!r}"
+            )
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
@@ -75,6 +81,22 @@ class TransformerConfig:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
+
+        self._check_dlcl()
+
+    def _check_dlcl(self):
+        if not self.dlcl:
+            return
+        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
+            raise ValueError(
+                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
+            )
+        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
+        unknown = sorted(set(self.dlcl) - known)
+        if unknown:
+            raise ValueError(
+                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+            )
 
     def side(self, connection: str) -> dict:
         """Arguments of the encoder's or the decoder's stack."""
@@ -118,9 +140,13 @@ class DecodeState:
     cache: DecoderCache
     position: int = 0
 
-    def reorder(self, index: Tensor) -> None:
-        """Keeps hypotheses ``index`` (B',), int64, repeats allowed."""
-        self.cache.reorder(index)
+    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+        """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
+
+        ``memory=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
+        on its own sentence.
+        """
+        self.cache.reorder(index, memory=memory)
 
 
 class Transformer(nn.Module):

@@ -98,8 +98,12 @@ class DecoderCache:
     memory_packing: Packing
     layers: list[KeyValueCache] = field(default_factory=list)
 
-    def reorder(self, index: Tensor) -> None:
-        """Keeps hypotheses ``index`` (B',) of the batch, memory included."""
+    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+        """Keeps hypotheses ``index`` (B',) of the batch, with ``memory`` the encoder's side too."""
+        for cache in self.layers:
+            cache.reorder(index)
+        if not memory:
+            return
         self.memory = [(k[index], v[index]) for k, v in self.memory]
         padding = self.memory_packing.padding
         self.memory_packing = Packing(
@@ -108,8 +112,6 @@ class DecoderCache:
             None,
             None if padding is None else padding[index],
         )
-        for cache in self.layers:
-            cache.reorder(index)
 
 
 class TransformerDecoder(nn.Module):

@@ -1,1 +1,22 @@
+"""From a trained model to text: beam search, translation of lines, and scores.
 
+    from deepfast.models.checkpoint import load_model
+
+    model, vocabulary = load_model("model.pt")
+    lines = translate_lines(model, Vocabulary.from_bytes(vocabulary), ["a small house"])
+
+sacrebleu is imported when a score is asked for.
+"""
+
+from .beam import Hypothesis, beam_search
+from .score import Scores, bleu
+from .translate import translate_lines, translate_nbest
+
+__all__ = [
+    "Hypothesis",
+    "Scores",
+    "beam_search",
+    "bleu",
+    "translate_lines",
+    "translate_nbest",
+]

@@ -1,0 +1,40 @@
+"""Benchmarks run with `python -m pytest bench`: rows carry bytes, GB/s and fraction of a copy."""
+
+import pytest
+import torch
+
+from deepfast.bench.harness import copy_variant
+
+
+def pytest_configure(config):
+    torch.set_num_threads(config.getoption("--threads"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--threads", type=int, default=2, help="threads of every benchmark")
+
+
+@pytest.fixture(scope="session")
+def copy_gb_per_second() -> float:
+    """Bandwidth of a plain copy, measured in this run; read plus written bytes."""
+    from deepfast.bench.harness import interleave
+
+    run, nbytes = copy_variant()
+    return interleave({"copy": run}, repeats=9, nbytes={"copy": nbytes})["copy"].gb_per_second
+
+
+@pytest.fixture
+def measure(benchmark, copy_gb_per_second):
+    """Times ``run``, which has to move ``nbytes``, and notes its bandwidth in the row."""
+
+    def timed(run, nbytes: int, rounds: int = 5):
+        benchmark.pedantic(run, rounds=rounds, warmup_rounds=1)
+        gb_per_second = nbytes / benchmark.stats.stats.median / 1e9
+        benchmark.extra_info.update(
+            bytes=nbytes,
+            gb_per_second=round(gb_per_second, 2),
+            fraction_of_copy=round(gb_per_second / copy_gb_per_second, 3),
+            copy_gb_per_second=round(copy_gb_per_second, 2),
+        )
+
+    return timed

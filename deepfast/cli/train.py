@@ -1,0 +1,44 @@
+"""Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
+
+Any value of the recipe can be replaced by key=value. An output folder with an earlier run is
+refused unless resume=true (continue from its newest checkpoint) or resume=FILE is given. Ctrl-C or
+SIGTERM finishes the step, writes a checkpoint and exits with 130 or 143."""
+
+import argparse
+import sys
+
+EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or a name from --list")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=2e-3")
+    parser.add_argument("--list", action="store_true", help="print the recipes that are shipped")
+    parser.add_argument("--print", action="store_true", help="print the whole recipe and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    from deepfast import training
+
+    if args.list:
+        names = training.recipe_names()
+        for name, summary in names.items():
+            print(f"{name:{max(map(len, names))}}  {summary}")
+        return 0
+    if args.recipe is None:
+        raise ValueError("expected a recipe, got none: see deepfast train --list")
+    recipe = training.load_recipe(args.recipe, args.overrides)
+    if args.print:
+        print(training.dump_recipe(recipe), end="")
+        return 0
+    try:
+        result = training.train(recipe)
+    except KeyboardInterrupt:
+        # Before the first step, or a second Ctrl-C: there was nothing to finish.
+        print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
+        return EXIT_CODES["SIGINT"]
+    if result.stopped not in EXIT_CODES:
+        print(f"to translate: deepfast translate {result.for_translation} < FILE")
+    return EXIT_CODES.get(result.stopped, 0)

@@ -1,0 +1,151 @@
+"""Translates lines of text with a checkpoint, in the order of the lines.
+
+The input is UTF-8, one sentence a line, plain or gzip. An empty line stays empty. With --nbest
+above 1 the output has one line per hypothesis: the number of the input line (from 1), the score
+and the text, separated by tabs."""
+
+import argparse
+import contextlib
+import gzip
+import os
+import sys
+import time
+import warnings
+
+import torch
+
+from deepfast.data import DataError, Vocabulary, read_lines
+from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
+from deepfast.models.checkpoint import load_model
+from deepfast.search import translate_nbest
+
+EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
+    parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
+    parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
+    add_decoding_arguments(parser)
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to translate; shared with `deepfast score --checkpoint`."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--beam", type=int, default=4, help="hypotheses kept; 1 is greedy")
+    group.add_argument(
+        "--length-penalty", type=float, default=0.6, help="alpha >= 0, higher is longer"
+    )
+    group.add_argument(
+        "--max-length", type=int, help="most tokens a line; default 2 * source tokens + 10"
+    )
+    group.add_argument("--max-tokens", type=int, default=2000, help="source tokens of a batch")
+    group.add_argument("--no-unknown", action="store_true", help="never generate unk")
+    group.add_argument("--device", help="cpu or cuda; default: cuda where it is")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32")
+    group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+
+
+def translate(
+    args: argparse.Namespace, lines: list[str], nbest: int = 1
+) -> list[list[tuple[float, str]]]:
+    """Scores and texts of every line, as the decoding arguments want it; tells of it on stderr."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a device that is here, got {device!r}: no GPU found")
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads: expected at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    model, vocabulary = load_model(args.checkpoint, device)
+    started = time.perf_counter()
+    with (
+        torch.autocast(
+            torch.device(device).type, torch.bfloat16, enabled=args.precision == "bfloat16"
+        ),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        results = translate_nbest(
+            model,
+            Vocabulary.from_bytes(vocabulary),
+            lines,
+            beam=args.beam,
+            length_penalty=args.length_penalty,
+            max_length=args.max_length,
+            max_tokens=args.max_tokens,
+            nbest=nbest,
+            suppress_unknown=args.no_unknown,
+        )
+    seconds = time.perf_counter() - started
+    for warning in caught:
+        print(f"deepfast {args.command}: {warning.message}", file=sys.stderr)
+    print(
+        f"deepfast {args.command}: {len(lines)} lines in {seconds:.1f} s, "
+        f"{len(lines) / max(seconds, 1e-9):.1f} lines/s",
+        file=sys.stderr,
+    )
+    return results
+
+
+def run(args: argparse.Namespace) -> int:
+    # Before hours of translation, not after them.
+    folder = os.path.dirname(args.output)
+    if args.output != "-" and folder and not os.path.isdir(folder):
+        raise ValueError(f"--output: expected a folder that exists, got {folder}")
+    lines = _standard_input() if args.input == "-" else read_lines(args.input)
+    results = translate(args, lines, args.nbest)
+    if args.nbest == 1:
+        rows = (best[0][1] for best in results)
+    else:
+        rows = (
+            f"{number}\t{score:.4f}\t{text}"
+            for number, best in enumerate(results, 1)
+            for score, text in best
+        )
+    content = "".join(f"{row}\n" for row in rows).encode("utf-8")
+    if args.output == "-":
+        _standard_output(content)
+    else:
+        # Without a time stamp the same text gives the same file.
+        zipped = args.output.endswith(".gz")
+        write_atomically(args.output, gzip.compress(content, mtime=0) if zipped else content)
+    return 0
+
+
+def _standard_input() -> list[str]:
+    """The lines of standard input, ended as `read_lines` ends them."""
+    content = sys.stdin.buffer.read()
+    if content.startswith(GZIP_MAGIC):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError) as error:
+            raise DataError(f"standard input: damaged or cut short ({error})") from error
+    lines = content.removeprefix(UTF8_MARK).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    decoded = []
+    for number, line in enumerate(lines, 1):
+        try:
+            decoded.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"standard input:{number}: expected UTF-8, got byte "
+                f"0x{error.object[error.start]:02x} at column {error.start + 1}"
+            ) from error
+    return decoded
+
+
+def _standard_output(content: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted. Python flushes once more at exit, which must not fail.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
