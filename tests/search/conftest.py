@@ -45,7 +45,7 @@ class Table(torch.nn.Module):
         def __init__(self, count):
             self.prefixes = [(index, None) for index in range(count)]
 
-        def reorder(self, index):
+        def reorder(self, index, *, memory=True):
             self.prefixes = [self.prefixes[i] for i in index.tolist()]
 
     def start(self, source_BS):
