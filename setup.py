@@ -33,6 +33,7 @@ if X86:
         *INSTRUCTION_SETS["avx2"],
         *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"),
     ]
+    INSTRUCTION_SETS["avx512bf16"] = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16"]
 
 # -Wno-psabi: vector types never cross a library boundary. -Wno-maybe-uninitialized: GCC 12 warns
 # inside its own intrinsics header.

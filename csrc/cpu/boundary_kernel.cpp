@@ -53,7 +53,7 @@ void forward(const Boundary& op, int64_t begin, int64_t end) {
     mix_near<T>(op, t, mixed);
     if (op.x.data != nullptr) store_row(mixed.get(), row_of<T>(op.x, t), dim);
     if (op.out.data != nullptr) {
-      const auto m = moments<A>(mixed, dim, static_cast<A>(op.out_eps));
+      const auto m = moments<A>(mixed.get(), dim, static_cast<A>(op.out_eps));
       T* out = row_of<T>(op.out, t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
         const auto n = (load(lanes, mixed + d) - m.mean) * m.rstd;

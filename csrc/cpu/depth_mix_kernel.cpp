@@ -295,7 +295,7 @@ void depth_mix_forward_rows(const DepthMix& op, int64_t begin, int64_t end) {
     for (int64_t k = 0; k < op.sources; ++k) {
       load_row(row_of<T>(op.source[k], t), row.get(), dim);
       if (op.norm) {
-        const auto m = moments<A>(row, dim, static_cast<A>(op.eps));
+        const auto m = moments<A>(row.get(), dim, static_cast<A>(op.eps));
         *at<A>(op.mean, k * op.tokens + t) = m.mean;
         *at<A>(op.rstd, k * op.tokens + t) = m.rstd;
         for_lanes<A>(dim, [&](auto lanes, int64_t d) {

@@ -1,7 +1,7 @@
 // Chooses the instruction set at run time, once.
 //
 // Compiled without instruction-set flags, so it runs on any processor of the architecture.
-// DEEPFAST_CPU_CAPABILITY = avx512 | avx2 | portable forces one, for tests and bug reports.
+// DEEPFAST_CPU_CAPABILITY = avx512bf16 | avx512 | avx2 | portable forces one, for tests and bug reports.
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -30,6 +30,7 @@ DEEPFAST_TABLE(portable)
 #if defined(DEEPFAST_X86)
 DEEPFAST_TABLE(avx2)
 DEEPFAST_TABLE(avx512)
+DEEPFAST_TABLE(avx512bf16)
 #endif
 
 namespace {
@@ -51,12 +52,14 @@ const Kernels& choose() {
     return forced == nullptr || *forced == '\0' || std::strcmp(forced, name) == 0;
   };
 #if defined(DEEPFAST_X86)
+  if (has_avx512() && __builtin_cpu_supports("avx512bf16") && allowed("avx512bf16"))
+    return avx512bf16::table;
   if (has_avx512() && allowed("avx512")) return avx512::table;
   if (has_avx2() && allowed("avx2")) return avx2::table;
 #endif
   if (allowed("portable")) return portable::table;
-  throw std::runtime_error(std::string("DEEPFAST_CPU_CAPABILITY: expected avx512, avx2 or ") +
-                           "portable and a processor that has it, got " + forced);
+  throw std::runtime_error(std::string("DEEPFAST_CPU_CAPABILITY: expected avx512bf16, ") +
+                           "avx512, avx2 or portable and a processor that has it, got " + forced);
 }
 
 }  // namespace

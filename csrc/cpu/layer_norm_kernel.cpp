@@ -27,15 +27,10 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     }
     // Statistics are taken of the sum as it is stored: backward reads that.
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
-    const auto sum = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
-      const auto v = load(lanes, s + d);
-      store(lanes, row + d, v);
-      total.add(v);
-    });
-    const auto m = moments<A>(row, dim, static_cast<A>(op.eps), sum.total());
+    const auto m = moments<T>(s, dim, static_cast<A>(op.eps));
     T* y = row_of<T>(op.y, t);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      const auto n = (load(lanes, row + d) - m.mean) * m.rstd;
+      const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
       store(lanes, y + d, affine(lanes, n, weight, bias, d));
     });
     *at<A>(op.mean, t) = m.mean;
@@ -43,70 +38,64 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
   }
 }
 
-// One row: `n` and `grad` become the normalised row and the gradient of the sum.
-template <class T>
-DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* grad,
-                                  compute_t<T>* n) {
+// kRows tokens at once share one read and write of the weight gradients. Everything is made from
+// the sum and dy, twice, which are in the level-1 cache the second time.
+//   g = dy * weight,  ds = rstd * (g - mean(g) - n * mean(g * n)) + dsum
+template <class T, int kRows>
+DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>* dropped,
+                                   compute_t<T>* dweight, compute_t<T>* dbias) {
   using A = compute_t<T>;
   const int64_t dim = op.dim;
-  const A mean = *at<A>(op.mean, t), rstd = *at<A>(op.rstd, t);
   const A* weight = at<A>(op.weight, 0);
-  const T *s = row_of<T>(op.sum, t), *dy = row_of<T>(op.dy, t);
-  const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
-    const auto normalised = (load(lanes, s + d) - mean) * rstd;
-    auto g = load(lanes, dy + d);
-    if (weight != nullptr) g *= load(lanes, weight + d);
-    store(lanes, n + d, normalised);
-    store(lanes, grad + d, g);
-    total.first.add(g);
-    total.second.add(g * normalised);
-  });
-  norm_backward_row<A>(grad, n, rstd, dim, sums.first.total(), sums.second.total());
-  if (op.dsum.data != nullptr) add_row(row_of<T>(op.dsum, t), grad, dim);
-  if (op.dresidual.data != nullptr) store_row(grad, row_of<T>(op.dresidual, t), dim);
-  if (op.dx.data != nullptr) {
-    if (op.dropout.p > 0) dropout_row<A>(op.dropout, t, grad, dim);
-    store_row(grad, row_of<T>(op.dx, t), dim);
+  const bool dropout = op.dropout.p > 0;
+  A mean[kRows], rstd[kRows], mean_g[kRows], mean_gn[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    mean[r] = *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
+    const T *s = row_of<T>(op.sum, t + r), *dy = row_of<T>(op.dy, t + r);
+    const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
+      const auto n = (load(lanes, s + d) - mean[r]) * rstd[r];
+      const auto g = affine<A>(lanes, load(lanes, dy + d), weight, nullptr, d);
+      total.first.add(g);
+      total.second.add(g * n);
+    });
+    mean_g[r] = sums.first.total() / static_cast<A>(dim);
+    mean_gn[r] = sums.second.total() / static_cast<A>(dim);
   }
-}
-
-// dweight += sum over kRows tokens of dy * n, dbias += sum of dy.
-template <class T, int kRows>
-DEEPFAST_INLINE void add_weight_gradients(const LayerNorm& op, int64_t t, const compute_t<T>* n,
-                                          compute_t<T>* dweight, compute_t<T>* dbias) {
-  using A = compute_t<T>;
-  for_lanes<A>(op.dim, [&](auto lanes, int64_t d) {
-    auto g = load(lanes, row_of<T>(op.dy, t) + d);
-    auto weight_sum = g * load(lanes, n + d);
-    auto bias_sum = g;
-    for (int r = 1; r < kRows; ++r) {
-      g = load(lanes, row_of<T>(op.dy, t + r) + d);
-      weight_sum += g * load(lanes, n + r * op.dim + d);
-      bias_sum += g;
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    auto weight_sum = broadcast(lanes, A(0)), bias_sum = weight_sum;
+    for (int r = 0; r < kRows; ++r) {
+      const auto n = (load(lanes, row_of<T>(op.sum, t + r) + d) - mean[r]) * rstd[r];
+      const auto dy = load(lanes, row_of<T>(op.dy, t + r) + d);
+      weight_sum += dy * n;
+      bias_sum += dy;
+      auto ds = rstd[r] * (affine<A>(lanes, dy, weight, nullptr, d) - mean_g[r] - n * mean_gn[r]);
+      if (op.dsum.data != nullptr) ds += load(lanes, row_of<T>(op.dsum, t + r) + d);
+      if (op.dresidual.data != nullptr) store(lanes, row_of<T>(op.dresidual, t + r) + d, ds);
+      if (dropout)
+        store(lanes, dropped + r * dim + d, ds);
+      else if (op.dx.data != nullptr)
+        store(lanes, row_of<T>(op.dx, t + r) + d, ds);
     }
     if (dweight != nullptr) store(lanes, dweight + d, load(lanes, dweight + d) + weight_sum);
     if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + bias_sum);
   });
+  if (!dropout || op.dx.data == nullptr) return;
+  for (int r = 0; r < kRows; ++r) {
+    dropout_row<A>(op.dropout, t + r, dropped + r * dim, dim);
+    store_row(dropped + r * dim, row_of<T>(op.dx, t + r), dim);
+  }
 }
 
 template <class T>
 void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  // Rows that share one read and write of the weight gradients.
   constexpr int kRows = 4;
-  const int64_t dim = op.dim;
-  A *dweight = at<A>(op.dweight, chunk * dim), *dbias = at<A>(op.dbias, chunk * dim);
-  Scratch<A> grad(dim), n(kRows * dim);
-  for (int64_t t = begin; t < end; t += kRows) {
-    const int64_t rows = end - t < kRows ? end - t : kRows;
-    for (int64_t r = 0; r < rows; ++r) backward_row<T>(op, t + r, grad, n + r * dim);
-    if (dweight == nullptr && dbias == nullptr) continue;
-    if (rows == kRows)
-      add_weight_gradients<T, kRows>(op, t, n, dweight, dbias);
-    else
-      for (int64_t r = 0; r < rows; ++r)
-        add_weight_gradients<T, 1>(op, t + r, n + r * dim, dweight, dbias);
-  }
+  A* dweight = at<A>(op.dweight, chunk * op.dim);
+  A* dbias = at<A>(op.dbias, chunk * op.dim);
+  Scratch<A> dropped(kRows * op.dim);
+  int64_t t = begin;
+  for (; t + kRows <= end; t += kRows) backward_rows<T, kRows>(op, t, dropped, dweight, dbias);
+  for (; t < end; ++t) backward_rows<T, 1>(op, t, dropped, dweight, dbias);
 }
 
 }  // namespace

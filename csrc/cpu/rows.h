@@ -60,23 +60,19 @@ struct Moments {
   A mean, rstd;
 };
 
-// Two passes over the row, never E[x^2] - E[x]^2. `sum` is the row's sum where it is known.
-template <class A>
-DEEPFAST_INLINE Moments<A> moments(const A* row, int64_t dim, A eps, A sum) {
-  const A mean = sum / static_cast<A>(dim);
+// Two passes over the row, never E[x^2] - E[x]^2. The row may be of storage type: reading it again
+// from the level-1 cache is cheaper than writing a converted copy.
+template <class T, class A = compute_t<T>>
+DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps) {
+  const auto sum = sum_over_lanes<A, RowSum<A>>(
+      dim, [&](auto lanes, int64_t d, auto& s) { s.add(load(lanes, row + d)); });
+  const A mean = sum.total() / static_cast<A>(dim);
   const auto square = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
     const auto c = load(lanes, row + d) - mean;
     s.add(c * c);
   });
   const A variance = square.total() / static_cast<A>(dim);
   return {mean, A(1) / static_cast<A>(__builtin_sqrt(variance + eps))};
-}
-
-template <class A>
-DEEPFAST_INLINE Moments<A> moments(const A* row, int64_t dim, A eps) {
-  const auto sum = sum_over_lanes<A, RowSum<A>>(
-      dim, [&](auto lanes, int64_t d, auto& s) { s.add(load(lanes, row + d)); });
-  return moments(row, dim, eps, sum.total());
 }
 
 // Normalised value times weight plus bias, either of which may be absent.
@@ -102,21 +98,17 @@ DEEPFAST_INLINE void mix_row(const T* n, const A* gain, const A* shift, const A*
 // Gradient of the input of a layer-norm row: `dn` is the gradient of the normalised row `n`.
 //   dy = rstd * (dn - mean(dn) - n * mean(dn * n)); written over dn.
 template <class A>
-DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim, A sum, A dot) {
-  const A a = sum / static_cast<A>(dim), b = dot / static_cast<A>(dim);
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    store(lanes, dn + d, rstd * (load(lanes, dn + d) - a - load(lanes, n + d) * b));
-  });
-}
-
-template <class A>
 DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim) {
   const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
     const auto g = load(lanes, dn + d);
     s.first.add(g);
     s.second.add(g * load(lanes, n + d));
   });
-  norm_backward_row(dn, n, rstd, dim, sums.first.total(), sums.second.total());
+  const A a = sums.first.total() / static_cast<A>(dim);
+  const A b = sums.second.total() / static_cast<A>(dim);
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    store(lanes, dn + d, rstd * (load(lanes, dn + d) - a - load(lanes, n + d) * b));
+  });
 }
 
 // total[d] += a[d] * b[d] and, for the bias, total[d] += a[d].
