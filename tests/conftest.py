@@ -1,7 +1,20 @@
-"""Shared fixtures: fixed seeds and a fixed number of threads."""
+"""Shared fixtures: seeds, threads, backends, tolerances, poisoned memory, a memory meter."""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config):
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
@@ -9,5 +22,111 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pytest_configure(config):
-    torch.set_num_threads(2)
+def _module(name):
+    """A plain module beside this file; importlib mode has no sibling imports."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tolerances():
+    """The table of tolerances and the assertions on it."""
+    return _module("tolerances")
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def backend(request):
+    """Each backend that can run here, by name."""
+    from deepfast import backend
+
+    reason = backend.refusal("layer_norm", request.param, "cpu", torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def ran():
+    """``with ran(op, backend): ...`` asserts that the op ran inside, on that backend alone."""
+    from deepfast import backend
+
+    @contextlib.contextmanager
+    def check(op, name):
+        with backend.record() as seen:
+            yield
+        assert set(seen) == {(op, name)}
+
+    return check
+
+
+@pytest.fixture
+def poison():
+    """Fresh memory is NaN: a result that was never written shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.fixture
+def threads():
+    """``with threads(n): ...`` runs on n threads."""
+
+    @contextlib.contextmanager
+    def use(n):
+        before = torch.get_num_threads()
+        torch.set_num_threads(n)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    return use
+
+
+class Meter:
+    """Bytes the CPU allocator handed out inside a block: at the highest, and still at its end."""
+
+    peak = left = 0
+
+
+@pytest.fixture
+def meter():
+    """``with meter() as m: ...`` counts what the allocator hands out and takes back."""
+
+    @contextlib.contextmanager
+    def count():
+        result = Meter()
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield result
+        events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            result.left += event.nbytes()
+            result.peak = max(result.peak, result.left)
+
+    return count
+
+
+@pytest.fixture
+def python():
+    """Runs a program in a fresh interpreter with further environment variables."""
+
+    def run(*args, check=True, timeout=300, **environment):
+        done = subprocess.run(
+            [sys.executable, *args],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run

@@ -60,9 +60,9 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   op.source_rstd = parameter(source_rstd, storage, tokens);
   op.out_mean = parameter(out_mean, storage, tokens);
   op.out_rstd = parameter(out_rstd, storage, tokens);
-  DEEPFAST_CHECK(!norm_source || !branch.has_value() || op.source_rstd != nullptr,
+  DEEPFAST_CHECK(!norm_source || !branch.has_value() || source_rstd.has_value(),
                  "boundary: source_rstd is missing");
-  DEEPFAST_CHECK(op.out.data == nullptr || (op.out_mean != nullptr && op.out_rstd != nullptr),
+  DEEPFAST_CHECK(!out.has_value() || (out_mean.has_value() && out_rstd.has_value()),
                  "boundary: out_mean or out_rstd is missing");
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().boundary_forward(op, begin, end, chunk);
@@ -91,7 +91,7 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
   forward.out_mean = parameter(out_mean, storage, tokens);
   forward.out_rstd = parameter(out_rstd, storage, tokens);
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: no gradient came in");
-  DEEPFAST_CHECK(!norm_source || forward.source_rstd != nullptr,
+  DEEPFAST_CHECK(!norm_source || source_rstd.has_value(),
                  "boundary: source_rstd is missing");
 
   const Chunks chunks(tokens, w.width > 1 ? 8 : 64);

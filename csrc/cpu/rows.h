@@ -60,19 +60,24 @@ struct Moments {
   A mean, rstd;
 };
 
-// Two passes over the row, never E[x^2] - E[x]^2. The row may be of storage type: reading it again
-// from the level-1 cache is cheaper than writing a converted copy.
+// Two passes over the row, never E[x^2] - E[x]^2. The second one also corrects the mean by the mean
+// of what is left after it, so that a large mean, or a constant row, leaves no rounding error of its
+// own (Chan, Golub, LeVeque 1983). The row may be of storage type: reading it again from the
+// level-1 cache is cheaper than writing a converted copy.
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps) {
   const auto sum = sum_over_lanes<A, RowSum<A>>(
       dim, [&](auto lanes, int64_t d, auto& s) { s.add(load(lanes, row + d)); });
   const A mean = sum.total() / static_cast<A>(dim);
-  const auto square = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
+  const auto rest = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
     const auto c = load(lanes, row + d) - mean;
-    s.add(c * c);
+    s.first.add(c);
+    s.second.add(c * c);
   });
-  const A variance = square.total() / static_cast<A>(dim);
-  return {mean, A(1) / static_cast<A>(__builtin_sqrt(variance + eps))};
+  const A left = rest.first.total() / static_cast<A>(dim);
+  const A variance = rest.second.total() / static_cast<A>(dim) - left * left;
+  return {mean + left,
+          A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
 }
 
 // Normalised value times weight plus bias, either of which may be absent.

@@ -66,7 +66,9 @@ class MultiheadAttention(nn.Module):
 
     def _heads(self, x_TD: Tensor, packing: Packing, count: int) -> tuple[Tensor, ...]:
         """(T, count * D) to ``count`` tensors (B, H, S, d)."""
-        x = packing.unpack(x_TD).view(packing.batch, packing.length, count, self.heads, -1)
+        width = self.dim // self.heads
+        x = packing.unpack(x_TD)
+        x = x.view(packing.batch, packing.length, count, self.heads, width)
         return x.permute(2, 0, 3, 1, 4).unbind(0)
 
     def project_memory(self, memory_TD: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,29 @@ def depth_pattern(
     return tuple(pattern)
 
 
+class _Applied(torch.autograd.Function):
+    """Masks W to the pattern and, if asked for, softmaxes its rows.
+
+    Written by hand so that it saves nothing through autograd: a first push inside a checkpointed
+    function would otherwise save what a repeated one does not.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, mask, softmax):
+        if softmax:
+            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
+        applied = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+        ctx.mask, ctx.rows = mask, applied if softmax else None
+        return applied.clone() if softmax else applied
+
+    @staticmethod
+    @common.first_order("DLCL")
+    def backward(ctx, grad):
+        if ctx.rows is not None:
+            grad = ctx.rows * (grad - (grad * ctx.rows).sum(1, keepdim=True))
+        return torch.where(ctx.mask, grad, torch.zeros((), dtype=grad.dtype)), None, None
+
+
 class DLCL(nn.Module):
     """Every layer reads a learned weighted sum of all layers below it.
 
@@ -158,10 +181,7 @@ class DLCL(nn.Module):
         """
         mask = self._mask(self.weight.device)
         mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
-        weight = self.weight
-        if self.softmax:
-            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        weight = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+        weight = _Applied.apply(self.weight, mask, self.softmax)
         if self.kind == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
@@ -175,18 +195,20 @@ class DLCL(nn.Module):
         normalised = (False,) * rows
         if self.norm == "pre":
             normalised = (self.normalize_embedding,) + (True,) * self.num_layers
-            gain, shift = (p.detach().to(dtype) for p in (self.norm_weight, self.norm_bias))
+            # Copies: a parameter changed before backward must not change this pass.
+            gain, shift = (
+                p.detach().to(dtype, copy=True).contiguous()
+                for p in (self.norm_weight, self.norm_bias)
+            )
             if not self.normalize_embedding:
-                gain, shift = gain.clone(), shift.clone()
                 gain[0], shift[0] = 1.0, 0.0
-            gain, shift = gain.contiguous(), shift.contiguous()
             history.gains = self.norm_weight.unbind(0)
             history.shifts = self.norm_bias.unbind(0)
         _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype)
         history.owner = self
         history.columns = weight.unbind(1)
         history.state = DepthState(
-            weight=weight.detach().to(dtype).contiguous(),
+            weight=weight.detach().to(dtype, copy=True).contiguous(),
             gain=gain,
             shift=shift,
             normalised=normalised,
@@ -198,16 +220,22 @@ class DLCL(nn.Module):
             need_weight_grad=weight.requires_grad and torch.is_grad_enabled(),
         )
 
-    def _check(self, y: Tensor, residual: Tensor | None, history: DepthHistory, index) -> int:
+    def _check_input(self, y: Tensor, residual: Tensor | None, dropout_p: float) -> None:
         common.check_tensor("DLCL", "the layer's output", y)
         if y.shape[-1] != self.dim:
             raise ValueError(f"DLCL: expected (..., {self.dim}), got {tuple(y.shape)}")
+        common.check_dropout("DLCL", dropout_p)
+        if residual is not None:
+            common.check_tensor("DLCL", "residual", residual)
+        if y.device != self.weight.device:
+            raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
+
+    def _check_order(self, y: Tensor, residual: Tensor | None, history: DepthHistory, index) -> int:
+        """The index k of this push, which must be the next one, or a repeated one."""
         if not isinstance(history, DepthHistory):
             raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
         if residual is not None:
             common.check_like("DLCL", "residual", residual, "the branch", y)
-        if y.device != self.weight.device:
-            raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
         if history.owner is not None and history.owner is not self:
             raise RuntimeError(
                 "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
@@ -227,6 +255,8 @@ class DLCL(nn.Module):
             )
         if not 0 <= k <= pushed:
             raise RuntimeError(f"DLCL: layer called out of order: expected index {pushed}, got {k}")
+        if history.closed and k == pushed:
+            raise RuntimeError("DLCL: this history is closed; make a new one")
         state = history.state
         if state is None or state.states is None:
             if state is not None:
@@ -268,8 +298,9 @@ class DLCL(nn.Module):
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
         """
+        self._check_input(y, residual, dropout_p)
         y, residual = common.autocast(y, residual)
-        k = self._check(y, residual, history, index)
+        k = self._check_order(y, residual, history, index)
         if history.state is None:
             self._begin(y, history)
         replay = k < len(history)
@@ -280,8 +311,9 @@ class DLCL(nn.Module):
                 raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
             own_norm = OutNorm(self.norm_weight[k], self.norm_bias[k], self.eps)
         if replay and history.columns is None:
-            # Recomputation: the node made here is thrown away, only its outputs are used.
-            column = self.effective_weight()[:, k]
+            # Recomputation: the node made here is thrown away, its results alone are used. It
+            # needs inputs of the same kind, so that it saves what the first one saved.
+            column = torch.empty(0, requires_grad=self.weight.requires_grad)
             gain, shift = (self.norm_weight[k], self.norm_bias[k]) if pre else (None, None)
         else:
             column = history.columns[k]
@@ -303,7 +335,7 @@ class DLCL(nn.Module):
         if not replay:
             history.token = token
             if k == self.num_layers:
-                history.forget_carriers()
+                history.close()
         if own_norm is not None:
             return out
         return x if out_norm is None else (x, out)

@@ -33,6 +33,7 @@ class DepthHistory:
         self.gains: tuple[Tensor | None, ...] | None = None
         self.shifts: tuple[Tensor | None, ...] | None = None
         self.token: Tensor | None = None
+        self.closed = False
 
     def __len__(self) -> int:
         """States pushed so far."""
@@ -46,9 +47,21 @@ class DepthHistory:
         buffers = (self.state.states, self.state._partial, self.state._pulled)
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def forget_carriers(self) -> None:
-        """The last boundary is made: nothing of the graph is needed here any more."""
+    def close(self) -> None:
+        """Lets go of the graph; no further state can be pushed. The last push does this itself.
+
+        Needed only where a pass breaks off while `torch.utils.checkpoint` holds a function that
+        refers to this history, which would keep each other alive. ``with DepthHistory() as h:``
+        closes it too.
+        """
         self.columns = self.gains = self.shifts = self.token = None
+        self.closed = True
+
+    def __enter__(self) -> "DepthHistory":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"

@@ -1,5 +1,7 @@
 """Checks and casts that every op shares."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,28 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors)
+
+
+def first_order(name: str):
+    """For the backward of an op without a second derivative: asking for one is an error, also
+    where the incoming gradient itself needs none."""
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def run(ctx, *grads):
+            with torch.no_grad():
+                outputs = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return outputs
+            message = f"{name}: double backward was asked for, and the op has no second derivative"
+            guard = torch._C._functions.DelayedError(message.encode(), len(outputs))
+            return guard(
+                *(g.detach().requires_grad_() if isinstance(g, Tensor) else g for g in outputs)
+            )
+
+        return run
+
+    return decorate
 
 
 def rows(x: Tensor) -> Tensor:

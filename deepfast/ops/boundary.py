@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _common as common
 from .depth_state import DepthState
@@ -35,32 +34,34 @@ class _Boundary(torch.autograd.Function):
         if not replay:
             state.open_slot(k, y)
         w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
-        x = torch.empty_like(y, memory_format=torch.contiguous_format) if want_x else None
+        # Results have the shape of the branch from the start: a view could not be changed in place.
+        x = y.new_empty(branch.shape) if want_x else None
         out = mean = rstd = None
         if out_norm_eps is not None:
-            out = torch.empty_like(y, memory_format=torch.contiguous_format)
+            out = y.new_empty(branch.shape)
             mean = state.weight.new_empty(y.shape[0])
             rstd = torch.empty_like(mean)
+        x_rows, out_rows = (None if r is None else r.view(y.shape) for r in (x, out))
         state.launch.boundary_forward(
             None if replay else y, rest, dropout_p, seed, state.states, k, state.near(k),
             state.weight, k, state.gain, state.shift, state.normalised[k], state.eps,
-            state.partial(k), w, b, out_norm_eps or 0.0, x, out, state.rstd[k], mean, rstd,
+            state.partial(k), w, b, out_norm_eps or 0.0, x_rows, out_rows, state.rstd[k], mean,
+            rstd,
         )  # fmt: skip
-        if k == state.rows - 1 and not replay:
-            state.finish_forward()
+        if not replay:
+            if any(ctx.needs_input_grad):
+                state.lowest = min(state.lowest, k)
+            if k == state.rows - 1:
+                state.finish_forward()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(w, b, mean, rstd)
         ctx.state, ctx.k, ctx.dropout, ctx.shape = state, k, (dropout_p, seed), branch.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (column, gain, shift)]
         ctx.out_dtypes = [None if p is None else p.dtype for p in (out_weight, out_bias)]
-        return (
-            None if x is None else x.view(branch.shape),
-            None if out is None else out.view(branch.shape),
-            y.new_empty(0),
-        )
+        return x, out, y.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @common.first_order("DLCL")
     def backward(ctx, dx, dout, _token):
         state, k = ctx.state, ctx.k
         w, b, mean, rstd = ctx.saved_tensors
@@ -97,6 +98,12 @@ class _Boundary(torch.autograd.Function):
             None if dresidual is dbranch else dresidual, state.dweight, dgain, dshift,
             dout_weight, dout_bias,
         )  # fmt: skip
+        # One tensor for both inputs where they are alike: two views of it would be taken by two
+        # leaves as gradients of their own, and share memory ever after.
+        dbranch_out = None if dbranch is None else dbranch.view(ctx.shape)
+        dresidual_out = dbranch_out
+        if dresidual is not dbranch:
+            dresidual_out = None if dresidual is None else dresidual.view(ctx.shape)
         dcolumn = None
         if need["column"]:
             dcolumn = state.dweight[:, k].to(ctx.dtypes[0], copy=True)
@@ -107,8 +114,8 @@ class _Boundary(torch.autograd.Function):
 
         return (
             *(None,) * 6,
-            None if dbranch is None else dbranch.view(ctx.shape),
-            dresidual.view(ctx.shape) if need["residual"] else None,
+            dbranch_out,
+            dresidual_out if need["residual"] else None,
             dcolumn,
             cast(dgain, ctx.dtypes[1]),
             cast(dshift, ctx.dtypes[2]),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepfast import backend as backends
 from deepfast.reference.layer_norm import compute_dtype
@@ -19,19 +18,21 @@ class _DepthMix(torch.autograd.Function):
         rows = [common.rows(s) for s in sources]
         norm = norm_weight is not None or norm_bias is not None
         w, gain, shift = (common.parameter(p, dtype) for p in (weight, norm_weight, norm_bias))
-        out = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+        out = sources[0].new_empty(shape)
         mean = rstd = None
         if norm:
             mean = rows[0].new_empty(len(rows), len(rows[0]), dtype=compute_dtype(dtype))
             rstd = torch.empty_like(mean)
-        launch.depth_mix_forward(rows, w, gain, shift, norm, eps, out, mean, rstd)
+        launch.depth_mix_forward(
+            rows, w, gain, shift, norm, eps, out.view(rows[0].shape), mean, rstd
+        )
         ctx.save_for_backward(w, gain, shift, mean, rstd, *rows)
         ctx.norm, ctx.launch, ctx.shape = norm, launch, shape
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, norm_weight, norm_bias)]
-        return out.view(shape)
+        return out
 
     @staticmethod
-    @once_differentiable
+    @common.first_order("depth_mix")
     def backward(ctx, dout):
         w, gain, shift, mean, rstd, *rows = ctx.saved_tensors
         need_weight, need_gain, need_shift = ctx.needs_input_grad[:3]
@@ -50,11 +51,9 @@ class _DepthMix(torch.autograd.Function):
         )  # fmt: skip
         grads = [None if g is None else g.to(d) for g, d in
                  zip((dweight, dgain, dshift), ctx.dtypes, strict=True)]  # fmt: skip
-        back = (
-            [d.view(ctx.shape) if want else None for d, want in zip(dsources, wanted)]
-            if (dsources)
-            else [None] * len(rows)
-        )
+        back = [None] * len(rows)
+        for i, dsource in enumerate(dsources):
+            back[i] = dsource.view(ctx.shape) if wanted[i] else None
         return (*grads, None, None, *back)
 
 

@@ -80,11 +80,18 @@ class DepthState:
         self._live: set[int] = set()
         self._consumed = [False] * self.rows
         self.released = False
+        # The last boundary that backward will reach.
+        self.lowest = self.rows
 
     # ---- forward -------------------------------------------------------------------------------
 
     def open_slot(self, k: int, y: Tensor) -> None:
         """Makes room for state k, shaped like y (T, D)."""
+        if self.released or any(self._consumed):
+            raise RuntimeError(
+                "DepthHistory: a backward pass has taken the states' slots, so no further state "
+                "can be pushed; use DepthHistory(inplace=False), or a new history"
+            )
         if self.states is None:
             # Slot l + 1 takes g_l when it is born, so the last row's gradient needs one more.
             slots = self.rows + 1 if self.inplace else self.rows
@@ -151,6 +158,7 @@ class DepthState:
             # A new backward pass: gradients of an earlier one are not of this one.
             self._task, self._pulled_block = task, -1
             self._live.clear()
+            self.dweight = None
         if self.inplace and (self.released or self._consumed[k]):
             raise RuntimeError(
                 "DepthHistory: a second backward through one forward pass needs its states, and "
@@ -203,9 +211,10 @@ class DepthState:
             if k + 1 < self.rows:
                 self._consumed[k + 1] = True
             self.rstd[k] = None
-        if k == 0:
+        if k == self.lowest:
             self._partial, self._partial_block = None, -1
             self._pulled, self._pulled_block = None, -1
+            self.dweight = None
             if self.inplace:
                 self.states = self.grads = None
                 self.released = True

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepfast import backend as backends
 from deepfast.reference.layer_norm import compute_dtype
@@ -17,24 +16,29 @@ class _LayerNorm(torch.autograd.Function):
         w, b = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
         # Without residual and dropout the sum is x itself.
         changed = rest is not None or dropout_p > 0
-        total = torch.empty_like(rows, memory_format=torch.contiguous_format) if changed else rows
-        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        # Results have the shape of x from the start: a view could not be changed in place.
+        y = x.new_empty(x.shape)
+        s = x.new_empty(x.shape) if changed else None
+        total = s.view(rows.shape) if changed else rows
         mean = rows.new_empty(rows.shape[0], dtype=compute_dtype(x.dtype))
         rstd = torch.empty_like(mean)
         launch.layer_norm_forward(
-            rows, rest, w, b, eps, dropout_p, seed, total if changed else None, y, mean, rstd
-        )
-        ctx.save_for_backward(total, w, mean, rstd)
+            rows, rest, w, b, eps, dropout_p, seed, total if changed else None,
+            y.view(rows.shape), mean, rstd,
+        )  # fmt: skip
+        ctx.save_for_backward(s if changed else x, w, mean, rstd)
         ctx.dropout_p, ctx.seed, ctx.launch = dropout_p, seed, launch
         ctx.set_materialize_grads(False)
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return y.view(x.shape), total.view(x.shape) if changed else None
+        return y, s
 
     @staticmethod
-    @once_differentiable
+    @common.first_order("layer_norm")
     def backward(ctx, dy, dsum):
-        total, w, mean, rstd = ctx.saved_tensors
-        shape = (dy if dy is not None else dsum).shape
+        if dy is None and dsum is None:
+            return (None,) * 8
+        s, w, mean, rstd = ctx.saved_tensors
+        total, shape = common.rows(s), s.shape
         need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
         dy = torch.zeros_like(total) if dy is None else common.rows(dy)
         dsum = None if dsum is None else common.rows(dsum)
@@ -52,9 +56,14 @@ class _LayerNorm(torch.autograd.Function):
             total, dy, dsum, w, mean, rstd, ctx.dropout_p, ctx.seed, dx,
             None if dresidual is dx else dresidual, dweight, dbias,
         )  # fmt: skip
+        # The same tensor object, not two views: two leaves would each keep one as their gradient.
+        dx_out = None if dx is None else dx.view(shape)
+        dresidual_out = dx_out
+        if dresidual is not dx:
+            dresidual_out = None if dresidual is None else dresidual.view(shape)
         return (
-            None if dx is None else dx.view(shape),
-            dresidual.view(shape) if need_residual else None,
+            dx_out,
+            dresidual_out if need_residual else None,
             dweight.to(ctx.dtypes[0]) if need_weight else None,
             dbias.to(ctx.dtypes[1]) if need_bias else None,
             *(None,) * 4,

@@ -45,7 +45,7 @@ def dropout_mask(seed: int, tokens: int, dim: int, p: float, *, device=None) -> 
     t = torch.arange(tokens, device=device).unsqueeze(1).expand_as(counters)
     words = philox(seed, counters, t & _MASK, t >> 32)
     draws = torch.stack([w.view(tokens, groups, 16) for w in words], dim=2)
-    draws = draws.reshape(tokens, -1)[:, :dim]
+    draws = draws.reshape(tokens, 64 * groups)[:, :dim]
     threshold = min(int(p * 2**32), _MASK)
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     return (draws >= threshold).double() * scale

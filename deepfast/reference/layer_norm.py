@@ -12,8 +12,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) * rstd, mean and rstd over the last dimension; biased variance, two passes."""
+    """(x - mean) * rstd, mean and rstd over the last dimension; biased variance, two passes.
+
+    The mean is corrected by the mean of what is left after it, so that a large mean, or a constant
+    row, leaves no rounding error of its own (Chan, Golub, LeVeque 1983).
+    """
     mean = x.mean(-1, keepdim=True)
+    mean = mean + (x - mean).mean(-1, keepdim=True)
     centred = x - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)

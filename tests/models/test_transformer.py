@@ -242,7 +242,7 @@ def test_model_refuses_what_its_parts_refuse():
         TransformerConfig(11)
     with pytest.raises(ValueError, match="weight must be one of"):
         build(dlcl={"weight": "matrix"})
-    with pytest.raises(ValueError, match="dlcl: expected keys of .*weight.*, got wieght"):
+    with pytest.raises(ValueError, match=r"dlcl: expected keys of .*weight.*, got wieght"):
         build(dlcl={"wieght": "scalar"})
     with pytest.raises(ValueError, match="dlcl: expected a side with connection 'dlcl'"):
         TransformerConfig(vocab_size=11, encoder_connection="residual", dlcl={"window": 2})

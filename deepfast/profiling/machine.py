@@ -1,0 +1,104 @@
+"""The machine a report was made on: what it is, and how much memory is free or taken."""
+
+import ctypes
+import datetime
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from deepfast import backend
+from deepfast.version import __version__
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """The commit of a source checkout, with ``+`` where files differ from it; None elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(root), *command],
+                capture_output=True, text=True, timeout=10, check=True,
+            ).stdout.strip()
+            for command in (("rev-parse", "--short=12", "HEAD"),
+                            ("status", "--porcelain", "--untracked-files=no"))
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changes else "")
+
+
+def environment() -> dict:
+    """What a reader needs to judge the numbers, or to get them again."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepfast": __version__,
+        "commit": git_commit(),
+        "build": {k: v for k, v in backend.build_info().items() if v is not None},
+        "backends": {
+            op: backend.choose(op, None, "cpu", torch.float32)[0] for op in backend.OPS
+        },
+    }  # fmt: skip
+
+
+def free_bytes() -> int:
+    """Memory that a step may take now without driving the machine into swap."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+        free = int(found.group(1)) * 1024 if found else free
+        # A container may be allowed less than the machine has.
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+class ResidentPeak:
+    """The process's highest resident memory inside a block, where the system tells it (Linux).
+
+    It holds everything: code, libraries, parameters, freed memory that was not given back.
+    """
+
+    nbytes: int | None = None
+
+    def __enter__(self) -> "ResidentPeak":
+        try:
+            # Freed memory that the allocator keeps would hide what the block takes.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self._known = True
+        except (OSError, AttributeError):
+            self._known = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._known:
+            found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+            self.nbytes = int(found.group(1)) * 1024 if found else None

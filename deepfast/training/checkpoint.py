@@ -1,0 +1,148 @@
+"""Checkpoints of a run: written whole or not at all, averaged, and compared with a recipe.
+
+`deepfast.models.checkpoint` reads what a model needs; a run adds what resuming needs. The file is
+a torch file of plain values and tensors:
+
+    format, version     what this file is
+    step                optimizer steps done
+    config              fields of TransformerConfig
+    model               state dict of the Transformer
+    vocabulary          bytes of the sentencepiece model
+    recipe              the recipe, as in its file
+    training            what resuming needs; absent from an average
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepfast.models import TransformerConfig
+from deepfast.models.checkpoint import read_checkpoint
+from deepfast.training.errors import CheckpointError
+
+FORMAT, VERSION = "deepfast checkpoint", 1
+KEYS = ("step", "config", "model", "vocabulary", "recipe")
+STEP_FILE = "step-{:08d}.pt"
+
+
+def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write a checkpoint; whatever happens, `path` is the old file or the whole new one.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    path = Path(path)
+    # In the same folder: a rename across file systems is a copy, which is not atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as stream:
+            torch.save({"format": FORMAT, "version": VERSION} | content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch's writer, closing after a failed write, raises a RuntimeError over the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        raise CheckpointError(
+            f"{path}: the checkpoint cannot be written ({reason}); earlier ones are intact"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint, on the CPU, mapped from the file: copy what is to outlive it.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, or not a checkpoint of this package.
+    """
+    try:
+        content = read_checkpoint(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
+    return content
+
+
+def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) -> None:
+    """Load a state dict, or say in one sentence how it differs from the model."""
+    own = model.state_dict()
+    for name in own:
+        if name not in state:
+            raise CheckpointError(f"{path}: the checkpoint lacks the parameter {name}")
+        if own[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"{path}: the parameter {name} is {tuple(state[name].shape)} in the checkpoint, "
+                f"expected {tuple(own[name].shape)}"
+            )
+    unknown = [name for name in state if name not in own]
+    if unknown:
+        raise CheckpointError(f"{path}: the model has no parameter {unknown[0]}")
+    model.load_state_dict(state)
+
+
+def check_config(path: Any, saved: dict[str, Any], config: TransformerConfig) -> None:
+    """Refuse a checkpoint of a model of other sizes, naming each difference."""
+    # The backend changes how the same numbers are computed, not which.
+    mine = asdict(config)
+    differences = [
+        f"{name} {saved.get(name)!r} in the checkpoint and {value!r} in the recipe"
+        for name, value in mine.items()
+        if name != "backend" and saved.get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path}: the checkpoint is of another model: {', '.join(differences)}"
+        )
+
+
+def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a run by step, oldest first, best and average left out."""
+    return sorted(Path(folder).glob("step-*.pt"))
+
+
+def prune(folder: str | os.PathLike[str], keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints of a run."""
+    for path in step_checkpoints(folder)[:-keep]:
+        path.unlink()
+
+
+def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:
+    """The mean of the models' parameters, summed in float64, each in its own dtype.
+
+    Raises:
+        CheckpointError: no paths, an unreadable file, or models of different shapes.
+    """
+    if not paths:
+        raise CheckpointError("average: expected at least one checkpoint, got none")
+    first = load_checkpoint(paths[0])["model"]
+    totals = {name: tensor.double() for name, tensor in first.items()}
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    for path in paths[1:]:
+        state = load_checkpoint(path)["model"]
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
+        for name, tensor in state.items():
+            totals[name] += tensor
+    return {name: (total / len(paths)).to(first[name].dtype) for name, total in totals.items()}
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name itself must survive a power cut."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

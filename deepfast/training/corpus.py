@@ -1,0 +1,112 @@
+"""The text of a run, as the trainer needs it: a vocabulary, batches, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepfast.data import (
+    Batch,
+    TokenBatches,
+    Vocabulary,
+    evaluation_batches,
+    phrases,
+    read_parallel,
+    write,
+)
+from deepfast.training.recipe import DataSection
+
+Pair = tuple[str, str]
+
+
+@dataclass
+class Corpus:
+    """Everything that depends on the text."""
+
+    vocabulary: Vocabulary
+    batches: TokenBatches
+    """Of the training pairs, in an order that can be resumed."""
+    dev_batches: list[Batch]
+    """Every dev pair once; empty without a dev part."""
+    dev: list[Pair]
+    test: list[Pair]
+    summary: list[str]
+    """Lines for the user: sizes, tokens, unknown pieces, dropped pairs."""
+
+
+def load_corpus(
+    section: DataSection, *, seed: int, folder: Path, vocabulary: Vocabulary | None = None
+) -> Corpus:
+    """Read or generate the text, learn the vocabulary where none is given, and cut batches.
+
+    Args:
+        seed: of the order of the batches.
+        folder: where generated phrases are written, to be translated later.
+        vocabulary: of the checkpoint that is resumed.
+    """
+    parts, dropped, place = _read(section, folder)
+    if section.lowercase:
+        parts = {p: [(s.lower(), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+    train = parts["train"]
+    if vocabulary is None and section.vocabulary is not None:
+        vocabulary = Vocabulary.load(section.vocabulary)
+    if vocabulary is None:
+        # One language after the other, as a user would hand over two files.
+        text = [side for column in zip(*train, strict=True) for side in column]
+        at_most = section.vocab_at_most
+        vocabulary = Vocabulary.train(text, section.vocab_size, at_most=at_most)
+    batches = TokenBatches(
+        vocabulary.encode_pairs(train),
+        max_tokens=section.max_tokens,
+        max_length=section.max_length,
+        seed=seed,
+        place=place,
+    )
+    dev_pairs = vocabulary.encode_pairs(parts["dev"])
+    dev_batches = evaluation_batches(dev_pairs, max_tokens=section.max_tokens) if dev_pairs else []
+    summary = [
+        f"vocabulary {len(vocabulary)} pieces, {vocabulary.fingerprint()}",
+        _describe("train", train, batches.pairs, vocabulary),
+        f"      {dropped + batches.dropped.total} pairs dropped: {dropped} empty, "
+        f"{batches.dropped.too_long} longer than {section.max_length} tokens; "
+        f"{len(batches)} micro-batches an epoch",
+    ]
+    if batches.dropped.total:
+        summary.append(f"      {batches.dropped}")
+    if dev_pairs:
+        summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
+    return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary)
+
+
+def _read(
+    section: DataSection, folder: Path
+) -> tuple[dict[str, list[Pair]], int, Callable[[int], str]]:
+    """The pairs of each part, the empty training pairs left out, and the names of examples."""
+    if section.phrases is not None:
+        sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
+        corpus = phrases(section.phrases, seed=section.seed, **sizes)
+        write(corpus, folder / "phrases")
+        return {part: getattr(corpus, part) for part in sizes}, 0, "example {}".format
+    parts = {}
+    for part in ("dev", "test"):
+        source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
+        parts[part] = [] if source is None else read_parallel(source, target).pairs
+    train = read_parallel(section.train_source, section.train_target)
+    return {"train": train.pairs} | parts, train.dropped.empty, train.place
+
+
+def _describe(
+    part: str,
+    pairs: Sequence[Pair],
+    encoded: Sequence[tuple[Sequence[int], Sequence[int]]],
+    vocabulary: Vocabulary,
+) -> str:
+    sources = sum(len(source) + 1 for source, _ in encoded)
+    targets = sum(len(target) + 1 for _, target in encoded)
+    ids = [piece for pair in encoded for side in pair for piece in side]
+    unknown = ids.count(vocabulary.unk_id) / max(len(ids), 1)
+    return (
+        f"{part:5} {len(pairs):,} pairs, {sources:,} source and {targets:,} target tokens "
+        f"(eos included), {unknown:.2%} unknown pieces"
+    )

@@ -1,0 +1,53 @@
+"""Where NaN or infinity first appeared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Found(Exception):
+    """Leaves the forward pass at the first bad output."""
+
+
+def _finite(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return not output.is_floating_point() or bool(torch.isfinite(output).all())
+    if isinstance(output, (tuple, list)):
+        return all(map(_finite, output))
+    return True
+
+
+def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """Runs `forward`, which calls `model`, and names the first module, in order of execution, whose
+    output holds NaN or infinity; None where every module's output is finite."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def check(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not _finite(output):
+            found.append(f"{names[module]} ({type(module).__name__})")
+            raise _Found
+
+    hooks = [module.register_forward_hook(check) for module in names]
+    try:
+        forward()
+    except _Found:
+        return found[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return None
+
+
+def first_nonfinite_gradient(model: nn.Module) -> str | None:
+    """The last parameter, in the model's order, whose gradient is not finite.
+
+    Backward runs from the end of the model, so that one met it first.
+    """
+    bad = [name for name, p in model.named_parameters() if p.grad is not None
+           and not _finite(p.grad)]  # fmt: skip
+    return bad[-1] if bad else None

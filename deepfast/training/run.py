@@ -1,0 +1,299 @@
+"""A training run from recipe to averaged checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepfast.data import Vocabulary
+from deepfast.models.checkpoint import load_model
+from deepfast.training.checkpoint import (
+    STEP_FILE,
+    average_checkpoints,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+    step_checkpoints,
+)
+from deepfast.training.corpus import load_corpus
+from deepfast.training.environment import StopSignal, resolve_device, settings
+from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
+from deepfast.training.recipe import Recipe
+from deepfast.training.recipe_file import differences, dump_recipe
+from deepfast.training.report import METRICS, Report
+from deepfast.training.trainer import Trainer, perplexity
+
+BEST, AVERAGE = "best.pt", "average.pt"
+SIGNALS = ("SIGINT", "SIGTERM")
+
+
+@dataclass(kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    output: Path
+    """The folder of checkpoints and metrics."""
+    step: int
+    """Optimizer steps done."""
+    stopped: str
+    """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
+    seconds: float
+    """Wall time, all resumes together."""
+    checkpoint: Path | None
+    """The newest checkpoint, which resumes."""
+    best: Path | None
+    """The checkpoint with the lowest dev NLL."""
+    best_nll: float | None
+    """Its dev NLL, nats per target token."""
+    average: Path | None
+    """The average of the last checkpoints; it translates, but cannot resume."""
+    average_nll: float | None
+    """Its dev NLL, nats per target token."""
+    test_bleu: float | None
+    """BLEU of the test part, 0 to 100."""
+
+    @property
+    def for_translation(self) -> Path:
+        """The average or the best checkpoint, whichever has the lower dev NLL."""
+        if self.average is not None and (
+            self.best is None or (self.average_nll is not None and self.average_nll < self.best_nll)
+        ):
+            return self.average
+        return self.best or self.checkpoint
+
+
+def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
+    """Trains a translation model as the recipe says; Ctrl-C leaves a checkpoint to resume from.
+
+    Torch's and Python's generators are seeded; threads and determinism are put back at the end.
+
+    Args:
+        quiet: nothing on stdout; metrics go to the output folder all the same.
+
+    Raises:
+        ValueError: a recipe, text or checkpoint that cannot be used.
+        RuntimeError: a loss that is not finite, or a folder that cannot be written.
+    """
+    with settings(recipe.train):
+        return _Run(recipe, quiet).go()
+
+
+class _Run:
+    """What happens when: logging, validating, saving, stopping."""
+
+    def __init__(self, recipe: Recipe, quiet: bool):
+        self.recipe, self.section = recipe, recipe.train
+        self.folder = Path(recipe.output)
+        device = resolve_device(recipe.train.device)
+        self.saved: Path | None = _checkpoint_to_resume(recipe)
+        content = load_checkpoint(self.saved) if self.saved else None
+        if content is not None and "training" not in content:
+            raise CheckpointError(
+                f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
+                "state, such as an average"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"{self.folder}: cannot be made ({error.strerror})") from error
+        vocabulary = Vocabulary.from_bytes(content["vocabulary"]) if content else None
+        corpus = load_corpus(
+            recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
+        )
+        self.trainer = Trainer(recipe, corpus, device)
+        self.changed: list[str] = []
+        if content is not None:
+            self.trainer.load_state_dict(content, self.saved)
+            self.changed = differences(content["recipe"], recipe.to_dict())
+        self.report = Report(
+            self.folder,
+            total_steps=self.section.max_steps,
+            first_step=self.trainer.step,
+            tensorboard=self.section.tensorboard,
+            quiet=quiet,
+        )
+        self.began = time.perf_counter() - self.trainer.seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def go(self) -> TrainResult:
+        try:
+            self._introduce()
+            with StopSignal() as signal:
+                stopped = self._loop(signal)
+                if stopped not in SIGNALS:
+                    self._complete()
+                if self.saved != self._step_path():
+                    self._save()
+            if stopped in SIGNALS:
+                self.report.say(
+                    f"{stopped}: stopped after step {self.trainer.step}; continue from "
+                    f"{self.saved} with resume=true"
+                )
+                return self._result(stopped)
+            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s")
+            return self._finish(stopped)
+        finally:
+            self.report.close()
+
+    def _introduce(self) -> None:
+        trainer, say = self.trainer, self.report.say
+        (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), "utf-8")
+        trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
+        for line in trainer.corpus.summary:
+            say(line)
+        config = trainer.model.config
+        count = sum(p.numel() for p in trainer.parameters)
+        say(
+            f"model {config.encoder_layers} encoder layers ({config.encoder_connection}), "
+            f"{config.decoder_layers} decoder layers ({config.decoder_connection}), "
+            f"{config.norm}-norm, {count:,} parameters, {trainer.device}, "
+            f"{self.section.precision}, {torch.get_num_threads()} threads"
+        )
+        if trainer.step:
+            say(f"resumed from {self.saved} at step {trainer.step}")
+            for line in self.changed:
+                say(f"      changed since: {line}")
+
+    def _loop(self, signal: StopSignal) -> str:
+        """Trains until something says stop; returns what."""
+        trainer, section = self.trainer, self.section
+        while (stopped := signal.name or self._due()) is None:
+            try:
+                trainer.train_step()
+            except NotFiniteError as error:
+                last = self.saved or "none"
+                raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
+            if trainer.step % section.log_every == 0:
+                self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
+            if trainer.step % section.validate_every == 0:
+                self._validate()
+            if trainer.step % section.save_every == 0:
+                self._save()
+        return stopped
+
+    def _complete(self) -> None:
+        """What is still open at the end: the last lines of metrics, and a checkpoint with them."""
+        trainer = self.trainer
+        validate = bool(trainer.corpus.dev_batches) and trainer.validated_at != trainer.step
+        if trainer.window.steps:
+            self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
+        elif not validate:
+            return
+        if validate:
+            self._validate()
+        self._save()
+
+    def _due(self) -> str | None:
+        section, trainer = self.section, self.trainer
+        if section.max_steps is not None and trainer.step >= section.max_steps:
+            return "max_steps"
+        if section.max_minutes is not None and self.seconds >= 60 * section.max_minutes:
+            return "max_minutes"
+        if section.patience is not None and trainer.since_best >= section.patience:
+            return "patience"
+        return None
+
+    def _validate(self) -> None:
+        trainer = self.trainer
+        if not trainer.corpus.dev_batches:
+            return
+        nll = trainer.validate()
+        best = trainer.record(nll)
+        row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
+        if self.section.validate_bleu:
+            row["bleu"] = self._bleu(trainer.model, trainer.corpus.dev)
+        self.report.log("valid", row | {"best": best}, seconds=self.seconds)
+        if best:
+            trainer.seconds = self.seconds
+            save_checkpoint(self.folder / BEST, trainer.state_dict())
+
+    def _step_path(self) -> Path:
+        return self.folder / STEP_FILE.format(self.trainer.step)
+
+    def _save(self) -> None:
+        self.trainer.seconds = self.seconds
+        save_checkpoint(self._step_path(), self.trainer.state_dict())
+        self.saved = self._step_path()
+        prune(self.folder, self.section.keep_last)
+
+    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> float:
+        # Search is needed only here, and only when asked for.
+        from deepfast.search import bleu, translate_lines
+
+        lines, references = zip(*pairs, strict=True)
+        model.eval()
+        outputs = translate_lines(model, self.trainer.corpus.vocabulary, lines)
+        return bleu(outputs, references).bleu
+
+    def _finish(self, stopped: str) -> TrainResult:
+        """Averages, and translates the test part with the better of average and best."""
+        result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
+        step = {"step": trainer.step}
+        if self.section.average_last:
+            paths = step_checkpoints(self.folder)[-self.section.average_last :]
+            weights = average_checkpoints(paths)
+            result.average = self.folder / AVERAGE
+            save_checkpoint(result.average, trainer.model_state(weights))
+            row: dict[str, Any] = {"of": f"{len(paths)} checkpoints"}
+            if corpus.dev_batches:
+                trainer.model.load_state_dict(weights)
+                result.average_nll = nll = trainer.validate()
+                row |= {"nll": nll, "ppl": perplexity(nll)}
+            self.report.log("average", step | row, seconds=self.seconds)
+        if self.section.test_bleu:
+            path = result.for_translation
+            model, _ = load_model(path, trainer.device)
+            result.test_bleu = self._bleu(model, corpus.test)
+            row = step | {"bleu": result.test_bleu, "of": path.name}
+            self.report.log("test", row, seconds=self.seconds)
+        return result
+
+    def _result(self, stopped: str) -> TrainResult:
+        best = self.trainer.best_step > 0
+        return TrainResult(
+            output=self.folder,
+            step=self.trainer.step,
+            stopped=stopped,
+            seconds=self.seconds,
+            checkpoint=self.saved,
+            best=self.folder / BEST if best else None,
+            best_nll=self.trainer.best_nll if best else None,
+            average=None,
+            average_nll=None,
+            test_bleu=None,
+        )
+
+
+def _checkpoint_to_resume(recipe: Recipe) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
+
+    Raises:
+        CheckpointError: the folder holds another run, or one that went further.
+    """
+    folder = Path(recipe.output)
+    present = step_checkpoints(folder)
+    if recipe.resume is True:
+        return present[-1] if present else None
+    if recipe.resume is False:
+        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
+        if ours:
+            raise CheckpointError(
+                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
+                "continue it with resume=true, or choose another with output=FOLDER"
+            )
+        return None
+    path = Path(recipe.resume)
+    later = [p for p in present if not path.exists() or not p.samefile(path)]
+    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
+        raise CheckpointError(
+            f"{folder}: expected a folder without later checkpoints than {path}, got "
+            f"{later[-1].name}: choose another with output=FOLDER"
+        )
+    return path

@@ -1,0 +1,464 @@
+"""Transformer layers and stacks against the same written out in PyTorch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast import backend as backends
+from deepfast.nn import (
+    DecoderCache,
+    Packing,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+DIM, HEADS, FFN, LAYERS = 12, 3, 20, 4
+NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
+PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
+
+
+def shaken(module):
+    """Norms, biases and depth weights away from their init, where mistakes cancel."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return module
+
+
+def norm_of(m, x):
+    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)
+
+
+def attend(m, x, memory=None, padding=None, causal=False):
+    """Multi-head attention written out on (B, S, D)."""
+    if m.cross:
+        q = m.query(x)
+        k, v = m.key_value(memory).chunk(2, -1)
+    else:
+        q, k, v = m.query_key_value(x).chunk(3, -1)
+
+    def heads(t):
+        return t.unflatten(-1, (m.heads, -1)).transpose(1, 2)
+
+    q, k, v = heads(q), heads(k), heads(v)
+    score = q @ k.transpose(-1, -2) / math.sqrt(DIM / HEADS)
+    if padding is not None:
+        score = score.masked_fill(padding[:, None, None, :], -math.inf)
+    if causal:
+        later = torch.ones(score.shape[-2:]).triu(1).bool()
+        score = score.masked_fill(later, -math.inf)
+    return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def feed(m, x):
+    return m.down(torch.relu(m.up(x)))
+
+
+def encoder_layer(m, x, n, padding=None):
+    """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's."""
+    if m.norm == "pre":
+        x = x + attend(m.attention, n, padding=padding)
+        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
+    x = norm_of(m.attention_norm, x + attend(m.attention, x, padding=padding))
+    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
+
+
+def decoder_layer(m, x, n, memory, padding=None, memory_padding=None):
+    def own(n):
+        return attend(m.attention, n, padding=padding, causal=True)
+
+    def cross(n):
+        return attend(m.cross_attention, n, memory, memory_padding)
+
+    if m.norm == "pre":
+        x = x + own(n)
+        x = x + cross(norm_of(m.cross_attention_norm, x))
+        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
+    x = norm_of(m.attention_norm, x + own(x))
+    x = norm_of(m.cross_attention_norm, x + cross(x))
+    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
+
+
+def stack_and_sum(connection, x, bodies):
+    """The naive loop: every state kept, stacked, normalised and summed at every layer."""
+    d, states = connection.dlcl, [x]
+    w = None if d is None else d.effective_weight()
+
+    def mix(row):
+        if d is None:
+            return states[-1]
+
+        def own_norm(t, k):
+            if k == 0 and not d.normalize_embedding:
+                return t
+            return F.layer_norm(t, (DIM,), d.norm_weight[k], d.norm_bias[k], d.eps)
+
+        z = [own_norm(s, k) if d.norm == "pre" else s for k, s in enumerate(states)]
+        total = (torch.stack(z) * w[row, : row + 1].reshape(row + 1, 1, 1, -1)).sum(0)
+        return own_norm(total, row) if d.norm == "post" else total
+
+    for row, body in enumerate(bodies):
+        x = mix(row)
+        n = norm_of(connection.norms[row], x) if connection.norm == "pre" else x
+        states.append(body(x, n))
+    x = mix(len(bodies))
+    return norm_of(connection.norms[-1], x) if connection.norm == "pre" else x
+
+
+def naive_encoder(m, x, padding=None):
+    bodies = [lambda x, n, f=f: encoder_layer(f, x, n, padding) for f in m.layers]
+    return stack_and_sum(m.connection, x, bodies)
+
+
+def naive_decoder(m, x, memory, padding=None, memory_padding=None):
+    bodies = [
+        lambda x, n, f=f: decoder_layer(f, x, n, memory, padding, memory_padding) for f in m.layers
+    ]
+    return stack_and_sum(m.connection, x, bodies)
+
+
+def assert_same(got, want, module, inputs, keep=None):
+    """Outputs and the gradients of inputs and all parameters."""
+    keep = torch.ones(want.shape[:2]).bool() if keep is None else keep
+    assert got[~keep].eq(0).all()
+    torch.testing.assert_close(got[keep], want[keep], rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(want[keep])
+    leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    a, b = (
+        torch.autograd.grad((out[keep] * weight).sum(), leaves, materialize_grads=True)
+        for out in (got, want)
+    )
+    for got, want in zip(a, b, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+OPTIONS = [
+    {"connection": "residual"},
+    {"dlcl": {}},
+    {"dlcl": {"weight": "vector", "init": "one"}},
+    {"dlcl": {"weight": "group", "groups": 5, "window": 3, "normalize_embedding": True}},
+    {"dlcl": {"softmax": True, "learnable": False}},
+]
+
+
+# ---- one layer alone -----------------------------------------------------------------------------
+
+
+@NORMS
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_encoder_layer_alone(backend, norm, padding):
+    m = shaken(TransformerEncoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
+    x = leaf(3, 5, DIM)
+    n = norm_of(m.attention_norm, x) if norm == "pre" else x
+    keep = None if padding is None else ~padding
+    assert_same(m(x, padding), encoder_layer(m, x, n, padding), m, [x], keep)
+
+
+@NORMS
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_decoder_layer_alone(backend, norm, padding):
+    m = shaken(TransformerDecoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
+    x, memory = leaf(3, 5, DIM), leaf(3, 7, DIM)
+    memory_padding = None if padding is None else F.pad(padding, (2, 0))
+    n = norm_of(m.attention_norm, x) if norm == "pre" else x
+    want = decoder_layer(m, x, n, memory, padding, memory_padding)
+    keep = None if padding is None else ~padding
+    assert_same(m(x, memory, padding, memory_padding), want, m, [x, memory], keep)
+
+
+# ---- stacks --------------------------------------------------------------------------------------
+
+
+@NORMS
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_encoder_equals_the_naive_loop(backend, norm, options, padding):
+    m = TransformerEncoder(
+        LAYERS, DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend, **options
+    )
+    shaken(m)
+    x = leaf(3, 5, DIM)
+    keep = None if padding is None else ~padding
+    assert_same(m(x, padding), naive_encoder(m, x, padding), m, [x], keep)
+
+
+@NORMS
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_decoder_equals_the_naive_loop(backend, norm, options):
+    m = TransformerDecoder(
+        LAYERS, DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend, **options
+    )
+    shaken(m)
+    x, memory = leaf(3, 5, DIM), leaf(3, 7, DIM)
+    memory_padding = F.pad(PADDING, (2, 0))
+    want = naive_decoder(m, x, memory, PADDING, memory_padding)
+    got = m(x, memory, PADDING, memory_padding)
+    assert_same(got, want, m, [x, memory], ~PADDING)
+
+
+def test_which_backend_runs(ran, backend):
+    m = TransformerEncoder(2, DIM, HEADS, FFN, backend=backend)
+    with backends.record() as seen:
+        m(torch.randn(2, 3, DIM)).sum().backward()
+    assert set(seen) == {("layer_norm", backend), ("boundary", backend)}
+
+
+def test_identity_weights_equal_the_plain_stack(backend):
+    """Where the mathematics allows: post-norm's W = I is LN of each layer's own output, so with
+    norms of index l taken over; pre-norm mixes normalised states, so without its norms."""
+    frozen = {"init": "identity", "learnable": False}
+    plain = TransformerEncoder(
+        LAYERS, DIM, HEADS, FFN, connection="residual", dropout=0.0, backend=backend
+    )
+    shaken(plain)
+    mixed = TransformerEncoder(LAYERS, DIM, HEADS, FFN, dropout=0.0, dlcl=frozen, backend=backend)
+    mixed.load_state_dict(plain.state_dict(), strict=False)
+    x = leaf(2, 5, DIM)
+    # The mixed stack normalises every state: it equals the plain one whose layers see LN(y).
+    states = [x]
+    for f, norm in zip(plain.layers, plain.connection.norms, strict=False):
+        inner = states[-1] if len(states) == 1 else F.layer_norm(states[-1], (DIM,))
+        states.append(encoder_layer(f, inner, norm_of(norm, inner)))
+    want = norm_of(plain.connection.norms[-1], F.layer_norm(states[-1], (DIM,)))
+    torch.testing.assert_close(mixed(x), want, rtol=1e-4, atol=1e-5)
+    # Without DLCL's own norms it is the plain stack itself.
+    mixed.connection.dlcl = type(mixed.connection.dlcl)(
+        LAYERS, DIM, norm=None, backend=backend, **frozen
+    )
+    torch.testing.assert_close(mixed(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@NORMS
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_a_padded_batch_equals_each_sentence_alone(backend, norm, connection):
+    encoder, decoder = (
+        shaken(kind(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection, backend=backend))
+        for kind in (TransformerEncoder, TransformerDecoder)
+    )
+    encoder.eval()
+    decoder.eval()
+    x, y = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
+    memory = encoder(x, PADDING)
+    out = decoder(y, memory, PADDING, PADDING)
+    for i, length in enumerate((~PADDING).sum(1).tolist()):
+        alone = encoder(x[i : i + 1, :length])
+        torch.testing.assert_close(memory[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
+        alone = decoder(y[i : i + 1, :length], alone)
+        torch.testing.assert_close(out[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+@NORMS
+def test_what_stands_at_padding_does_not_matter(norm, connection):
+    m = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection).eval()
+    x = torch.randn(3, 5, DIM)
+    bad = x.masked_fill(PADDING.unsqueeze(-1), math.nan).requires_grad_()
+    out = m(bad, PADDING)
+    assert torch.equal(out, m(x, PADDING))
+    out.square().sum().backward()
+    assert torch.isfinite(bad.grad).all()
+    assert all(torch.isfinite(p.grad).all() for p in m.parameters() if p.grad is not None)
+
+
+def test_an_empty_sentence_in_the_batch():
+    encoder = TransformerEncoder(2, DIM, HEADS, FFN).eval()
+    padding = torch.tensor([[0, 0, 0], [1, 1, 1]]).bool()
+    x = leaf(2, 3, DIM)
+    out = encoder(x, padding)
+    assert torch.equal(out[1], torch.zeros(3, DIM))
+    torch.testing.assert_close(out[:1], encoder(x[:1]), rtol=1e-4, atol=1e-5)
+    out.square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in encoder.parameters())
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@NORMS
+def test_no_tokens(backend, norm, shape):
+    m = TransformerEncoder(2, DIM, HEADS, FFN, norm=norm, backend=backend)
+    x = leaf(*shape, DIM)
+    out = m(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+
+
+def test_all_padding(backend):
+    m = TransformerEncoder(2, DIM, HEADS, FFN, backend=backend)
+    x = leaf(2, 3, DIM)
+    out = m(x, torch.ones(2, 3).bool())
+    assert out.eq(0).all()
+    out.sum().backward()
+    assert x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("padding", [torch.zeros(3, 4).bool(), torch.zeros(3, 5)])
+def test_a_mask_of_another_shape_or_kind(padding):
+    m = TransformerEncoder(2, DIM, HEADS, FFN)
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool \(3, 5\), got"):
+        m(torch.randn(3, 5, DIM), padding)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, DIM + 1), (5, DIM)])
+def test_an_input_of_another_shape(shape):
+    with pytest.raises(ValueError, match=rf"expected \(B, S, {DIM}\), got"):
+        TransformerEncoder(2, DIM, HEADS, FFN)(torch.randn(shape))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@NORMS
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_every_parameter_gets_a_gradient(norm, connection):
+    encoder = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
+    decoder = TransformerDecoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
+    memory = encoder(torch.randn(3, 5, DIM))
+    decoder(torch.randn(3, 4, DIM), memory).square().sum().backward()
+    for module in (encoder, decoder):
+        for name, p in module.named_parameters():
+            assert p.grad is not None, name
+            assert torch.isfinite(p.grad).all(), name
+            # Index 0 has no norm by default, and keys' biases cancel in the softmax.
+            if "dlcl" not in name and "query_key_value.bias" not in name:
+                assert p.grad.abs().sum() > 0, name
+
+
+@NORMS
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_dropout_follows_mode_and_seed(norm, connection):
+    m = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection, dropout=0.5)
+    x = torch.randn(2, 5, DIM)
+
+    def seeded():
+        torch.manual_seed(1)
+        return m(x)
+
+    assert torch.equal(seeded(), seeded())
+    assert not torch.equal(seeded(), m(x))
+    m.eval()
+    assert torch.equal(m(x), m(x))
+
+
+@NORMS
+def test_dropout_of_branches_is_where_it_should_be(norm):
+    """With every branch dropped a pre-norm layer is the identity on its residual stream."""
+    m = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection="residual", dropout=1.0)
+    x = torch.randn(2, 5, DIM)
+    want = F.layer_norm(x, (DIM,))
+    torch.testing.assert_close(m(x), want, rtol=1e-3, atol=1e-4)
+
+
+def test_activation_and_attention_dropout_follow_the_mode():
+    for name in ("attention_dropout", "activation_dropout"):
+        m = TransformerEncoder(2, DIM, HEADS, FFN, dropout=0.0, **{name: 0.5})
+        x = torch.randn(2, 5, DIM)
+        assert not torch.equal(m(x), m(x)), name
+        m.eval()
+        assert torch.equal(m(x), m(x)), name
+
+
+@NORMS
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_autocast(monkeypatch, norm, connection):
+    from deepfast.nn import connection as module
+
+    made = []
+    plain = module.DepthHistory
+    monkeypatch.setattr(module, "DepthHistory", lambda: made.append(plain()) or made[-1])
+    m = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection, dropout=0.0)
+    x = leaf(2, 5, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(x)
+    assert out.dtype == torch.bfloat16
+    if connection == "dlcl":
+        assert made[0].state.states.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), m(x), rtol=0.1, atol=0.1)
+    out.float().square().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+def test_a_step_learns():
+    m = TransformerEncoder(6, DIM, HEADS, FFN)
+    optimizer = torch.optim.Adam(m.parameters(), 1e-2)
+    x, target = torch.randn(2, 4, 5, DIM).unbind()
+    losses = []
+    for _ in range(15):
+        loss = F.mse_loss(m(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+@NORMS
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_decoding_step_by_step_equals_the_whole(norm, connection):
+    decoder = TransformerDecoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
+    shaken(decoder).eval()
+    x, memory = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
+    want = decoder(x, memory, None, PADDING)
+    packing = Packing.of(3, 5, PADDING)
+    with torch.no_grad():
+        cache = decoder.start(packing.pack(memory), packing)
+        assert isinstance(cache, DecoderCache)
+        for t in range(5):
+            got = decoder.step(x[:, t], cache)
+            torch.testing.assert_close(got, want[:, t], rtol=1e-4, atol=1e-5)
+
+
+def test_reordering_hypotheses():
+    decoder = shaken(TransformerDecoder(2, DIM, HEADS, FFN)).eval()
+    x, memory = torch.randn(3, 3, DIM), torch.randn(3, 5, DIM)
+    packing, index = Packing.of(3, 5, PADDING), torch.tensor([2, 0, 0])
+    with torch.no_grad():
+        cache = decoder.start(packing.pack(memory), packing)
+        decoder.step(x[:, 0], cache)
+        cache.reorder(index)
+        got = decoder.step(x[index, 1], cache)
+        want = decoder(x[index, :2], memory[index], None, PADDING[index])[:, 1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_later_positions_are_not_seen():
+    decoder = TransformerDecoder(2, DIM, HEADS, FFN).eval()
+    x, memory = torch.randn(2, 5, DIM), torch.randn(2, 4, DIM)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    assert torch.equal(decoder(x, memory)[:, :3], decoder(changed, memory)[:, :3])
+
+
+# ---- misuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "sandwich"}, "norm must be 'pre' or 'post', got 'sandwich'"),
+        ({"connection": "dense"}, "connection must be one of .*got 'dense'"),
+        ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
+        ({"heads": 5}, "heads must divide dim 12, got 5"),
+        ({"connection": "residual", "dlcl": {"window": 2}}, "need connection='dlcl'"),
+        ({"dlcl": {"window": 0}}, "window must be at least 1"),
+        ({"num_layers": 0}, "num_layers must be at least 1"),
+        ({"num_layers": 0, "connection": "residual"}, "num_layers must be at least 1"),
+        ({"dropout": 1.5}, "between 0 and 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
+def test_refuses_options(kind, options, message):
+    args = {"num_layers": 2, "dim": DIM, "heads": HEADS, "ffn_dim": FFN} | options
+    with pytest.raises(ValueError, match=message):
+        kind(**args)

@@ -1,0 +1,257 @@
+"""deepfast.ops.depth_mix against float64, on every backend."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast.backend import BackendError
+from deepfast.ops import depth_mix
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def plain_form(sources, weight, gain, shift):
+    """Stack, multiply, sum."""
+    if gain is not None or shift is not None:
+        sources = [
+            F.layer_norm(s, s.shape[-1:], None if gain is None else gain[k],
+                         None if shift is None else shift[k])
+            for k, s in enumerate(sources)
+        ]  # fmt: skip
+    w = weight.view(len(sources), *(1,) * (sources[0].dim() - 1), weight[0].numel())
+    return (torch.stack(sources) * w).sum(0)
+
+
+def operands(count, shape, kind, norm, dtype):
+    dim = shape[-1]
+    sources = [(torch.randn(shape) * (1 + k % 3) + k % 2).to(dtype) for k in range(count)]
+    weight = torch.randn(count, dim) if kind == "vector" else torch.randn(count)
+    gain = torch.randn(count, dim) if norm in ("both", "gain") else None
+    shift = torch.randn(count, dim) if norm in ("both", "shift") else None
+    return sources, weight, gain, shift
+
+
+def grads_of(form, sources, weight, gain, shift, dout, dtype, weight_dtype):
+    sources = [s.detach().to(dtype).requires_grad_() for s in sources]
+    weight, gain, shift = (
+        None if p is None else p.detach().to(weight_dtype).requires_grad_()
+        for p in (weight, gain, shift)
+    )
+    out = form(sources, weight, gain, shift)
+    out.backward(dout.to(out.dtype))
+    result = {"out": out.detach(), "dweight": weight.grad}
+    result |= {f"dsource{k}": s.grad for k, s in enumerate(sources)}
+    result |= {} if gain is None else {"dgain": gain.grad}
+    return result | ({} if shift is None else {"dshift": shift.grad})
+
+
+def compare(tolerances, ran, backend, dtype, args):
+    dout = torch.randn(args[0][0].shape).to(dtype)
+    with ran("depth_mix", backend):
+        got = grads_of(
+            lambda s, w, g, b: depth_mix(s, w, norm_weight=g, norm_bias=b, backend=backend),
+            *args, dout, dtype, torch.float32,
+        )  # fmt: skip
+    plain = grads_of(plain_form, *args, dout, dtype, dtype)
+    exact = grads_of(plain_form, *args, dout, torch.float64, torch.float64)
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+    assert got["out"].dtype == got["dsource0"].dtype == dtype
+    assert got["dweight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("norm", [None, "both", "gain", "shift"])
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (3, 1)), (2, (2, 3, 17)), (7, (70, 64)), (33, (5, 255))], ids=str
+)
+def test_agrees(tolerances, ran, backend, dtype, kind, norm, count, shape):
+    if shape[-1] == 1 and norm is not None:
+        # The normalised form of one channel is 0: nothing to compare but rounding.
+        shape = (3, 5)
+    compare(tolerances, ran, backend, dtype, operands(count, shape, kind, norm, dtype))
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_agrees_over_a_hundred_sources(tolerances, ran, backend, kind):
+    args = operands(100, (6, 130), kind, "both", torch.float32)
+    compare(tolerances, ran, backend, torch.float32, args)
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e-15])
+def test_agrees_on_extreme_values(tolerances, ran, backend, scale):
+    sources, *rest = operands(5, (8, 70), "scalar", "both", torch.float32)
+    args = ([s * scale for s in sources], *rest)
+    compare(tolerances, ran, backend, torch.float32, args)
+
+
+def test_agrees_on_a_large_mean(tolerances, ran, backend):
+    sources, *rest = operands(5, (100, 500), "scalar", "both", torch.float32)
+    args = ([s * 0.05 + 1000 for s in sources], *rest)
+    compare(tolerances, ran, backend, torch.float32, args)
+
+
+ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1 + 2**-9, 0.75, 3.0, 2**-12, 1 - 2**-12])
+@pytest.mark.parametrize("dim", [64, 1])
+def test_agrees_on_every_16_bit_value(backend, dtype, factor, dim):
+    """Loads and stores convert exactly as torch does: ties, subnormals, infinities, NaN."""
+    x = ALL_BITS.view(dtype).view(-1, dim)
+    got = depth_mix([x], torch.tensor([factor]), backend=backend)
+    torch.testing.assert_close(got, (x.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("norm", [None, "both", "gain", "shift"])
+def test_gradcheck(backend, kind, norm):
+    sources, *params = operands(3, (4, 5), kind, norm, torch.float64)
+    given = [p.double().requires_grad_() for p in params if p is not None]
+    sources = [s.requires_grad_() for s in sources]
+
+    def f(*args):
+        weight, *rest = args[3:]
+        gain = rest.pop(0) if norm in ("both", "gain") else None
+        shift = rest.pop(0) if norm in ("both", "shift") else None
+        return depth_mix(args[:3], weight, norm_weight=gain, norm_bias=shift, backend=backend)
+
+    assert torch.autograd.gradcheck(f, (*sources, *given))
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7)])
+@pytest.mark.parametrize("norm", [None, "both"])
+def test_no_tokens(backend, shape, norm):
+    sources, weight, gain, shift = operands(4, shape, "vector", norm, torch.float32)
+    sources = [s.requires_grad_() for s in sources]
+    weight.requires_grad_()
+    out = depth_mix(sources, weight, norm_weight=gain, norm_bias=shift, backend=backend)
+    out.sum().backward()
+    assert out.shape == sources[2].grad.shape == shape
+    assert weight.grad.eq(0).all()
+
+
+def test_strides_change_nothing(backend):
+    base = torch.randn(3, 10, 40)
+    sources = [base[0, :, 3:22], base[1, :, :19], base[2].t()[:19].t()]
+    weight = torch.randn(3)
+    expected = depth_mix([s.contiguous() for s in sources], weight, backend=backend)
+    assert torch.equal(depth_mix(sources, weight, backend=backend), expected)
+
+
+def test_one_tensor_as_several_sources(backend):
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    depth_mix([x, x, x], weight, backend=backend).sum().backward()
+    torch.testing.assert_close(x.grad, weight.detach().sum().expand(4, 6))
+    torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
+
+
+@pytest.mark.parametrize("trainable", list(itertools.product([True, False], repeat=4))[:-1])
+def test_frozen_operands(backend, trainable):
+    names = ("sources", "weight", "gain", "shift")
+
+    def run(flags):
+        torch.manual_seed(1)
+        sources, weight, gain, shift = operands(4, (5, 9), "vector", "both", torch.float32)
+        leaves = {"weight": weight, "gain": gain, "shift": shift}
+        for name, flag in zip(names[1:], flags[1:], strict=True):
+            leaves[name].requires_grad_(flag)
+        # One source in the middle never wants a gradient.
+        for k, s in enumerate(sources):
+            s.requires_grad_(flags[0] and k != 2)
+        out = depth_mix(sources, weight, norm_weight=gain, norm_bias=shift, backend=backend)
+        out.square().sum().backward()
+        return [s.grad for s in sources] + [leaves[n].grad for n in names[1:]]
+
+    wanted = [trainable[0] and k != 2 for k in range(4)] + list(trainable[1:])
+    for got, full, want in zip(run(trainable), run((True,) * 4), wanted, strict=True):
+        assert torch.equal(got, full) if want else got is None
+
+
+def test_bit_identical_on_any_number_of_threads(threads):
+    sources, weight, gain, shift = operands(9, (333, 67), "vector", "both", torch.float32)
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (*sources, weight, gain, shift)]
+        out = depth_mix(leaves[:9], leaves[9], norm_weight=leaves[10], norm_bias=leaves[11])
+        out.square().sum().backward()
+        return [out, *(t.grad for t in leaves)]
+
+    with threads(1):
+        one = run()
+    for n in (2, 2, 3):
+        with threads(n):
+            assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))
+
+
+def test_memory_is_that_of_the_result(meter):
+    """Nothing is stacked and nothing normalised is stored."""
+    sources, weight, gain, shift = operands(40, (100, 256), "scalar", "both", torch.float32)
+    weight.requires_grad_()
+    with meter() as m:
+        out = depth_mix(sources, weight, norm_weight=gain, norm_bias=shift, backend="cpu")
+    statistics = 2 * 40 * 100 * 4
+    assert m.peak <= out.nbytes + statistics + 10_000
+
+
+def test_double_backward_is_an_error(backend):
+    x = torch.randn(4, 6, requires_grad=True)
+    weight = torch.randn(2, requires_grad=True)
+    out = depth_mix([x, x * 2], weight, backend=backend)
+    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        g.sum().backward()
+
+
+def test_double_backward_of_a_linear_loss_is_an_error_too(backend):
+    """A penalty on gradients must not vanish in silence."""
+    x = torch.randn(4, 6, requires_grad=True)
+    weight = torch.randn(2, requires_grad=True)
+    loss = depth_mix([x, x * 2], weight, backend=backend).sum()
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        (loss + g.square().sum()).backward()
+
+
+def test_autocast(backend):
+    x = torch.randn(4, 6, requires_grad=True)
+    weight = torch.ones(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = depth_mix([x, x * 2], weight, backend=backend)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert x.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sources": []}, ValueError, "at least 1 tensor, got 0"),
+        ({"sources": [torch.ones(3, 4), 1]}, TypeError, r"sources\[1\] must be a tensor, got int"),
+        (
+            {"sources": [torch.ones(3, 4), torch.ones(2, 4)]},
+            ValueError,
+            r"sources\[1\] must have sources\[0\]'s shape \(3, 4\), got \(2, 4\)",
+        ),
+        ({"sources": [torch.ones(3, 4), torch.ones(3, 4).half()]}, ValueError, "torch.float32"),
+        (
+            {"sources": [torch.ones(3, 4), torch.ones(3, 4, device="meta")]},
+            ValueError,
+            "device cpu, got meta",
+        ),
+        ({"weight": torch.ones(3)}, ValueError, r"must be \(2,\) or \(2, 4\), got \(3,\)"),
+        ({"weight": torch.ones(2, 1)}, ValueError, r"got \(2, 1\)"),
+        ({"weight": torch.ones(2, device="meta")}, ValueError, "weight must be on cpu"),
+        ({"norm_weight": torch.ones(4)}, ValueError, r"norm_weight must be \(2, 4\), got \(4,\)"),
+        ({"norm_bias": torch.ones(3, 4)}, ValueError, r"norm_bias must be \(2, 4\)"),
+        ({"backend": "cuda"}, BackendError, "depth_mix has no cuda kernel"),
+    ],
+)
+def test_refuses(change, error, message):
+    args = {"sources": [torch.ones(3, 4)] * 2, "weight": torch.ones(2)} | change
+    with pytest.raises(error, match=message):
+        depth_mix(**args)

@@ -1,0 +1,127 @@
+"""Choosing a backend: the order, the reasons, the override, the record."""
+
+import inspect
+
+import pytest
+import torch
+
+from deepfast import backend, ops
+from deepfast.backend import BackendError
+from deepfast.nn import DLCL, DepthHistory
+from deepfast.reference import launchers
+
+DTYPES = list(backend.DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _no_override(monkeypatch):
+    monkeypatch.delenv("DEEPFAST_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("op", backend.OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_compiled_backend_is_the_default_on_a_cpu(op, dtype):
+    assert backend.choose(op, None, "cpu", dtype)[0] == "cpu"
+
+
+@pytest.mark.parametrize("op", backend.OPS)
+def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
+    reasons = backend.explain(op, "cpu", torch.float32)
+    assert tuple(reasons) == backend.BACKENDS
+    chosen = backend.choose(op, None, "cpu", torch.float32)[0]
+    before = backend.BACKENDS[: backend.BACKENDS.index(chosen)]
+    assert all(isinstance(reasons[name], str) and reasons[name] for name in before)
+    assert reasons[chosen] is None
+
+
+def test_reasons_say_what_is_wrong():
+    assert "cuda kernel" in backend.refusal("layer_norm", "cuda", "cpu", torch.float32)
+    assert "on cuda, not cpu" in backend.refusal("layer_norm", "cpu", "cuda", torch.float32)
+    assert "torch.int32" in backend.refusal("layer_norm", "cpu", "cpu", torch.int32)
+    with pytest.raises(BackendError, match=r"expected an op of layer_norm.*got 'softmax'"):
+        backend.refusal("softmax", "cpu", "cpu", torch.float32)
+
+
+def every_op(**kwargs):
+    x = torch.randn(3, 4, requires_grad=True)
+    ops.layer_norm(x, None, None, **kwargs).sum().backward()
+    ops.depth_mix([x, x], torch.ones(2), **kwargs).sum().backward()
+    dlcl, history = DLCL(1, 4, **kwargs), DepthHistory()
+    dlcl(torch.tanh(dlcl(x, history)), history).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_the_override_decides_what_runs(monkeypatch, name):
+    monkeypatch.setenv("DEEPFAST_BACKEND", name)
+    with backend.record() as seen:
+        every_op()
+    assert set(seen) == {(op, name) for op in backend.OPS}
+
+
+def test_an_argument_comes_before_the_override(monkeypatch):
+    monkeypatch.setenv("DEEPFAST_BACKEND", "cpu")
+    with backend.record() as seen:
+        every_op(backend="reference")
+    assert {name for _, name in seen} == {"reference"}
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "depth_mix", "boundary"])
+def test_the_override_refuses_with_the_reason(monkeypatch, op):
+    monkeypatch.setenv("DEEPFAST_BACKEND", "triton")
+    x = torch.randn(3, 4)
+    run = {
+        "layer_norm": lambda: ops.layer_norm(x, None, None),
+        "depth_mix": lambda: ops.depth_mix([x], torch.ones(1)),
+        "boundary": lambda: DLCL(1, 4)(x, DepthHistory()),
+    }[op]
+    with pytest.raises(BackendError, match=f"{op} has no triton kernel"):
+        run()
+
+
+def test_an_unknown_override_is_an_error(monkeypatch):
+    monkeypatch.setenv("DEEPFAST_BACKEND", "fast")
+    with pytest.raises(BackendError, match=r"expected one of cuda, triton, cpu, ref.*got 'fast'"):
+        ops.layer_norm(torch.randn(3, 4), None, None)
+
+
+def test_record_sees_only_its_block():
+    x = torch.randn(3, 4)
+    ops.layer_norm(x, None, None)
+    with backend.record() as seen:
+        ops.layer_norm(x, None, None, backend="reference")
+    ops.layer_norm(x, None, None)
+    assert seen == [("layer_norm", "reference")]
+
+
+def test_records_nest():
+    x = torch.randn(3, 4)
+    with backend.record() as outer:
+        with backend.record() as inner:
+            ops.layer_norm(x, None, None, backend="reference")
+        ops.layer_norm(x, None, None, backend="cpu")
+    assert inner == [("layer_norm", "reference")]
+    assert outer == [("layer_norm", "reference"), ("layer_norm", "cpu")]
+    assert not backend._records
+
+
+def test_record_ends_with_an_exception():
+    with pytest.raises(KeyError), backend.record():
+        raise KeyError
+    assert not backend._records
+
+
+def test_the_reference_serves_on_any_device():
+    x = torch.randn(3, 4, device="meta", requires_grad=True)
+    with backend.record() as seen:
+        y = ops.layer_norm(x, None, None)
+        mixed = ops.depth_mix([x, y], torch.ones(2, device="meta"))
+    assert y.shape == mixed.shape == (3, 4)
+    assert {name for _, name in seen} == {"reference"}
+
+
+@pytest.mark.parametrize("name", sorted({f for group in backend.OPS.values() for f in group}))
+def test_reference_launchers_have_the_signatures_of_the_compiled_ops(name):
+    schema = getattr(torch.ops.deepfast, name).default._schema
+    assert list(inspect.signature(getattr(launchers, name)).parameters) == [
+        argument.name for argument in schema.arguments
+    ]

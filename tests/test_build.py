@@ -1,0 +1,180 @@
+"""The compiled library: what it says of itself, and life without it."""
+
+import json
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast import backend
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "deepfast._C":
+            raise ImportError("blocked for the test")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_build_info():
+    info = backend.build_info()
+    assert set(info) >= {"compiler", "torch", "architecture", "instruction_sets", "cpu", "cuda"}
+    assert info["architecture"] == platform.machine()
+    assert info["cpu"] in info["instruction_sets"].split("+")
+    assert "portable" in info["instruction_sets"].split("+")
+
+
+def test_loops_run_on_several_threads(threads):
+    """Without the right flags torch's parallel loop is silently serial."""
+    from deepfast import _C
+
+    with threads(2):
+        assert _C.parallel_ranges(2) == 2
+    with threads(1):
+        assert _C.parallel_ranges(2) == 1
+
+
+def test_one_file_per_op():
+    """<op>.cpp checks and registers, <op>_kernel.cpp computes; every launch is registered once."""
+    files = {path.name for path in (CSRC / "cpu").glob("*.cpp")}
+    assert files == {f"{op}{end}.cpp" for op in backend.OPS for end in ("", "_kernel")} | {
+        "dispatch.cpp"
+    }
+    for op in backend.OPS:
+        text = (CSRC / "cpu" / f"{op}.cpp").read_text()
+        assert text.count("STABLE_TORCH_LIBRARY_IMPL(deepfast, CPU") == 1
+        # The registration is the last thing in the file.
+        assert text.rindex("}  // namespace\n") < text.index("STABLE_TORCH_LIBRARY_IMPL")
+    registered = re.findall(
+        r'm\.impl\("(\w+)"', "".join(p.read_text() for p in (CSRC / "cpu").glob("*.cpp"))
+    )
+    assert sorted(registered) == sorted({f for group in backend.OPS.values() for f in group})
+
+
+def test_kernels_use_no_standard_templates():
+    """An inline std template built with AVX-512 may stand in for the portable one at link time."""
+    # Types alone: they leave no code behind.
+    TYPES = {"std::align_val_t", "std::integer_sequence", "std::make_integer_sequence"}
+    kernel_headers = ("rows.h", "simd.h", "tables.h")
+    for path in [*(CSRC / "cpu").glob("*_kernel.cpp"), *(CSRC / "cpu" / h for h in kernel_headers)]:
+        code = re.sub(r"//.*", "", path.read_text())
+        assert set(re.findall(r"std::\w+", code)) <= TYPES, path
+        assert set(re.findall(r"#include <(\S+)>", code)) <= {
+            "stdint.h", "string.h", "new", "utility", "immintrin.h", "cstdint",
+        }, path  # fmt: skip
+
+
+def test_the_library_is_free_of_undefined_instruction_sets():
+    """No compile line may ask for the machine it is built on."""
+    code = "\n".join(
+        line for line in (ROOT / "setup.py").read_text().splitlines()
+        if not line.strip().startswith("#")
+    )  # fmt: skip
+    assert "-march=native" not in code
+
+
+def without_library(python, script, *args, **kwargs):
+    return python("-c", BLOCK + script, *args, **kwargs)
+
+
+def test_info_without_the_library(python):
+    script = 'from deepfast.cli import main; sys.exit(main(["info", "--json"]))'
+    info = json.loads(without_library(python, script).stdout)
+    assert "blocked for the test" in info["build"]["missing"]
+    for choice in info["ops"].values():
+        assert choice["chosen"] == "reference"
+        assert "deepfast._C does not load" in choice["refused"]["cpu"]
+    text = without_library(python, script.replace(', "--json"', "")).stdout
+    assert "layer_norm: reference" in text
+    assert "blocked for the test" in text
+
+
+def test_ops_without_the_library(python):
+    script = """
+import torch
+from deepfast import backend, nn, ops
+x = torch.randn(4, 6, requires_grad=True)
+with backend.record() as seen:
+    y = ops.layer_norm(x, None, None)
+    history, dlcl = nn.DepthHistory(), nn.DLCL(1, 6)
+    dlcl(torch.tanh(dlcl(y, history)), history).square().sum().backward()
+assert {name for _, name in seen} == {"reference"}, seen
+torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (6,)))
+try:
+    ops.layer_norm(x, None, None, backend="cpu")
+except backend.BackendError as error:
+    assert "blocked for the test" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    without_library(python, script)
+
+
+def test_info_prints_what_serves(capsys):
+    from deepfast.cli import main
+
+    assert main(["info", "--device", "cpu", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["torch"] == torch.__version__
+    assert set(info["ops"]) == set(backend.OPS)
+    assert all(choice["chosen"] == "cpu" for choice in info["ops"].values())
+
+
+# ---- instruction sets ----------------------------------------------------------------------------
+
+# From the weakest to the strongest; this process runs the strongest that the processor has.
+LEVELS = backend.build_info().get("instruction_sets", "portable").split("+")
+
+
+def supported(level):
+    """Whether the library has this level and this processor can run it."""
+    chosen = backend.build_info().get("cpu", "none")
+    return chosen in LEVELS and LEVELS.index(level) <= LEVELS.index(chosen)
+
+
+# Every kernel and every dtype.
+COMPACT = [
+    "tests/ops/test_layer_norm.py::test_agrees",
+    "tests/ops/test_layer_norm.py::test_dropout_mask_agrees_with_the_reference",
+    "tests/ops/test_depth_mix.py::test_agrees",
+    "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
+    "tests/ops/test_boundary.py::test_agrees",
+    "tests/nn/test_dlcl.py::test_agrees_in_16_bits",
+    "tests/nn/test_dlcl.py::test_agrees_in_float64",
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_instruction_set_agrees(python, level):
+    """Every op and dtype against float64 in a process of its own, forced to one level."""
+    if not supported(level):
+        pytest.skip(f"this build or processor has no {level}")
+    tests = COMPACT
+    if level == backend.build_info()["cpu"]:
+        # This very process runs it: all other tests are its tests.
+        tests = COMPACT[:1]
+    script = (
+        "import sys, pytest\n"
+        "from deepfast import backend\n"
+        f"assert backend.build_info()['cpu'] == {level!r}\n"
+        f"sys.exit(pytest.main(['-q', '-k', 'cpu', '-p', 'no:cacheprovider', *{tests!r}]))"
+    )
+    python("-c", script, DEEPFAST_CPU_CAPABILITY=level)
+
+
+def test_unknown_instruction_set_is_an_error(python):
+    done = python(
+        "-c", "from deepfast import backend; backend.build_info()", check=False,
+        DEEPFAST_CPU_CAPABILITY="sse9",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "DEEPFAST_CPU_CAPABILITY: expected" in done.stderr
+    assert "got sse9" in done.stderr
+    assert all(level in done.stderr for level in LEVELS)

@@ -1,0 +1,168 @@
+"""The direction of imports, and what importing deepfast does not do."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "deepfast"
+
+# What a package may import of deepfast, itself aside. From the top:
+#   cli -> profiling -> training, search -> models -> nn -> ops -> backend
+#   backend -> kernels | _C | reference
+# data and memory lie at the bottom.
+BOTTOM = {"data", "memory", "version"}
+OPS = {"ops", "backend", "reference"} | BOTTOM
+MODELS = {"models", "nn"} | OPS
+ALLOWED = {
+    "version": set(),
+    "data": {"version"},
+    "memory": {"version"},
+    "reference": {"version"},
+    "kernels": set(),
+    "backend": {"reference", "kernels", "_C", "version"},
+    "ops": {"backend", "reference", "version"},
+    "nn": {"ops", "backend", "reference", "memory", "version"},
+    "models": {"nn", *OPS},
+    "search": MODELS,
+    "training": MODELS | {"search"},
+    "profiling": MODELS | {"search", "training"},
+    "bench": MODELS | {"search", "training", "profiling"},
+    "cli": MODELS | {"search", "training", "profiling", "bench"},
+    # deepfast/__init__.py shows what most users need.
+    "": {"nn", "ops", "models", "version"},
+}
+
+
+def sources():
+    """Every source file of the package, each once (deepfast/kernels is a link)."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not any(parent.is_symlink() for parent in path.parents if PACKAGE in parent.parents):
+            yield path
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sources()}
+
+
+def imports(path, *, everywhere=True):
+    """Absolute names of the modules a file imports; only at its top level if asked."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, *([base] if base else [])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in MODULES or name == "deepfast._C" else base
+
+
+def layer_of(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name):
+    layer = layer_of(name)
+    assert layer in ALLOWED, f"{name}: say in this table what {layer!r} may import"
+    for target in imports(MODULES[name]):
+        if target.split(".")[0] == "deepfast" and layer_of(target) != layer:
+            assert layer_of(target) in ALLOWED[layer], f"{name} imports {target}"
+
+
+def test_no_circles():
+    graph = {
+        name: {t for t in imports(path, everywhere=False) if t in MODULES and t != name}
+        for name, path in MODULES.items()
+    }
+    # A package's __init__ imports its own modules; they import siblings, never the package.
+    seen, stack = set(), []
+
+    def visit(name):
+        assert name not in stack, " -> ".join([*stack[stack.index(name) :], name])
+        if name in seen:
+            return
+        stack.append(name)
+        for target in sorted(graph[name]):
+            visit(target)
+        stack.pop()
+        seen.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_other_packages_kernels_and_no_path_tricks(name):
+    text = MODULES[name].read_text()
+    assert not [t for t in imports(MODULES[name]) if t.split(".")[0] == "kernels"]
+    assert "sys.path" not in text
+
+
+def test_kernels_import_torch_and_triton_only():
+    files = sorted((ROOT / "kernels").rglob("*.py"))
+    assert files
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [] if node.level else [node.module]
+            else:
+                continue
+            assert {n.split(".")[0] for n in names} <= {"torch", "triton", "math"}, path
+
+
+def extras():
+    """Import names of the optional dependencies in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    names = set(re.findall(r'"([a-zA-Z0-9_-]+)"', section))
+    return {{"pyyaml": "yaml"}.get(n, n.replace("-", "_")) for n in names} - {"numpy"}
+
+
+# numpy is torch's own optional dependency: torch imports it where it is there.
+@pytest.mark.parametrize("module", ["deepfast", "deepfast.models", "deepfast.backend"])
+def test_importing_needs_torch_alone(python, module):
+    script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    loaded = set(python("-c", script).stdout.split())
+    assert "torch" in loaded
+    assert not loaded & extras()
+    assert not loaded & {"triton", "kernels"}
+
+
+def test_importing_changes_nothing(python):
+    """No environment variable, no default dtype, no seed, no thread count."""
+    script = (
+        "import os, torch\n"
+        "def state(): return (dict(os.environ), torch.get_default_dtype(), "
+        "torch.get_num_threads(), torch.get_rng_state().tolist())\n"
+        "before = state()\n"
+        "import deepfast\n"
+        "assert state() == before"
+    )
+    python("-c", script)
+
+
+def test_op_names_are_one_in_every_folder():
+    """Files of an op: reference, op, C++ and test carry its name."""
+    for op in ("layer_norm", "depth_mix", "boundary"):
+        assert (PACKAGE / "ops" / f"{op}.py").exists()
+        assert (ROOT / "csrc" / "cpu" / f"{op}.cpp").exists()
+        assert (ROOT / "csrc" / "cpu" / f"{op}_kernel.cpp").exists()
+        assert (ROOT / "tests" / "ops" / f"test_{op}.py").exists()
+    for op in ("layer_norm", "depth_mix"):
+        assert (PACKAGE / "reference" / f"{op}.py").exists()
