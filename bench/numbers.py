@@ -16,7 +16,7 @@ import torch
 from deepfast.backend import build_info
 from deepfast.bench import depth_mix, layer_norm, transformer
 from deepfast.bench.harness import copy_variant, interleave, ratio
-from deepfast.memory import peak_bytes
+from deepfast.memory import LiveBytes
 
 
 def _row(name, slow, fast, timings, reach, *, at_most=False, value=None) -> dict:
@@ -33,6 +33,14 @@ def _row(name, slow, fast, timings, reach, *, at_most=False, value=None) -> dict
     print(f"{'ok  ' if met else 'MISS'} {name}: {row['value']} ({row['reach']})  {row['seconds']}",
           flush=True)  # fmt: skip
     return row
+
+
+def peak_bytes(run) -> int:
+    """Most bytes of tensors made by ``run`` alive at once; what lives before it counts as zero."""
+    run()
+    with LiveBytes() as live:
+        run()
+    return live.peak
 
 
 def mixing_against_stack(rounds: int) -> dict:

@@ -37,19 +37,19 @@ struct Operands {
   }
 };
 
-void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p, int64_t seed,
-                      Tensor states, int64_t slot_index, Indices near, Tensor weight, int64_t row,
-                      OptionalTensor gain, OptionalTensor shift, bool norm_source,
+void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
+                      int64_t seed, Tensor states, int64_t slot_index, Indices near, Tensor weight,
+                      int64_t row, OptionalTensor gain, OptionalTensor shift, bool norm_source,
                       double source_eps, OptionalTensor partial, OptionalTensor out_weight,
-                      OptionalTensor out_bias, double out_eps, OptionalTensor x,
-                      OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
+                      OptionalTensor out_bias, double out_eps, OptionalTensor x, OptionalTensor out,
+                      OptionalTensor source_rstd, OptionalTensor out_mean,
                       OptionalTensor out_rstd) {
   check_buffer(states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2);
   const Weights w(weight, storage, dim);
-  Operands operands(states, slot_index, near, w, row, gain, shift, norm_source, partial,
-                    out_weight, out_bias, dropout_p, seed);
+  Operands operands(states, slot_index, near, w, row, gain, shift, norm_source, partial, out_weight,
+                    out_bias, dropout_p, seed);
   Boundary& op = operands.op;
   op.source_eps = source_eps;
   op.out_eps = out_eps;
@@ -72,27 +72,26 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
 void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor weight, int64_t row,
                        OptionalTensor gain, OptionalTensor shift, bool norm_source,
                        OptionalTensor partial, OptionalTensor out_weight, OptionalTensor out_bias,
-                       OptionalTensor source_rstd, OptionalTensor out_mean,
-                       OptionalTensor out_rstd, double dropout_p, int64_t seed, OptionalTensor dx,
-                       OptionalTensor dout, Tensor grads, int64_t grad_slot, int64_t column,
-                       Indices pull_rows, Indices pull_slots, OptionalTensor pulled,
-                       OptionalTensor dbranch, OptionalTensor dresidual, OptionalTensor dweight,
-                       OptionalTensor dgain, OptionalTensor dshift, OptionalTensor dout_weight,
+                       OptionalTensor source_rstd, OptionalTensor out_mean, OptionalTensor out_rstd,
+                       double dropout_p, int64_t seed, OptionalTensor dx, OptionalTensor dout,
+                       Tensor grads, int64_t grad_slot, int64_t column, Indices pull_rows,
+                       Indices pull_slots, OptionalTensor pulled, OptionalTensor dbranch,
+                       OptionalTensor dresidual, OptionalTensor dweight, OptionalTensor dgain,
+                       OptionalTensor dshift, OptionalTensor dout_weight,
                        OptionalTensor dout_bias) {
   check_buffer(states);
   check_buffer(grads);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
   const Weights w(weight, storage, dim);
-  Operands operands(states, slot_index, near, w, row, gain, shift, norm_source, partial,
-                    out_weight, out_bias, dropout_p, seed);
+  Operands operands(states, slot_index, near, w, row, gain, shift, norm_source, partial, out_weight,
+                    out_bias, dropout_p, seed);
   Boundary& forward = operands.op;
   forward.source_rstd = parameter(source_rstd, storage, tokens);
   forward.out_mean = parameter(out_mean, storage, tokens);
   forward.out_rstd = parameter(out_rstd, storage, tokens);
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: no gradient came in");
-  DEEPFAST_CHECK(!norm_source || source_rstd.has_value(),
-                 "boundary: source_rstd is missing");
+  DEEPFAST_CHECK(!norm_source || source_rstd.has_value(), "boundary: source_rstd is missing");
 
   const Chunks chunks(tokens, w.width > 1 ? 8 : 64);
   const auto pull_grad = slots(grads, pull_slots);

@@ -78,9 +78,8 @@ DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t 
   }
   mix_near<T>(f, t, n);
   const A mean = *at<A>(f.out_mean, t), rstd = *at<A>(f.out_rstd, t);
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    store(lanes, n + d, (load(lanes, n + d) - mean) * rstd);
-  });
+  for_lanes<A>(
+      dim, [&](auto lanes, int64_t d) { store(lanes, n + d, (load(lanes, n + d) - mean) * rstd); });
   load_row(row_of<T>(op.dout, t), g, dim);
   accumulate_affine<A>(g, n, at<A>(op.dout_weight, chunk * dim), at<A>(op.dout_bias, chunk * dim),
                        dim);
@@ -162,9 +161,8 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
 }  // namespace
 
 void boundary_forward(const Boundary& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    forward<typename pointee<decltype(tag)>::type>(op, begin, end);
-  });
+  with_storage(op.storage,
+               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
 }
 
 void boundary_backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {

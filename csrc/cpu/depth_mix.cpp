@@ -49,9 +49,8 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
   op.shift = shifts.data();
   op.weight = weights.data();
   op.out = target.data();
-  Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().mix(op, begin, end, chunk);
-  });
+  Chunks(tokens).run(
+      [&](int64_t begin, int64_t end, int64_t chunk) { kernels().mix(op, begin, end, chunk); });
 }
 
 void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
@@ -93,16 +92,14 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   op.weight = weights.data();
   op.out = target.data();
   op.dweight = sums.get();
-  chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().pull(op, begin, end, chunk);
-  });
+  chunks.run(
+      [&](int64_t begin, int64_t end, int64_t chunk) { kernels().pull(op, begin, end, chunk); });
   if (!dweight.has_value()) return;
   std::vector<int64_t> offsets;
   for (int64_t r : rows)
     for (int64_t c : sources) offsets.push_back(w.offset(r, c));
-  sums.scatter_into(
-      static_cast<char*>(parameter(dweight, storage, w.rows * w.columns * w.width)), offsets,
-      w.width);
+  sums.scatter_into(static_cast<char*>(parameter(dweight, storage, w.rows * w.columns * w.width)),
+                    offsets, w.width);
 }
 
 DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
@@ -118,16 +115,16 @@ DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
   op.norm = norm;
   for (const Tensor& s : sources) source.push_back(matrix(s, op.storage, op.tokens, op.dim));
   op.source = source.data();
-  op.weight = parameter(OptionalTensor(weight), op.storage,
-                        op.sources * (op.per_channel ? op.dim : 1));
+  op.weight =
+      parameter(OptionalTensor(weight), op.storage, op.sources * (op.per_channel ? op.dim : 1));
   op.gain = parameter(gain, op.storage, op.sources * op.dim);
   op.shift = parameter(shift, op.storage, op.sources * op.dim);
   return op;
 }
 
 void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
-                       OptionalTensor shift, bool norm, double eps, Tensor out,
-                       OptionalTensor mean, OptionalTensor rstd) {
+                       OptionalTensor shift, bool norm, double eps, Tensor out, OptionalTensor mean,
+                       OptionalTensor rstd) {
   std::vector<Matrix> source;
   DepthMix op = separate(sources, weight, gain, shift, norm, source);
   op.eps = eps;

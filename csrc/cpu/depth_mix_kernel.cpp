@@ -13,10 +13,10 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// A tile is a run of whole tokens, about kTileValues of every operand: the sums of all rows (mix) or
-// z and u of all sources (pull) stay in the level-2 cache while the states pass by, a few at a time.
-// Each stream is read in long contiguous runs, the next few prefetched while these are used: reading
-// all states side by side in short pieces ran at half the speed.
+// A tile is a run of whole tokens, about kTileValues of every operand: the sums of all rows (mix)
+// or z and u of all sources (pull) stay in the level-2 cache while the states pass by, a few at a
+// time. Each stream is read in long contiguous runs, the next few prefetched while these are used:
+// reading all states side by side in short pieces ran at half the speed.
 constexpr int64_t kTileValues = 2048;
 
 constexpr bool kManyRegisters = kVectorBytes == 64;
@@ -149,8 +149,7 @@ void mix_all(const Mix& op, int64_t begin, int64_t end) {
       mix_states<T, kMixStates, PerChannel>(op, tile, shape, k, weights, sums);
     for (; k + 4 <= op.sources; k += 4)
       mix_states<T, 4, PerChannel>(op, tile, shape, k, weights, sums);
-    for (; k < op.sources; ++k)
-      mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
+    for (; k < op.sources; ++k) mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
     for (int64_t r = 0; r < op.rows; ++r)
       for (int64_t t = tile.t0; t < tile.t1; ++t)
         store_row(sums + tile_index(shape, r, t - tile.t0, 0), row_of<T>(op.out[r], t) + tile.d0,
@@ -189,8 +188,7 @@ void pull_registers(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t 
     for (int64_t t = tile.at.t0; t < tile.at.t1; ++t) {
       vec_t<A, N> g[L];
       for (int l = 0; l < L; ++l) g[l] = load(lanes, row_of<T>(op.grad[l0 + l], t) + d);
-      if (j0 == 0)
-        prefetch_streams<T, L, N * sizeof(T)>(op.grad, op.rows, l0 + L, tile.at, t, d);
+      if (j0 == 0) prefetch_streams<T, L, N * sizeof(T)>(op.grad, op.rows, l0 + L, tile.at, t, d);
       for (int j = 0; j < J; ++j) {
         const int64_t i = tile_index(shape, j0 + j, t - tile.at.t0, d - tile.at.d0);
         auto u = load(lanes, tile.u + i);
@@ -228,10 +226,8 @@ template <class T, int L, int J, bool PerChannel>
 void pull_block(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l, int64_t j) {
   constexpr int N = kLanes<compute_t<T>>;
   const int64_t whole = tile.at.d0 + (tile.at.d1 - tile.at.d0) / N * N;
-  if (whole > tile.at.d0)
-    pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, tile.at.d0, whole);
-  if (whole < tile.at.d1)
-    pull_registers<T, 1, L, J, PerChannel>(op, tile, l, j, whole, tile.at.d1);
+  if (whole > tile.at.d0) pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, tile.at.d0, whole);
+  if (whole < tile.at.d1) pull_registers<T, 1, L, J, PerChannel>(op, tile, l, j, whole, tile.at.d1);
 }
 
 template <class T, int L, bool PerChannel>

@@ -1,7 +1,8 @@
 // Chooses the instruction set at run time, once.
 //
 // Compiled without instruction-set flags, so it runs on any processor of the architecture.
-// DEEPFAST_CPU_CAPABILITY = avx512bf16 | avx512 | avx2 | portable forces one, for tests and bug reports.
+// DEEPFAST_CPU_CAPABILITY = avx512bf16 | avx512 | avx2 | portable forces one, for tests and bug
+// reports.
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -9,19 +10,25 @@
 
 #include "kernels.h"
 
-#define DEEPFAST_TABLE(isa)                                                                      \
-  namespace isa {                                                                                \
-  void layer_norm_forward(const LayerNorm&, int64_t, int64_t, int64_t);                          \
-  void layer_norm_backward(const LayerNorm&, int64_t, int64_t, int64_t);                         \
-  void mix(const Mix&, int64_t, int64_t, int64_t);                                               \
-  void pull(const Pull&, int64_t, int64_t, int64_t);                                             \
-  void boundary_forward(const Boundary&, int64_t, int64_t, int64_t);                             \
-  void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t);                        \
-  void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);                            \
-  void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);                           \
-  const Kernels table = {#isa,           layer_norm_forward, layer_norm_backward, mix,           \
-                         pull,           boundary_forward,   boundary_backward,   depth_mix_forward, \
-                         depth_mix_backward};                                                    \
+#define DEEPFAST_TABLE(isa)                                               \
+  namespace isa {                                                         \
+  void layer_norm_forward(const LayerNorm&, int64_t, int64_t, int64_t);   \
+  void layer_norm_backward(const LayerNorm&, int64_t, int64_t, int64_t);  \
+  void mix(const Mix&, int64_t, int64_t, int64_t);                        \
+  void pull(const Pull&, int64_t, int64_t, int64_t);                      \
+  void boundary_forward(const Boundary&, int64_t, int64_t, int64_t);      \
+  void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t); \
+  void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);     \
+  void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);    \
+  const Kernels table = {#isa,                                            \
+                         layer_norm_forward,                              \
+                         layer_norm_backward,                             \
+                         mix,                                             \
+                         pull,                                            \
+                         boundary_forward,                                \
+                         boundary_backward,                               \
+                         depth_mix_forward,                               \
+                         depth_mix_backward};                             \
   }
 
 namespace deepfast {

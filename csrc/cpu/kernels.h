@@ -29,12 +29,12 @@ struct LayerNorm {
   int64_t dim;
   double eps;
   Dropout dropout;
-  Matrix x, residual;        // s = residual + dropout(x)
-  Matrix sum, y;             // y = (s - mean) * rstd * weight + bias
-  const void *weight, *bias; // (D)
-  void *mean, *rstd;         // (T)
+  Matrix x, residual;         // s = residual + dropout(x)
+  Matrix sum, y;              // y = (s - mean) * rstd * weight + bias
+  const void *weight, *bias;  // (D)
+  void *mean, *rstd;          // (T)
   Matrix dy, dsum, dx, dresidual;
-  void *dweight, *dbias;     // (chunks, D) partial sums
+  void *dweight, *dbias;  // (chunks, D) partial sums
 };
 
 // A weighted sum over sources: weight (rows, sources) or, per channel, (rows, sources, D).
@@ -42,11 +42,11 @@ struct Mix {
   Storage storage;
   int64_t dim, rows, sources;
   bool per_channel, accumulate;
-  const Matrix* source;           // [sources], n_k
-  const void* const* gain;        // [sources], z_k = n_k * gain + shift; null is the identity
-  const void* const* shift;       // [sources]
-  const void* const* weight;      // [rows * sources], one value or D values each
-  const Matrix* out;              // [rows]
+  const Matrix* source;       // [sources], n_k
+  const void* const* gain;    // [sources], z_k = n_k * gain + shift; null is the identity
+  const void* const* shift;   // [sources]
+  const void* const* weight;  // [rows * sources], one value or D values each
+  const Matrix* out;          // [rows]
 };
 
 // The transpose of Mix: u_j = sum_l weight[l, j] g_l, and dweight[l, j] = <g_l, z_j>.
@@ -54,13 +54,13 @@ struct Pull {
   Storage storage;
   int64_t dim, rows, sources;
   bool per_channel, accumulate, need_dweight;
-  const Matrix* grad;             // [rows], g_l
-  const Matrix* source;           // [sources], n_j
+  const Matrix* grad;    // [rows], g_l
+  const Matrix* source;  // [sources], n_j
   const void* const* gain;
   const void* const* shift;
-  const void* const* weight;      // [rows * sources]
-  const Matrix* out;              // [sources], u_j
-  void* dweight;                  // (chunks, rows, sources) or (chunks, rows, sources, D)
+  const void* const* weight;  // [rows * sources]
+  const Matrix* out;          // [sources], u_j
+  void* dweight;              // (chunks, rows, sources) or (chunks, rows, sources, D)
 };
 
 // Everything between two layers' matrix products, one token at a time:
@@ -69,21 +69,21 @@ struct Pull {
 // Without a branch the state is left as it is, and a layer's input is made again from the states.
 struct Boundary {
   Storage storage;
-  int64_t dim, near;              // near: sources read here, the pushed one last if it is read
+  int64_t dim, near;  // near: sources read here, the pushed one last if it is read
   bool per_channel, norm_source, reads_own;
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;
-  Matrix state;                   // slot of the pushed state
-  const Matrix* source;           // [near]
-  const void* const* gain;        // [near]
-  const void* const* shift;       // [near]
-  const void* const* weight;      // [near]
-  Matrix partial;                 // older blocks' share of x
+  Matrix state;               // slot of the pushed state
+  const Matrix* source;       // [near]
+  const void* const* gain;    // [near]
+  const void* const* shift;   // [near]
+  const void* const* weight;  // [near]
+  Matrix partial;             // older blocks' share of x
   Matrix x, out;
   const void *out_weight, *out_bias;
-  void* source_rstd;              // (T)
-  void *out_mean, *out_rstd;      // (T)
+  void* source_rstd;          // (T)
+  void *out_mean, *out_rstd;  // (T)
 };
 
 // Backward of Boundary. The row's gradient g goes to `grad`; the pushed state's gradient is
@@ -91,11 +91,11 @@ struct Boundary {
 struct BoundaryGrad {
   Boundary forward;
   Matrix dx, dout, grad;
-  int64_t pulls;                  // rows of this block that read the pushed state
-  bool own_row_reads;             // the first of them is this row
-  const Matrix* pull_grad;        // [pulls]
-  const void* const* pull_weight; // [pulls]
-  Matrix pulled;                  // later blocks' share of u
+  int64_t pulls;                   // rows of this block that read the pushed state
+  bool own_row_reads;              // the first of them is this row
+  const Matrix* pull_grad;         // [pulls]
+  const void* const* pull_weight;  // [pulls]
+  Matrix pulled;                   // later blocks' share of u
   const void *state_gain, *state_shift;
   Matrix dbranch, dresidual;
   bool need_dweight;
@@ -110,15 +110,15 @@ struct DepthMix {
   int64_t dim, sources, tokens;
   bool per_channel, norm, need_dweight;
   double eps;
-  const Matrix* source;           // [sources], y_k
-  const void *gain, *shift;       // (sources, D)
-  const void* weight;             // (sources) or (sources, D)
+  const Matrix* source;      // [sources], y_k
+  const void *gain, *shift;  // (sources, D)
+  const void* weight;        // (sources) or (sources, D)
   Matrix out;
-  void *mean, *rstd;              // (sources, T)
+  void *mean, *rstd;  // (sources, T)
   Matrix dout;
-  const Matrix* dsource;          // [sources]
-  void* dweight;                  // (chunks, sources) or (chunks, sources, D)
-  void *dgain, *dshift;           // (chunks, sources, D)
+  const Matrix* dsource;  // [sources]
+  void* dweight;          // (chunks, sources) or (chunks, sources, D)
+  void *dgain, *dshift;   // (chunks, sources, D)
 };
 
 struct Kernels {

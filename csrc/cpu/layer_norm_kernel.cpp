@@ -101,9 +101,8 @@ void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
 }  // namespace
 
 void layer_norm_forward(const LayerNorm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    forward<typename pointee<decltype(tag)>::type>(op, begin, end);
-  });
+  with_storage(op.storage,
+               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
 }
 
 void layer_norm_backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {

@@ -46,7 +46,8 @@ inline Matrix matrix(const Tensor& t, Storage storage, int64_t tokens, int64_t d
   DEEPFAST_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == tokens && t.size(1) == dim,
                  "expected a CPU tensor of shape (", tokens, ", ", dim, ")");
   DEEPFAST_CHECK(storage_of(t) == storage, "tensors of one call must share one dtype");
-  DEEPFAST_CHECK(t.stride(1) == 1 || dim == 1 || tokens == 0, "the last dimension must be contiguous");
+  DEEPFAST_CHECK(t.stride(1) == 1 || dim == 1 || tokens == 0,
+                 "the last dimension must be contiguous");
   return {t.mutable_data_ptr(), t.stride(0)};
 }
 
@@ -58,8 +59,7 @@ inline Matrix matrix(const OptionalTensor& t, Storage storage, int64_t tokens, i
 inline Matrix slot(const Tensor& buffer, int64_t i) {
   DEEPFAST_CHECK(i >= 0 && i < buffer.size(0), "slot ", i, " of a buffer of ", buffer.size(0));
   char* p = static_cast<char*>(buffer.mutable_data_ptr());
-  return {p + i * buffer.stride(0) * static_cast<int64_t>(buffer.element_size()),
-          buffer.stride(1)};
+  return {p + i * buffer.stride(0) * static_cast<int64_t>(buffer.element_size()), buffer.stride(1)};
 }
 
 inline std::vector<Matrix> slots(const Tensor& buffer, const Indices& indices) {
@@ -107,8 +107,8 @@ struct Weights {
     base = static_cast<const char*>(parameter(OptionalTensor(w), storage, rows * columns * width));
   }
   int64_t offset(int64_t row, int64_t column) const {
-    DEEPFAST_CHECK(row >= 0 && row < rows && column >= 0 && column < columns, "weight (", row,
-                   ", ", column, ") outside (", rows, ", ", columns, ")");
+    DEEPFAST_CHECK(row >= 0 && row < rows && column >= 0 && column < columns, "weight (", row, ", ",
+                   column, ") outside (", rows, ", ", columns, ")");
     return (row * columns + column) * width * value_size;
   }
   std::vector<const void*> pick(const Indices& r, const Indices& c) const {

@@ -61,8 +61,8 @@ struct Moments {
 };
 
 // Two passes over the row, never E[x^2] - E[x]^2. The second one also corrects the mean by the mean
-// of what is left after it, so that a large mean, or a constant row, leaves no rounding error of its
-// own (Chan, Golub, LeVeque 1983). The row may be of storage type: reading it again from the
+// of what is left after it, so that a large mean, or a constant row, leaves no rounding error of
+// its own (Chan, Golub, LeVeque 1983). The row may be of storage type: reading it again from the
 // level-1 cache is cheaper than writing a converted copy.
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps) {

@@ -223,9 +223,10 @@ DEEPFAST_INLINE V rotate_lanes(V v, std::integer_sequence<int, I...>) {
 }
 template <class A, int N, int By = N / 2>
 DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
-  if constexpr (By == 0) return v[0];
-  else return sum_lanes<A, N, By / 2>(
-      v + rotate_lanes<By>(v, std::make_integer_sequence<int, N>{}));
+  if constexpr (By == 0)
+    return v[0];
+  else
+    return sum_lanes<A, N, By / 2>(v + rotate_lanes<By>(v, std::make_integer_sequence<int, N>{}));
 }
 #else
 template <class A, int N>

@@ -72,14 +72,17 @@ class Case:
         deadline: past it a step of a form other than deepfast's ends with OutOfTime.
     """
 
-    def __init__(self, settings: Settings, depth: int, deadline: Deadline):
+    def __init__(
+        self, settings: Settings, depth: int, deadline: Deadline, activation: str = "relu"
+    ):
         torch.manual_seed(settings.seed)
         self.depth = depth
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
-        self.encoder = TransformerEncoder(*sizes, dropout=0.0)
+        options = {"dropout": 0.0, "activation": activation}
+        self.encoder = TransformerEncoder(*sizes, **options)
         self._disturb(self.encoder.connection.dlcl)
         with torch.device("meta"):
-            plain = TransformerEncoder(*sizes, dropout=0.0, connection="residual")
+            plain = TransformerEncoder(*sizes, connection="residual", **options)
         plain.layers = self.encoder.layers
         plain.connection.norms = self.encoder.connection.norms
         self.models: dict[str, nn.Module] = {RESIDUAL: plain, "deepfast": self.encoder}
@@ -95,10 +98,6 @@ class Case:
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.encoder.parameters())
 
     def step(self, variant: str) -> Tensor:
         """Forward and backward; gradients are left in the parameters. Returns the loss."""

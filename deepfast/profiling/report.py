@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from deepfast.profiling.agreement import agreement
 from deepfast.profiling.compiled import compiled
 from deepfast.profiling.machine import environment
 from deepfast.profiling.mixing import mixing
@@ -38,6 +39,8 @@ def make_report(settings: Settings, command: str, say: Callable[[str], None] = p
         "settings": asdict(settings) | {"tokens": settings.tokens},
     }
     with budget.start("sweep") as deadline:
+        same = agreement(settings, deadline)
+        report["agreement"] = same | {"rows": [asdict(row) for row in same["rows"]]}
         steps = sweep(settings, deadline, say)
         report["sweep"] = {"rows": [row.as_dict() for row in steps]}
     with budget.start("mixing") as deadline:

@@ -23,7 +23,8 @@ def size(nbytes: float | None) -> str:
     if nbytes is None:
         return ""
     if nbytes < 0.9995 * GIB:
-        return f"{nbytes / (1 << 20):.3g} MiB"
+        mib = nbytes / (1 << 20)
+        return f"{mib:.0f} MiB" if mib >= 100 else f"{mib:.3g} MiB"
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 10 * GIB else f"{nbytes / GIB:.2f} GiB"
 
 

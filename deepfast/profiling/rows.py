@@ -39,12 +39,6 @@ class Row:
     traffic_bytes: int | None = None
     """States read and written by the connection in a step, from its schedule."""
     loss: float | None = None
-    loss_difference: float | None = None
-    """Relative to the stack-and-sum form."""
-    gradient_difference: float | None = None
-    """Largest absolute difference over all gradients, in units of the largest gradient."""
-    weight_gradient_difference: float | None = None
-    """The same for the depth weights W alone."""
 
     @property
     def median(self) -> float | None:

@@ -1,11 +1,10 @@
-"""Encoders of several depths, each variant in turn: time, memory, traffic, agreement."""
+"""Encoders of several depths, each variant in turn: time, memory, traffic."""
 
 import math
 import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from deepfast.bench import harness
 from deepfast.memory import LiveBytes
@@ -20,8 +19,6 @@ Say = Callable[[str], None]
 # Share of the sweep's time that a depth gets beyond its layers, in layers.
 EXTRA_LAYERS = 10
 
-# Gradients of all variants are kept for comparison where they take less than this.
-AGREEMENT_BYTES = 1 << 30
 GIB = 1 << 30
 
 
@@ -54,11 +51,9 @@ class _Depth:
         self._timed_rounds()
         return [self.rows[v] for v in VARIANTS]
 
-    # ---- one run each, counted and compared ----------------------------------------------------
+    # ---- one run each, with memory counted ----------------------------------------------------
 
     def _first_runs(self) -> None:
-        kept: dict[str, tuple[float, dict[str, Tensor]]] = {}
-        compare = self.case.parameter_bytes * len(VARIANTS) < AGREEMENT_BYTES
         for variant in VARIANTS:
             row = self.rows[variant] = Row(
                 variant=variant, depth=self.depth, tokens=self.settings.tokens
@@ -69,7 +64,7 @@ class _Depth:
                 self.say(f"{self.depth:>4} layers  {variant:24} {row.status}: {row.note}")
                 continue
             try:
-                loss = self._counted_run(row)
+                self._counted_run(row)
             except OutOfTime as error:
                 row.status, row.note, row.peak_bytes = NOT_MEASURED, str(error), None
                 self.case.forget_gradients()
@@ -78,16 +73,13 @@ class _Depth:
             if variant == RESIDUAL:
                 self._adam(row)
             row.adam_seconds = self.rows[RESIDUAL].adam_seconds
-            gradients = self.case.gradients()
-            if compare and variant != RESIDUAL:
-                kept[variant] = loss, gradients
+            self.case.forget_gradients()
             self.say(
                 f"{self.depth:>4} layers  {variant:24} {row.first_seconds:8.2f} s  "
                 f"{row.peak_bytes / GIB:6.2f} GiB"
             )
-        self._compare(kept)
 
-    def _counted_run(self, row: Row) -> float:
+    def _counted_run(self, row: Row) -> None:
         # The counting mode slows down each op a little: this run is a warm-up for the timed ones.
         with ResidentPeak() as resident, LiveBytes() as live:
             start = time.perf_counter()
@@ -95,7 +87,6 @@ class _Depth:
             row.first_seconds = time.perf_counter() - start
         row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
         row.loss = loss.item()
-        return row.loss
 
     def _adam(self, row: Row) -> None:
         """Costs the same in every variant, so it is measured once."""
@@ -108,21 +99,6 @@ class _Depth:
         with torch.no_grad():
             for parameter, old in zip(self.case.encoder.parameters(), before, strict=True):
                 parameter.copy_(old)
-
-    def _compare(self, kept: dict[str, tuple[float, dict[str, Tensor]]]) -> None:
-        if REFERENCE not in kept:
-            return
-        loss, gradients = kept[REFERENCE]
-        for variant, (other_loss, other) in kept.items():
-            if variant == REFERENCE:
-                continue
-            row = self.rows[variant]
-            row.loss_difference = abs(other_loss - loss) / abs(loss)
-            row.gradient_difference = _difference(gradients, other)
-            weight = "connection.dlcl.weight"
-            row.weight_gradient_difference = _difference(
-                {weight: gradients[weight]}, {weight: other[weight]}
-            )
 
     # ---- what may run --------------------------------------------------------------------------
 
@@ -213,13 +189,3 @@ def connection_cost(rows: list[Row], variant: str) -> float | None:
         if step is not None and plain is not None:
             return max(0.0, step - plain) / depth**2
     return None
-
-
-def _difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest absolute difference of all tensors, in units of the reference's largest value."""
-    if reference.keys() != other.keys():
-        missing = sorted(reference.keys() ^ other.keys())
-        raise RuntimeError(f"{missing[0]}: one form has a gradient there, the other has none")
-    scale = max(t.abs().max().item() for t in reference.values())
-    worst = max((t - other[n]).abs().max().item() for n, t in reference.items())
-    return worst / scale

@@ -53,6 +53,8 @@ class Chain:
             for name, p in self.dlcl.named_parameters():
                 if p.requires_grad:
                     p.mul_(1 + 0.3 * torch.randn_like(p))
+                    # Outside the pattern too, where it must not be read.
+                    p.add_(0.1 / (layers + 1) * torch.randn_like(p) if name == "weight" else 0)
                     p.add_(0.1 * torch.randn_like(p) if name == "norm_bias" else 0)
 
     def layer(self, x, scale):

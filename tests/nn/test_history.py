@@ -134,6 +134,18 @@ def test_a_backward_that_never_comes(backend, inplace):
         assert alive() is None
 
 
+def test_a_history_does_not_hold_the_graph(backend):
+    """Whoever keeps the history of a finished pass keeps its states, not its activations."""
+    stack, y = Stack(backend=backend), leaf()
+    with no_gc():
+        h = history()
+        out = stack(y, h)
+        node = weakref.ref(out.grad_fn)
+        del out
+        assert node() is None
+    assert len(h) == LAYERS + 1
+
+
 def test_a_pass_given_up_half_way(backend):
     stack, y = Stack(backend=backend), leaf()
     with no_gc():
