@@ -126,7 +126,8 @@ def record() -> Iterator[list[tuple[str, str]]]:
     try:
         yield seen
     finally:
-        _records.remove(seen)
+        # By identity: two lists that hold the same are equal.
+        del _records[next(i for i, other in enumerate(_records) if other is seen)]
 
 
 def build_info() -> dict:

@@ -10,10 +10,10 @@ from deepfast.reference.layer_norm import compute_dtype
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under autocast, fp32 activations go to its dtype; sums stay in fp32 inside the kernels."""
-    first = tensors[0]
-    if not torch.is_autocast_enabled(first.device.type):
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors)
 
 
