@@ -93,7 +93,7 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: no gradient came in");
   DEEPFAST_CHECK(!norm_source || source_rstd.has_value(), "boundary: source_rstd is missing");
 
-  const Chunks chunks(tokens, w.width > 1 ? 8 : 64);
+  const Chunks chunks(tokens, w.width > 1 ? 8 : 32);
   const auto pull_grad = slots(grads, pull_slots);
   const auto pull_weight = w.pick(pull_rows, {column});
   const int64_t pulls = static_cast<int64_t>(pull_rows.size());

@@ -9,17 +9,40 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// x = partial + sum over the near sources.
+// x = partial + sum over the near sources, V vectors of channels at a time: the sum stays in
+// registers while the sources pass.
+template <class T, int N, int V, bool PerChannel>
+DEEPFAST_INLINE void mix_near_registers(const Boundary& op, int64_t t, int64_t d, compute_t<T>* x) {
+  using A = compute_t<T>;
+  constexpr Lanes<N> lanes;
+  vec_t<A, N> sum[V];
+  for (int v = 0; v < V; ++v)
+    sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
+                                        : vec_t<A, N>{};
+  for (int64_t j = 0; j < op.near; ++j) {
+    const T* n = row_of<T>(op.source[j], t) + d;
+    const A *gain = at<A>(op.gain[j], 0), *shift = at<A>(op.shift[j], 0);
+    const A* weight = at<A>(op.weight[j], 0);
+    for (int v = 0; v < V; ++v) {
+      const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
+      sum[v] += w * affine(lanes, load(lanes, n + v * N), gain, shift, d + v * N);
+    }
+  }
+  for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
+}
+
+template <class T, bool PerChannel>
+DEEPFAST_INLINE void mix_near_row(const Boundary& op, int64_t t, compute_t<T>* x) {
+  constexpr int N = kLanes<compute_t<T>>, V = 4;
+  int64_t d = 0;
+  for (; d + V * N <= op.dim; d += V * N) mix_near_registers<T, N, V, PerChannel>(op, t, d, x);
+  for (; d + N <= op.dim; d += N) mix_near_registers<T, N, 1, PerChannel>(op, t, d, x);
+  for (; d < op.dim; ++d) mix_near_registers<T, 1, 1, PerChannel>(op, t, d, x);
+}
+
 template <class T>
 DEEPFAST_INLINE void mix_near(const Boundary& op, int64_t t, compute_t<T>* x) {
-  using A = compute_t<T>;
-  if (op.partial.data != nullptr)
-    load_row(row_of<T>(op.partial, t), x, op.dim);
-  else
-    memset(x, 0, op.dim * sizeof(A));
-  for (int64_t j = 0; j < op.near; ++j)
-    mix_row(row_of<T>(op.source[j], t), at<A>(op.gain[j], 0), at<A>(op.shift[j], 0),
-            at<A>(op.weight[j], 0), op.per_channel, x, op.dim);
+  op.per_channel ? mix_near_row<T, true>(op, t, x) : mix_near_row<T, false>(op, t, x);
 }
 
 // y = residual + dropout(branch), normalised or not, into its slot.

@@ -74,7 +74,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   const auto shifts = rows_of(parameter(shift, storage, w.columns * dim), sources, dim, size);
   const auto weights = w.pick(rows, sources);
   // One weight per channel has D times the partial sums: fewer chunks keep them small.
-  const Chunks chunks(tokens, w.width > 1 ? 8 : 64);
+  const Chunks chunks(tokens, w.width > 1 ? 8 : 32);
   const int64_t pairs = static_cast<int64_t>(rows.size() * sources.size());
   Partial sums(dweight.has_value(), chunks, pairs * w.width, storage);
   Pull op{};

@@ -124,7 +124,7 @@ struct Weights {
 // chunks fixed by the shape alone, added up in order.
 class Chunks {
  public:
-  explicit Chunks(int64_t tokens, int64_t most = 64) : tokens_(tokens) {
+  explicit Chunks(int64_t tokens, int64_t most = 32) : tokens_(tokens) {
     constexpr int64_t kSmallest = 32;
     count_ = std::clamp<int64_t>(tokens / kSmallest, 1, most);
   }

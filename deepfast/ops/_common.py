@@ -47,7 +47,11 @@ def rows(x: Tensor) -> Tensor:
 
 def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A parameter as kernels read it: the compute dtype of activations in ``dtype``, contiguous."""
-    return None if p is None else p.detach().to(compute_dtype(dtype)).contiguous()
+    if p is None:
+        return None
+    # Without the casts where they would do nothing: they cost microseconds all the same.
+    p, wanted = p.detach(), compute_dtype(dtype)
+    return p if p.dtype == wanted and p.is_contiguous() else p.to(wanted).contiguous()
 
 
 def draw_seed(seed: int | None) -> int:
