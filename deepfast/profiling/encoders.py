@@ -20,17 +20,20 @@ VARIANTS = (RESIDUAL, "deepfast", REFERENCE, "DenseFormer form", "loop of adds")
 """In the order in which they are first run: where time is short, the most wanted come first."""
 
 
-def within(form: Callable, deadline: Deadline) -> Callable:
-    """A form of `bench.peers` that ends with OutOfTime when it takes too long, backward too."""
+def within(form: Callable, check: Callable[[], None]) -> Callable:
+    """A form of `bench.peers` that calls ``check`` at every layer, in backward too.
+
+    ``check`` ends a run by raising.
+    """
 
     def make(dlcl):
         connect = form(dlcl)
 
         def connect_in_time(y: Tensor) -> Tensor:
-            deadline.check()
+            check()
             x = connect(y)
             if x.requires_grad:
-                x.register_hook(lambda _: deadline.check())
+                x.register_hook(lambda _: check())
             return x
 
         return connect_in_time
@@ -69,14 +72,15 @@ class Case:
     """One depth: an input, a target, and the encoders of all variants over shared parameters.
 
     Args:
-        deadline: past it a step of a form other than deepfast's ends with OutOfTime.
+        deadline: past it a step of a form other than deepfast's ends with OutOfTime; it may be
+            replaced between two steps.
     """
 
     def __init__(
         self, settings: Settings, depth: int, deadline: Deadline, activation: str = "relu"
     ):
         torch.manual_seed(settings.seed)
-        self.depth = depth
+        self.depth, self.deadline = depth, deadline
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
         options = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
@@ -87,10 +91,13 @@ class Case:
         plain.connection.norms = self.encoder.connection.norms
         self.models: dict[str, nn.Module] = {RESIDUAL: plain, "deepfast": self.encoder}
         for name, form in PEERS.items():
-            self.models.setdefault(name, PeerEncoder(self.encoder, within(form, deadline)))
+            self.models.setdefault(name, PeerEncoder(self.encoder, within(form, self._check)))
         self.x = torch.randn(settings.tokens, settings.dim)
         self.target = torch.randn(settings.tokens, settings.dim)
         self.packing = Packing(settings.batch, settings.length)
+
+    def _check(self) -> None:
+        self.deadline.check()
 
     @staticmethod
     def _disturb(dlcl: nn.Module) -> None:

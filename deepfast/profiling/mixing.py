@@ -45,7 +45,7 @@ def _one_depth(settings, depth, forms, deadline, costs, copies, say) -> list[Row
 
     def run(form: str) -> None:
         try:
-            mixing_alone(within(PEERS[form], deadline), dlcl, y, grad)
+            mixing_alone(within(PEERS[form], deadline.check), dlcl, y, grad)
         finally:
             y.grad = None
             dlcl.zero_grad(set_to_none=True)

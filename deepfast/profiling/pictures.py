@@ -56,7 +56,7 @@ def _svg(figure, name: str, title: str) -> str:
     text = io.StringIO()
     empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(STYLE):
-        figure.savefig(text, format="svg", metadata=empty)
+        figure.savefig(text, format="svg", metadata=empty, bbox_inches="tight", pad_inches=0.04)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -99,8 +99,8 @@ def _label_ends(figure, axes, curves: dict[str, Curve], colors: dict[str, str]) 
         axes.annotate(
             name, back((x, y)), anchor, color=colors[name], va="center", annotation_clip=False,
             fontweight="bold" if name == "deepfast" else "normal",
-            arrowprops={"arrowstyle": "-", "color": colors[name], "lw": 0.5, "shrinkB": 3,
-                        "shrinkA": 0, "relpos": (0, 0.5)},
+            arrowprops={"arrowstyle": "-", "color": colors[name], "lw": 0.5, "alpha": 0.6,
+                        "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 

@@ -19,6 +19,9 @@ Say = Callable[[str], None]
 # Share of the sweep's time that a depth gets beyond its layers, in layers.
 EXTRA_LAYERS = 10
 
+# A run that takes so many times what it should is stopped: the machine is busy with other things.
+PATIENCE = 2.0
+
 GIB = 1 << 30
 
 
@@ -80,6 +83,7 @@ class _Depth:
             )
 
     def _counted_run(self, row: Row) -> None:
+        self.case.deadline = self._limit(self._predicted_seconds(row.variant))
         # The counting mode slows down each op a little: this run is a warm-up for the timed ones.
         with ResidentPeak() as resident, LiveBytes() as live:
             start = time.perf_counter()
@@ -145,6 +149,10 @@ class _Depth:
             return layers + max(0.0, known.median - base.median) * scale**2
         return None
 
+    def _limit(self, seconds: float | None) -> Deadline:
+        left = self.deadline.left
+        return Deadline(left if seconds is None else min(left, PATIENCE * seconds + 1))
+
     # ---- timed rounds --------------------------------------------------------------------------
 
     def _timed_rounds(self) -> None:
@@ -164,19 +172,22 @@ class _Depth:
                 self.rows[variant].seconds += timing.seconds
 
     def _affordable(self, rounds: int) -> list[str]:
-        """The cheap variants get all their rounds before an expensive one gets its second run."""
-        ran = {v: row for v, row in self.rows.items() if row.median is not None}
+        """Ours and the plain stack, both or none, before any other form gets another run."""
+        costs = {v: 1.1 * row.median for v, row in self.rows.items() if row.median is not None}
         left, admitted = self.deadline.left, []
-        for variant in sorted(ran, key=lambda v: ran[v].median):
-            cost = ran[variant].median * 1.1
-            # Time is set aside for all rounds of a cheap variant, not for those of a costly one.
-            cost *= rounds if cost < self.deadline.seconds / 12 else 1
-            if cost <= left:
+        pair = [v for v in (RESIDUAL, "deepfast") if v in costs]
+        together = sum(costs.pop(v) for v in pair)
+        if together <= left:
+            admitted += pair
+            left -= together * rounds
+        for variant in sorted(costs, key=costs.get):
+            if costs[variant] <= left:
                 admitted.append(variant)
-                left -= cost
+                left -= costs[variant]
         return sorted(admitted, key=VARIANTS.index)
 
     def _run(self, variant: str) -> None:
+        self.case.deadline = self._limit(self.rows[variant].median)
         self.case.step(variant)
         self.case.forget_gradients()
 

@@ -31,7 +31,7 @@ class LateDeadline(Deadline):
     def check(self):
         self.looks -= 1
         if self.looks < 0:
-            raise OutOfTime("stopped after 60 s, the time budget")
+            raise OutOfTime("stopped after 60 s, its time budget")
 
 
 # Four layers look five times forward and five times backward.
@@ -47,16 +47,16 @@ def test_a_form_that_takes_too_long_is_stopped(tiny, looks):
 def test_a_stopped_run_is_a_row(tiny, monkeypatch):
     def check(deadline):
         if deadline.seconds < math.inf:
-            raise OutOfTime("stopped after 60 s, the time budget")
+            raise OutOfTime("stopped after 60 s, its time budget")
 
     monkeypatch.setattr(Deadline, "check", check)
     rows = {(row.depth, row.variant): row for row in sweep(tiny, Deadline(30), quiet)}
     row = rows[4, "stack and sum"]
     assert (row.status, row.peak_bytes) == (NOT_MEASURED, None)
-    assert row.note == "stopped after 60 s, the time budget"
+    assert row.note == "stopped after 60 s, its time budget"
     assert rows[4, "deepfast"].status == MEASURED
     alone = {row.variant: row for row in mixing(tiny, Deadline(30), [], quiet)[0]}
-    assert alone["stack and sum"].note == "stopped after 60 s, the time budget"
+    assert alone["stack and sum"].note == "stopped after 60 s, its time budget"
 
 
 def test_the_connection_s_cost_is_what_the_plain_stack_does_not_take():
