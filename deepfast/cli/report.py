@@ -5,12 +5,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-EXAMPLE = "deepfast report --output report --minutes 7.5"
+EXAMPLE = "deepfast report --output report --minutes 6.2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="report", type=Path, help="folder of the page")
-    parser.add_argument("--minutes", type=float, default=7.5, help="wall time of the whole report")
+    parser.add_argument("--minutes", type=float, default=6.2, help="wall time of the whole report")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")

@@ -24,7 +24,8 @@ def require(module: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
+        extra = "report" if package in ("matplotlib", "jinja2") else "train"
         raise MissingPackage(
             f"{purpose} needs the package {package}, which cannot be imported ({error}): "
-            "pip install deepfast[train]"
+            f"pip install 'deepfast[{extra}]'"
         ) from error
