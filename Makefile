@@ -1,10 +1,10 @@
-# report, test, gpu and lint are the only commands a newcomer needs; each sets up what it lacks.
+# report, test and lint are the only commands a newcomer needs; each sets up what it lacks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup test report lint gpu clean
+.PHONY: help setup test report lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"

@@ -54,6 +54,9 @@ class BuildOps(build_ext):
             )
             ext.optional = True
             return
+        missing = [m for m in ("pybind11", "ninja") if importlib.util.find_spec(m) is None]
+        if missing:
+            sys.exit(f"deepfast: compiling the ops needs `pip install {' '.join(missing)}` first")
         # A folder of its own that outlives the install: the next one compiles only what changed.
         folder = ROOT / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
         folder = folder.resolve()

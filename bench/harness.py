@@ -4,6 +4,7 @@ A time alone means nothing; a ratio between variants of one run does. The copy b
 machine is measured in the same run, and a kernel's bytes per second are quoted against it.
 """
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +29,19 @@ class Timing:
     def gb_per_second(self) -> float:
         """1e9 bytes per second, of the bytes that the algorithm has to move."""
         return self.nbytes / self.median / 1e9
+
+
+def keep_memory() -> bool:
+    """Tells glibc to keep freed memory for the rest of the process; False where there is no glibc.
+
+    By default it hands large blocks back and faults them in again, page by page, which can cost
+    more than the work on them and falls on one variant or another by luck.
+    """
+    trim_threshold, mmap_threshold, most = -1, -3, (1 << 31) - 1
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return False
+    return bool(libc.mallopt(trim_threshold, most) and libc.mallopt(mmap_threshold, most))
 
 
 def _now(device: str) -> float:

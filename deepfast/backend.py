@@ -8,6 +8,7 @@ the reason for every backend refused, `deepfast info` prints them, `record` tell
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -49,11 +50,14 @@ _C, _C_REASON = _load_compiled()
 
 
 def _check_parallel() -> None:
-    """A build whose parallel loops are silently serial is a build error, not a slow package."""
+    """A build whose parallel loops are silently serial is told, not borne as a slow package."""
     threads = torch.get_num_threads()
     if _C is not None and threads > 1 and _C.parallel_ranges(threads) < 2:
-        raise ImportError(
-            f"deepfast._C runs its loops on one thread while torch has {threads}: rebuild it"
+        warnings.warn(
+            f"deepfast._C runs its loops on one thread while torch has {threads}: rebuild it, or "
+            "look at OMP_THREAD_LIMIT and OMP_DYNAMIC",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -80,7 +80,7 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
                        OptionalTensor dshift, OptionalTensor dout_weight,
                        OptionalTensor dout_bias) {
   check_buffer(states);
-  check_buffer(grads);
+  check_buffer(grads, states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
   const Weights w(weight, storage, dim);
@@ -92,6 +92,11 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
   forward.out_rstd = parameter(out_rstd, storage, tokens);
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: no gradient came in");
   DEEPFAST_CHECK(!norm_source || source_rstd.has_value(), "boundary: source_rstd is missing");
+  DEEPFAST_CHECK(!dout.has_value() || (out_mean.has_value() && out_rstd.has_value()),
+                 "boundary: out_mean or out_rstd is missing");
+  DEEPFAST_CHECK(pull_rows.size() == pull_slots.size(), "boundary: expected ", pull_rows.size(),
+                 " pull_slots, got ", pull_slots.size());
+  w.offset(row, column);
 
   const Chunks chunks(tokens, w.width > 1 ? 8 : 32);
   const auto pull_grad = slots(grads, pull_slots);

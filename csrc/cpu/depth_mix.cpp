@@ -25,12 +25,11 @@ void advise_states(Tensor states) {
 void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, OptionalTensor gain,
               OptionalTensor shift, Tensor out, Indices out_rows, bool accumulate) {
   check_buffer(states);
-  check_buffer(out);
+  check_buffer(out, states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
-  DEEPFAST_CHECK(storage_of(out) == storage && out.size(1) == tokens && out.size(2) == dim &&
-                     rows.size() == out_rows.size(),
-                 "mix_rows: out does not match the states");
+  DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: expected ", rows.size(),
+                 " out_rows, got ", out_rows.size());
   const Weights w(weight, storage, dim);
   const auto source = slots(states, sources);
   const auto target = slots(out, out_rows);
@@ -56,16 +55,13 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
 void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
                Tensor weight, OptionalTensor gain, OptionalTensor shift, Tensor out,
                Indices out_rows, bool accumulate, OptionalTensor dweight) {
-  check_buffer(grads);
   check_buffer(states);
-  check_buffer(out);
+  check_buffer(grads, states);
+  check_buffer(out, states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
-  DEEPFAST_CHECK(storage_of(out) == storage && storage_of(grads) == storage &&
-                     out.size(1) == tokens && out.size(2) == dim && grads.size(1) == tokens &&
-                     grads.size(2) == dim && sources.size() == out_rows.size() &&
-                     rows.size() == grad_slots.size(),
-                 "pull_rows: grads or out do not match the states");
+  DEEPFAST_CHECK(sources.size() == out_rows.size() && rows.size() == grad_slots.size(),
+                 "pull_rows: expected as many out_rows as sources and grad_slots as rows");
   const Weights w(weight, storage, dim);
   const auto grad = slots(grads, grad_slots);
   const auto source = slots(states, sources);
@@ -104,6 +100,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
 
 DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
                   const OptionalTensor& gain, const OptionalTensor& shift, bool norm,
+                  const OptionalTensor& mean, const OptionalTensor& rstd,
                   std::vector<Matrix>& source) {
   DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
   DepthMix op{};
@@ -119,6 +116,10 @@ DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
       parameter(OptionalTensor(weight), op.storage, op.sources * (op.per_channel ? op.dim : 1));
   op.gain = parameter(gain, op.storage, op.sources * op.dim);
   op.shift = parameter(shift, op.storage, op.sources * op.dim);
+  DEEPFAST_CHECK(!norm || (mean.has_value() && rstd.has_value()),
+                 "depth_mix: mean or rstd is missing");
+  op.mean = parameter(mean, op.storage, op.sources * op.tokens);
+  op.rstd = parameter(rstd, op.storage, op.sources * op.tokens);
   return op;
 }
 
@@ -126,11 +127,9 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
                        OptionalTensor shift, bool norm, double eps, Tensor out, OptionalTensor mean,
                        OptionalTensor rstd) {
   std::vector<Matrix> source;
-  DepthMix op = separate(sources, weight, gain, shift, norm, source);
+  DepthMix op = separate(sources, weight, gain, shift, norm, mean, rstd, source);
   op.eps = eps;
   op.out = matrix(out, op.storage, op.tokens, op.dim);
-  op.mean = parameter(mean, op.storage, op.sources * op.tokens);
-  op.rstd = parameter(rstd, op.storage, op.sources * op.tokens);
   Chunks(op.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().depth_mix_forward(op, begin, end, chunk);
   });
@@ -141,14 +140,12 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
                         Tensor dout, std::vector<Tensor> dsources, OptionalTensor dweight,
                         OptionalTensor dgain, OptionalTensor dshift) {
   std::vector<Matrix> source, dsource;
-  DepthMix op = separate(sources, weight, gain, shift, norm, source);
+  DepthMix op = separate(sources, weight, gain, shift, norm, mean, rstd, source);
   // Either every source wants a gradient or none does.
   for (const Tensor& s : dsources) dsource.push_back(matrix(s, op.storage, op.tokens, op.dim));
   dsource.resize(sources.size());
   op.dsource = dsource.data();
   op.dout = matrix(dout, op.storage, op.tokens, op.dim);
-  op.mean = parameter(mean, op.storage, op.sources * op.tokens);
-  op.rstd = parameter(rstd, op.storage, op.sources * op.tokens);
   op.need_dweight = dweight.has_value();
   const int64_t count = op.sources * (op.per_channel ? op.dim : 1);
   const Chunks chunks(op.tokens, 8);

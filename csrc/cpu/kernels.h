@@ -70,7 +70,7 @@ struct Pull {
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read
-  bool per_channel, norm_source, reads_own;
+  bool per_channel, norm_source;
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;

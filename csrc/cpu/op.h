@@ -70,8 +70,17 @@ inline std::vector<Matrix> slots(const Tensor& buffer, const Indices& indices) {
 }
 
 inline void check_buffer(const Tensor& t) {
-  DEEPFAST_CHECK(t.is_cpu() && t.dim() == 3 && (t.stride(2) == 1 || t.size(2) == 1),
-                 "expected a CPU buffer of shape (N, T, D)");
+  DEEPFAST_CHECK(
+      t.is_cpu() && t.dim() == 3 && t.size(2) > 0 && (t.stride(2) == 1 || t.size(2) == 1),
+      "expected a CPU buffer of shape (N, T, D)");
+}
+
+// A buffer whose slots are like those of `states`.
+inline void check_buffer(const Tensor& t, const Tensor& states) {
+  check_buffer(t);
+  DEEPFAST_CHECK(storage_of(t) == storage_of(states) && t.size(1) == states.size(1) &&
+                     t.size(2) == states.size(2),
+                 "expected a buffer of the states' tokens, channels and dtype");
 }
 
 // A contiguous tensor of the compute type with `count` values, or null.
@@ -131,6 +140,8 @@ class Chunks {
   int64_t count() const { return count_; }
   template <class F>
   void run(const F& kernel) const {
+    // An unknown DEEPFAST_CPU_CAPABILITY is told here: the loop would swallow its message.
+    kernels();
     torch::stable::parallel_for(0, count_, 1, [&](int64_t first, int64_t last) {
       for (int64_t c = first; c < last; ++c)
         kernel(tokens_ * c / count_, tokens_ * (c + 1) / count_, c);

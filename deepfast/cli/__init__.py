@@ -1,7 +1,7 @@
 """The `deepfast` command: one file per subcommand.
 
-A subcommand's module has HELP (one line), EXAMPLE (a command line), `add_arguments(parser)` and
-`run(args) -> exit code`. It is imported only when it is asked for.
+A subcommand's module has a docstring for its help, EXAMPLE (a command line),
+`add_arguments(parser)` and `run(args) -> exit code`. It is imported only when it is asked for.
 """
 
 import argparse
@@ -21,7 +21,8 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code (0 done, 1 refused with a sentence)."""
+    """Runs the command line; returns the exit code (0 done, 1 refused with a sentence, 130
+    interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="deepfast", description="Very deep Transformers with fused depth connections."
@@ -45,7 +46,16 @@ def main(argv: list[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(f"deepfast {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has what it wanted. Python flushes once more at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         # What a user can mend is one sentence; DEEPFAST_DEBUG=1 shows where it came from.
         if os.environ.get("DEEPFAST_DEBUG"):

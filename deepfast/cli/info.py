@@ -41,6 +41,10 @@ def collect(device: str, dtype: torch.dtype) -> dict:
 
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: expected a device that is here, got 'cuda': no GPU found")
     dtype = getattr(torch, args.dtype, None)
     if dtype not in backend.DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in backend.DTYPES)

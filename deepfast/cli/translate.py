@@ -16,7 +16,7 @@ import torch
 
 from deepfast.data import DataError, Vocabulary, read_lines
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
-from deepfast.models.checkpoint import load_model
+from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import translate_nbest
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
@@ -63,6 +63,8 @@ def translate(
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     model, vocabulary = load_model(args.checkpoint, device)
+    if _lowercase(args.checkpoint):
+        lines = [line.lower() for line in lines]
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -93,11 +95,21 @@ def translate(
     return results
 
 
+def _lowercase(checkpoint: str) -> bool:
+    """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
+    recipe = read_checkpoint(checkpoint).get("recipe")
+    return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))
+
+
 def run(args: argparse.Namespace) -> int:
     # Before hours of translation, not after them.
     folder = os.path.dirname(args.output)
     if args.output != "-" and folder and not os.path.isdir(folder):
         raise ValueError(f"--output: expected a folder that exists, got {folder}")
+    if args.output != "-" and os.path.isdir(args.output):
+        raise ValueError(f"--output: expected a file, got the folder {args.output}")
+    if args.output != "-" and not os.access(folder or ".", os.W_OK):
+        raise ValueError(f"--output: expected a folder that can be written, got {folder or '.'}")
     lines = _standard_input() if args.input == "-" else read_lines(args.input)
     results = translate(args, lines, args.nbest)
     if args.nbest == 1:

@@ -164,7 +164,15 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         DataError: the folder is missing or not writable.
     """
-    path = Path(path)
+    # A link stays one: what it points to is written.
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        # A pipe or a device cannot be replaced, and must not be.
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        return
     # In the same folder: a rename across file systems is a copy, which is not atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -51,7 +51,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: there is no such file") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, pickle.UnpicklingError) as error:
+    except (
+        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         # What torch.save writes is a zip archive; one that holds objects is of another kind.
         if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
             raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error

@@ -255,6 +255,11 @@ class DLCL(nn.Module):
             )
         if not 0 <= k <= pushed:
             raise RuntimeError(f"DLCL: layer called out of order: expected index {pushed}, got {k}")
+        if k < pushed and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"DLCL: layer called out of order: expected index {pushed}, got {k}, which is "
+                "pushed already"
+            )
         if history.closed and k == pushed:
             raise RuntimeError("DLCL: this history is closed; make a new one")
         state = history.state

@@ -56,6 +56,7 @@ class _Boundary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(w, b, mean, rstd)
         ctx.state, ctx.k, ctx.dropout, ctx.shape = state, k, (dropout_p, seed), branch.shape
+        ctx.replay = replay
         ctx.dtypes = [None if p is None else p.dtype for p in (column, gain, shift)]
         ctx.out_dtypes = [None if p is None else p.dtype for p in (out_weight, out_bias)]
         return x, out, y.new_empty(0)
@@ -64,6 +65,11 @@ class _Boundary(torch.autograd.Function):
     @common.first_order("DLCL")
     def backward(ctx, dx, dout, _token):
         state, k = ctx.state, ctx.k
+        if ctx.replay:
+            raise RuntimeError(
+                "DLCL: backward through a boundary that was made again from the states; checkpoint "
+                "it with use_reentrant=False, and push each state once"
+            )
         w, b, mean, rstd = ctx.saved_tensors
         need = dict(
             zip(

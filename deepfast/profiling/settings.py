@@ -56,8 +56,10 @@ class Settings:
     """Of parameters and inputs of the sweep."""
 
     def __post_init__(self):
-        if self.minutes <= 0:
+        if not 0 < self.minutes < float("inf"):
             raise ValueError(f"--minutes: expected a number above 0, got {self.minutes}")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds: expected at least 1, got {self.rounds}")
         if not self.depths or min(self.depths) < 1:
             raise ValueError(f"--depths: expected layers, each at least 1, got {self.depths}")
         if self.memory_bytes is not None and self.memory_bytes < 1:

@@ -109,7 +109,8 @@ def check_config(path: Any, saved: dict[str, Any], config: TransformerConfig) ->
 
 def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of a run by step, oldest first, best and average left out."""
-    return sorted(Path(folder).glob("step-*.pt"))
+    # Digits alone: a copy that the user named step-00001000-good.pt is not ours to prune.
+    return sorted(Path(folder).glob(f"step-{'[0-9]' * 8}.pt"))
 
 
 def prune(folder: str | os.PathLike[str], keep: int) -> None:

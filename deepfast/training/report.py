@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -56,7 +57,11 @@ class Report:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif not self.quiet:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:
+                # Hours of training do not end because `| head` has seen enough.
+                self.quiet = True
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
@@ -67,13 +72,13 @@ class Report:
         try:
             self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
             self._stream.flush()
+            if self._board is not None:
+                for name, value in row.items():
+                    if isinstance(value, (int, float)) and name != "step":
+                        self._board.add_scalar(f"{event}/{name}", value, row["step"])
+                self._board.flush()
         except OSError as error:
             raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
-        if self._board is not None:
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(f"{event}/{name}", value, row["step"])
-            self._board.flush()
         line = describe(row)
         if event == "train" and self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=row["step"], line=line)
@@ -82,9 +87,12 @@ class Report:
 
     def close(self) -> None:
         """Ends the bar and the files; more than once does no harm."""
-        self._stream.close()
+        # On a full disk both fail once more, over the error that says so.
+        with contextlib.suppress(OSError):
+            self._stream.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -183,7 +183,7 @@ def test_foreign_ids_are_refused(tmp_path):
 
 def test_without_sentencepiece_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(MissingPackage, match=r"pip install deepfast\[train\]") as caught:
+    with pytest.raises(MissingPackage, match=r"pip install 'deepfast\[train\]'") as caught:
         Vocabulary.train(SENTENCES, 100)
     assert isinstance(caught.value, DataError)
     assert isinstance(caught.value, ImportError)
