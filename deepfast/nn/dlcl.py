@@ -220,7 +220,9 @@ class DLCL(nn.Module):
             need_weight_grad=weight.requires_grad and torch.is_grad_enabled(),
         )
 
-    def _check_input(self, y: Tensor, residual: Tensor | None, dropout_p: float) -> None:
+    def _check_input(
+        self, y: Tensor, residual: Tensor | None, dropout_p: float, out_norm: OutNorm | None
+    ) -> None:
         common.check_tensor("DLCL", "the layer's output", y)
         if y.shape[-1] != self.dim:
             raise ValueError(f"DLCL: expected (..., {self.dim}), got {tuple(y.shape)}")
@@ -229,6 +231,15 @@ class DLCL(nn.Module):
             common.check_tensor("DLCL", "residual", residual)
         if y.device != self.weight.device:
             raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
+        if out_norm is None:
+            return
+        if not isinstance(out_norm, OutNorm):
+            raise TypeError(
+                f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output()), "
+                f"got {type(out_norm).__name__}"
+            )
+        for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
+            common.check_parameter("DLCL", f"out_norm.{name}", p, (self.dim,), y.device)
 
     def _check_order(self, y: Tensor, residual: Tensor | None, history: DepthHistory, index) -> int:
         """The index k of this push, which must be the next one, or a repeated one."""
@@ -303,7 +314,7 @@ class DLCL(nn.Module):
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
         """
-        self._check_input(y, residual, dropout_p)
+        self._check_input(y, residual, dropout_p, out_norm)
         y, residual = common.autocast(y, residual)
         k = self._check_order(y, residual, history, index)
         if history.state is None:

@@ -80,6 +80,8 @@ def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) ->
 def check_parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> None:
     if p is None:
         return
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor or None, got {type(p).__name__}")
     if tuple(p.shape) != shape:
         raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
     if p.device != device:

@@ -98,6 +98,7 @@ def depth_mix(
     for k, source in enumerate(sources[1:], 1):
         common.check_like("depth_mix", f"sources[{k}]", source, "sources[0]", first)
     count, dim = len(sources), first.shape[-1]
+    common.check_tensor("depth_mix", "weight", weight)
     if tuple(weight.shape) not in ((count,), (count, dim)):
         raise ValueError(
             f"depth_mix: weight must be ({count},) or ({count}, {dim}), got {tuple(weight.shape)}"

@@ -66,11 +66,13 @@ def _child(sizes: str, seconds: float) -> tuple[dict | None, str]:
     )  # fmt: skip
     try:
         out, errors = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        # The C++ compiler that the child started is in its group.
+    except BaseException as error:
+        # On Ctrl-C too: the C++ compiler that the child started is in a group of its own.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return None, f"did not finish in {seconds:.0f} s"
     if child.returncode != 0:
         last = (errors.strip().splitlines() or ["no message"])[-1]

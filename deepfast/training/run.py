@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepfast.data import Vocabulary
+from deepfast.data.text import write_atomically
 from deepfast.models.checkpoint import load_model
 from deepfast.training.checkpoint import (
     STEP_FILE,
@@ -107,8 +108,13 @@ class _Run:
         self.trainer = Trainer(recipe, corpus, device)
         self.changed: list[str] = []
         if content is not None:
-            self.trainer.load_state_dict(content, self.saved)
-            self.changed = differences(content["recipe"], recipe.to_dict())
+            try:
+                self.trainer.load_state_dict(content, self.saved)
+                self.changed = differences(content["recipe"], recipe.to_dict())
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
+                ) from error
         self.report = Report(
             self.folder,
             total_steps=self.section.max_steps,
@@ -144,7 +150,7 @@ class _Run:
 
     def _introduce(self) -> None:
         trainer, say = self.trainer, self.report.say
-        (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), "utf-8")
+        write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
         for line in trainer.corpus.summary:
             say(line)

@@ -60,8 +60,10 @@ def test_round_trip(model, content, save, vocabulary):
 
 def test_it_can_be_trained_on(content, save):
     model, _ = load_model(save(content))
-    model.train()(SOURCE, TARGET).sum().backward()
+    before = model.embedding.weight.detach().clone()
+    model.train()(SOURCE, TARGET).square().sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model.embedding.weight, before)
 
 
 def test_bfloat16_weights(content, save):

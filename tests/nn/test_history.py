@@ -726,3 +726,26 @@ def test_reentrant_checkpointing_of_the_layer_alone(backend):
     want = run(lambda f, x: f(x))
     got = run(lambda f, x: checkpoint(f, x, use_reentrant=True))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_repeated_push_outside_recomputation_is_an_error(backend):
+    dlcl, h = DLCL(2, DIM, backend=backend), history()
+    dlcl(leaf(), h, index=0)
+    with pytest.raises(RuntimeError, match="out of order: expected index 1, got 0"):
+        dlcl(leaf(), h, index=0)
+
+
+def test_reentrant_checkpointing_around_a_push_is_an_error(backend):
+    """Its repeated push would take part in backward, with the wrong gradients."""
+    dlcl, layer = DLCL(1, DIM, norm=None, learnable=False, backend=backend), Layer(DIM)
+    h, y = history(), leaf()
+    y = checkpoint(lambda y: layer(dlcl(y, h, index=0)), y, use_reentrant=True)
+    out = dlcl(y, h, index=1)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("out_norm", [torch.nn.LayerNorm(DIM), (1, 2)])
+def test_refuses_an_output_norm_of_another_kind(out_norm):
+    with pytest.raises(TypeError, match="out_norm must be an OutNorm"):
+        DLCL(2, DIM)(leaf(), history(), out_norm=out_norm)
