@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure(config):
+    # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(2)
 
 
