@@ -2,7 +2,7 @@
 
 A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. What a model needs:
 
-    format       "deepfast-checkpoint" (or "deepfast checkpoint")
+    format       "deepfast-checkpoint"
     version      1
     config       the fields of `TransformerConfig`
     model        the model's state dict
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .transformer import CONFIG_FIELDS, Transformer, TransformerConfig
 
-FORMATS = ("deepfast-checkpoint", "deepfast checkpoint")
+FORMAT = "deepfast-checkpoint"
 VERSION = 1
 
 
@@ -60,7 +60,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a deepfast checkpoint, got a file of another kind"
         ) from error
-    if not isinstance(content, dict) or content.get("format") not in FORMATS:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
     version = content.get("version")
     if not isinstance(version, int) or version < 1:

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from deepfast.models import TransformerConfig
-from deepfast.models.checkpoint import read_checkpoint
+from deepfast.models.checkpoint import FORMAT, VERSION, read_checkpoint
 from deepfast.training.errors import CheckpointError
 
-FORMAT, VERSION = "deepfast checkpoint", 1
 KEYS = ("step", "config", "model", "vocabulary", "recipe")
 STEP_FILE = "step-{:08d}.pt"
 
