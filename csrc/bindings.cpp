@@ -17,11 +17,11 @@
 STABLE_TORCH_LIBRARY(deepfast, m) {
   m.def(
       "layer_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, "
-      "float dropout_p, int seed, Tensor(a!)? sum, Tensor(b!) y, Tensor(c!) mean, "
+      "float dropout_p, Tensor? seed, Tensor(a!)? sum, Tensor(b!) y, Tensor(c!) mean, "
       "Tensor(d!) rstd) -> ()");
   m.def(
       "layer_norm_backward(Tensor sum, Tensor dy, Tensor? dsum, Tensor? weight, Tensor mean, "
-      "Tensor rstd, float dropout_p, int seed, Tensor(a!)? dx, Tensor(b!)? dresidual, "
+      "Tensor rstd, float dropout_p, Tensor? seed, Tensor(a!)? dx, Tensor(b!)? dresidual, "
       "Tensor(c!)? dweight, Tensor(d!)? dbias) -> ()");
   m.def("advise_states(Tensor states) -> ()");
   m.def(
@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(deepfast, m) {
       "Tensor weight, Tensor? gain, Tensor? shift, Tensor(a!) out, int[] out_rows, "
       "bool accumulate, Tensor(b!)? dweight) -> ()");
   m.def(
-      "boundary_forward(Tensor? branch, Tensor? residual, float dropout_p, int seed, "
+      "boundary_forward(Tensor? branch, Tensor? residual, float dropout_p, Tensor? seed, "
       "Tensor(a!) states, int slot, int[] near, Tensor weight, int row, Tensor? gain, "
       "Tensor? shift, bool norm_source, float source_eps, Tensor? partial, Tensor? out_weight, "
       "Tensor? out_bias, float out_eps, Tensor(b!)? x, Tensor(c!)? out, "
@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY(deepfast, m) {
       "boundary_backward(Tensor states, int slot, int[] near, Tensor weight, int row, "
       "Tensor? gain, Tensor? shift, bool norm_source, Tensor? partial, Tensor? out_weight, "
       "Tensor? out_bias, Tensor? source_rstd, Tensor? out_mean, Tensor? out_rstd, "
-      "float dropout_p, int seed, Tensor? dx, Tensor? dout, Tensor(a!) grads, int grad_slot, "
+      "float dropout_p, Tensor? seed, Tensor? dx, Tensor? dout, Tensor(a!) grads, int grad_slot, "
       "int column, int[] pull_rows, int[] pull_slots, Tensor? pulled, Tensor(b!)? dbranch, "
       "Tensor(c!)? dresidual, Tensor(d!)? dweight, Tensor(e!)? dgain, Tensor(f!)? dshift, "
       "Tensor(g!)? dout_weight, Tensor(h!)? dout_bias) -> ()");

@@ -1,12 +1,14 @@
 """Which implementation serves an op, and why each other one does not.
 
-``backend=None`` chooses the first of `BACKENDS` that can serve; the environment variable
-DEEPFAST_BACKEND overrides every choice left open. Nothing falls back in silence: `explain` gives
-the reason for every backend refused, `deepfast info` prints them, `record` tells what ran.
+``backend=None`` chooses the first of `BACKENDS` that can serve and is a default there; the
+environment variable DEEPFAST_BACKEND overrides every choice left open. Nothing falls back in
+silence: `explain` gives the reason for every backend passed over, `deepfast info` prints them,
+`record` tells what ran.
 """
 
 import contextlib
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ import torch
 
 from deepfast.reference import launchers as _reference
 
-BACKENDS = ("cuda", "triton", "cpu", "reference")
+BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
+"""In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
 
 OPS = {
     "layer_norm": ("layer_norm_forward", "layer_norm_backward"),
@@ -28,8 +31,13 @@ OPS = {
         "pull_rows",
         "advise_states",
     ),
+    "attention": ("attention_forward", "attention_backward"),
 }
-"""The launches behind each op."""
+"""The launches behind each op; norm_linear is made of layer_norm's."""
+
+PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
+"""Ops that a GPU backend serves by default: their tests passed on a GPU, and bench/results/ holds
+the run."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -64,45 +72,114 @@ def _check_parallel() -> None:
 _check_parallel()
 
 
+@functools.cache
+def _triton_module(name: str):
+    """(kernel file, None), or (None, why it does not load)."""
+    try:
+        return importlib.import_module(f"deepfast.kernels.{name}"), None
+    except ImportError as error:
+        return None, f"deepfast.kernels.{name} does not load ({error})"
+
+
+def _triton_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    if dtype == torch.float64:
+        return "Triton kernels compute in float32"
+    if device_type != "cuda" and not (device_type == "cpu" and _triton_interpreted()):
+        return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
+    return _triton_module(op)[1]
+
+
+def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+    if op != "attention":
+        return f"{backend} is torch's attention, not {op}"
+    if backend == "sdpa":
+        return None
+    if device_type != "cuda":
+        return f"tensors are on {device_type}, not cuda"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"torch's varlen attention takes bfloat16 and float16, not {dtype}"
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"torch {torch.__version__} has no varlen attention"
+    return None
+
+
 def refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot serve ``op`` there, or None where it can."""
     if op not in OPS:
         raise BackendError(f"expected an op of {', '.join(OPS)}, got {op!r}")
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of float32, bfloat16, float16, float64"
-    if backend == "reference":
-        return None
-    if backend == "cpu":
-        if _C is None:
-            return _C_REASON
-        return None if device_type == "cpu" else f"tensors are on {device_type}, not cpu"
-    if backend in ("cuda", "triton"):
-        return f"{op} has no {backend} kernel in this version"
+    match backend:
+        case "reference":
+            return None
+        case "cpu":
+            if device_type != "cpu":
+                return f"tensors are on {device_type}, not cpu"
+            # Its attention is sdpa under another name, so that it serves every op.
+            return None if op == "attention" else _C_REASON
+        case "triton":
+            return _triton_refusal(op, device_type, dtype)
+        case "varlen" | "sdpa":
+            return _torch_refusal(op, backend, device_type, dtype)
+        case "cuda":
+            return f"{op} has no cuda kernel in this version"
     return f"expected one of {', '.join(BACKENDS)}"
 
 
+def reserve(op: str, backend: str, device_type: str) -> str | None:
+    """Why ``backend``, which can serve, is not a default, or None where it is one."""
+    ask = f"ask for it with backend={backend!r}"
+    if backend == "triton" and device_type != "cuda":
+        return f"Triton's interpreter is for tests; {ask}"
+    if backend in PROVED and op not in PROVED[backend]:
+        return f"not proved on a GPU yet; {ask}"
+    if backend == "varlen":
+        return f"not measured against sdpa yet; {ask}"
+    return None
+
+
 def explain(op: str, device_type: str, dtype: torch.dtype) -> dict[str, str | None]:
-    """For every backend the reason it cannot serve, None where it can."""
-    return {name: refusal(op, name, device_type, dtype) for name in BACKENDS}
+    """For every backend the reason it is passed over, None where it is not."""
+    return {
+        name: refusal(op, name, device_type, dtype) or reserve(op, name, device_type)
+        for name in BACKENDS
+    }
 
 
 @functools.cache
 def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype):
-    reasons = explain(op, device_type, dtype)
-    names = BACKENDS if requested is None else (requested,)
-    for name in names:
-        if reasons.get(name, "") is None:
-            return name, _launchers(op, name)
     if requested is not None and requested not in BACKENDS:
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)}, got {requested!r}")
-    why = "; ".join(f"{name}: {reasons[name]}" for name in names)
+    reasons = explain(op, device_type, dtype)
+    if requested is not None:
+        reasons = {requested: refusal(op, requested, device_type, dtype)}
+    for name, reason in reasons.items():
+        if reason is None:
+            return name, _launchers(op, name)
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise BackendError(f"{op}: no backend can serve {dtype} on {device_type} ({why})")
 
 
-def _launchers(op: str, name: str) -> SimpleNamespace:
-    if name == "reference":
-        return SimpleNamespace(**{f: getattr(_reference, f) for f in OPS[op]})
-    return SimpleNamespace(**{f: getattr(torch.ops.deepfast, f).default for f in OPS[op]})
+def _launchers(op: str, name: str) -> SimpleNamespace | None:
+    """The launches of ``op``; torch's own attention has none."""
+    if name in ("varlen", "sdpa") or (name == "cpu" and op == "attention"):
+        return None
+    if name == "cpu":
+        return SimpleNamespace(**{f: getattr(torch.ops.deepfast, f).default for f in OPS[op]})
+    modules = [_reference] if name == "reference" else _triton_modules(op)
+    return SimpleNamespace(
+        **{f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
+    )
+
+
+def _triton_modules(op: str) -> list:
+    """The boundary's own kernels, and the mixing of rows it shares with depth_mix."""
+    names = ("boundary", "depth_mix") if op == "boundary" else (op,)
+    return [_triton_module(name)[0] for name in names]
 
 
 _records: list[list[tuple[str, str]]] = []

@@ -21,7 +21,8 @@ def _no_override(monkeypatch):
 @pytest.mark.parametrize("op", backend.OPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_compiled_backend_is_the_default_on_a_cpu(op, dtype):
-    assert backend.choose(op, None, "cpu", dtype)[0] == "cpu"
+    default = "sdpa" if op == "attention" else "cpu"
+    assert backend.choose(op, None, "cpu", dtype)[0] == default
 
 
 @pytest.mark.parametrize("op", backend.OPS)
@@ -46,6 +47,12 @@ def every_op(**kwargs):
     x = torch.randn(3, 4, requires_grad=True)
     ops.layer_norm(x, None, None, **kwargs).sum().backward()
     ops.depth_mix([x, x], torch.ones(2), **kwargs).sum().backward()
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    q = x.view(3, 2, 2)
+    ops.attention(
+        q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3, **kwargs
+    ).sum().backward()
+    ops.norm_linear(x, None, None, torch.ones(2, 4), **kwargs).sum().backward()
     dlcl, history = DLCL(1, 4, **kwargs), DepthHistory()
     dlcl(torch.tanh(dlcl(x, history)), history).sum().backward()
 
@@ -67,20 +74,22 @@ def test_an_argument_comes_before_the_override(monkeypatch):
 
 @pytest.mark.parametrize("op", ["layer_norm", "depth_mix", "boundary"])
 def test_the_override_refuses_with_the_reason(monkeypatch, op):
-    monkeypatch.setenv("DEEPFAST_BACKEND", "triton")
+    monkeypatch.setenv("DEEPFAST_BACKEND", "varlen")
     x = torch.randn(3, 4)
     run = {
         "layer_norm": lambda: ops.layer_norm(x, None, None),
         "depth_mix": lambda: ops.depth_mix([x], torch.ones(1)),
         "boundary": lambda: DLCL(1, 4)(x, DepthHistory()),
     }[op]
-    with pytest.raises(BackendError, match=f"{op} has no triton kernel"):
+    with pytest.raises(BackendError, match=f"varlen is torch's attention, not {op}"):
         run()
 
 
 def test_an_unknown_override_is_an_error(monkeypatch):
     monkeypatch.setenv("DEEPFAST_BACKEND", "fast")
-    with pytest.raises(BackendError, match=r"expected one of cuda, triton, cpu, ref.*got 'fast'"):
+    with pytest.raises(
+        BackendError, match=r"expected one of cuda, triton, varlen, sdpa, cpu, ref.*got 'fast'"
+    ):
         ops.layer_norm(torch.randn(3, 4), None, None)
 
 
@@ -119,7 +128,10 @@ def test_the_reference_serves_on_any_device():
     assert {name for _, name in seen} == {"reference"}
 
 
-@pytest.mark.parametrize("name", sorted({f for group in backend.OPS.values() for f in group}))
+COMPILED = sorted(f for op, group in backend.OPS.items() if op != "attention" for f in group)
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_reference_launchers_have_the_signatures_of_the_compiled_ops(name):
     schema = getattr(torch.ops.deepfast, name).default._schema
     assert list(inspect.signature(getattr(launchers, name)).parameters) == [

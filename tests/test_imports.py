@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def test_no_other_packages_kernels_and_no_path_tricks(name):
 
 
 def test_kernels_import_torch_and_triton_only():
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
     files = sorted((ROOT / "kernels").rglob("*.py"))
     assert files
     for path in files:
@@ -127,7 +129,7 @@ def test_kernels_import_torch_and_triton_only():
                 names = [] if node.level else [node.module]
             else:
                 continue
-            assert {n.split(".")[0] for n in names} <= {"torch", "triton", "math"}, path
+            assert {n.split(".")[0] for n in names} <= allowed, path
 
 
 def extras():
@@ -138,14 +140,21 @@ def extras():
     return {{"pyyaml": "yaml"}.get(n, n.replace("-", "_")) for n in names} - {"numpy"}
 
 
-# numpy is torch's own optional dependency: torch imports it where it is there.
+# numpy and triton are torch's own optional dependencies: torch imports them where they are there.
 @pytest.mark.parametrize("module", ["deepfast", "deepfast.models", "deepfast.backend"])
 def test_importing_needs_torch_alone(python, module):
     script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = set(python("-c", script).stdout.split())
     assert "torch" in loaded
     assert not loaded & extras()
-    assert not loaded & {"triton", "kernels"}
+    assert "kernels" not in loaded
+
+
+def test_importing_loads_no_kernels(python):
+    """Triton's kernels are loaded when the first of them is asked for."""
+    script = "import sys, deepfast; print(*sys.modules)"
+    loaded = python("-c", script).stdout.split()
+    assert not [name for name in loaded if name.startswith("deepfast.kernels")]
 
 
 def test_importing_changes_nothing(python):

@@ -6,34 +6,26 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__)
-#define DEEPFAST_HOST_DEVICE __host__ __device__
-#else
-#define DEEPFAST_HOST_DEVICE
-#endif
-
 namespace deepfast {
 
 constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;
 constexpr int kPhiloxRounds = 10;
 
+// Turns a counter of four words into four random ones. `Word` is 64 bits, or a vector of those, and
+// only its low half counts: a product then stays where its factors were, and both its halves are
+// next round's words without being taken apart. `multiply` gives the product of two low halves.
 // `static` keeps a copy of its own in every translation unit, whatever its instruction set.
-DEEPFAST_HOST_DEVICE static inline void philox4x32(uint64_t seed, const uint32_t counter[4],
-                                                   uint32_t out[4]) {
-  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+template <class Word, class Multiply>
+static inline void philox4x32(uint64_t seed, Word c[4], const Multiply& multiply) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(kPhiloxM0) * c0;
-    const uint64_t p1 = static_cast<uint64_t>(kPhiloxM1) * c2;
-    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(p1);
-    c3 = static_cast<uint32_t>(p0);
-    k0 += kPhiloxW0;
-    k1 += kPhiloxW1;
+    const Word p0 = multiply(c[0], kPhiloxM0), p1 = multiply(c[2], kPhiloxM1);
+    c[0] = (p1 >> 32) ^ c[1] ^ uint64_t { k0 };
+    c[2] = (p0 >> 32) ^ c[3] ^ uint64_t { k1 };
+    c[1] = p1, c[3] = p0;
+    k0 += kPhiloxW0, k1 += kPhiloxW1;
   }
-  out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
 }  // namespace deepfast

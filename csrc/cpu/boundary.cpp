@@ -13,7 +13,7 @@ struct Operands {
   Operands(const Tensor& states, int64_t slot_index, const Indices& near, const Weights& w,
            int64_t row, const OptionalTensor& gain_all, const OptionalTensor& shift_all,
            bool norm_source, const OptionalTensor& partial, const OptionalTensor& out_weight,
-           const OptionalTensor& out_bias, double dropout_p, int64_t seed) {
+           const OptionalTensor& out_bias, double dropout_p, const OptionalTensor& seed) {
     const Storage storage = storage_of(states);
     const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
     source = slots(states, near);
@@ -25,7 +25,7 @@ struct Operands {
     op.near = static_cast<int64_t>(near.size());
     op.per_channel = w.width > 1;
     op.norm_source = norm_source;
-    op.dropout = {static_cast<uint64_t>(seed), dropout_p};
+    op.dropout = dropout(seed, dropout_p);
     op.state = slot(states, slot_index);
     op.source = source.data();
     op.gain = gain.data();
@@ -38,12 +38,12 @@ struct Operands {
 };
 
 void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
-                      int64_t seed, Tensor states, int64_t slot_index, Indices near, Tensor weight,
-                      int64_t row, OptionalTensor gain, OptionalTensor shift, bool norm_source,
-                      double source_eps, OptionalTensor partial, OptionalTensor out_weight,
-                      OptionalTensor out_bias, double out_eps, OptionalTensor x, OptionalTensor out,
-                      OptionalTensor source_rstd, OptionalTensor out_mean,
-                      OptionalTensor out_rstd) {
+                      OptionalTensor seed, Tensor states, int64_t slot_index, Indices near,
+                      Tensor weight, int64_t row, OptionalTensor gain, OptionalTensor shift,
+                      bool norm_source, double source_eps, OptionalTensor partial,
+                      OptionalTensor out_weight, OptionalTensor out_bias, double out_eps,
+                      OptionalTensor x, OptionalTensor out, OptionalTensor source_rstd,
+                      OptionalTensor out_mean, OptionalTensor out_rstd) {
   check_buffer(states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2);
@@ -73,11 +73,11 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
                        OptionalTensor gain, OptionalTensor shift, bool norm_source,
                        OptionalTensor partial, OptionalTensor out_weight, OptionalTensor out_bias,
                        OptionalTensor source_rstd, OptionalTensor out_mean, OptionalTensor out_rstd,
-                       double dropout_p, int64_t seed, OptionalTensor dx, OptionalTensor dout,
-                       Tensor grads, int64_t grad_slot, int64_t column, Indices pull_rows,
-                       Indices pull_slots, OptionalTensor pulled, OptionalTensor dbranch,
-                       OptionalTensor dresidual, OptionalTensor dweight, OptionalTensor dgain,
-                       OptionalTensor dshift, OptionalTensor dout_weight,
+                       double dropout_p, OptionalTensor seed, OptionalTensor dx,
+                       OptionalTensor dout, Tensor grads, int64_t grad_slot, int64_t column,
+                       Indices pull_rows, Indices pull_slots, OptionalTensor pulled,
+                       OptionalTensor dbranch, OptionalTensor dresidual, OptionalTensor dweight,
+                       OptionalTensor dgain, OptionalTensor dshift, OptionalTensor dout_weight,
                        OptionalTensor dout_bias) {
   check_buffer(states);
   check_buffer(grads, states);

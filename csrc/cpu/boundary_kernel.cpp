@@ -51,7 +51,7 @@ DEEPFAST_INLINE void push(const Boundary& op, int64_t t, compute_t<T>* row) {
   using A = compute_t<T>;
   const int64_t dim = op.dim;
   load_row(row_of<T>(op.branch, t), row, dim);
-  if (op.dropout.p > 0) dropout_row<A>(op.dropout, t, row, dim);
+  if (op.dropout.threshold > 0) dropout_row<A>(op.dropout, t, row, dim);
   if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, dim);
   T* state = row_of<T>(op.state, t);
   if (op.norm_source) {
@@ -175,7 +175,7 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
     if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim);
     if (op.dresidual.data != nullptr) store_row(u.get(), row_of<T>(op.dresidual, t), dim);
     if (op.dbranch.data != nullptr) {
-      if (f.dropout.p > 0) dropout_row<A>(f.dropout, t, u, dim);
+      if (f.dropout.threshold > 0) dropout_row<A>(f.dropout, t, u, dim);
       store_row(u.get(), row_of<T>(op.dbranch, t), dim);
     }
   }

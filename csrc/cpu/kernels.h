@@ -17,10 +17,12 @@ struct Matrix {
   int64_t row_stride = 0;
 };
 
-// Dropout by counter: element (t, d) is kept when philox(seed, t, d) >= threshold.
+// Dropout by counter: element (t, d) is kept, times `scale`, when its draw of 16 bits is at least
+// `threshold`. A threshold of 0 drops nothing.
 struct Dropout {
   uint64_t seed = 0;
-  double p = 0.0;
+  int32_t threshold = 0;
+  double scale = 1.0;
 };
 
 // Every `void*` below that is not a Matrix points to the compute type: fp32, or fp64 for f64.

@@ -5,7 +5,7 @@ namespace deepfast {
 namespace {
 
 void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
-                        OptionalTensor bias, double eps, double dropout_p, int64_t seed,
+                        OptionalTensor bias, double eps, double dropout_p, OptionalTensor seed,
                         OptionalTensor sum, Tensor y, Tensor mean, Tensor rstd) {
   const Storage storage = storage_of(x);
   const int64_t tokens = x.size(0), dim = x.size(1);
@@ -13,7 +13,7 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
   op.storage = storage;
   op.dim = dim;
   op.eps = eps;
-  op.dropout = {static_cast<uint64_t>(seed), dropout_p};
+  op.dropout = dropout(seed, dropout_p);
   op.x = matrix(x, storage, tokens, dim);
   op.residual = matrix(residual, storage, tokens, dim);
   op.sum = matrix(sum, storage, tokens, dim);
@@ -28,7 +28,7 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
 }
 
 void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTensor weight,
-                         Tensor mean, Tensor rstd, double dropout_p, int64_t seed,
+                         Tensor mean, Tensor rstd, double dropout_p, OptionalTensor seed,
                          OptionalTensor dx, OptionalTensor dresidual, OptionalTensor dweight,
                          OptionalTensor dbias) {
   const Storage storage = storage_of(sum);
@@ -39,7 +39,7 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   LayerNorm op{};
   op.storage = storage;
   op.dim = dim;
-  op.dropout = {static_cast<uint64_t>(seed), dropout_p};
+  op.dropout = dropout(seed, dropout_p);
   op.sum = matrix(sum, storage, tokens, dim);
   op.dy = matrix(dy, storage, tokens, dim);
   op.dsum = matrix(dsum, storage, tokens, dim);

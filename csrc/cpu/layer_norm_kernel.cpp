@@ -21,7 +21,7 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     if (!plain) {
       load_row(row_of<T>(op.x, t), row.get(), dim);
-      if (op.dropout.p > 0) dropout_row<A>(op.dropout, t, row, dim);
+      if (op.dropout.threshold > 0) dropout_row<A>(op.dropout, t, row, dim);
       if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row.get(), dim);
       store_row(row.get(), row_of<T>(op.sum, t), dim);
     }
@@ -47,7 +47,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
   using A = compute_t<T>;
   const int64_t dim = op.dim;
   const A* weight = at<A>(op.weight, 0);
-  const bool dropout = op.dropout.p > 0;
+  const bool dropout = op.dropout.threshold > 0;
   A mean[kRows], rstd[kRows], mean_g[kRows], mean_gn[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);

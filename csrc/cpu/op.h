@@ -92,6 +92,19 @@ inline void* parameter(const OptionalTensor& t, Storage storage, int64_t count) 
   return t->mutable_data_ptr();
 }
 
+// The seed of a mask is a tensor, so that a device can read it without waiting for the host; where
+// nothing is dropped it may be missing.
+inline Dropout dropout(const OptionalTensor& seed, double p) {
+  constexpr double kRange = 65536;
+  if (p == 0) return {};
+  DEEPFAST_CHECK(seed.has_value(), "dropout_p is ", p, " and the seed is missing");
+  DEEPFAST_CHECK(seed->is_cpu() && seed->dim() == 0 && seed->scalar_type() == ScalarType::Long,
+                 "expected the seed as a CPU tensor of one int64 and no dimensions");
+  const auto threshold = static_cast<int32_t>(p * kRange + 0.5);
+  return {static_cast<uint64_t>(*seed->const_data_ptr<int64_t>()), threshold,
+          threshold < kRange ? kRange / (kRange - threshold) : 0.0};
+}
+
 // Pointers to rows of `width` values of a parameter; null where the parameter is absent.
 inline std::vector<const void*> rows_of(const void* base, const Indices& indices, int64_t width,
                                         int64_t value_size) {

@@ -30,28 +30,50 @@ DEEPFAST_INLINE void store_row(const A* row, T* p, int64_t dim) {
   for_lanes<A>(dim, [&](auto lanes, int64_t d) { store(lanes, p + d, load(lanes, row + d)); });
 }
 
-// Multiplies row `t` by its dropout mask: 0 or 1 / (1 - p).
+// Channels whose draws are made at once.
+constexpr int kDraws = 128;
+
+// Draws of 16 bits for the kDraws channels of token `t` from `first` on, a multiple of 8: channel
+// 8a + 2w + h takes half h, the low one first, of word w of counter (a, t mod 2^32, t div 2^32, 0).
+DEEPFAST_INLINE void draw_bits(uint64_t seed, int64_t t, int64_t first, uint16_t* draws) {
+  constexpr int N = kLanes<uint64_t>, kCounters = kDraws / 8;
+  using Words = vec_t<uint64_t, N>;
+  constexpr uint64_t kWord = 0xffffffffu;
+  const auto token = static_cast<uint64_t>(t);
+  Words lane;
+  for (int i = 0; i < N; ++i) lane[i] = i;
+  // Two words of a counter make one value of 64 bits.
+  uint64_t low[kCounters], high[kCounters], words[2 * kCounters];
+  for (int i = 0; i < kCounters; i += N) {
+    Words c[4] = {lane + static_cast<uint64_t>(first / 8 + i), Words{} + (token & kWord),
+                  Words{} + (token >> 32), Words{}};
+    philox4x32(seed, c, multiply_low_halves<N>);
+    const Words c01 = (c[0] & kWord) | (c[1] << 32), c23 = (c[2] & kWord) | (c[3] << 32);
+    memcpy(low + i, &c01, sizeof(Words));
+    memcpy(high + i, &c23, sizeof(Words));
+  }
+  for (int i = 0; i < kCounters; ++i) words[2 * i] = low[i], words[2 * i + 1] = high[i];
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a word comes first");
+  memcpy(draws, words, sizeof(words));
+}
+
+// Row `t` under its dropout mask: scaled where a channel is kept, 0 elsewhere whatever stood there.
 template <class A>
 inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) {
-  const double scaled = dropout.p * 4294967296.0;
-  const uint32_t threshold = scaled >= 4294967295.0 ? 0xffffffffu : static_cast<uint32_t>(scaled);
-  const A scale = dropout.p < 1.0 ? static_cast<A>(1.0 / (1.0 - dropout.p)) : A(0);
-  const uint32_t t_low = static_cast<uint32_t>(t), t_high = static_cast<uint32_t>(t >> 32);
-  // 64 channels at a time, one counter for four: the compiler turns this loop into vectors.
-  constexpr int kGroups = 16;
-  uint32_t draw[4][kGroups];
-  for (int64_t start = 0; start < dim; start += 4 * kGroups) {
-    for (int i = 0; i < kGroups; ++i) {
-      const uint32_t counter[4] = {static_cast<uint32_t>(start / 4 + i), t_low, t_high, 0};
-      uint32_t out[4];
-      philox4x32(dropout.seed, counter, out);
-      for (int j = 0; j < 4; ++j) draw[j][i] = out[j];
-    }
-    const int64_t n = dim - start < 4 * kGroups ? dim - start : 4 * kGroups;
-    // Channel start + j * kGroups + i takes word j of counter i.
-    const uint32_t* flat = &draw[0][0];
-    for (int64_t i = 0; i < n; ++i)
-      row[start + i] = flat[i] >= threshold ? row[start + i] * scale : A(0);
+  const A scale = static_cast<A>(dropout.scale);
+  uint16_t draws[kDraws];
+  for (int64_t first = 0; first < dim; first += kDraws) {
+    draw_bits(dropout.seed, t, first, draws);
+    A* x = row + first;
+    for_lanes<A>(dim - first < kDraws ? dim - first : kDraws, [&](auto lanes, int64_t i) {
+      const auto scaled = load(lanes, x + i) * scale;
+      // Integers as wide as A: a comparison of those can select lanes of A.
+      using Wide = decltype(scaled == scaled);
+      vec_t<uint16_t, decltype(lanes)::n> draw;
+      memcpy(&draw, draws + i, sizeof(draw));
+      const auto kept = __builtin_convertvector(draw, Wide) >= dropout.threshold;
+      store(lanes, x + i, kept ? scaled : broadcast(lanes, A(0)));
+    });
   }
 }
 

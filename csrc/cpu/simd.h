@@ -11,7 +11,7 @@
 #include <new>
 #include <utility>
 
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -207,6 +207,24 @@ DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> broadcast(Lanes<N>, A a) {
   return vec_t<A, N>{} + a;
+}
+
+// The product of the low 32 bits of each lane with b: one instruction, which compilers do not find.
+template <int N>
+DEEPFAST_INLINE vec_t<uint64_t, N> multiply_low_halves(vec_t<uint64_t, N> a, uint32_t b) {
+  using U = vec_t<uint64_t, N>;
+  const U factor = U{} + uint64_t{b};
+#if defined(__AVX512F__)
+  if constexpr (N == 8)
+    return bits_as<U>(_mm512_mul_epu32(bits_as<__m512i>(a), bits_as<__m512i>(factor)));
+#elif defined(__AVX2__)
+  if constexpr (N == 4)
+    return bits_as<U>(_mm256_mul_epu32(bits_as<__m256i>(a), bits_as<__m256i>(factor)));
+#elif defined(__SSE2__)
+  if constexpr (N == 2)
+    return bits_as<U>(_mm_mul_epu32(bits_as<__m128i>(a), bits_as<__m128i>(factor)));
+#endif
+  return (a & uint64_t{0xffffffffu}) * factor;
 }
 
 #if defined(__has_builtin)

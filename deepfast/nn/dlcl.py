@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast.ops import _common as common
-from deepfast.ops.boundary import OutNorm, boundary
-from deepfast.ops.depth_state import DepthState, default_block
+from deepfast.ops.boundary import OutNorm, boundary, parameters
+from deepfast.ops.depth_state import DepthState, Schedule, default_block
 from deepfast.reference.layer_norm import compute_dtype
 
 from .history import DepthHistory
+from .traced import traced
 
 
 @functools.cache
@@ -142,6 +143,9 @@ class DLCL(nn.Module):
 
         rows = num_layers + 1
         self.pattern = depth_pattern(rows, window, dilation, period)
+        # Made when first needed, the same in every pass.
+        self._masks: dict[torch.device, Tensor] = {}
+        self._schedules: dict[int, Schedule] = {}
         extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
         self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
         if norm is None:
@@ -167,11 +171,19 @@ class DLCL(nn.Module):
                 self.norm_weight.fill_(1.0)
                 self.norm_bias.zero_()
 
-    def _mask(self, device) -> Tensor:
-        mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
-        for row, sources in enumerate(self.pattern):
-            mask[row, list(sources)] = True
-        return mask.to(device)
+    def _mask(self, device: torch.device) -> Tensor:
+        """(L+1, L+1) bool: inside the pattern."""
+        if device not in self._masks:
+            mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
+            for row, sources in enumerate(self.pattern):
+                mask[row, list(sources)] = True
+            self._masks[device] = mask.to(device)
+        return self._masks[device]
+
+    def _schedule(self, block: int) -> Schedule:
+        if block not in self._schedules:
+            self._schedules[block] = Schedule(self.pattern, block)
+        return self._schedules[block]
 
     def effective_weight(self) -> Tensor:
         """W as it is applied: masked to the pattern and, if asked for, softmaxed by row.
@@ -190,49 +202,50 @@ class DLCL(nn.Module):
         """First push: reads the parameters once for the whole pass."""
         weight = self.effective_weight()
         dtype = compute_dtype(y.dtype)
-        gain = shift = None
         rows = self.num_layers + 1
-        normalised = (False,) * rows
-        if self.norm == "pre":
-            normalised = (self.normalize_embedding,) + (True,) * self.num_layers
+        # Index 0 has no norm of its own unless it is asked for.
+        norms = (self.normalize_embedding,) + (True,) * self.num_layers
+        none = (False,) * rows
+        gain = shift = None
+        if self.norm is not None:
             # Copies: a parameter changed before backward must not change this pass.
             gain, shift = (
                 p.detach().to(dtype, copy=True).contiguous()
                 for p in (self.norm_weight, self.norm_bias)
             )
-            if not self.normalize_embedding:
+            if self.norm == "pre" and not self.normalize_embedding:
                 gain[0], shift[0] = 1.0, 0.0
-            history.gains = self.norm_weight.unbind(0)
-            history.shifts = self.norm_bias.unbind(0)
+        pre, post = self.norm == "pre", self.norm == "post"
+        learning = torch.is_grad_enabled()
         _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype)
         history.owner = self
-        history.columns = weight.unbind(1)
         history.state = DepthState(
             weight=weight.detach().to(dtype, copy=True).contiguous(),
-            gain=gain,
-            shift=shift,
-            normalised=normalised,
-            pattern=self.pattern,
+            gain=gain if pre else None,
+            shift=shift if pre else None,
+            normalised=norms if pre else none,
+            schedule=self._schedule(history.block or default_block(rows)),
             eps=self.eps,
-            block=history.block or default_block(rows),
             inplace=history.inplace,
             launch=launch,
-            need_weight_grad=weight.requires_grad and torch.is_grad_enabled(),
+            own_norms=norms if post else none,
+            own_weight=gain if post else None,
+            own_bias=shift if post else None,
+            need_weight_grad=learning and weight.requires_grad,
+            need_norm_grad=learning
+            and self.norm is not None
+            and (self.norm_weight.requires_grad or self.norm_bias.requires_grad),
         )
+        history.token = parameters(history.state, weight, self.norm_weight, self.norm_bias)
+        history.token_grad = history.token is not None
 
-    def _check_input(
-        self, y: Tensor, residual: Tensor | None, dropout_p: float, out_norm: OutNorm | None
-    ) -> None:
-        common.check_tensor("DLCL", "the layer's output", y)
+    def _check_input(self, y: Tensor) -> None:
         if y.shape[-1] != self.dim:
             raise ValueError(f"DLCL: expected (..., {self.dim}), got {tuple(y.shape)}")
-        common.check_dropout("DLCL", dropout_p)
-        if residual is not None:
-            common.check_tensor("DLCL", "residual", residual)
         if y.device != self.weight.device:
             raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
-        if out_norm is None:
-            return
+
+    def _check_out_norm(self, out_norm: OutNorm, y: Tensor) -> None:
         if not isinstance(out_norm, OutNorm):
             raise TypeError(
                 f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output()), "
@@ -241,12 +254,20 @@ class DLCL(nn.Module):
         for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
             common.check_parameter("DLCL", f"out_norm.{name}", p, (self.dim,), y.device)
 
-    def _check_order(self, y: Tensor, residual: Tensor | None, history: DepthHistory, index) -> int:
+    def _check_alike(self, y: Tensor, state: DepthState) -> None:
+        """Every state of a pass has the tokens, dtype and device of the first."""
+        if state.states is None:
+            return
+        shape, got = tuple(state.states.shape[1:]), (y.numel() // self.dim, self.dim)
+        if shape != got or state.states.dtype != y.dtype or state.states.device != y.device:
+            raise ValueError(
+                f"DLCL: every state of a pass must be alike: expected {shape[0]} tokens of "
+                f"{state.states.dtype} on {state.states.device}, got {got[0]} of {y.dtype} on "
+                f"{y.device}"
+            )
+
+    def _check_order(self, history: DepthHistory, index: int | None) -> int:
         """The index k of this push, which must be the next one, or a repeated one."""
-        if not isinstance(history, DepthHistory):
-            raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
-        if residual is not None:
-            common.check_like("DLCL", "residual", residual, "the branch", y)
         if history.owner is not None and history.owner is not self:
             raise RuntimeError(
                 "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
@@ -273,18 +294,8 @@ class DLCL(nn.Module):
             )
         if history.closed and k == pushed:
             raise RuntimeError("DLCL: this history is closed; make a new one")
-        state = history.state
-        if state is None or state.states is None:
-            if state is not None:
-                raise RuntimeError("DLCL: this history's backward has ended; make a new one")
-            return k
-        shape, got = tuple(state.states.shape[1:]), (y.numel() // self.dim, self.dim)
-        if shape != got or state.states.dtype != y.dtype or state.states.device != y.device:
-            raise ValueError(
-                f"DLCL: every state of a pass must be alike: expected {shape[0]} tokens of "
-                f"{state.states.dtype} on {state.states.device}, got {got[0]} of {y.dtype} on "
-                f"{y.device}"
-            )
+        if history.state is not None and pushed and history.state.states is None:
+            raise RuntimeError("DLCL: this history's backward has ended; make a new one")
         return k
 
     def forward(
@@ -295,7 +306,7 @@ class DLCL(nn.Module):
         index: int | None = None,
         residual: Tensor | None = None,
         dropout_p: float = 0.0,
-        seed: int | None = None,
+        seed: int | Tensor | None = None,
         out_norm: OutNorm | None = None,
         want_x: bool = True,
     ) -> Tensor | tuple[Tensor | None, Tensor]:
@@ -314,47 +325,61 @@ class DLCL(nn.Module):
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
         """
-        self._check_input(y, residual, dropout_p, out_norm)
+        if torch.compiler.is_compiling():
+            return traced(self, y, history, residual, dropout_p, seed, out_norm, want_x)
+        common.check_tensor("DLCL", "the layer's output", y)
+        if residual is not None:
+            common.check_tensor("DLCL", "residual", residual)
         y, residual = common.autocast(y, residual)
-        k = self._check_order(y, residual, history, index)
-        if history.state is None:
-            self._begin(y, history)
-        replay = k < len(history)
-        pre = self.norm == "pre" and history.state.normalised[k]
-        own_norm = None
-        if self.norm == "post" and (k > 0 or self.normalize_embedding):
-            if out_norm is not None:
-                raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
-            own_norm = OutNorm(self.norm_weight[k], self.norm_bias[k], self.eps)
-        if replay and history.columns is None:
-            # Recomputation: the node made here is thrown away, its results alone are used. It
-            # needs inputs of the same kind, so that it saves what the first one saved.
-            column = torch.empty(0, requires_grad=self.weight.requires_grad)
-            gain, shift = (self.norm_weight[k], self.norm_bias[k]) if pre else (None, None)
+        k = self._index(y, residual, history, index, dropout_p, out_norm)
+        state = history.state
+        p = dropout_p if self.training else 0.0
+        if p == 0:
+            seed = None
         else:
-            column = history.columns[k]
-            gain, shift = (history.gains[k], history.shifts[k]) if pre else (None, None)
+            seed = state.seed(k) if seed is None else common.draw_seed(seed, y.device)
+        replay = k < state.pushed
+        token = history.token
+        if replay:
+            # The node made here is thrown away, its results alone are used. It needs inputs of the
+            # same kind, so that it saves what the first one saved.
+            token = torch.empty(0, requires_grad=history.token_grad)
         x, out, token = boundary(
-            history.state,
-            k,
-            y,
-            residual=residual,
-            column=column,
-            gain=gain,
-            shift=shift,
-            out_norm=out_norm or own_norm,
-            want_x=want_x and own_norm is None,
-            dropout_p=dropout_p if self.training else 0.0,
-            seed=seed,
-            token=history.token,
-        )
+            state, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
+            seed=seed, token=token,
+        )  # fmt: skip
         if not replay:
             history.token = token
+            history.token_grad = token.requires_grad
             if k == self.num_layers:
                 history.close()
-        if own_norm is not None:
+        if state.own_norms[k]:
             return out
         return x if out_norm is None else (x, out)
+
+    def _index(self, y, residual, history, index, dropout_p, out_norm) -> int:
+        """The index k of this push, with everything checked; what a push like the one before
+        cannot have wrong is passed over."""
+        if not isinstance(history, DepthHistory):
+            raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
+        kind = y.shape, y.dtype, y.device
+        alike = history.owner is self and history.kind == kind
+        if not alike:
+            self._check_input(y)
+        common.check_dropout("DLCL", dropout_p)
+        if residual is not None:
+            common.check_like("DLCL", "residual", residual, "the branch", y)
+        if out_norm is not None:
+            self._check_out_norm(out_norm, y)
+        k = self._check_order(history, index)
+        if history.state is None:
+            self._begin(y, history)
+            history.kind = kind
+        elif not alike:
+            self._check_alike(y, history.state)
+        if out_norm is not None and history.state.own_norms[k]:
+            raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
+        return k
 
     def extra_repr(self) -> str:
         return (

@@ -26,18 +26,21 @@ class DepthHistory:
         self.inplace = inplace
         self.block = block
         self.owner: object | None = None
-        # The state is what autograd nodes hold; carriers and token belong to the graph. Keeping
-        # them apart keeps the graph free of reference cycles.
+        # The state is what autograd nodes hold; the token belongs to the graph. Keeping them apart
+        # keeps the graph free of reference cycles.
         self.state: DepthState | None = None
-        self.columns: tuple[Tensor, ...] | None = None
-        self.gains: tuple[Tensor | None, ...] | None = None
-        self.shifts: tuple[Tensor | None, ...] | None = None
         self.token: Tensor | None = None
+        self.token_grad = False
+        # Shape, dtype and device of the first push.
+        self.kind: tuple | None = None
+        # What a traced pass keeps instead: W as applied, and the states as they are mixed.
+        self.traced_weight: Tensor | None = None
+        self.traced: list[Tensor] = []
         self.closed = False
 
     def __len__(self) -> int:
         """States pushed so far."""
-        return 0 if self.state is None else self.state.pushed
+        return len(self.traced) if self.state is None else self.state.pushed
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +57,7 @@ class DepthHistory:
         refers to this history, which would keep each other alive. ``with DepthHistory() as h:``
         closes it too.
         """
-        self.columns = self.gains = self.shifts = self.token = None
+        self.token = self.traced_weight = None
         self.closed = True
 
     def __enter__(self) -> "DepthHistory":

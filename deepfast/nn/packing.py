@@ -5,34 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-class _Gather(torch.autograd.Function):
-    """Rows ``indices`` of a matrix; the indices are distinct, so backward only writes."""
-
-    @staticmethod
-    def forward(ctx, x, indices):
-        ctx.save_for_backward(indices)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, indices)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (indices,) = ctx.saved_tensors
-        return _Scatter.apply(grad, indices, ctx.rows), None
-
-
-class _Scatter(torch.autograd.Function):
-    """A matrix of ``rows`` rows, zero but for rows ``indices``."""
-
-    @staticmethod
-    def forward(ctx, x, indices, rows):
-        ctx.save_for_backward(indices)
-        return x.new_zeros(rows, x.shape[1]).index_copy_(0, indices, x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (indices,) = ctx.saved_tensors
-        return _Gather.apply(grad, indices), None, None
+from deepfast.ops.packed import Gather, Scatter
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +42,11 @@ class Packing:
     def pack(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D) to (T, D)."""
         x = x_BSD.reshape(self.batch * self.length, x_BSD.shape[-1])
-        return x if self.indices is None else _Gather.apply(x, self.indices)
+        return x if self.indices is None else Gather.apply(x, self.indices)
 
     def unpack(self, x_TD: Tensor) -> Tensor:
         """(T, D) to (B, S, D), zero at padding."""
         x = x_TD
         if self.indices is not None:
-            x = _Scatter.apply(x_TD, self.indices, self.batch * self.length)
+            x = Scatter.apply(x_TD, self.indices, self.batch * self.length)
         return x.view(self.batch, self.length, x_TD.shape[-1])

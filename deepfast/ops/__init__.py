@@ -1,6 +1,8 @@
 """Fused ops with autograd, to drop into any training code."""
 
+from .attention import attention
 from .depth_mix import depth_mix
 from .layer_norm import layer_norm
+from .norm_linear import norm_linear
 
-__all__ = ["depth_mix", "layer_norm"]
+__all__ = ["attention", "depth_mix", "layer_norm", "norm_linear"]

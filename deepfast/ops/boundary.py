@@ -2,7 +2,9 @@
 
 In the chain ``boundary_l -> layer -> boundary_{l+1}`` the node of state k runs after every
 consumer of z_k, so it can pull that state's whole gradient. A token, an empty tensor handed from
-node to node, keeps that order even where a layer ignores its input.
+node to node, keeps that order even where a layer ignores its input. The chain of tokens starts at
+the node that holds the connection's parameters, so backward reaches it last, when every row's part
+of their gradients is there.
 """
 
 from typing import NamedTuple
@@ -22,113 +24,134 @@ class OutNorm(NamedTuple):
     eps: float
 
 
+class _Parameters(torch.autograd.Function):
+    """Where the gradients of depth weights and norms leave the engine."""
+
+    @staticmethod
+    def forward(ctx, state, weight, norm_weight, norm_bias):
+        ctx.state = state
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, norm_weight, norm_bias)]
+        return weight.new_empty(0)
+
+    @staticmethod
+    @common.first_order("DLCL")
+    def backward(ctx, _token):
+        grads = ctx.state.take_parameter_grads()
+        needs = ctx.needs_input_grad[1:]
+        return (
+            None,
+            *(
+                grad.to(dtype) if need else None
+                for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
+            ),
+        )
+
+
+def parameters(
+    state: DepthState, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
+) -> Tensor | None:
+    """The token that a pass starts with: backward through it brings the parameters' gradients.
+
+    weight: W as applied, (L+1, L+1) or (L+1, L+1, D). norm_weight, norm_bias: (L+1, D). None where
+    nothing is to be learned.
+    """
+    if not (state.need_weight_grad or state.need_norm_grad):
+        return None
+    return _Parameters.apply(state, weight, norm_weight, norm_bias)
+
+
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, state, k, want_x, dropout_p, seed, out_norm_eps, branch, residual, column, gain,
-        shift, out_weight, out_bias, token,
-    ):  # fmt: skip
-        replay = k < state.pushed
+    def forward(ctx, call, branch, residual, out_weight, out_bias, _token):
+        state, k, want_x, dropout_p, seed, out_eps = call
         y = common.rows(branch)
         rest = None if residual is None else common.rows(residual)
+        replay = k < state.pushed
         if not replay:
             state.open_slot(k, y)
-        w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
         # Results have the shape of the branch from the start: a view could not be changed in place.
-        x = y.new_empty(branch.shape) if want_x else None
-        out = mean = rstd = None
-        if out_norm_eps is not None:
-            out = y.new_empty(branch.shape)
+        x = x_rows = out = out_rows = w = b = mean = rstd = None
+        if want_x:
+            x = common.empty_contiguous(branch)
+            x_rows = x if y is branch else x.view(y.shape)
+        if out_eps is not None:
+            if out_weight is None:
+                w, b = state.own_norm(k)
+            else:
+                w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
+            out = common.empty_contiguous(branch)
+            out_rows = out if y is branch else out.view(y.shape)
             mean = state.weight.new_empty(y.shape[0])
             rstd = torch.empty_like(mean)
-        x_rows, out_rows = (None if r is None else r.view(y.shape) for r in (x, out))
+            ctx.save_for_backward(w, b, mean, rstd)
+            ctx.out_dtypes = [None if p is None else p.dtype for p in (out_weight, out_bias)]
         state.launch.boundary_forward(
             None if replay else y, rest, dropout_p, seed, state.states, k, state.near(k),
             state.weight, k, state.gain, state.shift, state.normalised[k], state.eps,
-            state.partial(k), w, b, out_norm_eps or 0.0, x_rows, out_rows, state.rstd[k], mean,
-            rstd,
+            state.partial(k), w, b, out_eps or 0.0, x_rows, out_rows, state.rstd[k], mean, rstd,
         )  # fmt: skip
         if not replay:
-            if any(ctx.needs_input_grad):
-                state.lowest = min(state.lowest, k)
+            if k < state.lowest and True in ctx.needs_input_grad:
+                state.lowest = k
             if k == state.rows - 1:
                 state.finish_forward()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(w, b, mean, rstd)
-        ctx.state, ctx.k, ctx.dropout, ctx.shape = state, k, (dropout_p, seed), branch.shape
-        ctx.replay = replay
-        ctx.dtypes = [None if p is None else p.dtype for p in (column, gain, shift)]
-        ctx.out_dtypes = [None if p is None else p.dtype for p in (out_weight, out_bias)]
-        return x, out, y.new_empty(0)
+        ctx.call, ctx.shape, ctx.replay = call, branch.shape, replay
+        return x, out, torch.empty(0)
 
     @staticmethod
     @common.first_order("DLCL")
     def backward(ctx, dx, dout, _token):
-        state, k = ctx.state, ctx.k
+        state, k, _, dropout_p, seed, _ = ctx.call
         if ctx.replay:
             raise RuntimeError(
                 "DLCL: backward through a boundary that was made again from the states; checkpoint "
                 "it with use_reentrant=False, and push each state once"
             )
-        w, b, mean, rstd = ctx.saved_tensors
-        need = dict(
-            zip(
-                ("branch", "residual", "column", "gain", "shift", "out_weight", "out_bias"),
-                ctx.needs_input_grad[6:13],
-                strict=True,
-            )
-        )
+        w, b, mean, rstd = ctx.saved_tensors or (None,) * 4
+        need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
         state.enter(k, torch._C._current_graph_task_id())
         like = state.states[k]
         if dx is None and dout is None:
             dx = torch.zeros_like(like)
         dx, dout = (None if g is None else common.rows(g) for g in (dx, dout))
 
-        def empty(name, shape):
-            return shape.new_empty(shape.shape) if need[name] else None
+        def fresh(need):
+            return like.new_empty(ctx.shape) if need else None
 
-        channels = state.weight.new_empty(like.shape[1])
-        dbranch = empty("branch", like)
-        same = ctx.dropout[0] == 0 and need["branch"]
-        dresidual = dbranch if same and need["residual"] else empty("residual", like)
-        dgain, dshift = empty("gain", channels), empty("shift", channels)
-        dout_weight = dout_bias = None
-        if dout is not None:
-            dout_weight, dout_bias = empty("out_weight", channels), empty("out_bias", channels)
+        # One tensor for both inputs where they are alike: two views of it would be taken by two
+        # leaves as gradients of their own, and share memory ever after.
+        shared = dropout_p == 0 and need_branch and need_residual
+        dbranch = fresh(need_branch)
+        dresidual = None if shared else fresh(need_residual)
+        dgain, dshift, dout_weight, dout_bias = state.norm_grads(
+            k, dout is not None, need_weight, need_bias
+        )
         pulls = state.near_pull(k)
         state.launch.boundary_backward(
             state.states, k, state.near(k), state.weight, k, state.gain, state.shift,
             state.normalised[k], state.partial(k) if dout is not None else None, w, b,
-            state.rstd[k], mean, rstd, *ctx.dropout, dx, dout, state.grads, state.grad_slot(k),
-            k, pulls, [state.grad_slot(r) for r in pulls], state.far_pull(k), dbranch,
-            None if dresidual is dbranch else dresidual, state.dweight, dgain, dshift,
-            dout_weight, dout_bias,
+            state.rstd[k], mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
+            k, pulls, [state.grad_slot(r) for r in pulls], state.far_pull(k),
+            *(None if g is None else g.view(like.shape) for g in (dbranch, dresidual)),
+            state.dweight, dgain, dshift, dout_weight, dout_bias,
         )  # fmt: skip
-        # One tensor for both inputs where they are alike: two views of it would be taken by two
-        # leaves as gradients of their own, and share memory ever after.
-        dbranch_out = None if dbranch is None else dbranch.view(ctx.shape)
-        dresidual_out = dbranch_out
-        if dresidual is not dbranch:
-            dresidual_out = None if dresidual is None else dresidual.view(ctx.shape)
-        dcolumn = None
-        if need["column"]:
-            dcolumn = state.dweight[:, k].to(ctx.dtypes[0], copy=True)
         state.leave(k)
-
-        def cast(grad, dtype):
-            return None if grad is None else grad.to(dtype)
-
+        if need_weight and dout_weight is not None:
+            dout_weight = dout_weight.to(ctx.out_dtypes[0])
+        if need_bias and dout_bias is not None:
+            dout_bias = dout_bias.to(ctx.out_dtypes[1])
         return (
-            *(None,) * 6,
-            dbranch_out,
-            dresidual_out if need["residual"] else None,
-            dcolumn,
-            cast(dgain, ctx.dtypes[1]),
-            cast(dshift, ctx.dtypes[2]),
-            cast(dout_weight, ctx.out_dtypes[0]),
-            cast(dout_bias, ctx.out_dtypes[1]),
+            None,
+            dbranch,
+            dbranch if shared else dresidual,
+            dout_weight if need_weight else None,
+            dout_bias if need_bias else None,
             None,
         )
+
+
+_apply = common.bare_apply(_Boundary)
 
 
 def boundary(
@@ -137,13 +160,10 @@ def boundary(
     branch: Tensor,
     *,
     residual: Tensor | None = None,
-    column: Tensor,
-    gain: Tensor | None = None,
-    shift: Tensor | None = None,
     out_norm: OutNorm | None = None,
     want_x: bool = True,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: Tensor | None = None,
     token: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Pushes ``y_k = residual + dropout(branch)`` and reads row k of the depth weights.
@@ -156,19 +176,18 @@ def boundary(
         state: the engine's memory of this forward pass.
         k: index of the state and of the row.
         branch, residual: (..., D).
-        column: ``W[:, k]``, (L+1,) or (L+1, D), the carrier of the weight's gradient.
-        gain, shift: (D,), the carriers of the gradients of state k's gain and shift.
-        out_norm: the next layer's first layer-norm.
+        out_norm: the next layer's first layer-norm. Where row k has a norm of its own
+            (``state.own_norms``), x is None and out is normed by that.
         want_x: whether x itself is wanted.
-        dropout_p, seed: of the mask on ``branch``.
-        token: the third result of the boundary before.
+        dropout_p, seed: of the mask on ``branch``; a 0-dim int64 tensor.
+        token: the third result of the boundary before, or of `parameters`.
 
     Returns:
         (x or None, out or None, token).
     """
-    out_weight, out_bias, eps = out_norm if out_norm is not None else (None, None, None)
-    seed = common.draw_seed(seed) if dropout_p > 0 else 0
-    return _Boundary.apply(
-        state, k, want_x, dropout_p, seed, eps, branch, residual, column, gain, shift,
-        out_weight, out_bias, token,
-    )  # fmt: skip
+    if state.own_norms[k]:
+        call = (state, k, False, dropout_p, seed, state.eps)
+        return _apply(call, branch, residual, None, None, token)
+    weight, bias, eps = (None, None, None) if out_norm is None else out_norm
+    call = (state, k, want_x, dropout_p, seed, eps)
+    return _apply(call, branch, residual, weight, bias, token)

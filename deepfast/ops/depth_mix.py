@@ -1,5 +1,6 @@
 """Depth mixing in functional form: a list of layer outputs in, their weighted sum out."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,52 +10,120 @@ from deepfast import backend as backends
 from deepfast.reference.layer_norm import compute_dtype
 
 from . import _common as common
+from ._register import register
 
 
-class _DepthMix(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, norm_weight, norm_bias, eps, launch, *sources):
-        dtype, shape = sources[0].dtype, sources[0].shape
-        rows = [common.rows(s) for s in sources]
-        norm = norm_weight is not None or norm_bias is not None
-        w, gain, shift = (common.parameter(p, dtype) for p in (weight, norm_weight, norm_bias))
-        out = sources[0].new_empty(shape)
-        mean = rstd = None
-        if norm:
-            mean = rows[0].new_empty(len(rows), len(rows[0]), dtype=compute_dtype(dtype))
-            rstd = torch.empty_like(mean)
-        launch.depth_mix_forward(
-            rows, w, gain, shift, norm, eps, out.view(rows[0].shape), mean, rstd
-        )
-        ctx.save_for_backward(w, gain, shift, mean, rstd, *rows)
-        ctx.norm, ctx.launch, ctx.shape = norm, launch, shape
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, norm_weight, norm_bias)]
-        return out
+def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
+    first = sources[0]
+    _, launch = backends.choose("depth_mix", backend, first.device.type, first.dtype)
+    rows = [common.rows(s) for s in sources]
+    norm = norm_weight is not None or norm_bias is not None
+    w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
+    out, mean, rstd = _fake(sources, weight, norm_weight, norm_bias, eps, backend)
+    launch.depth_mix_forward(
+        rows, w, gain, shift, norm, eps, out.view(rows[0].shape), *_statistics(norm, mean, rstd)
+    )
+    return out, mean, rstd
 
-    @staticmethod
-    @common.first_order("depth_mix")
-    def backward(ctx, dout):
-        w, gain, shift, mean, rstd, *rows = ctx.saved_tensors
-        need_weight, need_gain, need_shift = ctx.needs_input_grad[:3]
-        wanted = ctx.needs_input_grad[5:]
 
-        def empty(like):
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
+def _fake(sources, weight, norm_weight, norm_bias, eps, backend):
+    first = sources[0]
+    norm = norm_weight is not None or norm_bias is not None
+    # The second dimension of mean and rstd, and those after it, are the sources' tokens.
+    shape = (len(sources), *first.shape[:-1]) if norm else (0,)
+    mean = first.new_empty(shape, dtype=compute_dtype(first.dtype))
+    return first.new_empty(first.shape), mean, torch.empty_like(mean)
 
-        dsources = [empty(r) for r in rows] if any(wanted) else []
-        dweight = empty(w) if need_weight else None
-        dgain = empty(gain) if need_gain else None
-        dshift = empty(shift) if need_shift else None
-        ctx.launch.depth_mix_backward(
-            rows, w, gain, shift, ctx.norm, mean, rstd, common.rows(dout), dsources, dweight,
-            dgain, dshift,
-        )  # fmt: skip
-        grads = [None if g is None else g.to(d) for g, d in
-                 zip((dweight, dgain, dshift), ctx.dtypes, strict=True)]  # fmt: skip
-        back = [None] * len(rows)
-        for i, dsource in enumerate(dsources):
-            back[i] = dsource.view(ctx.shape) if wanted[i] else None
-        return (*grads, None, None, *back)
+
+def _statistics(norm: bool, mean: Tensor, rstd: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(K, T) views for the kernels."""
+    return (mean.flatten(1), rstd.flatten(1)) if norm else (None, None)
+
+
+def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
+    first = sources[0]
+    _, launch = backends.choose("depth_mix", backend, first.device.type, first.dtype)
+    rows = [common.rows(s) for s in sources]
+    norm = norm_weight is not None or norm_bias is not None
+    w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
+    results = _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend)
+    dsources, *params = results
+    launch.depth_mix_backward(
+        rows, w, gain, shift, norm, *_statistics(norm, mean, rstd), common.rows(dout),
+        [d.view(rows[0].shape) for d in dsources] if wants[0] else [],
+        *(p if want else None for p, want in zip(params, wants[1:], strict=True)),
+    )  # fmt: skip
+    return results
+
+
+def _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
+    first = sources[0]
+    dtype = compute_dtype(first.dtype)
+    dsources = [first.new_empty(first.shape if wants[0] else 0) for _ in sources]
+    params = (
+        first.new_empty(p.shape if want else 0, dtype=dtype)
+        for p, want in zip((weight, norm_weight, norm_bias), wants[1:], strict=True)
+    )
+    return dsources, *params
+
+
+def _flops(sources, *_, **__) -> int:
+    # Each element of each source is multiplied by its weight and added.
+    return 2 * len(sources) * math.prod(sources[0])
+
+
+_depth_mix_grad = register(
+    "depth_mix_grad(Tensor[] sources, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor mean, Tensor rstd, Tensor dout, bool[] wants, str? backend) "
+    "-> (Tensor[] dsources, Tensor dweight, Tensor dnorm_weight, Tensor dnorm_bias)",
+    _grad_forward,
+    fake=_grad_fake,
+    # The products with the output's gradient, for the sources and for the weight.
+    flops=lambda sources, *_, **__: 2 * _flops(sources),
+)
+
+
+def _setup(ctx, inputs, output):
+    sources, weight, norm_weight, norm_bias, _, backend = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(weight, norm_weight, norm_bias, mean, rstd, *sources)
+    ctx.backend = backend
+
+
+def _backward(ctx, dout, *_):
+    weight, norm_weight, norm_bias, mean, rstd, *sources = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if dout is None:
+        return [None] * len(sources), *(None,) * 5
+    wants = [any(needs[0]), *needs[1:4]]
+    dsources, *params = _depth_mix_grad(
+        sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, ctx.backend
+    )
+    return (
+        [d if need else None for d, need in zip(dsources, needs[0], strict=True)],
+        *(
+            d.to(p.dtype) if need else None
+            for d, p, need in zip(params, (weight, norm_weight, norm_bias), needs[1:4], strict=True)
+        ),
+        None,
+        None,
+    )
+
+
+def _cast(sources, *rest):
+    return list(common.autocast(*sources)), *rest
+
+
+_depth_mix = register(
+    "depth_mix(Tensor[] sources, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, "
+    "float eps, str? backend) -> (Tensor out, Tensor mean, Tensor rstd)",
+    _forward,
+    fake=_fake,
+    flops=_flops,
+    cast=_cast,
+    setup=_setup,
+    backward=_backward,
+)
 
 
 def depth_mix(
@@ -99,12 +168,12 @@ def depth_mix(
         common.check_like("depth_mix", f"sources[{k}]", source, "sources[0]", first)
     count, dim = len(sources), first.shape[-1]
     common.check_tensor("depth_mix", "weight", weight)
-    if tuple(weight.shape) not in ((count,), (count, dim)):
+    if tuple(weight.shape) != (count,) and tuple(weight.shape) != (count, dim):
         raise ValueError(
             f"depth_mix: weight must be ({count},) or ({count}, {dim}), got {tuple(weight.shape)}"
         )
     common.check_parameter("depth_mix", "weight", weight, tuple(weight.shape), first.device)
     common.check_parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
     common.check_parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)
-    _, launch = backends.choose("depth_mix", backend, first.device.type, first.dtype)
-    return _DepthMix.apply(weight, norm_weight, norm_bias, eps, launch, *sources)
+    (out,) = _depth_mix(sources, weight, norm_weight, norm_bias, eps, backend)
+    return out

@@ -46,6 +46,51 @@ def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
     return start, min(start + block, rows)
 
 
+class Schedule:
+    """Who reads what, and in which pass, for a pattern of depth weights in blocks of rows.
+
+    Args:
+        pattern: pattern[l], the states that row l reads, ascending.
+        block: rows per block.
+    """
+
+    def __init__(self, pattern: tuple[tuple[int, ...], ...], block: int):
+        self.rows, self.block = len(pattern), block
+        self.reads = tuple(frozenset(reads) for reads in pattern)
+        self.blocks = tuple(near_rows(block, row, self.rows) for row in range(self.rows))
+        """For every row the block [s, e) that it belongs to."""
+        self.near = tuple(
+            [k for k in reads if k >= start]
+            for reads, (start, _) in zip(pattern, self.blocks, strict=True)
+        )
+        """For every row the states of its own block that it reads."""
+        self._groups: dict[tuple, dict[tuple[int, ...], list[int]]] = {}
+
+    def far_reads(self, start: int, end: int) -> dict[tuple[int, ...], list[int]]:
+        """Rows of [start, end) to the states before the block that just these rows read."""
+        key = start, end
+        if key not in self._groups:
+            groups = self._groups[key] = defaultdict(list)
+            for k in range(start):
+                readers = tuple(r for r in range(start, end) if k in self.reads[r])
+                if readers:
+                    groups[readers].append(k)
+        return self._groups[key]
+
+    def far_readers(
+        self, start: int, stop: int, later: tuple[int, ...]
+    ) -> dict[tuple[int, ...], list[int]]:
+        """States of [start, stop) to the rows of ``later`` that read just these of them."""
+        key = start, stop, later
+        if key not in self._groups:
+            groups = self._groups[key] = defaultdict(list)
+            for row in later:
+                sources = tuple(j for j in range(start, stop) if j in self.reads[row])
+                if sources:
+                    groups[sources].append(row)
+        return self._groups[key]
+
+
 @dataclass(kw_only=True, eq=False)
 class DepthState:
     """States, gradients and partial sums of one forward pass."""
@@ -57,21 +102,29 @@ class DepthState:
     shift: Tensor | None
     normalised: tuple[bool, ...]
     """Whether state k is stored normalised."""
-    pattern: tuple[tuple[int, ...], ...]
-    """pattern[l]: the states that row l reads, ascending."""
+    schedule: Schedule
     eps: float
-    block: int
     inplace: bool
     launch: SimpleNamespace
+    own_norms: tuple[bool, ...]
+    """Whether row l's result passes through a norm of its own, ``own_weight[l]``."""
+    own_weight: Tensor | None = None
+    own_bias: Tensor | None = None
     need_weight_grad: bool = True
+    need_norm_grad: bool = True
 
     def __post_init__(self):
         self.rows = self.weight.shape[0]
+        self.near = self.schedule.near.__getitem__
         self.pushed = 0
         self.states: Tensor | None = None
         self.grads: Tensor | None = None
         self.dweight: Tensor | None = None
+        self.dgain: Tensor | None = None
+        self.dshift: Tensor | None = None
         self.rstd: list[Tensor | None] = [None] * self.rows
+        self._seeds: tuple[Tensor, ...] | None = None
+        self._drawer = -1
         self._partial: Tensor | None = None
         self._partial_block = -1
         self._pulled: Tensor | None = None
@@ -85,9 +138,22 @@ class DepthState:
 
     # ---- forward -------------------------------------------------------------------------------
 
+    def seed(self, k: int) -> Tensor:
+        """Of the dropout in front of state k. All are drawn at once from the device's generator,
+        by the first boundary that asks; asking again, it draws again, so that recomputation
+        leaves the generator where the first run left it."""
+        if self._seeds is None or self._drawer == k:
+            seeds = torch.randint(2**62, (self.rows,), device=self.weight.device)
+            if self._seeds is None:
+                self._seeds, self._drawer = seeds.unbind(0), k
+        return self._seeds[k]
+
+    def own_norm(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.own_weight[row], self.own_bias[row]
+
     def open_slot(self, k: int, y: Tensor) -> None:
         """Makes room for state k, shaped like y (T, D)."""
-        if self.released or any(self._consumed):
+        if self.released or (self._task is not None and any(self._consumed)):
             raise RuntimeError(
                 "DepthHistory: a backward pass has taken the states' slots, so no further state "
                 "can be pushed; use DepthHistory(inplace=False), or a new history"
@@ -96,29 +162,20 @@ class DepthState:
             # Slot l + 1 takes g_l when it is born, so the last row's gradient needs one more.
             slots = self.rows + 1 if self.inplace else self.rows
             self.states = empty_slots(slots, y)
+            if any(self.normalised):
+                self.rstd = list(self.weight.new_empty(self.rows, y.shape[0]).unbind(0))
             self.launch.advise_states(self.states)
-        if self.normalised[k]:
-            self.rstd[k] = self.weight.new_empty(y.shape[0])
         self.pushed = k + 1
-
-    def near(self, row: int) -> list[int]:
-        """The states of its own block that ``row`` reads."""
-        start, _ = near_rows(self.block, row, self.rows)
-        return [k for k in self.pattern[row] if k >= start]
 
     def partial(self, row: int) -> Tensor | None:
         """P_row, made for the whole block when its first row asks; None in the first block."""
-        start, end = near_rows(self.block, row, self.rows)
-        if start == 0:
-            return None
+        start, end = self.schedule.blocks[row]
         if self._partial_block != start:
+            groups = self.schedule.far_reads(start, end)
+            if not groups:
+                return None
             if self._partial is None:
-                self._partial = empty_slots(self.block, self.states[0])
-            groups = defaultdict(list)
-            for k in range(start):
-                readers = tuple(r for r in range(start, end) if k in self._reads[r])
-                if readers:
-                    groups[readers].append(k)
+                self._partial = empty_slots(self.schedule.block, self.states[0])
             self._launch_groups(
                 groups, self._partial, start, end,
                 lambda readers, sources, out, out_rows, accumulate: self.launch.mix_rows(
@@ -140,12 +197,6 @@ class DepthState:
         for targets, sources in groups.items():
             launch(targets, sources, out, [t - start for t in targets], True)
 
-    @property
-    def _reads(self) -> list[frozenset[int]]:
-        if not hasattr(self, "_reads_cache"):
-            self._reads_cache = [frozenset(p) for p in self.pattern]
-        return self._reads_cache
-
     def finish_forward(self) -> None:
         """Drops what only the forward pass needs."""
         self._partial, self._partial_block = None, -1
@@ -158,7 +209,7 @@ class DepthState:
             # A new backward pass: gradients of an earlier one are not of this one.
             self._task, self._pulled_block = task, -1
             self._live.clear()
-            self.dweight = None
+            self.dweight = self.dgain = self.dshift = None
         if self.inplace and (self.released or self._consumed[k]):
             raise RuntimeError(
                 "DepthHistory: a second backward through one forward pass needs its states, and "
@@ -168,25 +219,48 @@ class DepthState:
             self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
         if self.dweight is None and self.need_weight_grad:
             self.dweight = torch.zeros_like(self.weight)
+        if self.dgain is None and self.need_norm_grad:
+            self.dgain = self.weight.new_zeros(self.rows, self.states.shape[2])
+            self.dshift = torch.zeros_like(self.dgain)
+
+    def norm_grads(
+        self, k: int, has_out: bool, need_weight: bool, need_bias: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Where boundary k writes dgain, dshift, dout_weight and dout_bias."""
+        own = (None, None)
+        if self.need_norm_grad and (self.normalised[k] or self.own_norms[k]):
+            own = self.dgain[k], self.dshift[k]
+        if self.own_norms[k]:
+            return (None, None, *(own if has_out else (None, None)))
+        dim = self.weight.new_empty(self.states.shape[2]) if has_out else None
+        return (
+            *own,
+            dim if need_weight else None,
+            None if dim is None or not need_bias else torch.empty_like(dim),
+        )
+
+    def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
+        """Gradients of W, norm weights and norm biases, whole; they are the caller's now."""
+        grads = self.dweight, self.dgain, self.dshift
+        self.dweight = self.dgain = self.dshift = None
+        return grads
 
     def grad_slot(self, row: int) -> int:
         return row + 1 if self.inplace else row
 
     def far_pull(self, k: int) -> Tensor | None:
         """Later blocks' share of dz_k, made for the whole block when backward enters it."""
-        start, end = near_rows(self.block, k, self.rows)
-        later = [r for r in range(end, self.rows) if r in self._live]
-        if not later:
+        start, end = self.schedule.blocks[k]
+        if end == self.rows:
             return None
         if self._pulled_block != start:
-            if self._pulled is None:
-                self._pulled = empty_slots(self.block, self.states[0])
+            later = tuple(r for r in range(end, self.rows) if r in self._live)
             # Backward may have started inside this block: states after k have no use.
-            groups = defaultdict(list)
-            for row in later:
-                sources = tuple(j for j in range(start, k + 1) if j in self._reads[row])
-                if sources:
-                    groups[sources].append(row)
+            groups = self.schedule.far_readers(start, k + 1, later)
+            if not groups:
+                return None
+            if self._pulled is None:
+                self._pulled = empty_slots(self.schedule.block, self.states[0])
             self._launch_groups(
                 groups, self._pulled, start, k + 1,
                 lambda sources, rows, out, out_rows, accumulate: self.launch.pull_rows(
@@ -200,8 +274,9 @@ class DepthState:
 
     def near_pull(self, k: int) -> list[int]:
         """Rows of k's own block whose gradients are there and that read k, k's own row first."""
-        _, end = near_rows(self.block, k, self.rows)
-        return [r for r in range(k, end) if (r == k or r in self._live) and k in self._reads[r]]
+        _, end = self.schedule.blocks[k]
+        reads = self.schedule.reads
+        return [r for r in range(k, end) if (r == k or r in self._live) and k in reads[r]]
 
     def leave(self, k: int) -> None:
         """Row k's gradient is stored; with gradients in place, state k + 1 is gone."""
@@ -214,7 +289,6 @@ class DepthState:
         if k == self.lowest:
             self._partial, self._partial_block = None, -1
             self._pulled, self._pulled_block = None, -1
-            self.dweight = None
             if self.inplace:
                 self.states = self.grads = None
                 self.released = True

@@ -7,67 +7,135 @@ from deepfast import backend as backends
 from deepfast.reference.layer_norm import compute_dtype
 
 from . import _common as common
+from ._register import no_flops, register
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, dropout_p, seed, launch):
-        rows, rest = common.rows(x), None if residual is None else common.rows(residual)
-        w, b = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
-        # Without residual and dropout the sum is x itself.
-        changed = rest is not None or dropout_p > 0
-        # Results have the shape of x from the start: a view could not be changed in place.
-        y = x.new_empty(x.shape)
-        s = x.new_empty(x.shape) if changed else None
-        total = s.view(rows.shape) if changed else rows
-        mean = rows.new_empty(rows.shape[0], dtype=compute_dtype(x.dtype))
-        rstd = torch.empty_like(mean)
-        launch.layer_norm_forward(
-            rows, rest, w, b, eps, dropout_p, seed, total if changed else None,
-            y.view(rows.shape), mean, rstd,
-        )  # fmt: skip
-        ctx.save_for_backward(s if changed else x, w, mean, rstd)
-        ctx.dropout_p, ctx.seed, ctx.launch = dropout_p, seed, launch
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return y, s
+def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
+    _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype)
+    rows, rest = common.rows(x), None if residual is None else common.rows(residual)
+    w, b = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
+    y, s, mean, rstd = results = empty_results(
+        x, residual, weight, bias, eps, dropout_p, seed, backend
+    )
+    changed = rest is not None or dropout_p > 0
+    launch.layer_norm_forward(
+        rows, rest, w, b, eps, dropout_p, seed, s.view(rows.shape) if changed else None,
+        y.view(rows.shape), mean.view(-1), rstd.view(-1),
+    )  # fmt: skip
+    return results
 
-    @staticmethod
-    @common.first_order("layer_norm")
-    def backward(ctx, dy, dsum):
-        if dy is None and dsum is None:
-            return (None,) * 8
-        s, w, mean, rstd = ctx.saved_tensors
-        total, shape = common.rows(s), s.shape
-        need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-        dy = torch.zeros_like(total) if dy is None else common.rows(dy)
-        dsum = None if dsum is None else common.rows(dsum)
 
-        def empty(need, like):
-            fresh = torch.empty_like(like, memory_format=torch.contiguous_format)
-            return fresh if need else None
+def empty_results(x, residual, weight, bias, eps, dropout_p, seed, backend):
+    # Results have the shape of x from the start: a view could not be changed in place. Without
+    # residual and dropout the sum is x itself, and none is made.
+    s = x.new_empty(0 if residual is None and dropout_p == 0 else x.shape)
+    mean = x.new_empty(x.shape[:-1], dtype=compute_dtype(x.dtype))
+    return x.new_empty(x.shape), s, mean, torch.empty_like(mean)
 
-        dx = empty(need_x, total)
-        # Without dropout the two gradients are one.
-        dresidual = dx if ctx.dropout_p == 0 and need_x else empty(need_residual, total)
-        dim = mean.new_empty(total.shape[1])
-        dweight, dbias = empty(need_weight, dim), empty(need_bias, dim)
-        ctx.launch.layer_norm_backward(
-            total, dy, dsum, w, mean, rstd, ctx.dropout_p, ctx.seed, dx,
-            None if dresidual is dx else dresidual, dweight, dbias,
-        )  # fmt: skip
-        # The same tensor object, not two views: two leaves would each keep one as their gradient.
-        dx_out = None if dx is None else dx.view(shape)
-        dresidual_out = dx_out
-        if dresidual is not dx:
-            dresidual_out = None if dresidual is None else dresidual.view(shape)
-        return (
-            dx_out,
-            dresidual_out if need_residual else None,
-            dweight.to(ctx.dtypes[0]) if need_weight else None,
-            dbias.to(ctx.dtypes[1]) if need_bias else None,
-            *(None,) * 4,
-        )
+
+def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
+    _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype)
+    rows = common.rows(s)
+    results = empty_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend)
+    dx, dresidual, dweight, dbias = (
+        r if want else None for r, want in zip(results, wants, strict=True)
+    )
+    launch.layer_norm_backward(
+        rows, torch.zeros_like(rows) if dy is None else common.rows(dy),
+        None if dsum is None else common.rows(dsum), common.parameter(weight, s.dtype),
+        mean.view(-1), rstd.view(-1), dropout_p, seed, None if dx is None else dx.view(rows.shape),
+        None if dresidual is None else dresidual.view(rows.shape), dweight, dbias,
+    )  # fmt: skip
+    return results
+
+
+def empty_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
+    shapes = (s.shape, s.shape, s.shape[-1:], s.shape[-1:])
+    dtypes = (s.dtype, s.dtype, mean.dtype, mean.dtype)
+    return tuple(
+        s.new_empty(shape if want else 0, dtype=dtype)
+        for shape, dtype, want in zip(shapes, dtypes, wants, strict=True)
+    )
+
+
+_layer_norm_grad = register(
+    "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? weight, Tensor mean, "
+    "Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    compute_grads,
+    fake=empty_grads,
+    flops=no_flops,
+)
+
+
+def _setup(ctx, inputs, output):
+    x, _, weight, bias, _, dropout_p, seed, backend = inputs
+    _, s, mean, rstd = output
+    ctx.changed = inputs[1] is not None or dropout_p > 0
+    ctx.save_for_backward(s if ctx.changed else x, weight, mean, rstd, seed)
+    ctx.dropout_p, ctx.backend = dropout_p, backend
+    ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+
+
+def _backward(ctx, dy, dsum, *_):
+    if not ctx.changed:
+        dsum = None
+    if dy is None and dsum is None:
+        return (None,) * 8
+    s, weight, mean, rstd, seed = ctx.saved_tensors
+    wants = list(ctx.needs_input_grad[:4])
+    # Without dropout the two gradients are one: the same tensor object, not two views, which two
+    # leaves would each keep as a gradient of their own.
+    shared = ctx.dropout_p == 0 and wants[1]
+    if shared:
+        wants[:2] = True, False
+    dx, dresidual, dweight, dbias = _layer_norm_grad(
+        s, dy, dsum, weight, mean, rstd, ctx.dropout_p, seed, wants, ctx.backend
+    )
+    need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
+    return (
+        dx if need_x else None,
+        (dx if shared else dresidual) if need_residual else None,
+        dweight.to(ctx.dtypes[0]) if need_weight else None,
+        dbias.to(ctx.dtypes[1]) if need_bias else None,
+        *(None,) * 4,
+    )
+
+
+_layer_norm = register(
+    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, "
+    "float dropout_p, Tensor? seed, str? backend) "
+    "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
+    compute,
+    fake=empty_results,
+    flops=no_flops,
+    cast=lambda x, residual, *rest: (*common.autocast(x, residual), *rest),
+    setup=_setup,
+    backward=_backward,
+    public=2,
+)
+
+
+def check(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None, int]:
+    """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards."""
+    common.check_tensor(op, "x", x)
+    if residual is not None:
+        common.check_tensor(op, "residual", residual)
+    x, residual = common.autocast(x, residual)
+    if residual is not None:
+        common.check_like(op, "residual", residual, "x", x)
+    dim = x.shape[-1]
+    common.check_parameter(op, "weight", weight, (dim,), x.device)
+    common.check_parameter(op, "bias", bias, (dim,), x.device)
+    common.check_dropout(op, dropout_p)
+    return x, residual, dim
 
 
 def layer_norm(
@@ -79,7 +147,7 @@ def layer_norm(
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     training: bool = False,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Layer normalisation of ``s = residual + dropout(x)`` over the last dimension.
@@ -95,7 +163,8 @@ def layer_norm(
         residual: shaped like x. With it the sum is returned too.
         dropout_p: probability that an element of x becomes 0, while ``training``.
         training: whether dropout applies.
-        seed: of the dropout mask; None draws one from torch's CPU generator.
+        seed: of the dropout mask, an int or a 0-dim int64 tensor on x's device; None draws one
+            from torch's generator of that device.
         backend: see `deepfast.backend`.
 
     Returns:
@@ -107,17 +176,8 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
-    common.check_tensor("layer_norm", "x", x)
-    if residual is not None:
-        common.check_tensor("layer_norm", "residual", residual)
-    x, residual = common.autocast(x, residual)
-    if residual is not None:
-        common.check_like("layer_norm", "residual", residual, "x", x)
-    common.check_parameter("layer_norm", "weight", weight, (x.shape[-1],), x.device)
-    common.check_parameter("layer_norm", "bias", bias, (x.shape[-1],), x.device)
-    common.check_dropout("layer_norm", dropout_p)
+    x, residual, _ = check("layer_norm", x, residual, weight, bias, dropout_p)
     p = dropout_p if training else 0.0
-    _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype)
-    seed = common.draw_seed(seed) if p > 0 else 0
-    y, total = _LayerNorm.apply(x, residual, weight, bias, eps, p, seed, launch)
+    seed = common.draw_seed(seed, x.device) if p > 0 else None
+    y, total = _layer_norm(x, residual, weight, bias, eps, p, seed, backend)
     return y if residual is None else (y, total)

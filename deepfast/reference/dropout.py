@@ -18,7 +18,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return top >> 16, ((top & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:
+def philox(seed: int | Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:
     """Four words of 32 random bits, as int64, for each counter (c0, c1, c2, 0)."""
     c = [c0, c1, c2, torch.zeros_like(c0)]
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
@@ -30,22 +30,36 @@ def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:
     return c
 
 
-def dropout_mask(seed: int, tokens: int, dim: int, p: float, *, device=None) -> Tensor:
+def dropout_mask(
+    seed: int | Tensor, tokens: int, dim: int, p: float, *, device: torch.device | None = None
+) -> Tensor:
     """The factors dropout multiplies by: 0 with probability p, else 1 / (1 - p).
 
-    Channels are numbered in groups of 64: channel ``64 a + 16 j + i`` of token ``t`` takes word
-    ``j`` of counter ``(16 a + i, t mod 2^32, t div 2^32, 0)`` and is kept when that word is at
-    least ``p * 2^32``.
+    A draw has 16 bits, so p is rounded to ``threshold / 2^16``. Channel ``8 a + 2 w + h`` of token
+    ``t`` takes half ``h`` (0 the low one) of word ``w`` of the Philox counter
+    ``(a, t mod 2^32, t div 2^32, 0)`` under the key ``seed``, and is kept when that draw is at
+    least ``threshold``.
+
+    Args:
+        seed: 64 bits; a tensor of them, 0-dim int64 on ``device``, is not read on the host.
 
     Returns:
         (tokens, dim) float64.
     """
-    groups = -(-dim // 64)
-    counters = torch.arange(16 * groups, device=device).expand(tokens, -1)
+    groups = -(-dim // 8)
+    counters = torch.arange(groups, device=device).expand(tokens, -1)
     t = torch.arange(tokens, device=device).unsqueeze(1).expand_as(counters)
-    words = philox(seed, counters, t & _MASK, t >> 32)
-    draws = torch.stack([w.view(tokens, groups, 16) for w in words], dim=2)
-    draws = draws.reshape(tokens, 64 * groups)[:, :dim]
-    threshold = min(int(p * 2**32), _MASK)
-    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    words = torch.stack(philox(seed, counters, t & _MASK, t >> 32), dim=-1)
+    draws = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
+    draws = draws.view(tokens, 8 * groups)[:, :dim]
+    threshold = int(p * 65536 + 0.5)
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     return (draws >= threshold).double() * scale
+
+
+def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
+    """(T, D) ``x`` under its mask. A dropped element is 0 whatever it was, infinities included."""
+    if p == 0:
+        return x
+    mask = dropout_mask(seed, *x.shape, p, device=x.device).to(x.dtype)
+    return torch.where(mask > 0, x * mask, 0)

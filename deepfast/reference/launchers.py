@@ -2,23 +2,20 @@
 
 Serves where nothing is compiled, on any device and dtype; it is what each backend is tested
 against. Results go into tensors that the caller allocates. T tokens, D channels, storage dtype
-for states, compute dtype (fp32, or fp64) for weights, statistics and weight gradients.
+for states, compute dtype (fp32, or fp64) for weights, statistics and weight gradients; ``seed`` is
+a 0-dim int64 tensor, or None without dropout.
 """
 
+import torch
 from torch import Tensor
 
-from .dropout import dropout_mask
+from .attention import attention, scores, sentences, weight_masks
+from .dropout import dropout
 from .layer_norm import compute_dtype, normalise
 
 
 def _load(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x.dtype))
-
-
-def _drop(x: Tensor, p: float, seed: int) -> Tensor:
-    if p == 0:
-        return x
-    return x * dropout_mask(seed, x.shape[0], x.shape[1], p, device=x.device).to(x.dtype)
 
 
 def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -38,7 +35,7 @@ def _put(target: Tensor | None, value: Tensor) -> None:
 
 def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):
     """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``."""
-    s = _drop(_load(x), dropout_p, seed)
+    s = dropout(_load(x), dropout_p, seed)
     s = s if residual is None else s + _load(residual)
     if sum is not None:
         sum.copy_(s)
@@ -60,7 +57,7 @@ def layer_norm_backward(
     ds = _norm_backward(_affine(g, weight, None), n, rstd)
     ds = ds if dsum is None else ds + _load(dsum)
     _put(dresidual, ds)
-    _put(dx, _drop(ds, dropout_p, seed))
+    _put(dx, dropout(ds, dropout_p, seed))
 
 
 def _source(states, k, gain, shift):
@@ -127,7 +124,7 @@ def boundary_forward(
     is: the input of a layer is made again from the states.
     """
     if branch is not None:
-        y = _drop(_load(branch), dropout_p, seed)
+        y = dropout(_load(branch), dropout_p, seed)
         y = y if residual is None else y + _load(residual)
         if norm_source:
             y, _, rstd = normalise(y, source_eps)
@@ -171,7 +168,7 @@ def boundary_backward(
     u = u if gain is None else u * gain[column]
     u = _norm_backward(u, n, source_rstd) if norm_source else u
     _put(dresidual, u)
-    _put(dbranch, _drop(u, dropout_p, seed))
+    _put(dbranch, dropout(u, dropout_p, seed))
 
 
 def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
@@ -206,3 +203,35 @@ def depth_mix_backward(
         if dsources:
             u = u if gain is None else u * gain[k]
             dsources[k].copy_(_norm_backward(u, n, rstd[k]) if norm else u)
+
+
+def attention_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
+    seed, o, lse,
+):  # fmt: skip
+    """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
+    values = attention(
+        _load(q), _load(k), _load(v), cu_seqlens_q, cu_seqlens_k,
+        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+    )  # fmt: skip
+    _put(o, values[0])
+    _put(lse, values[1])
+
+
+def attention_backward(
+    q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
+    dropout_p, seed, dq, dk, dv,
+):  # fmt: skip
+    """Gradients of attention_forward from that of ``o``."""
+    masks = weight_masks(seed, q.shape[0], q.shape[1], max_seqlen_k, dropout_p, _load(q))
+    for a, b in sentences(cu_seqlens_q, cu_seqlens_k):
+        q_a, k_b, v_b, g = _load(q[a]), _load(k[b]), _load(v[b]), _load(do[a])
+        s = scores(q_a, k_b, causal, scale)
+        weights = (s - lse[:, a, None]).exp().masked_fill(s == -torch.inf, 0)
+        mask = masks[a, :, : s.shape[2]].transpose(0, 1)
+        dweights = torch.einsum("mhd,nhd->hmn", g, v_b) * mask
+        delta = (g * _load(o[a])).sum(-1).T
+        ds = scale * weights * (dweights - delta.unsqueeze(-1))
+        dq[a] = torch.einsum("hmn,nhd->mhd", ds, k_b)
+        dk[b] = torch.einsum("hmn,mhd->nhd", ds, q_a)
+        dv[b] = torch.einsum("hmn,mhd->nhd", weights * mask, g)

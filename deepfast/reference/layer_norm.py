@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .dropout import dropout_mask
+from .dropout import dropout
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,13 +32,11 @@ def layer_norm(
     *,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + dropout(x)``; returns ``(LN(s) * weight + bias, s)``, shaped like x."""
     s = x.to(compute_dtype(x.dtype))
-    if dropout_p > 0:
-        mask = dropout_mask(seed, s.numel() // s.shape[-1], s.shape[-1], dropout_p, device=s.device)
-        s = s * mask.view(s.shape).to(s.dtype)
+    s = dropout(s.reshape(-1, s.shape[-1]), dropout_p, seed).view(s.shape)
     if residual is not None:
         s = s + residual.to(s.dtype)
     s = s.to(x.dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deepfast import backend as backends
 from deepfast.backend import BackendError
 from deepfast.ops import layer_norm
 from deepfast.reference.dropout import dropout_mask
@@ -281,11 +282,58 @@ def dropped(x, p, backend, seed=None):
     )[1]  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", [1, 15, 16, 63, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW])
+@pytest.mark.parametrize("dim", [1, 7, 8, 9, 127, 128, 129, 300])
 @pytest.mark.parametrize("seed", [0, 7, 2**33 + 5, 2**63 - 1, -3])
-def test_dropout_mask_agrees_with_the_reference(backend, dim, seed):
-    x = torch.ones(70, dim, dtype=torch.float64)
-    assert torch.equal(dropped(x, 0.3, backend, seed), dropout_mask(seed, 70, dim, 0.3))
+def test_dropout_mask_agrees_with_the_reference(backend, dtype, dim, seed):
+    mask = dropout_mask(seed, 70, dim, 0.3).to(torch.promote_types(dtype, torch.float32))
+    x = torch.randn(70, dim).to(dtype)
+    assert torch.equal(dropped(x, 0.3, backend, seed), (x.to(mask.dtype) * mask).to(dtype))
+
+
+@pytest.mark.parametrize("p", [1e-6, 1e-3, 0.999, 1 - 1e-6])
+def test_dropout_rounds_its_probability_as_the_reference(backend, p):
+    x = torch.ones(40, 300, dtype=torch.float64)
+    assert torch.equal(dropped(x, p, backend, 5), dropout_mask(5, 40, 300, p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW])
+def test_what_is_dropped_is_zero_whatever_it_was(backend, dtype):
+    """Infinities and NaNs of the input, and of its gradient."""
+    gone = dropout_mask(5, 4, 150, 0.5) == 0
+    x = torch.ones(4, 150, dtype=dtype).masked_fill(gone, torch.inf)
+    x[gone & (torch.rand(4, 150) < 0.5)] = torch.nan
+    x.requires_grad_()
+    s = dropped(x, 0.5, backend, 5)
+    assert torch.equal(s, (~gone * 2).to(dtype))
+    s.backward(x.detach())
+    assert torch.equal(x.grad, s)
+
+
+def test_a_seed_is_an_int_or_a_tensor(backend):
+    x = torch.ones(20, 50)
+    one = dropped(x, 0.5, backend, 12)
+    assert torch.equal(dropped(x, 0.5, backend, torch.tensor(12)), one)
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (None, "dropout_p is 0.5 and the seed is missing"),
+        (torch.tensor([3]), "expected the seed as a CPU tensor of one int64 and no dimensions"),
+        (torch.tensor(3.0), "expected the seed as a CPU tensor of one int64 and no dimensions"),
+    ],
+)
+def test_a_launch_with_dropout_needs_a_seed(seed, message):
+    if (reason := backends.refusal("layer_norm", "cpu", "cpu", torch.float32)) is not None:
+        pytest.skip(reason)
+    _, launch = backends.choose("layer_norm", "cpu", "cpu", torch.float32)
+    x, y, s = torch.randn(3, 4, 8)
+    mean, rstd = torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=message):
+        launch.layer_norm_forward(x, None, None, None, 1e-5, 0.5, seed, s, y, mean, rstd)
+    with pytest.raises(RuntimeError, match=message):
+        launch.layer_norm_backward(s, y, None, None, mean, rstd, 0.5, seed, x, None, None, None)
 
 
 def test_dropout_keep_rate(backend):
@@ -414,8 +462,8 @@ def test_autocast(backend):
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
         ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1"),
         ({"x": torch.ones(3, 4).int()}, BackendError, "torch.int32"),
-        ({"backend": "triton"}, BackendError, "layer_norm has no triton kernel"),
-        ({"backend": "cud"}, BackendError, "expected one of cuda, triton, cpu, reference"),
+        ({"backend": "cuda"}, BackendError, "layer_norm has no cuda kernel"),
+        ({"backend": "cud"}, BackendError, "expected one of cuda, triton, .*, cpu, reference"),
     ],
 )
 def test_refuses(change, error, message):

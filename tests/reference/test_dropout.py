@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.reference.dropout import dropout_mask, philox
+from deepfast.reference.dropout import dropout, dropout_mask, philox
 
 MASK = 0xFFFFFFFF
 
@@ -35,21 +35,27 @@ def test_known_answers(counter, key, expected):
     assert philox_by_hand(counter, key) == expected
 
 
-def test_philox_equals_the_one_by_hand():
+@pytest.mark.parametrize("make", [int, torch.tensor])
+def test_philox_equals_the_one_by_hand(make):
     counters = torch.randint(0, 2**32, (50, 3))
     counters[0], counters[1] = 0, MASK
-    for seed in (0, 1, MASK, 2**32, 2**63 - 1, 0x299F31D0A4093822):
-        words = torch.stack(philox(seed, *counters.unbind(1)), 1)
+    for seed in (0, 1, -1, MASK, 2**32, 2**63 - 1, -(2**63), 0x299F31D0A4093822):
+        words = torch.stack(philox(make(seed), *counters.unbind(1)), 1)
         for counter, got in zip(counters.tolist(), words.tolist(), strict=True):
-            assert got == philox_by_hand([*counter, 0], [seed & MASK, seed >> 32])
+            assert got == philox_by_hand([*counter, 0], [seed & MASK, seed >> 32 & MASK])
+
+
+def draw_by_hand(seed, t, d):
+    word = philox_by_hand([d // 8, t, 0, 0], [seed & MASK, seed >> 32 & MASK])[d % 8 // 2]
+    return word >> 16 if d % 2 else word & 0xFFFF
 
 
 def test_which_draw_a_channel_takes():
-    mask = dropout_mask(9, 5, 130, 0.5)
-    for t, d in [(0, 0), (1, 15), (2, 16), (3, 63), (4, 64), (4, 129)]:
-        a, j, i = d // 64, d % 64 // 16, d % 16
-        draw = philox_by_hand([16 * a + i, t, 0, 0], [9, 0])[j]
-        assert mask[t, d] == (2.0 if draw >= 2**31 else 0.0)
+    for t, d in [(0, 0), (0, 1), (1, 2), (1, 7), (2, 8), (3, 63), (4, 64), (4, 129)]:
+        draw = draw_by_hand(-9, t, d)
+        # Kept where the threshold is the draw itself, dropped one above it.
+        assert dropout_mask(-9, 5, 130, draw / 65536)[t, d] > 0
+        assert dropout_mask(-9, 5, 130, (draw + 1) / 65536)[t, d] == 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9])
@@ -58,7 +64,8 @@ def test_keep_rate(p):
     mask = dropout_mask(4, 300, 257, p)
     kept = mask.count_nonzero().item()
     assert abs(kept - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5
-    assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - p)])
+    # Scaled by the probability that p is rounded to, so the mean stays what it was.
+    assert mask.unique().tolist() == [0, 65536 / (65536 - round(p * 65536))]
     # Neither tokens nor channels stand out.
     for rate in ((mask > 0).double().mean(0), (mask > 0).double().mean(1)):
         assert (rate - (1 - p)).abs().max() < 6 * (p * (1 - p) / 257) ** 0.5
@@ -67,13 +74,25 @@ def test_keep_rate(p):
 def test_seeds_tokens_and_channels_are_independent():
     mask = (dropout_mask(1, 200, 200, 0.5) > 0).double() - 0.5
     other = (dropout_mask(2, 200, 200, 0.5) > 0).double() - 0.5
-    for shifted in (other, mask.roll(1, 0), mask.roll(1, 1), mask.roll(16, 1), mask.T):
+    # By a token, by a half, by a word, by a counter.
+    shifts = [(1, 0), (1, 1), (2, 1), (8, 1)]
+    for shifted in (other, mask.T, *(mask.roll(*shift) for shift in shifts)):
         assert (mask * shifted).mean().abs() / 0.25 < 5 / 200
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_draws_are_uniform(p):
+    """Every place in a counter's eight channels keeps its share."""
+    n, kept = 400 * 64, dropout_mask(6, 400, 512, p).view(-1, 8).count_nonzero(0)
+    assert (kept - n * (1 - p)).abs().max() < 5 * (n * p * (1 - p)) ** 0.5
 
 
 def test_ends():
     assert dropout_mask(1, 20, 30, 0.0).eq(1).all()
     assert dropout_mask(1, 20, 30, 1.0).eq(0).all()
+    # Rounded to nothing and to everything.
+    assert dropout_mask(1, 20, 30, 2.0**-18).eq(1).all()
+    assert dropout_mask(1, 20, 30, 1 - 2.0**-18).eq(0).all()
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
@@ -83,3 +102,13 @@ def test_no_tokens(p):
 
 def test_a_longer_batch_keeps_the_draws_of_a_shorter_one():
     assert torch.equal(dropout_mask(1, 9, 70, 0.5)[:4, :65], dropout_mask(1, 4, 65, 0.5))
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_what_is_dropped_is_zero_whatever_it_was(p):
+    dropped = dropout_mask(3, 6, 20, p) == 0
+    x = torch.randn(6, 20).masked_fill(dropped, torch.inf)
+    x[dropped & (torch.rand(6, 20) < 0.5)] = torch.nan
+    y = dropout(x, p, torch.tensor(3))
+    assert y[dropped].eq(0).all()
+    assert torch.equal(y[~dropped], x[~dropped] * 2)

@@ -1,0 +1,143 @@
+"""Registers an op with torch, so that its own machinery works on it.
+
+A registered op has a schema, a fake implementation, autograd, an autocast rule and a FLOP formula:
+`torch.compile`, selective checkpointing, FLOP counters and export see one op and no Python. The
+dispatcher's Python wrappers cost tens of microseconds a call, so plain eager code takes a bare
+`torch.autograd.Function` over the same functions; whatever watches or traces is shown the op.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ._common import bare_apply, first_order
+
+LIBRARY = torch.library.Library("deepfast", "FRAGMENT")
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def watched(x: Tensor) -> bool:
+    """Whether something traces or intercepts ops on ``x``."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or type(x) not in _PLAIN
+    )
+
+
+def no_flops(*_, **__) -> int:
+    """The count of an op without matrix products, as torch counts."""
+    return 0
+
+
+def _node(name: str, forward: Callable, setup: Callable, backward: Callable, public: int):
+    """The op as a bare autograd node.
+
+    A node takes no list of tensors; one stands first in the schema and is laid out flat, its
+    length in front.
+    """
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, count, *args):
+            inputs = args if count is None else (list(args[:count]), *args[count:])
+            outputs = forward(*inputs)
+            ctx.set_materialize_grads(False)
+            setup(ctx, inputs, outputs)
+            ctx.count = count
+            return outputs[:public]
+
+        @staticmethod
+        def backward(ctx, *grads):
+            before, count = ctx.needs_input_grad, ctx.count
+            flat = before[1:]
+            try:
+                # As torch.library has it: one entry for a list.
+                ctx.needs_input_grad = flat if count is None else (flat[:count], *flat[count:])
+                grads = backward(ctx, *grads)
+            finally:
+                ctx.needs_input_grad = before
+            return (None, *grads) if count is None else (None, *grads[0], *grads[1:])
+
+    Node.__name__ = Node.__qualname__ = name
+    return bare_apply(Node)
+
+
+def _autocast_rule(op, cast: Callable, device_type: str) -> None:
+    """``cast(*args)`` gives the arguments as autocast wants them."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+
+    def rule(*args):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return op(*cast(*args))
+
+    # For tracing modes, which ask Python for the rule, and for the dispatcher.
+    op.py_impl(key)(rule)
+    LIBRARY.impl(op._schema.name.split("::")[1], rule, key.name)
+
+
+def register(
+    schema: str,
+    forward: Callable,
+    *,
+    fake: Callable,
+    flops: Callable,
+    cast: Callable | None = None,
+    setup: Callable | None = None,
+    backward: Callable | None = None,
+    public: int = 1,
+    raw_flops: bool = False,
+) -> Callable:
+    """Defines ``deepfast::<schema>`` and returns the function that calls it.
+
+    Args:
+        schema: functional; a list of tensors may only stand first.
+        forward: (*args) to a tuple of tensors, on real tensors of any device.
+        fake: the same on fake ones.
+        flops: (*argument shapes, out_shape=...) to multiplications and additions, counted as torch
+            counts: matrix products alone. With ``raw_flops`` it gets the arguments themselves.
+        cast: (*args) to args under autocast.
+        setup, backward: as in `torch.library.register_autograd`, with a second argument
+            ``inputs`` that holds a list where the schema has one; ``backward`` may get fewer
+            gradients than there are results, and None for each.
+        public: results beyond these are for backward only; the returned function leaves them out.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"deepfast::{name}", fake, lib=LIBRARY)
+    packet = getattr(torch.ops.deepfast, name)
+    register_flop_formula(packet, get_raw=raw_flops)(flops)
+    if cast is not None:
+        for device_type in ("cpu", "cuda"):
+            _autocast_rule(packet.default, cast, device_type)
+    if backward is None:
+        return packet.default
+
+    backward = first_order(name)(backward)
+
+    def registered_setup(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[public:])
+        setup(ctx, inputs, output)
+
+    torch.library.register_autograd(
+        f"deepfast::{name}", backward, setup_context=registered_setup, lib=LIBRARY
+    )
+    apply = _node(name, forward, setup, backward, public)
+
+    def call(*args) -> tuple[Tensor, ...]:
+        listed = isinstance(args[0], list)
+        if watched(args[0][0] if listed else args[0]):
+            return packet.default(*args)[:public]
+        if not torch.is_grad_enabled():
+            return forward(*args)[:public]
+        if listed:
+            return apply(len(args[0]), *args[0], *args[1:])
+        return apply(None, *args)
+
+    return call

@@ -1,0 +1,257 @@
+"""Scaled dot-product attention over packed sentences."""
+
+import functools
+import inspect
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepfast import backend as backends
+from deepfast.reference.layer_norm import compute_dtype
+
+from . import _common as common
+from ._register import register
+from .packed import Gather, Scatter, places
+
+
+def _forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p, seed,
+    backend,
+):  # fmt: skip
+    _, launch = backends.choose("attention", backend, q.device.type, q.dtype)
+    o, lse = _fake(q)
+    launch.attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
+        seed, o, lse,
+    )  # fmt: skip
+    return o, lse
+
+
+def _fake(q, *_):
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=compute_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+def _grad_forward(
+    do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
+    dropout_p, seed, backend,
+):  # fmt: skip
+    _, launch = backends.choose("attention", backend, q.device.type, q.dtype)
+    grads = _grad_fake(do, q, k, v)
+    launch.attention_backward(
+        q, k, v, o, lse, do if do.stride(-1) == 1 else do.contiguous(), cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, causal, scale, dropout_p, seed, *grads,
+    )  # fmt: skip
+    return grads
+
+
+def _grad_fake(do, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _flops(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *_, **__) -> int:
+    """Both products of every sentence with its own keys, masked or not, as torch counts varlen
+    attention; where the lengths are not at hand, every sentence counts as the longest."""
+    heads, dim = q.shape[1:]
+    if cu_seqlens_q.device.type == "meta":
+        pairs = (cu_seqlens_q.shape[0] - 1) * max_q * max_k
+    else:
+        pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+    return 2 * 2 * pairs * heads * dim
+
+
+_attention_grad = register(
+    "attention_grad(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "bool causal, float scale, float dropout_p, Tensor? seed, str? backend) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    _grad_forward,
+    fake=_grad_fake,
+    # Five products where forward has two: the scores again, and one for each of dv, dp, dq, dk.
+    flops=lambda do, q, k, v, o, lse, *rest, **_: 5 * _flops(q, k, v, *rest) // 2,
+    raw_flops=True,
+)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *sizes, seed, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, seed)
+    ctx.sizes, ctx.backend = sizes, backend
+
+
+def _backward(ctx, do, *_):
+    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seed = ctx.saved_tensors
+    if do is None:
+        return (None,) * 12
+    grads = _attention_grad(
+        do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, *ctx.sizes, seed, ctx.backend
+    )
+    needs = ctx.needs_input_grad[:3]
+    return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 9)
+
+
+_attention = register(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float scale, float dropout_p, "
+    "Tensor? seed, str? backend) -> (Tensor o, Tensor lse)",
+    _forward,
+    fake=_fake,
+    flops=_flops,
+    raw_flops=True,
+    cast=lambda q, k, v, *rest: (*common.autocast(q, k, v), *rest),
+    setup=_setup,
+    backward=_backward,
+)
+
+
+def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p):
+    """Over padded sentences, by torch's scaled_dot_product_attention."""
+    count = cu_seqlens_q.shape[0] - 1
+    if 0 in (count, max_q, max_k):
+        return q * 0
+    dense = k.shape[0] == count * max_k
+
+    def pad(x, cu_seqlens, length):
+        if x.shape[0] != count * length:
+            x = Scatter.apply(x, places(cu_seqlens, x.shape[0], length), count * length)
+        return x.view(count, length, *x.shape[1:]).transpose(1, 2)
+
+    mask, alike = None, cu_seqlens_q is cu_seqlens_k
+    if not (alike and causal) and not (dense and not causal):
+        keys = torch.arange(max_k, device=q.device)
+        lengths = cu_seqlens_k.diff()
+        mask = (keys < lengths[:, None])[:, None, None, :]
+        if causal:
+            shift = (lengths - cu_seqlens_q.diff())[:, None, None]
+            rows = torch.arange(max_q, device=q.device)[:, None]
+            mask = mask & (keys <= rows + shift)[:, None]
+    o = F.scaled_dot_product_attention(
+        pad(q, cu_seqlens_q, max_q), pad(k, cu_seqlens_k, max_k), pad(v, cu_seqlens_k, max_k),
+        mask, dropout_p, alike and causal, scale=scale,
+    )  # fmt: skip
+    if mask is not None:
+        # A query without keys gives 0, and no gradient.
+        o = torch.where(mask.any(-1, keepdim=True), o, 0)
+    o = o.transpose(1, 2).flatten(0, 1)
+    if q.shape[0] == count * max_q:
+        return o
+    return Gather.apply(o, places(cu_seqlens_q, q.shape[0], max_q))
+
+
+@functools.cache
+def _varlen_options(causal: bool) -> dict:
+    """What torch's varlen_attn calls a causal mask in this version."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        return {"window_size": (-1, 0) if causal else (-1, -1)}
+    return {"is_causal": causal}
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
+    """By torch's flash attention over packed sentences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = _varlen_options(causal)
+    return varlen_attn(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=scale, **options
+    )  # fmt: skip
+
+
+def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        common.check_tensor("attention", name, x)
+        if x.dim() != 3:
+            raise ValueError(f"attention: {name} must be (T, H, d), got {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"attention: {name} must have q's dtype and device, {q.dtype} on {q.device}, "
+                f"got {x.dtype} on {x.device}"
+            )
+    if tuple(k.shape[1:]) != tuple(q.shape[1:]):
+        raise ValueError(
+            f"attention: k must have q's heads and width {tuple(q.shape[1:])}, "
+            f"got {tuple(k.shape[1:])}"
+        )
+    common.check_like("attention", "v", v, "k", k)
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, Tensor):
+            raise TypeError(f"attention: {name} must be a tensor, got {type(cu).__name__}")
+        if cu.dim() != 1 or cu.dtype != torch.int32 or cu.shape[0] < 1 or cu.device != q.device:
+            raise ValueError(
+                f"attention: {name} must be (N + 1,) int32 on {q.device}, got {cu.dtype} "
+                f"{tuple(cu.shape)} on {cu.device}"
+            )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"attention: cu_seqlens_k must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, "
+            f"got {tuple(cu_seqlens_k.shape)}"
+        )
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ValueError(f"attention: {name} must be at least 0, got {length}")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    seed: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``dropout(softmax(scale * q k^T)) v`` for every sentence and head, without padding.
+
+    Sentence i has queries ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]`` and keys
+    ``cu_seqlens_k[i] : cu_seqlens_k[i + 1]``. A query that sees no key gets 0.
+
+    Args:
+        q: (T_q, H, d), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        k, v: (T_k, H, d). The last stride of each is best 1; slices of one projection are fine.
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 on the same device, from 0 to T_q and to T_k;
+            trusted, since reading them would wait for the device.
+        max_seqlen_q, max_seqlen_k: at least the longest sentence.
+        causal: the last query sees every key, the one before it all but the last, and so on.
+        dropout_p: probability that an attention weight becomes 0. Unlike a module's dropout it has
+            no notion of training: pass 0 in evaluation.
+        scale: 1 / sqrt(d) where None.
+        seed: of the dropout mask, an int or a 0-dim int64 tensor; None draws one from torch's
+            generator of the device. torch's own backends draw their masks themselves.
+        backend: see `deepfast.backend`; "sdpa" and "varlen" are torch's.
+
+    Returns:
+        (T_q, H, d).
+
+    Raises:
+        TypeError, ValueError: for operands that do not fit.
+        BackendError: when the backend asked for cannot serve.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017.
+    """
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    common.check_dropout("attention", dropout_p)
+    q, k, v = common.autocast(q, k, v)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
+    name = backends.choose("attention", backend, q.device.type, q.dtype)[0]
+    if name in ("sdpa", "cpu"):
+        return _sdpa(q, k, v, *sizes, dropout_p)
+    if name == "varlen":
+        if dropout_p > 0:
+            raise ValueError(
+                f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
+            )
+        return _varlen(q, k, v, *sizes)
+    seed = common.draw_seed(seed, q.device) if dropout_p > 0 else None
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (o,) = _attention(q, k, v, *sizes, dropout_p, seed, name)
+    return o

@@ -1,0 +1,40 @@
+"""Packed sentences, (T, ...) without padding, to and from padded batches (N, S, ...)."""
+
+import torch
+from torch import Tensor
+
+
+class Gather(torch.autograd.Function):
+    """Rows ``indices`` of a matrix; the indices are distinct, so backward only writes."""
+
+    @staticmethod
+    def forward(ctx, x, indices):
+        ctx.save_for_backward(indices)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (indices,) = ctx.saved_tensors
+        return Scatter.apply(grad, indices, ctx.rows), None
+
+
+class Scatter(torch.autograd.Function):
+    """A matrix of ``rows`` rows, zero but for rows ``indices``."""
+
+    @staticmethod
+    def forward(ctx, x, indices, rows):
+        ctx.save_for_backward(indices)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, indices, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (indices,) = ctx.saved_tensors
+        return Gather.apply(grad, indices), None, None
+
+
+def places(cu_seqlens: Tensor, tokens: int, length: int) -> Tensor:
+    """(T,) where each packed token stands in the flattened (N, S) batch, S = ``length``."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    sentence = torch.bucketize(token, cu_seqlens[1:], right=True)
+    return sentence * length + token - cu_seqlens[sentence]

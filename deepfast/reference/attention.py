@@ -1,0 +1,77 @@
+"""Scaled dot-product attention over packed sentences (Vaswani et al., Attention Is All You Need,
+2017), as torch's varlen and FlashAttention define it.
+
+Sentence i has the queries ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]`` and the keys
+``cu_seqlens_k[i] : cu_seqlens_k[i + 1]``. T_q queries and T_k keys in all, H heads of width d.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .dropout import dropout_mask
+
+
+def sentences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+    """The rows of every sentence's queries and of its keys."""
+    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return [(slice(*a), slice(*b)) for a, b in zip(pairwise(q), pairwise(k), strict=True)]
+
+
+def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """``scale q k^T`` (H, m, n) of one sentence, q (m, H, d), k (n, H, d); -inf where unseen.
+
+    Causal: the last query sees every key, the one before it all but the last, and so on.
+    """
+    s = scale * torch.einsum("mhd,nhd->hmn", q, k)
+    unseen = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
+    return s.masked_fill(unseen, -torch.inf) if causal else s
+
+
+def weight_masks(
+    seed: int | Tensor | None, queries: int, heads: int, keys: int, p: float, like: Tensor
+) -> Tensor:
+    """What dropout multiplies the weights by, (T_q, H, keys): row ``t H + h`` of the mask belongs
+    to query t's head h, and its channels are the keys of the query's sentence."""
+    if p == 0:
+        return like.new_ones(1, 1, 1).expand(queries, heads, keys)
+    mask = dropout_mask(seed, queries * heads, keys, p, device=like.device)
+    return mask.to(like.dtype).view(queries, heads, keys)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    scale: float,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``o = dropout(softmax(scale q k^T)) v`` and ``lse = log sum exp(scale q k^T)`` by head.
+
+    A query that sees no key has ``o = 0`` and ``lse = -inf``.
+
+    Args:
+        q: (T_q, H, d).
+        k, v: (T_k, H, d).
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32, from 0 to T_q and to T_k.
+
+    Returns:
+        o (T_q, H, d) and lse (H, T_q).
+    """
+    rows = sentences(cu_seqlens_q, cu_seqlens_k)
+    longest = max((b.stop - b.start for _, b in rows), default=0)
+    masks = weight_masks(seed, q.shape[0], q.shape[1], longest, dropout_p, q)
+    o, lse = [q[:0]], [q.new_empty(q.shape[1], 0)]
+    for a, b in rows:
+        s = scores(q[a], k[b], causal, scale)
+        weights = s.softmax(-1).masked_fill(s == -torch.inf, 0)
+        mask = masks[a, :, : s.shape[2]].transpose(0, 1)
+        o.append(torch.einsum("hmn,nhd->mhd", weights * mask, v[b]))
+        lse.append(s.logsumexp(-1))
+    return torch.cat(o), torch.cat(lse, dim=1)
