@@ -14,12 +14,13 @@ help:
 
 setup: $(VENV)/.installed
 
-# An installed torch is kept: pip's constraint applies only where none is there yet.
+# An installed torch is kept, with the triton it came with: pip's constraints apply only where
+# none is there yet.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > $(VENV)/torch.txt
-	grep -v '^torch==' constraints.txt | cat - $(VENV)/torch.txt > $(VENV)/constraints.txt
+	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
+	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'
 	$(BIN)/deepfast info

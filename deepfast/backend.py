@@ -142,11 +142,16 @@ def reserve(op: str, backend: str, device_type: str) -> str | None:
     return None
 
 
+def candidates(op: str) -> tuple[str, ...]:
+    """The backends there are for ``op``, in the order of choice."""
+    return tuple(b for b in BACKENDS if op == "attention" or b not in ("varlen", "sdpa"))
+
+
 def explain(op: str, device_type: str, dtype: torch.dtype) -> dict[str, str | None]:
     """For every backend the reason it is passed over, None where it is not."""
     return {
         name: refusal(op, name, device_type, dtype) or reserve(op, name, device_type)
-        for name in BACKENDS
+        for name in candidates(op)
     }
 
 
@@ -197,6 +202,12 @@ def choose(op: str, requested: str | None, device_type: str, dtype: torch.dtype)
     for seen in _records:
         seen.append((op, name))
     return name, launchers
+
+
+@torch.compiler.assume_constant_result
+def chosen(op: str, requested: str | None, device_type: str, dtype: torch.dtype) -> str:
+    """The name alone; a constant to a compiler."""
+    return choose(op, requested, device_type, dtype)[0]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,12 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
+# Read by triton.jit when a kernel file is imported, which a test may bring about: without a GPU
+# kernels run in Triton's interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 
 def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.

@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepfast import backend as backends
+from deepfast import ops
+from deepfast.ops import _common as common
+
 from .packing import Packing
 
 
@@ -40,15 +44,25 @@ class MultiheadAttention(nn.Module):
         heads: H, a divisor of D.
         dropout: probability of dropping an attention weight while training.
         cross: whether keys and values come from another sequence.
+        backend: see `deepfast.backend`.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """
 
-    def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, cross: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        cross: bool = False,
+        backend: str | None = None,
+    ):
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
         self.dim, self.heads, self.dropout, self.cross = dim, heads, dropout, cross
+        self.backend = backend
         if cross:
             self.query = nn.Linear(dim, dim)
             self.key_value = nn.Linear(dim, 2 * dim)
@@ -71,9 +85,21 @@ class MultiheadAttention(nn.Module):
         x = x.view(packing.batch, packing.length, count, self.heads, width)
         return x.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def project_memory(self, memory_TD: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, S, d) of the sequence attended to, made once for a decoder."""
-        return self._heads(self.key_value(memory_TD), packing, 2)
+    def _pads(self, x: Tensor, packing: Packing) -> bool:
+        """Whether attention runs over padded sentences, as torch's SDPA does."""
+        (x,) = common.autocast(x)
+        name = backends.chosen("attention", self.backend, x.device.type, x.dtype)
+        return name in ("sdpa", "cpu") or (packing.indices is None and packing.padding is not None)
+
+    def project_memory(
+        self, memory_TD: Tensor, packing: Packing, *, decoding: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequence attended to, made once for a decoder: (B, H, S, d) where
+        attention runs over padded sentences, as it does in ``decoding``, else (T, H, d)."""
+        kv = self.key_value(memory_TD)
+        if decoding or self._pads(memory_TD, packing):
+            return self._heads(kv, packing, 2)
+        return kv.view(-1, 2, self.heads, self.dim // self.heads).unbind(1)
 
     def forward(
         self,
@@ -97,22 +123,44 @@ class MultiheadAttention(nn.Module):
         Returns:
             (T, D), before dropout and residual.
         """
-        if self.cross:
-            (q,) = self._heads(self.query(x_TD), packing, 1)
-            k, v = memory
-            padding = memory_packing.padding
+        projection = self.query if self.cross else self.query_key_value
+        qkv = projection(x_TD)
+        if memory is not None:
+            packed = memory[0].dim() == 3
         else:
-            q, k, v = self._heads(self.query_key_value(x_TD), packing, 3)
-            # With padding on the right no real query sees a padded key of the future.
-            padding = None if causal else packing.padding
-            if cache is not None:
-                k, v = cache.append(k, v)
+            packed = cache is None and not self._pads(x_TD, packing)
+        run = self._packed if packed else self._padded
+        o = run(qkv, packing, causal, memory, memory_packing or packing, cache)
+        return self.out(o)
+
+    def _packed(self, qkv, packing, causal, memory, memory_packing, _cache) -> Tensor:
+        count = 1 if self.cross else 3
+        q, *kv = qkv.view(-1, count, self.heads, self.dim // self.heads).unbind(1)
+        o = ops.attention(
+            q,
+            *(memory or kv),
+            cu_seqlens_q=packing.cu_seqlens.to(qkv.device),
+            cu_seqlens_k=memory_packing.cu_seqlens.to(qkv.device),
+            max_seqlen_q=packing.length,
+            max_seqlen_k=memory_packing.length,
+            causal=causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        return o.reshape(qkv.shape[0], self.dim)
+
+    def _padded(self, qkv, packing, causal, memory, memory_packing, cache) -> Tensor:
+        q, *kv = self._heads(qkv, packing, 1 if self.cross else 3)
+        k, v = memory or kv
+        # With padding on the right no real query sees a padded key of the future.
+        padding = None if causal else memory_packing.padding
+        if cache is not None and not self.cross:
+            k, v = cache.append(k, v)
         mask = None if padding is None else ~padding[:, None, None, :]
         o = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, causal and cache is None
         )
-        o = o.transpose(1, 2).reshape(packing.batch, packing.length, self.dim)
-        return self.out(packing.pack(o))
+        return packing.pack(o.transpose(1, 2).reshape(packing.batch, packing.length, self.dim))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, dropout={self.dropout}, cross={self.cross}"

@@ -12,8 +12,9 @@ from .layer_norm import LayerNorm
 
 CONNECTIONS = ("dlcl", "residual")
 
-Body = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From a layer's input and its normalised form to the layer's last residual and branch."""
+Body = Callable[[Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
+"""Pre-norm: from a layer's input and its normalised form to the layer's last residual and branch.
+Post-norm: from a layer's input, and None, to its output."""
 
 
 class Connection(nn.Module):
@@ -27,7 +28,7 @@ class Connection(nn.Module):
     Under DLCL the mixed inputs x are not kept for backward: they are made again from the states,
     block by block, so the stack holds no more memory than the plain residual one.
 
-    The layer-norms applied between layers belong to this module, not to the layers, so that a
+    The pre-norm layer-norms between layers belong to this module, not to the layers, so that a
     sharding wrapper around a layer never hides them.
     """
 
@@ -62,17 +63,14 @@ class Connection(nn.Module):
                 LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
             )
 
-    def forward(self, x: Tensor, layers: Iterable[tuple[Body, LayerNorm]]) -> Tensor:
-        """From the embedding (T, D) to the stack's output (T, D).
-
-        ``layers``: for each layer its body and its last post-norm LN (unused in pre-norm).
-        """
+    def forward(self, x: Tensor, layers: Iterable[Body]) -> Tensor:
+        """From the embedding (T, D) to the stack's output (T, D)."""
         (x,) = common.autocast(x)
         layers = list(layers)
         run = self._pre_norm if self.norm == "pre" else self._post_norm
         return run(x, layers)
 
-    def _pre_norm(self, x: Tensor, layers: list[tuple[Body, LayerNorm]]) -> Tensor:
+    def _pre_norm(self, x: Tensor, layers: list[Body]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         last = len(layers)
         branch, residual, p = x, None, 0.0
@@ -91,17 +89,16 @@ class Connection(nn.Module):
             else:
                 n, x = norm(branch, residual=residual, dropout_p=p)
             if index < last:
-                residual, branch = layers[index][0](x, n)
+                residual, branch = layers[index](x, n)
                 p = self.dropout
         return n
 
-    def _post_norm(self, x: Tensor, layers: list[tuple[Body, LayerNorm]]) -> Tensor:
+    def _post_norm(self, x: Tensor, layers: list[Body]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         if history is not None:
             x = self.dlcl(x, history)
-        for body, norm in layers:
-            residual, branch = body(x, x)
-            x, _ = norm(branch, residual=residual, dropout_p=self.dropout)
+        for body in layers:
+            x = body(x, None)
             if history is not None:
                 x = self.dlcl(x, history)
         return x

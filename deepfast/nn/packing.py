@@ -1,8 +1,10 @@
 """Padding removed: a batch of sentences as one (T, D) matrix of its real tokens."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast.ops.packed import Gather, Scatter
@@ -16,7 +18,8 @@ class Packing:
         batch, length: B and S.
         indices: (T,) positions of real tokens in the flattened batch; None where there is no
             padding and packing is a view.
-        padding: (B, S) bool, True is padding; None where there is none.
+        padding: (B, S) bool, True is padding; None where there is none. Without indices the padding
+            is among the packed tokens.
     """
 
     batch: int
@@ -34,6 +37,9 @@ class Packing:
                 f"key_padding_mask must be bool ({batch}, {length}), got {padding.dtype} "
                 f"{tuple(padding.shape)}"
             )
+        if torch.compiler.is_compiling():
+            # The number of real tokens is not known to a compiler: padding is computed, and zeroed.
+            return cls(batch, length, None, padding)
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
             return cls(batch, length)
@@ -49,4 +55,15 @@ class Packing:
         x = x_TD
         if self.indices is not None:
             x = Scatter.apply(x_TD, self.indices, self.batch * self.length)
-        return x.view(self.batch, self.length, x_TD.shape[-1])
+        x = x.view(self.batch, self.length, x_TD.shape[-1])
+        if self.indices is None and self.padding is not None:
+            x = x.masked_fill(self.padding.unsqueeze(-1), 0)
+        return x
+
+    @functools.cached_property
+    def cu_seqlens(self) -> Tensor:
+        """(B + 1,) int32 where each sentence begins among the packed tokens, and their number."""
+        if self.indices is None:
+            return torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+        lengths = (~self.padding).sum(1)
+        return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

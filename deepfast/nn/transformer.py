@@ -84,10 +84,9 @@ class TransformerEncoder(nn.Module):
         """Real tokens (T, D) to (T, D)."""
 
         def body(layer):
-            return lambda x, n: layer.body(x, n, packing)
+            return lambda x, n: layer(x, normed=n, packing=packing)
 
-        return self.connection(x_TD, ((body(layer), layer.feed_forward_norm)
-                                      for layer in self.layers))  # fmt: skip
+        return self.connection(x_TD, map(body, self.layers))
 
 
 @dataclass
@@ -189,7 +188,7 @@ class TransformerDecoder(nn.Module):
 
     def start(self, memory_TD: Tensor, memory_packing: Packing) -> DecoderCache:
         """Projects the encoder's output once for all steps of decoding."""
-        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing)
+        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing, decoding=True)
                   for layer in self.layers]  # fmt: skip
         return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers])
 
@@ -200,12 +199,8 @@ class TransformerDecoder(nn.Module):
 
     def _run(self, x, packing, memory, memory_packing, caches) -> Tensor:
         def body(layer, kv, cache):
-            return lambda x, n: layer.body(x, n, packing, kv, memory_packing, cache)
+            return lambda x, n: layer(
+                x, kv, normed=n, packing=packing, memory_packing=memory_packing, cache=cache
+            )
 
-        return self.connection(
-            x,
-            (
-                (body(layer, kv, cache), layer.feed_forward_norm)
-                for layer, kv, cache in zip(self.layers, memory, caches, strict=True)
-            ),
-        )
+        return self.connection(x, map(body, self.layers, memory, caches))

@@ -1,5 +1,6 @@
 """Fused ops with autograd, to drop into any training code."""
 
+from . import _launches as _launches  # registers what torch is told of them
 from .attention import attention
 from .depth_mix import depth_mix
 from .layer_norm import layer_norm

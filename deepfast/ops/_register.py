@@ -17,6 +17,9 @@ from ._common import bare_apply, first_order
 LIBRARY = torch.library.Library("deepfast", "FRAGMENT")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 def watched(x: Tensor) -> bool:
@@ -72,8 +75,9 @@ def _autocast_rule(op, cast: Callable, device_type: str) -> None:
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
 
     def rule(*args):
+        args = cast(*args)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return op(*cast(*args))
+            return op(*args)
 
     # For tracing modes, which ask Python for the rule, and for the dispatcher.
     op.py_impl(key)(rule)
@@ -134,6 +138,14 @@ def register(
         listed = isinstance(args[0], list)
         if watched(args[0][0] if listed else args[0]):
             return packet.default(*args)[:public]
+        if not torch._C._is_any_autocast_enabled():
+            return eager(args, listed)
+        if cast is not None:
+            args = cast(*args)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return eager(args, listed)
+
+    def eager(args, listed: bool) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():
             return forward(*args)[:public]
         if listed:

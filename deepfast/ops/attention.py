@@ -242,7 +242,7 @@ def attention(
     q, k, v = common.autocast(q, k, v)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
-    name = backends.choose("attention", backend, q.device.type, q.dtype)[0]
+    name = backends.chosen("attention", backend, q.device.type, q.dtype)
     if name in ("sdpa", "cpu"):
         return _sdpa(q, k, v, *sizes, dropout_p)
     if name == "varlen":

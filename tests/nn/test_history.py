@@ -619,9 +619,7 @@ def test_states_of_one_pass_are_alike(backend, y, message):
 
 
 def test_an_unknown_backend():
-    with pytest.raises(
-        BackendError, match="expected one of cuda, triton, varlen, sdpa, cpu, reference"
-    ):
+    with pytest.raises(BackendError, match=r"expected one of cuda, triton, .*, cpu, ref"):
         DLCL(2, DIM, backend="gpu")(leaf(), history())
 
 

@@ -1,0 +1,406 @@
+"""The boundary between two layers, everything between their matrix products in one pass.
+
+    forward    y = residual + dropout(branch), its layer normalisation goes into the state's slot
+               x = partial + sum over near of W[row, k] * (n_k * gain_k + shift_k),  out = LN(x)
+    backward   g = dx + the gradient of LN at dout, kept for the rows that are pulled later
+               u = pulled + sum_l W[l, column] * g_l,  dW[l, column] = <g_l, z>
+               then back through the state's gain, its normalisation and dropout
+
+A thread holds 16 bytes of one row, so that the gains of the near states, which every row reads,
+come from the L1 cache right into place: ``o_tile`` has an offset for each element where ``o_d``
+has one for each channel, and keeps all in one layout. The near states and the pulled rows are
+lists of the caller's, progressions but for rare patterns, which go to the kernel as numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    RowTile,
+    dropout,
+    dropout_factors,
+    even_programs,
+    indices_of,
+    multiprocessors,
+    norm_backward,
+    normalise,
+    progression,
+    residency,
+    row_channels,
+    row_tile,
+    stride,
+    sum_partials,
+)
+
+
+def forward_tile(D: int, itemsize: int) -> RowTile:
+    return row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=8)
+
+
+def backward_tile(D: int, itemsize: int) -> RowTile:
+    return row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=4)
+
+
+def loads_at_once(num_warps: int) -> int:
+    """States or gradients in flight in a loop over them; backward's wide rows lack registers."""
+    return 4 if num_warps <= 8 else 2
+
+
+@triton.jit
+def _entry(i):
+    """A scalar as a (1, 1, 1) block, for what depends on it to be masked with tiles."""
+    return tl.zeros((1, 1, 1), dtype=tl.int32) + i
+
+
+@triton.jit
+def _index(p_table, first, step, i, m):
+    """Entry i of a list that is a progression, or stands in a table."""
+    if p_table is None:
+        return (first + i * step).to(tl.int64)
+    else:
+        return tl.load(p_table + i, mask=m, other=0)
+
+
+@triton.jit
+def _load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
+    """W at a (row, state) pair, 0 where ``m_pair`` is false: a scalar, or one per channel."""
+    if VECTOR:
+        return tl.load(p_weight + pair * D + o_d, mask=m_d & m_pair, other=0.0)
+    else:
+        return tl.load(p_weight + pair, mask=m_pair, other=0.0)
+
+
+@triton.jit
+def _source(b_n, p_gain, p_shift, k, D, o_tile, m):
+    """State k as it is mixed."""
+    b_z = b_n.to(tl.float32)
+    if p_gain is not None:
+        b_z *= tl.load(p_gain + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
+    if p_shift is not None:
+        b_z += tl.load(p_shift + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
+    return b_z
+
+
+@triton.jit
+def _near_sum(
+    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R, o_t, s_n,
+    s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """``b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)``.
+
+    UNROLL states stand in one tile, above each other, so that all their loads are in flight
+    before the first is used.
+    """
+    o_u = tl.arange(0, UNROLL * BA)[:, None, None]
+    o_d = o_u % BA * BC + tl.arange(0, BC)[None, None, :] + tl.zeros((1, BT, 1), dtype=tl.int32)
+    for start in range(0, count, UNROLL):
+        i = start + o_u // BA
+        m_d = (o_d < D) & (i < count)
+        m = m_d & (o_t < T)[None, :, None]
+        k = _index(p_near, first, step, i, i < count)
+        p = p_states + k * s_n + o_t[None, :, None] * s_state + o_d
+        b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
+        b_z = _source(b_n, p_gain, p_shift, k, D, o_d, m_d)
+        b_w = _load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
+        b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
+    return b_x
+
+
+FORWARD_NUMBERS = ["T", "threshold", "slot", "row", "first", "step", "count"]
+
+
+@triton.jit(do_not_specialize=FORWARD_NUMBERS)
+def boundary_fwd_kernel(
+    p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_gain, p_shift, p_partial,
+    p_out_weight, p_out_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
+    T, D, R, slot, row, first, step, count, source_eps, out_eps, threshold, scale,
+    s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
+    NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    o_d = row_channels(BA, BC)
+    m_t, m_d = o_t < T, o_d < D
+    o_row = o_t[None, :, None]
+    m = m_t[None, :, None] & m_d
+    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    o_state = o_row * s_state + o_d
+    slot, row = slot.to(tl.int64), row.to(tl.int64)
+    if p_branch is not None:
+        b_y = tl.load(p_branch + o_row * s_branch + o_d, mask=m, other=0.0)
+        if p_residual is not None:
+            b_r = tl.load(p_residual + o_row * s_residual + o_d, mask=m, other=0.0)
+    b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    if p_partial is not None:
+        b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0).to(tl.float32)
+    b_x = _near_sum(
+        b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R, o_t,
+        s_n, s_state, VECTOR, UNROLL, BA, BT, BC,
+    )  # fmt: skip
+    if p_branch is not None:
+        b_y = b_y.to(tl.float32)
+        if p_seed is not None:
+            b_y = dropout(b_y, p_seed, o_t, threshold, scale, BA, BT, BC)
+        if p_residual is not None:
+            b_y += b_r.to(tl.float32)
+        if NORM_SOURCE:
+            b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps)
+            tl.store(p_source_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
+        # The state is mixed as later rows will read it.
+        b_n = b_y.to(p_states.dtype.element_ty)
+        tl.store(p_states + slot * s_n + o_state, b_n, mask=m)
+    elif READS_OWN:
+        b_n = tl.load(p_states + slot * s_n + o_state, mask=m, other=0.0)
+    if READS_OWN:
+        b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
+        pair = _entry(row * R + slot)
+        b_x += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+    b_x = tl.where(m, b_x, 0.0)
+    if p_x is not None:
+        tl.store(p_x + o_row * s_x + o_d, b_x.to(p_x.dtype.element_ty), mask=m)
+    if p_out is not None:
+        b_out, b_mean, b_rstd = normalise(b_x, m_d, D, out_eps)
+        if p_out_weight is not None:
+            b_out *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
+        if p_out_bias is not None:
+            b_out += tl.load(p_out_bias + o_tile, mask=m, other=0.0)
+        tl.store(p_out + o_row * s_out + o_d, b_out.to(p_out.dtype.element_ty), mask=m)
+        tl.store(p_out_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
+        tl.store(p_out_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
+
+
+@triton.jit
+def _add_dot(
+    b_dots, p_dots, i, fresh, b_g, b_z, o_d, m_d, D,
+    VECTOR: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Adds <g, z> of a tile to entry i of the program's dW.
+
+    A scalar is summed by each thread for itself until the end; a vector is too much for the
+    registers and stands in memory that is this program's alone. ``fresh``: nothing is there yet.
+    """
+    if VECTOR:
+        p = p_dots + i * D + o_d
+        b_dot = tl.sum(b_g * b_z, axis=1)[:, None, :]
+        # Another thread may have written these elements for the tile before.
+        tl.debug_barrier()
+        b_dot += tl.load(p, mask=m_d & ~fresh, other=0.0)
+        tl.store(p, b_dot, mask=m_d)
+    else:
+        b_dot = tl.reshape(tl.sum(b_g * b_z, axis=0), (1, BT, BC // 8, 8))
+        o_i = tl.arange(0, b_dots.shape[0])[:, None, None]
+        b_dots += tl.where(o_i == i, tl.sum(b_dot, axis=3), 0.0)
+    return b_dots
+
+
+@triton.jit
+def _store_sum(p, b_sum, m_d):
+    tl.store(p, tl.sum(b_sum, axis=1)[:, None, :], mask=m_d)
+
+
+BACKWARD_NUMBERS = [
+    "T", "threshold", "slot", "row", "grad_slot", "column", "first", "step", "count", "first_row",
+    "row_step", "first_slot", "slot_step", "pulls",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=BACKWARD_NUMBERS)
+def boundary_bwd_kernel(
+    p_states, p_near, p_weight, p_gain, p_shift, p_partial, p_out_weight, p_source_rstd,
+    p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows, p_pull_slots, p_pulled,
+    p_dbranch, p_dresidual, p_dots, p_sums,
+    T, D, R, slot, row, grad_slot, column, first, step, count, first_row, row_step, first_slot,
+    slot_step, pulls, threshold, scale,
+    s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
+    NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
+    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    o_d = row_channels(BA, BC)
+    m_d = o_d < D
+    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    slot, row, column = slot.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
+    p_own = p_states + slot * s_n
+    p_g = p_grads + grad_slot.to(tl.int64) * s_grads
+    program = tl.program_id(0).to(tl.int64)
+    if p_dots is not None:
+        p_dots += program * (pulls + PULLS_OWN) * (D if VECTOR else 1)
+    b_dots = tl.zeros((NP, BT, BC // 8), dtype=tl.float32)
+    b_dgain = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dshift = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dout_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dout_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        o_t = begin + tl.arange(0, BT).to(tl.int64)
+        m_t = o_t < T
+        o_row = o_t[None, :, None]
+        m = m_t[None, :, None] & m_d
+        o_state = o_row * s_state + o_d
+        # Read here, used last: their way is long, and the loop below fills it.
+        b_n = tl.load(p_own + o_state, mask=m, other=0.0)
+        if NORM_SOURCE:
+            b_source_rstd = tl.load(p_source_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
+        if p_pulled is not None:
+            b_pulled = tl.load(p_pulled + o_row * s_pulled + o_d, mask=m, other=0.0)
+        b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        if p_dx is not None:
+            b_g += tl.load(p_dx + o_row * s_dx + o_d, mask=m, other=0.0).to(tl.float32)
+        if p_dout is not None:
+            b_d = tl.load(p_dout + o_row * s_dout + o_d, mask=m, other=0.0)
+            b_mean = tl.load(p_out_mean + o_t, mask=m_t, other=0.0)[None, :, None]
+            b_rstd = tl.load(p_out_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
+            b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
+            if p_partial is not None:
+                b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0)
+            b_x = _near_sum(
+                b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R,
+                o_t, s_n, s_state, VECTOR, UNROLL, BA, BT, BC,
+            )  # fmt: skip
+            if READS_OWN:
+                pair = _entry(row * R + slot)
+                b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
+                b_x += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+            b_x = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)
+            b_d = b_d.to(tl.float32)
+            if p_sums is not None:
+                b_dout_weight += b_d * b_x
+                b_dout_bias += b_d
+            if p_out_weight is not None:
+                b_d *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
+            b_g += norm_backward(b_d, b_x, b_rstd, D)
+        # Made again rather than kept: the registers are full until here.
+        b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
+        b_n = b_n.to(tl.float32)
+        b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        if p_pulled is not None:
+            b_u += b_pulled.to(tl.float32)
+        o_grad = o_row * s_grad + o_d
+        tl.store(p_g + o_grad, b_g.to(p_grads.dtype.element_ty), mask=m)
+        fresh = _entry(begin) < tl.num_programs(0) * BT
+        if PULLS_OWN:
+            pair = _entry(row * R + column)
+            b_u += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
+            if p_dots is not None:
+                b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
+        for start in range(0, pulls, UNROLL):
+            for j in tl.static_range(UNROLL):
+                i = _entry(start + j)
+                m_l = i < pulls
+                slot_l = _index(p_pull_slots, first_slot, slot_step, i, m_l)
+                b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
+                b_gl = b_gl.to(tl.float32)
+                pair = _index(p_pull_rows, first_row, row_step, i, m_l) * R + column
+                b_u += _load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
+                if p_dots is not None:
+                    b_dots = _add_dot(
+                        b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
+                        BT, BC,
+                    )  # fmt: skip
+        if p_sums is not None:
+            b_dgain += b_u * b_n
+            b_dshift += b_u
+        if p_gain is not None:
+            b_u *= tl.load(p_gain + column * D + o_tile, mask=m, other=0.0)
+        if NORM_SOURCE:
+            b_u = norm_backward(b_u, b_n, b_source_rstd, D)
+        if p_dresidual is not None:
+            p = p_dresidual + o_row * s_dresidual + o_d
+            tl.store(p, b_u.to(p_dresidual.dtype.element_ty), mask=m)
+        if p_dbranch is not None:
+            if p_seed is not None:
+                b_u = dropout(b_u, p_seed, o_t, threshold, scale, BA, BT, BC)
+            p = p_dbranch + o_row * s_dbranch + o_d
+            tl.store(p, b_u.to(p_dbranch.dtype.element_ty), mask=m)
+    if p_dots is not None and not VECTOR:
+        o_i = tl.arange(0, NP)
+        b_dot = tl.sum(tl.sum(b_dots, axis=2), axis=1)
+        tl.store(p_dots + o_i, b_dot, mask=o_i < pulls + PULLS_OWN)
+    if p_sums is not None:
+        p = p_sums + program * 4 * D + o_d
+        _store_sum(p, b_dgain, m_d)
+        _store_sum(p + D, b_dshift, m_d)
+        _store_sum(p + 2 * D, b_dout_weight, m_d)
+        _store_sum(p + 3 * D, b_dout_bias, m_d)
+
+
+def boundary_forward(
+    branch, residual, dropout_p, seed, states, slot, near, weight, row, gain, shift, norm_source,
+    source_eps, partial, out_weight, out_bias, out_eps, x, out, source_rstd, out_mean, out_rstd,
+):  # fmt: skip
+    """See `deepfast.reference.launchers.boundary_forward`."""
+    _, T, D = states.shape
+    if T == 0:
+        return
+    # The state in the slot is mixed last, from registers.
+    table, first, step, count = indices_of([k for k in near if k != slot], states.device)
+    tile = forward_tile(D, states.element_size())
+    threshold, scale = dropout_factors(dropout_p)
+    boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
+        branch, residual, seed if dropout_p > 0 else None, states, table, weight, gain, shift,
+        partial, out_weight, out_bias, x, out, source_rstd, out_mean, out_rstd,
+        T, D, weight.shape[0], slot, row, first, step, count, source_eps, out_eps, threshold,
+        scale,
+        stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
+        stride(x), stride(out),
+        NORM_SOURCE=norm_source, READS_OWN=slot in near, VECTOR=weight.dim() == 3,
+        UNROLL=loads_at_once(tile.num_warps), **tile._asdict(),
+    )  # fmt: skip
+
+
+def boundary_backward(
+    states, slot, near, weight, row, gain, shift, norm_source, partial, out_weight, out_bias,
+    source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, column,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dgain, dshift, dout_weight,
+    dout_bias,
+):  # fmt: skip
+    """See `deepfast.reference.launchers.boundary_backward`."""
+    _, T, D = states.shape
+    device, vector = states.device, weight.dim() == 3
+    near_table, first, step, count = indices_of([k for k in near if k != slot], device)
+    # The row's own gradient is pulled from registers, before the others.
+    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != row]
+    rows, slots = [r for r, _ in others], [s for _, s in others]
+    row_table, first_row, row_step, pulls = indices_of(rows, device)
+    slot_table, first_slot, slot_step, _ = indices_of(slots, device)
+    pulls_own = row in pull_rows
+    rows = [row] * pulls_own + rows
+
+    tile = backward_tile(D, states.element_size())
+    programs, registers = residency(12, tile.num_warps)
+    programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(device))
+    dots = sums = None
+    if dweight is not None and rows:
+        dots = weight.new_empty(programs, 1, len(rows), D if vector else 1)
+    channels = (dgain, dshift, dout_weight, dout_bias)
+    if any(d is not None for d in channels):
+        sums = weight.new_empty(programs, 4, 1, D)
+    threshold, scale = dropout_factors(dropout_p)
+    if T > 0:
+        boundary_bwd_kernel[(programs,)](
+            states, near_table, weight, gain, shift, partial, out_weight, source_rstd, out_mean,
+            out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, row_table, slot_table,
+            pulled, dbranch, dresidual, dots, sums,
+            T, D, weight.shape[0], slot, row, grad_slot, column, first, step, count, first_row,
+            row_step, first_slot, slot_step, pulls, threshold, scale,
+            states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
+            grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
+            NORM_SOURCE=norm_source, READS_OWN=slot in near, PULLS_OWN=pulls_own, VECTOR=vector,
+            UNROLL=loads_at_once(tile.num_warps), NP=max(8, triton.next_power_of_2(len(rows))),
+            **tile._asdict(), maxnreg=registers,
+        )  # fmt: skip
+    if sums is not None:
+        sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
+    if dots is not None:
+        _sum_dots(dots, dweight, rows, column)
+
+
+def _sum_dots(dots, dweight, rows, column):
+    """Adds the programs' shares of ``dweight[rows, column]``: one launch for a progression."""
+    columns = dweight[:, column] if dweight.dim() == 3 else dweight[:, column : column + 1]
+    known = progression(rows)
+    if known is not None and known.step > 0:
+        sum_partials(dots, columns[rows[0] : rows[-1] + 1 : known.step])
+        return
+    for i, row in enumerate(rows):
+        sum_partials(dots[:, :, i : i + 1], columns[row : row + 1])

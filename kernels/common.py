@@ -1,0 +1,199 @@
+"""What every kernel file shares.
+
+The legend, kept in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
+a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
+BT, BD, BK the sides of a tile. A launcher has the signature of its twin in
+`deepfast.reference.launchers`: it trusts its operands and writes into tensors of the caller's.
+An operand that is absent is passed as None, on which Triton specialises.
+
+Kernels that hold whole rows hold them as (BA, BT, BC): BT tokens with BA * BC channels, channel
+``a * BC + c``. Triton hands out the last side to a row's threads, 16 bytes each, then BT to further
+warps, and leaves BA to registers; a plain (BT, BD) tile would spread each row over all warps.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+DRAWS = tl.constexpr(65536)
+"""Dropout draws 16 bits per element."""
+
+
+class RowTile(NamedTuple):
+    """A launch choice: the sides of the tile and the number of warps."""
+
+    BA: int
+    BT: int
+    BC: int
+    num_warps: int
+
+
+def row_tile(D: int, itemsize: int, *, per_thread: int, num_warps: int) -> RowTile:
+    """Tiles of whole rows with ``per_thread`` elements in each thread, more in very long rows."""
+    BD = max(16, triton.next_power_of_2(D))
+    warps_per_row = min(16, max(1, BD // (32 * per_thread)))
+    num_warps = max(num_warps, warps_per_row)
+    BC = min(BD, warps_per_row * 32 * (16 // itemsize))
+    return RowTile(BD // BC, max(1, num_warps * 32 * per_thread // BD), BC, num_warps)
+
+
+def dropout_factors(p: float) -> tuple[int, float]:
+    """The least draw that is kept, and what a kept element is multiplied by."""
+    threshold = int(p * 65536 + 0.5)
+    return threshold, 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, at least; under the interpreter a number for tests."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stride(x: torch.Tensor | None) -> int:
+    """From row to row; any number for an operand that is absent."""
+    return 0 if x is None else x.stride(0)
+
+
+def even_programs(tiles: int, most: int) -> int:
+    """At most ``most`` programs, and no more than share ``tiles`` in the same number of rounds."""
+    return triton.cdiv(tiles, max(1, triton.cdiv(tiles, most)))
+
+
+class Residency(NamedTuple):
+    """Programs at once on a multiprocessor, and the registers that leaves to each thread."""
+
+    programs: int
+    registers: int
+
+
+def residency(warps: int, num_warps: int) -> Residency:
+    """For ``warps`` on a multiprocessor, which has 65536 registers and gives them out by eight."""
+    programs = max(1, warps // num_warps)
+    return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
+
+
+class Indices(NamedTuple):
+    """A list of indices for a kernel: a progression, or a table on the device."""
+
+    table: torch.Tensor | None
+    first: int
+    step: int
+    count: int
+
+
+@lru_cache
+def _table(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
+def progression(indices: list[int]) -> Indices | None:
+    if not indices:
+        return Indices(None, 0, 0, 0)
+    first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    if indices != list(range(first, first + step * len(indices), step)):
+        return None
+    return Indices(None, first, step, len(indices))
+
+
+def indices_of(indices: list[int], device: torch.device) -> Indices:
+    return progression(indices) or Indices(_table(tuple(indices), device), 0, 0, len(indices))
+
+
+@triton.jit
+def dropout(
+    b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """A (BA, BT, BC) tile under its dropout mask: ``x * scale`` where kept, 0 elsewhere.
+
+    Channel 8a + 2w + h of token t takes half h of word w of the Philox counter
+    (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`. ``o_t`` (BT,) int64 tokens.
+    """
+    groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
+    zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
+    low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
+    high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros
+    w0, w1, w2, w3 = tl.philox(tl.load(p_seed), groups.to(tl.uint32) + zeros, low, high, zeros)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BA, BT, BC)).to(tl.int32)
+    return tl.where(draws >= threshold, b_x * scale, 0.0)
+
+
+@triton.jit
+def row_channels(BA: tl.constexpr, BC: tl.constexpr):
+    """The channels of a tile of rows, (BA, 1, BC)."""
+    return tl.arange(0, BA)[:, None, None] * BC + tl.arange(0, BC)[None, None, :]
+
+
+@triton.jit
+def row_sum(b_x):
+    """(BA, BT, BC) summed over the channels: (1, BT, 1)."""
+    return tl.sum(tl.sum(b_x, axis=0), axis=1)[None, :, None]
+
+
+@triton.jit
+def normalise(b_x, m_d, D, eps):
+    """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
+
+    Two passes, the mean corrected by the mean of what it leaves, as in
+    `deepfast.reference.layer_norm.normalise`. ``b_x`` is 0 outside ``m_d``.
+    """
+    b_mean = row_sum(b_x) / D
+    b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
+    b_x = tl.where(m_d, b_x - b_mean, 0.0)
+    b_rstd = tl.rsqrt(row_sum(b_x * b_x) / D + eps)
+    return b_x * b_rstd, b_mean, b_rstd
+
+
+@triton.jit
+def norm_backward(b_dn, b_n, b_rstd, D):
+    """The gradient before layer normalisation from that of its result n; both 0 outside D."""
+    return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
+
+
+@triton.jit(do_not_specialize=["P", "s_p"])
+def sum_partials_kernel(
+    p_partial, p_out0, p_out1, p_out2, p_out3,
+    P, N,
+    s_p, s_i, s_out,
+    BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(1), tl.program_id(2)
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    p_partial += i * s_i + row * N
+    b_sum = tl.zeros((BP, BN), dtype=tl.float32)
+    for start in range(0, P, BP):
+        o_p = start + tl.arange(0, BP).to(tl.int64)
+        m = (o_p < P)[:, None] & (o_n < N)[None, :]
+        b_sum += tl.load(p_partial + o_p[:, None] * s_p + o_n[None, :], mask=m, other=0.0)
+    b_out = tl.sum(b_sum, axis=0)
+    o_out = row.to(tl.int64) * s_out + o_n
+    o_i = tl.zeros((BN,), dtype=tl.int32) + i
+    if p_out0 is not None:
+        tl.store(p_out0 + o_out, b_out, mask=(o_n < N) & (o_i == 0))
+    if p_out1 is not None:
+        tl.store(p_out1 + o_out, b_out, mask=(o_n < N) & (o_i == 1))
+    if p_out2 is not None:
+        tl.store(p_out2 + o_out, b_out, mask=(o_n < N) & (o_i == 2))
+    if p_out3 is not None:
+        tl.store(p_out3 + o_out, b_out, mask=(o_n < N) & (o_i == 3))
+
+
+def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
+    """``outs[i] = partial[:, i].sum(0)`` in one launch and in one order.
+
+    Args:
+        partial: (P, I, R, N) fp32, contiguous, I at most 4: a row of each output by each program.
+        outs: (R, N) fp32, last stride 1, row strides alike; None where no sum is wanted.
+    """
+    P, wanted, R, N = partial.shape
+    s_out = next(out.stride(0) for out in outs if out is not None)
+    outs = (*outs, None, None, None)[:4]
+    BN = 16
+    sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
+        partial, *outs, P, N, partial.stride(0), partial.stride(1), s_out, BP=256, BN=BN,
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""What Triton's compiler makes of every kernel, without a GPU.
+
+Each case of `aot_cases.py` calls a launcher; every kernel that it launches is compiled for a
+target instead of run, and its machine code is read: registers, shared memory, spills, the width of
+each access to global memory.
+
+    python tests/kernels/aot.py --only layer_norm --target 90
+    python tests/kernels/aot.py --write bench/results/aot.md
+"""
+
+import argparse
+import concurrent.futures
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+# Both are read when triton is imported. The interpreter compiles nothing.
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import aot_sass as sass
+import triton
+from aot_cases import CASES, LAYERS, T
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+COMMITTED = Path(__file__).parents[2] / "bench" / "results" / "aot.md"
+
+HEADER = f"""\
+# What the compiler makes of the Triton kernels
+
+Triton {triton.__version__}, no GPU; `python tests/kernels/aot.py --write bench/results/aot.md`.
+A test holds every kernel to these numbers.
+
+T = {T} tokens, {LAYERS} layers, attention over 8 heads of 64. *registers* per thread, *shared*
+bytes and *warps* per program, *resident* the warps that a multiprocessor holds at once, of 64.
+*loads* and *stores* of global memory in the machine code as count x bits, *async* the loads that go
+straight to shared memory, *tensor core* the matrix instructions, *spills* the accesses to local
+memory. What several cases launch stands at the first of them.
+
+"""
+
+
+# ---- one case ----------------------------------------------------------------------------------
+
+
+def use_target(target: int) -> None:
+    """Lets Triton and the launchers believe in a GPU.
+
+    Of the driver, Triton 3.6 to 3.9 ask these three before a kernel runs.
+    """
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", target, 32),
+        # What is compiled is kept by device.
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+def compile_case(index: int, target: int) -> dict[str, dict]:
+    """Every kernel that a case launches, by its hash, compiled and measured.
+
+    For a process of its own: it changes Triton and the launchers.
+    """
+    case, chip, kernels = CASES[index], sass.CHIPS[target], {}
+    use_target(target)
+    module = importlib.import_module(f"deepfast.kernels.{case.module}")
+    common = importlib.import_module("deepfast.kernels.common")
+    common.multiprocessors = module.multiprocessors = lambda device: chip.multiprocessors
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        start = time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        seconds = time.perf_counter() - start
+        if kernel.hash not in kernels:
+            variant = 1 + sum(k["kernel"].split()[0] == self.__name__ for k in kernels.values())
+            name = self.__name__ if variant == 1 else f"{self.__name__} {variant}"
+            found = {"case": case.name, "kernel": name, "sm": target, "seconds": seconds}
+            kernels[kernel.hash] = found | measure(kernel, chip)
+
+    JITFunction.run = compile_only
+    try:
+        case.call(getattr(module, case.call.__name__), **case.sizes)
+    finally:
+        JITFunction.run = run
+    return kernels
+
+
+def measure(kernel, chip: sass.Chip) -> dict:
+    """Numbers of a compiled kernel (`triton.compiler.CompiledKernel`)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", text)[1])
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    resident = sass.resident_warps(chip, registers, shared, warps)
+    found = {"registers": registers, "shared": shared, "warps": warps, "resident": resident}
+    return found | sass.read_sass(text)
+
+
+# ---- all of them -------------------------------------------------------------------------------
+
+
+def compile_all(jobs: list[tuple[int, int]], processes: int) -> tuple[list[dict], list[str]]:
+    """The kernels of all (case, target) pairs, and a line for every launcher that failed."""
+    kernels, failed = {}, []
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn) as pool,
+    ):
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for (index, target), found in [(job, pool.submit(compile_case, *job)) for job in jobs]:
+            try:
+                for digest, kernel in found.result().items():
+                    kernels.setdefault(digest, kernel)
+            except Exception as error:
+                print(error.__cause__ or error, file=sys.stderr)
+                said = (str(error).strip().splitlines() or [""])[-1]
+                where = f"{CASES[index].name} on sm_{target}"
+                failed.append(f"{where}: launcher failed: {type(error).__name__}: {said}")
+    return list(kernels.values()), failed
+
+
+def compare(kernels: list[dict]) -> list[str]:
+    """The faults of all kernels, given the committed table."""
+    text = COMMITTED.read_text() if COMMITTED.exists() else ""
+    # Another compiler gives out registers in another way.
+    committed = sass.read_table(text) if f"Triton {triton.__version__}," in text else {}
+    return [line for k in kernels for line in sass.faults(k, committed.get(sass.key(k)))]
+
+
+def show(kernels: list[dict]) -> None:
+    """The table for the eye, with the seconds of compiling."""
+    lines = [[*sass.COLUMNS, "seconds"]]
+    lines += [[*sass.row(k), f"{k['seconds']:.1f}"] for k in kernels]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose file or name holds this text")
+    parser.add_argument("--target", type=int, choices=sass.CHIPS, action="append")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--json", type=Path, help="a file for what the test reads")
+    options = parser.parse_args()
+    if options.write and (options.only or options.target):
+        parser.error("--write takes all cases and targets")
+    jobs = [
+        (index, target)
+        for index, case in enumerate(CASES)
+        for target in options.target or case.targets
+        if options.only in f"{case.module} {case.name}"
+    ]
+    kernels, failed = compile_all(jobs, options.processes)
+    if options.write:
+        options.write.write_text(HEADER + sass.write_table(kernels))
+    lines = failed + compare(kernels)
+    if options.json:
+        found = {"rows": [sass.key(k) for k in kernels], "faults": lines}
+        options.json.write_text(json.dumps(found))
+    show(kernels)
+    for line in lines:
+        print(line)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The calls of launchers that `aot.py` compiles: one function per launcher, named as it is.
+
+Tensors are on the meta device: a shape, a dtype, strides and an aligned address, but no memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepfast.ops.depth_state import empty_slots
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# Packed batches have any number of tokens: not a multiple of 16, so no kernel may count on it.
+T = 8190
+LAYERS = 100
+
+
+def tensor(*shape, dtype=FP32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dropout(p):
+    """A launcher's two dropout operands."""
+    return {"dropout_p": p, "seed": tensor(dtype=torch.int64) if p else None}
+
+
+def layer_norm_forward(launch, D, dtype=BF16, fused=False):
+    x = tensor(T, D, dtype=dtype)
+    launch(
+        x=x, residual=x if fused else None, weight=tensor(D), bias=tensor(D), eps=1e-5,
+        **dropout(0.1 if fused else 0.0), sum=x if fused else None, y=x, mean=tensor(T),
+        rstd=tensor(T),
+    )  # fmt: skip
+
+
+def layer_norm_backward(launch, D, dtype=BF16, fused=False):
+    x = tensor(T, D, dtype=dtype)
+    launch(
+        sum=x, dy=x, dsum=x if fused else None, weight=tensor(D), mean=tensor(T), rstd=tensor(T),
+        **dropout(0.1 if fused else 0.0), dx=x, dresidual=x if fused else None, dweight=tensor(D),
+        dbias=tensor(D),
+    )  # fmt: skip
+
+
+def depth_mix_forward(launch, K, D, dtype=BF16, norm=True):
+    x = tensor(T, D, dtype=dtype)
+    launch(
+        sources=[x] * K, weight=tensor(K), gain=tensor(K, D), shift=tensor(K, D), norm=norm,
+        eps=1e-5, out=x, mean=tensor(K, T), rstd=tensor(K, T),
+    )  # fmt: skip
+
+
+def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
+    x = tensor(T, D, dtype=dtype)
+    launch(
+        sources=[x] * K, weight=tensor(K), gain=tensor(K, D), shift=tensor(K, D), norm=norm,
+        mean=tensor(K, T), rstd=tensor(K, T), dout=x, dsources=[x] * K, dweight=tensor(K),
+        dgain=tensor(K, D), dshift=tensor(K, D),
+    )  # fmt: skip
+
+
+def engine(D, dtype):
+    """A (T, D) tensor, the engine's states, and the depth weights with gain and shift."""
+    rows, x = LAYERS + 1, tensor(T, D, dtype=dtype)
+    weights = {"weight": tensor(rows, rows), "gain": tensor(rows, D), "shift": tensor(rows, D)}
+    return x, empty_slots(rows + 1, x), weights
+
+
+def mix_rows(launch, B, D, dtype=BF16):
+    x, states, weights = engine(D, dtype)
+    first = LAYERS + 1 - B
+    launch(
+        states=states, sources=list(range(first)), **weights, rows=list(range(first, LAYERS + 1)),
+        out=empty_slots(B, x), out_rows=list(range(B)), accumulate=False,
+    )  # fmt: skip
+
+
+def pull_rows(launch, B, D, dtype=BF16):
+    x, states, weights = engine(D, dtype)
+    rows = list(range(B, LAYERS + 1))
+    launch(
+        grads=states, grad_slots=[r + 1 for r in rows], rows=rows, states=states,
+        sources=list(range(B)), **weights, out=empty_slots(B, x), out_rows=list(range(B)),
+        accumulate=False, dweight=torch.empty_like(weights["weight"]),
+    )  # fmt: skip
+
+
+def boundary_forward(launch, near, D, dtype=BF16):
+    x, states, weights = engine(D, dtype)
+    launch(
+        branch=x, residual=x, **dropout(0.1), states=states, slot=31,
+        near=list(range(32 - near, 32)), **weights, row=31, norm_source=True, source_eps=1e-5,
+        partial=x, out_weight=tensor(D), out_bias=tensor(D), out_eps=1e-5, x=x, out=x,
+        source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T),
+    )  # fmt: skip
+
+
+def boundary_backward(launch, near, D, dtype=BF16):
+    """A state in the middle of its block of ``near``."""
+    x, states, weights = engine(D, dtype)
+    slot, pulls = 23 + near // 2, near - near // 2 + 1
+    launch(
+        states=states, slot=slot, near=list(range(24, slot + 1)), **weights, row=slot,
+        norm_source=True, partial=x, out_weight=tensor(D), out_bias=tensor(D),
+        source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T), **dropout(0.1), dx=x,
+        dout=x, grads=states, grad_slot=slot + 1, column=slot,
+        pull_rows=list(range(slot, slot + pulls)),
+        pull_slots=list(range(slot + 1, slot + 1 + pulls)), pulled=x, dbranch=x, dresidual=x,
+        dweight=torch.empty_like(weights["weight"]), dgain=tensor(D), dshift=tensor(D),
+        dout_weight=tensor(D), dout_bias=tensor(D),
+    )  # fmt: skip
+
+
+def attention(length, causal, dtype, heads, width):
+    """What both launches of attention take."""
+    # As a projection leaves them: views of one packed tensor.
+    q, k, v = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
+    seqlens = tensor(257, dtype=torch.int32)
+    return {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": seqlens, "cu_seqlens_k": seqlens,
+        "max_seqlen_q": length, "max_seqlen_k": length, "causal": causal, "scale": width**-0.5,
+        **dropout(0.1), "o": tensor(T, heads, width, dtype=dtype), "lse": tensor(heads, T),
+    }  # fmt: skip
+
+
+def attention_forward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
+    launch(**attention(length, causal, dtype, heads, width))
+
+
+def attention_backward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
+    dq, dk, dv = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
+    do = tensor(T, heads, width, dtype=dtype)
+    launch(**attention(length, causal, dtype, heads, width), do=do, dq=dq, dk=dk, dv=dv)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher."""
+
+    module: str
+    """The file in kernels/."""
+    call: Callable
+    """Takes the launcher, whose name it has, and the sizes."""
+    sizes: dict
+    targets: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        words = [
+            str(value).removeprefix("torch.") if key == "dtype"
+            else key if value is True else f"{key}={value}"
+            for key, value in ({"dtype": BF16} | self.sizes).items()
+        ]  # fmt: skip
+        return " ".join([self.call.__name__, *words])
+
+
+def every(module, *calls, **sizes):
+    """For the main sizes: every target. A target of `aot.py` by hand takes all cases."""
+    return [Case(module, call, sizes, (80, 90, 100)) for call in calls]
+
+
+def hopper(module, *calls, **sizes):
+    return [Case(module, call, sizes, (90,)) for call in calls]
+
+
+NORM = ("layer_norm", layer_norm_forward, layer_norm_backward)
+MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
+ENGINE = ("depth_mix", mix_rows, pull_rows)
+BOUNDARY = ("boundary", boundary_forward, boundary_backward)
+ATTENTION = ("attention", attention_forward, attention_backward)
+
+CASES = [
+    *every(*NORM, D=512, fused=True),
+    *every(*NORM, D=1024, fused=True),
+    *hopper(*NORM, D=4096, fused=True),
+    *hopper(*NORM, D=512),
+    *hopper(*NORM, D=4096),
+    *hopper(*NORM, D=512, fused=True, dtype=FP32),
+    *every(*MIX, K=16, D=512),
+    *hopper(*MIX, K=33, D=512),
+    *hopper(*MIX, K=16, D=512, dtype=FP32),
+    *every(*ENGINE, B=8, D=512),
+    *hopper(*ENGINE, B=16, D=512),
+    *hopper(*ENGINE, B=8, D=512, dtype=FP32),
+    *every(*BOUNDARY, near=8, D=512),
+    *hopper(*BOUNDARY, near=8, D=1024),
+    *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
+    *hopper(*ATTENTION, length=64),
+    *every(*ATTENTION, length=128, causal=True),
+    *hopper(*ATTENTION, length=512),
+    *hopper(*ATTENTION, length=512, causal=True),
+    *hopper(*ATTENTION, length=128, dtype=FP32),
+]

@@ -1,0 +1,79 @@
+"""Run by test_distributed.py under torchrun: one training step on two ranks, each form against a
+plain one in this process.
+
+    torchrun --nproc-per-node 2 distributed_steps.py ddp|fsdp pre|post
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from deepfast.nn import TransformerEncoder
+
+
+def encoder(norm):
+    torch.manual_seed(0)
+    return TransformerEncoder(4, 16, 2, 24, norm=norm, dropout=0.0)
+
+
+def batch():
+    """Each rank has its own sentences."""
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return torch.randn(3, 4, 16, generator=generator)
+
+
+def averaged_grads(module):
+    """What a plain module's gradients are, averaged over ranks."""
+    for p in module.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def ddp(norm):
+    plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm))
+    for module in (plain, wrapped):
+        module(batch()).square().sum().backward()
+    expected = averaged_grads(plain)
+    for name, p in wrapped.module.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def fsdp(norm):
+    """bf16 compute, sharded layer by layer; the connection, with W, keeps its fp32 parameters."""
+    plain, module = encoder(norm), encoder(norm)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    full = MixedPrecisionPolicy(param_dtype=None, cast_forward_inputs=False)
+    for layer in module.layers:
+        fully_shard(layer, mp_policy=low)
+    fully_shard(module.connection, mp_policy=full)
+    fully_shard(module, mp_policy=low)
+    seen = []
+    module.connection.dlcl.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+
+    y = module(batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected_y = plain(batch())
+    assert y.dtype == torch.bfloat16
+    assert set(seen) == {torch.float32}
+    torch.testing.assert_close(y, expected_y)
+    for out in (y, expected_y):
+        out.float().square().sum().backward()
+    expected = averaged_grads(plain)
+    for name, p in module.named_parameters():
+        grad = p.grad.full_tensor()
+        # bf16 gradients of bf16 parameters against fp32 gradients rounded nowhere.
+        error = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-6)
+        assert error < 1e-2, f"{name}: {error:.2g}"
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](sys.argv[2])
+    print(f"rank {dist.get_rank()} agrees", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,163 @@
+"""torch.compile of layers and stacks: one graph, the same numbers, any number of tokens."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deepfast.nn import (
+    DLCL,
+    DepthHistory,
+    Packing,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+DIM, HEADS, FFN = 16, 2, 24
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def compiled(module, **options):
+    """Compiled whole, and the counter of its compilations."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(
+        module, fullgraph=True, dynamic=True, backend=counter, **options
+    ), counter  # fmt: skip
+
+
+def gradients(module, loss, *inputs):
+    leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    return torch.autograd.grad(loss, leaves)
+
+
+def compare(module, run, plain, *inputs):
+    a, b = run(*inputs), plain(*inputs)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for g, h in zip(
+        gradients(module, a.square().sum(), *inputs),
+        gradients(module, b.square().sum(), *inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_an_encoder_layer_is_one_graph(norm, mask):
+    layer = TransformerEncoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0)
+    run, counter = compiled(layer)
+    for length in (5, 8, 6):
+        x = torch.randn(3, length, DIM, requires_grad=True)
+        padding = None
+        if mask:
+            padding = torch.arange(length) >= torch.tensor([[length], [2], [4]])
+        # Where there is padding the plain layer packs it away.
+        compare(layer, lambda x, m=padding: run(x, m), lambda x, m=padding: layer(x, m), x)
+        if length == 5:
+            first = counter.frame_count
+    assert counter.frame_count == first > 0
+
+
+def test_a_decoder_layer_is_one_graph():
+    layer = TransformerDecoderLayer(DIM, HEADS, FFN, dropout=0.0)
+    run, _ = compiled(layer)
+    x = torch.randn(3, 5, DIM, requires_grad=True)
+    memory = torch.randn(3, 7, DIM, requires_grad=True)
+    compare(layer, run, layer, x, memory)
+
+
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_twelve_layers_around_a_live_history(norm, connection):
+    """Each layer compiled by itself, the boundaries eager: the engine runs as ever."""
+    encoder = TransformerEncoder(12, DIM, HEADS, FFN, norm=norm, connection=connection, dropout=0.0)
+    plain = TransformerEncoder(12, DIM, HEADS, FFN, norm=norm, connection=connection, dropout=0.0)
+    plain.load_state_dict(encoder.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in encoder.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (4, 7):
+        x = torch.randn(2, tokens, DIM, requires_grad=True)
+        outputs = encoder(x), plain(x)
+        assert torch.equal(*outputs)
+        grads = (
+            gradients(m, o.square().sum(), x)
+            for m, o in zip((encoder, plain), outputs, strict=True)
+        )
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        if tokens == 4:
+            first = counter.frame_count
+    # The layers share their code and its guards: not one compilation for each of them, each time.
+    assert counter.frame_count == first > 0
+
+
+def test_layers_with_dropout_draw_their_own_masks():
+    """A compiled layer in training: masks differ from step to step, the seed sets them back."""
+    layer = TransformerEncoderLayer(DIM, HEADS, FFN, dropout=0.5)
+    run, _ = compiled(layer)
+    x, packing = torch.randn(2, 4, DIM), Packing(2, 4)
+
+    def step(seed):
+        torch.manual_seed(seed)
+        return run(x.view(8, DIM), normed=x.view(8, DIM), packing=packing)[0]
+
+    assert torch.equal(step(1), step(1))
+    assert not torch.equal(step(1), step(2))
+
+
+KINDS = [
+    {},
+    {"norm": "post"},
+    {"norm": None},
+    {"weight": "vector"},
+    {"weight": "group", "groups": 3},
+    {"softmax": True, "window": 2},
+    {"period": 2, "normalize_embedding": True},
+    {"norm": "post", "learnable": False, "normalize_embedding": True},
+]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_whole_stack_traces_to_one_graph(options):
+    """Inside a compiler's reach DLCL is a functional form over registered ops."""
+    layers, seed = 4, 9
+    dlcl = DLCL(layers, DIM, **options)
+    for p in dlcl.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+
+    def run(x):
+        history = DepthHistory()
+        x = dlcl(x, history)
+        for k in range(layers):
+            x = dlcl(torch.tanh(x), history, residual=x, dropout_p=0.3, seed=seed + k)
+        return x
+
+    traced, _ = compiled(run)
+    compare(dlcl, traced, run, torch.randn(5, DIM, requires_grad=True))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_whole_encoder_traces_to_one_graph(norm):
+    encoder = TransformerEncoder(3, DIM, HEADS, FFN, norm=norm, dropout=0.0)
+    run, counter = compiled(encoder)
+    for length in (4, 6):
+        compare(encoder, run, encoder, torch.randn(2, length, DIM, requires_grad=True))
+    assert counter.frame_count > 0
+
+
+def test_too_many_pushes_into_a_traced_history():
+    dlcl = DLCL(1, DIM)
+
+    def run(x):
+        history = DepthHistory()
+        for _ in range(3):
+            x = dlcl(x, history)
+        return x
+
+    with pytest.raises(Exception, match="has all of its 2 states"):
+        compiled(run)[0](torch.randn(3, DIM))

@@ -1,0 +1,121 @@
+"""The specification of packed attention against PyTorch's, one sentence at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast.reference import launchers
+from deepfast.reference.attention import attention
+from deepfast.reference.dropout import dropout_mask
+
+H, D = 2, 3
+SELF = ([4, 0, 1, 7], [4, 0, 1, 7])
+CROSS = ([4, 2, 0, 5, 3], [6, 0, 3, 5, 1])
+SEED = torch.tensor(11)
+
+
+def cumulated(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(lengths, grad=False):
+    queries, keys = (sum(n) for n in lengths)
+    return [
+        torch.randn(tokens, H, D, dtype=torch.float64, requires_grad=grad)
+        for tokens in (queries, keys, keys)
+    ]
+
+
+def sentences(lengths, tensors):
+    """(q, k, v) of each sentence, (H, length, D) each."""
+    q, k, v = tensors
+    splits = (q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]))
+    return [[x.transpose(0, 1) for x in qkv] for qkv in zip(*splits, strict=True)]
+
+
+def run(lengths, tensors, **options):
+    return attention(*tensors, *map(cumulated, lengths), scale=0.7, **options)
+
+
+def torch_attention(q, k, v, causal):
+    """A query without a key gets 0; torch says NaN of it."""
+    m, n = q.shape[1], k.shape[1]
+    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m) if causal else None
+    o = F.scaled_dot_product_attention(q, k, v, mask, scale=0.7)
+    unseeing = torch.arange(m) < (m - n if causal else 0 if n else m)
+    return o.masked_fill(unseeing[:, None], 0)
+
+
+@pytest.mark.parametrize("lengths", [SELF, CROSS])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_pytorch(lengths, causal):
+    tensors = packed(lengths)
+    o, lse = run(lengths, tensors, causal=causal)
+    parts = [torch_attention(*qkv, causal) for qkv in sentences(lengths, tensors)]
+    torch.testing.assert_close(o, torch.cat(parts, dim=1).transpose(0, 1))
+    assert lse.shape == (H, o.shape[0])
+
+
+def test_causal_shows_the_last_query_every_key():
+    """An identity as values makes the weights themselves the output."""
+    q, k = torch.randn(2, 1, D, dtype=torch.float64), torch.randn(3, 1, D, dtype=torch.float64)
+    v = torch.eye(3, dtype=torch.float64).unsqueeze(1)
+    o, _ = run(([2], [3]), (q, k, v), causal=True)
+    assert (o[:, 0] > 0).tolist() == [[True, True, False], [True, True, True]]
+
+
+def test_lse_is_of_the_weights_before_dropout():
+    lengths = ([3], [5])
+    q, k, v = packed(lengths)
+    scores = 0.7 * torch.einsum("mhd,nhd->hmn", q, k)
+    for p in (0.0, 0.5):
+        _, lse = run(lengths, (q, k, v), dropout_p=p, seed=SEED)
+        torch.testing.assert_close(lse, scores.exp().sum(-1).log())
+
+
+def test_queries_without_keys():
+    o, lse = run(([2, 3], [0, 1]), packed(([2, 3], [0, 1])), causal=True)
+    assert torch.equal(lse.isinf(), torch.tensor([[True, True, True, True, False]] * H))
+    assert torch.equal(o[:4], torch.zeros_like(o[:4]))
+
+
+def test_dropout_takes_a_token_for_each_query_and_head():
+    lengths = ([2, 3], [4, 6])
+    q, k, v = packed(lengths)
+    o, _ = run(lengths, (q, k, v), dropout_p=0.4, seed=SEED)
+    mask = dropout_mask(SEED, 5 * H, 6, 0.4)
+    for t in range(5):
+        keys, n = (slice(0, 4), 4) if t < 2 else (slice(4, 10), 6)
+        for h in range(H):
+            weights = (0.7 * k[keys, h] @ q[t, h]).softmax(0)
+            torch.testing.assert_close(o[t, h], (weights * mask[t * H + h, :n]) @ v[keys, h])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradcheck(causal, dropout_p):
+    def o(*tensors):
+        return run(CROSS, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)[0]
+
+    assert torch.autograd.gradcheck(o, packed(CROSS, grad=True))
+
+
+@pytest.mark.parametrize("lengths", [SELF, CROSS, ([], []), ([0], [3]), ([3], [0])])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_launches_are_the_op_and_its_gradient(lengths, causal, dropout_p):
+    tensors = packed(lengths, grad=True)
+    o, lse = run(lengths, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)
+    do = torch.randn_like(o)
+    # Without a sentence, o does not depend on k and v.
+    grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
+    expected = (o, lse, *grads)
+
+    got = [torch.full_like(x, torch.nan) for x in expected]
+    longest = [max(n, default=0) for n in lengths]
+    common = (*map(cumulated, lengths), *longest, causal, 0.7, dropout_p, SEED)
+    data = [x.detach() for x in tensors]
+    launchers.attention_forward(*data, *common, *got[:2])
+    launchers.attention_backward(*data, *got[:2], do, *common, *got[2:])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
