@@ -335,12 +335,12 @@ def backward_launch(
     one_tile = max_seqlen_q <= queries
     if max_seqlen_k > whole or (itemsize == 4 and not one_tile):
         return Launch(BQ, part, warps(BQ, part, BD, itemsize)), False
-    if one_tile and BK <= queries:
+    if one_tile and max_seqlen_k <= queries:
         return Launch(BQ, BK, warps(BQ, BK, BD, itemsize)), True
     # dk and dv live through a loop over tiles of queries: smaller ones leave them registers.
-    return Launch(
-        min(BQ, queries // 2), BK, 8 if BK > queries else warps(BQ, BK, BD, itemsize)
-    ), True
+    BQ = min(BQ, queries // 2)
+    num_warps = 8 if max_seqlen_k > queries else warps(BQ, BK, BD, itemsize)
+    return Launch(BQ, BK, num_warps), True
 
 
 def attention_forward(

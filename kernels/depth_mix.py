@@ -29,7 +29,18 @@ SOURCES = tl.constexpr(16)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Numbers that change from launch to launch; no compiled variant depends on them.
-MIX_SIZES = "T R K first_k step_k rows first_row step_row first_out step_out".split()
+MIX_SIZES = [
+    "T",
+    "R",
+    "K",
+    "first_k",
+    "step_k",
+    "rows",
+    "first_row",
+    "step_row",
+    "first_out",
+    "step_out",
+]
 PULL_SIZES = [*MIX_SIZES, "first_slot", "step_slot"]
 
 

@@ -156,7 +156,8 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
         x, residual, weight, bias, seed if dropout_p > 0 else None, sum, y, mean, rstd,
         T, D, eps, threshold, scale,
         stride(x), stride(residual), stride(sum), stride(y),
-        **tile._asdict(),
+        # Dropout's draws need them: left to itself ptxas stops at 80 for sm_100, and spills.
+        **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
     )  # fmt: skip
 
 

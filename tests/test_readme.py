@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import torch
+
+import deepfast
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -12,9 +16,47 @@ def test_examples_run():
     scope: dict = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), scope)
-    assert scope["x"].shape == (8, 32, 256)
+    assert scope["x"].shape == (24, 64)
     assert scope["y"].shape == (8, 32, 256)
     assert scope["dlcl"].weight.grad is not None
+    losses = scope["losses"]
+    assert losses[-1] < losses[0]
+    assert all(p.grad is not None for p in scope["parameters"])
+
+
+def test_what_is_said_of_the_training_loop():
+    """Its layer compiles without a break, and checkpoints together with its push."""
+    from torch.utils.checkpoint import checkpoint
+
+    text = README.read_text()
+    section = text[text.index("## In your own training loop") :]
+    block = re.search(r"```python\n(.*?)```", section, flags=re.S)[1]
+    scope = {"torch": torch, "deepfast": deepfast}
+    exec(compile(block, str(README), "exec"), scope)
+    stack, connect, lengths = scope["stack"], scope["connect"], scope["cu_seqlens"]
+
+    def run(layers, checkpointed=False):
+        torch.manual_seed(1)
+        history = deepfast.nn.DepthHistory()
+        x = connect(scope["tokens"], history)
+        for k, layer in enumerate(layers, 1):
+
+            def push(x, k=k, layer=layer):
+                return connect(layer(x, lengths, 12), history, index=k)
+
+            x = checkpoint(push, x, use_reentrant=False) if checkpointed else push(x)
+        return torch.autograd.grad(x.square().sum(), scope["parameters"][:-2])
+
+    plain = run(stack)
+    for a, b in zip(run(stack, checkpointed=True), plain, strict=True):
+        assert torch.equal(a, b)
+    for layer in stack:
+        layer.eval().compile(fullgraph=True, backend="aot_eager")
+    compiled = run(stack)
+    for layer in stack:
+        layer._compiled_call_impl = None
+    for a, b in zip(compiled, run(stack), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_commands_exist():

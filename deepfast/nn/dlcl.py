@@ -367,7 +367,7 @@ class DLCL(nn.Module):
         if not alike:
             self._check_input(y)
         common.check_dropout("DLCL", dropout_p)
-        if residual is not None:
+        if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
             common.check_like("DLCL", "residual", residual, "the branch", y)
         if out_norm is not None:
             self._check_out_norm(out_norm, y)

@@ -62,9 +62,10 @@ def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A parameter as kernels read it: the compute dtype of activations in ``dtype``, contiguous."""
     if p is None:
         return None
-    # Without the casts where they would do nothing: they cost microseconds all the same.
-    p, wanted = p.detach(), compute_dtype(dtype)
-    return p if p.dtype == wanted and p.is_contiguous() else p.to(wanted).contiguous()
+    wanted = compute_dtype(dtype)
+    if p.dtype == wanted and p.is_contiguous():
+        return p
+    return p.detach().to(wanted).contiguous()
 
 
 def draw_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:

@@ -81,10 +81,10 @@ class _Boundary(torch.autograd.Function):
                 w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
             out = common.empty_contiguous(branch)
             out_rows = out if y is branch else out.view(y.shape)
-            mean = state.weight.new_empty(y.shape[0])
-            rstd = torch.empty_like(mean)
-            ctx.save_for_backward(w, b, mean, rstd)
-            ctx.out_dtypes = [None if p is None else p.dtype for p in (out_weight, out_bias)]
+            mean, rstd = state.out_statistics(k)
+            ctx.save_for_backward(w, b)
+            # Those of the parameters: what is saved is in the compute dtype.
+            ctx.dtypes = getattr(out_weight, "dtype", None), getattr(out_bias, "dtype", None)
         state.launch.boundary_forward(
             None if replay else y, rest, dropout_p, seed, state.states, k, state.near(k),
             state.weight, k, state.gain, state.shift, state.normalised[k], state.eps,
@@ -102,13 +102,16 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @common.first_order("DLCL")
     def backward(ctx, dx, dout, _token):
-        state, k, _, dropout_p, seed, _ = ctx.call
+        state, k, _, dropout_p, seed, out_eps = ctx.call
         if ctx.replay:
             raise RuntimeError(
                 "DLCL: backward through a boundary that was made again from the states; checkpoint "
                 "it with use_reentrant=False, and push each state once"
             )
-        w, b, mean, rstd = ctx.saved_tensors or (None,) * 4
+        w = b = mean = rstd = None
+        if out_eps is not None:
+            w, b = ctx.saved_tensors
+            mean, rstd = state.out_statistics(k)
         need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
         state.enter(k, torch._C._current_graph_task_id())
         like = state.states[k]
@@ -138,9 +141,9 @@ class _Boundary(torch.autograd.Function):
         )  # fmt: skip
         state.leave(k)
         if need_weight and dout_weight is not None:
-            dout_weight = dout_weight.to(ctx.out_dtypes[0])
+            dout_weight = dout_weight.to(ctx.dtypes[0])
         if need_bias and dout_bias is not None:
-            dout_bias = dout_bias.to(ctx.out_dtypes[1])
+            dout_bias = dout_bias.to(ctx.dtypes[1])
         return (
             None,
             dbranch,

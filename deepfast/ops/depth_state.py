@@ -123,6 +123,7 @@ class DepthState:
         self.dgain: Tensor | None = None
         self.dshift: Tensor | None = None
         self.rstd: list[Tensor | None] = [None] * self.rows
+        self._out_statistics: tuple[Tensor, ...] | None = None
         self._seeds: tuple[Tensor, ...] | None = None
         self._drawer = -1
         self._partial: Tensor | None = None
@@ -147,6 +148,13 @@ class DepthState:
             if self._seeds is None:
                 self._seeds, self._drawer = seeds.unbind(0), k
         return self._seeds[k]
+
+    def out_statistics(self, row: int) -> tuple[Tensor, Tensor]:
+        """(T,) mean and rstd of the norm applied to row's result; made again they are the same."""
+        if self._out_statistics is None:
+            tokens = self.states.shape[1]
+            self._out_statistics = self.weight.new_empty(2 * self.rows, tokens).unbind(0)
+        return self._out_statistics[row], self._out_statistics[self.rows + row]
 
     def own_norm(self, row: int) -> tuple[Tensor, Tensor]:
         return self.own_weight[row], self.own_bias[row]
@@ -290,5 +298,5 @@ class DepthState:
             self._partial, self._partial_block = None, -1
             self._pulled, self._pulled_block = None, -1
             if self.inplace:
-                self.states = self.grads = None
+                self.states = self.grads = self._out_statistics = None
                 self.released = True

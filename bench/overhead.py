@@ -1,0 +1,84 @@
+"""What Python costs: one boundary in eager mode, above the launches inside it, at one token.
+
+    python -m deepfast.bench.overhead
+
+A stack of boundaries runs with its launches and with nothing in their place; the second is the
+cost of checks, allocations and autograd nodes. One thread, freed memory kept, CPU time of the
+thread, the loops taking turns.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from deepfast.bench.harness import keep_memory
+from deepfast.nn import DLCL, DepthHistory, LayerNorm
+
+LAYERS, DIM, DROPOUT = 200, 16, 0.1
+
+
+def _nothing(*_) -> None:
+    """A launch left out."""
+
+
+def make(kind: str, *, launches: bool) -> Callable[[], torch.Tensor]:
+    """A forward pass over LAYERS + 1 boundaries, "plain" or "full": with a residual, dropout and
+    the next layer's LN, as a pre-norm encoder has them."""
+    full = kind == "full"
+    # A window keeps the launch itself as small as it can be.
+    dlcl, norm = DLCL(LAYERS, DIM, window=1), LayerNorm(DIM)
+    x = torch.randn(1, DIM, requires_grad=True)
+
+    def forward():
+        history, branch, residual = DepthHistory(), x, None
+        for k in range(LAYERS + 1):
+            if full:
+                residual, branch = dlcl(
+                    branch, history, residual=residual, dropout_p=DROPOUT, out_norm=norm.as_output()
+                )
+            else:
+                branch = dlcl(branch, history)
+            if k == 0 and not launches:
+                names = vars(history.state.launch)
+                history.state.launch = SimpleNamespace(**dict.fromkeys(names, _nothing))
+        return branch
+
+    return forward
+
+
+def microseconds(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median CPU time of a boundary in each loop."""
+    seconds = {name: [] for name in variants}
+    for round_number in range(rounds + 3):
+        for name, run in variants.items():
+            start = time.thread_time()
+            run()
+            if round_number >= 3:
+                seconds[name].append(time.thread_time() - start)
+    return {k: round(statistics.median(s) / (LAYERS + 1) * 1e6, 1) for k, s in seconds.items()}
+
+
+def measure(kind: str, rounds: int = 25) -> dict[str, float]:
+    """Microseconds of a boundary, forward and both ways, with and without launches."""
+    variants = {}
+    for launches, name in ((True, "with launches"), (False, "Python alone")):
+        forward = make(kind, launches=launches)
+        variants[f"forward, {name}"] = forward
+        variants[f"both ways, {name}"] = lambda f=forward: f().sum().backward()
+    return microseconds(variants, rounds)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    keep_memory()
+    for kind in ("plain", "full"):
+        print(f"{kind}: {measure(kind)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The kernels on a GPU, at realistic sizes.
+
+`make gpu` runs these. With DEEPFAST_DRY_RUN they run on the CPU, at toy sizes, with Triton's
+interpreter: that tests the tests.
+"""
+
+import contextlib
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+DRY = "DEEPFAST_DRY_RUN" in os.environ and not torch.cuda.is_available()
+# Read by triton.jit when a kernel file is imported.
+if DRY:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.fixture(autouse=True)
+def device():
+    if torch.cuda.is_available():
+        # The float64 references are the processor's work; other groups of tests need some too.
+        torch.set_num_threads(max(2, (os.cpu_count() or 2) // 4))
+        yield "cuda"
+        # Large tests leave their memory to those of other processes.
+        torch.cuda.empty_cache()
+    elif DRY:
+        yield "cpu"
+    else:
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def twins():
+    """A launcher or op beside its reference, see twins.py."""
+    spec = importlib.util.spec_from_file_location("twins", Path(__file__).parent / "twins.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def room(device):
+    """``room(gib)`` skips a test that the GPU has too little memory for."""
+
+    def check(gib):
+        if device == "cuda":
+            free = torch.cuda.mem_get_info()[0] / 2**30
+            if free < gib:
+                pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
+
+    return check
+
+
+@pytest.fixture
+def capture(device):
+    """``replay, results = capture(run)``: a CUDA graph of ``run`` and the tensors it writes.
+
+    A dry run calls ``run`` again in place of a replay.
+    """
+
+    def captured(run):
+        if device == "cpu":
+            results = [r.clone() for r in run()]
+
+            def replay():
+                for old, new in zip(results, run(), strict=True):
+                    old.copy_(new)
+
+            return replay, results
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
+
+        def replay():
+            graph.replay()
+            torch.cuda.synchronize()
+
+        return replay, results
+
+    return captured
+
+
+@pytest.fixture
+def unsynchronised(device):
+    """``with unsynchronised(): ...`` fails where the host waits for the device."""
+
+    @contextlib.contextmanager
+    def check():
+        if device == "cpu":
+            yield
+            return
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return check

@@ -1,0 +1,150 @@
+"""`make gpu` without a GPU: its dry run takes every step at toy sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+SECTIONS = (
+    "copy", "layer_norm", "depth_mix", "mixing", "attention", "boundary", "training", "launching",
+)  # fmt: skip
+
+
+def start(folder, *options):
+    """A dry run in a process of its own."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "deepfast.bench.gpu",
+            "--dry-run",
+            "--output",
+            str(folder),
+            *options,
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "OUT"} | {"OUT": str(folder / "out")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Exit status, output, results and page of a run of the tests, and of one of the benchmarks."""
+    parts = {"tests": ("--sections",), "sections": ("--tests",)}
+    started = {}
+    for name, options in parts.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "out").mkdir()
+        started[name] = folder, start(folder, *options)
+    results = {}
+    for name, (folder, process) in started.items():
+        output, _ = process.communicate(timeout=500)
+        (data,), (page,) = folder.glob("*.json"), folder.glob("*.md")
+        assert sorted(p.name for p in (folder / "out").iterdir()) == [data.name, page.name]
+        results[name] = process.returncode, output, json.loads(data.read_text()), page.read_text()
+    return results
+
+
+def test_every_section_has_numbers_and_no_errors(runs):
+    status, output, data, page = runs["sections"]
+    assert status == 0, output
+    assert data["complete"]
+    assert tuple(data["sections"]) == SECTIONS
+    for name, section in data["sections"].items():
+        assert section["status"] == "ok", output
+        assert section["errors"] == []
+        assert name in ("copy", "launching") or section["rows"], name
+        for row in section["rows"]:
+            assert row["seconds"] > 0
+            assert ("bytes" in row) == ("fraction_of_copy" in row)
+        if name != "launching":
+            assert section["copy_gb_per_second"] > 0
+    assert "its numbers mean nothing" in page
+
+
+def test_every_target_is_measured(runs):
+    targets = [t for s in runs["sections"][2]["sections"].values() for t in s["targets"]]
+    names = " ".join(t["what"] for t in targets)
+    for part in ("LN forward", "LN backward", "depth mix forward", "depth mix pull",
+                 "stack and sum", "DenseFormer", "SDPA and varlen", "over the residual"):  # fmt: skip
+        assert part in names
+    assert all(t["reached"] is not None for t in targets)
+
+
+def test_all_gpu_tests_run(runs):
+    status, output, data, _ = runs["tests"]
+    assert status == 0, output
+    for name, group in data["tests"].items():
+        assert group["status"] == "ok"
+        assert group["failed"] == []
+        # Those of other folders have no dry run.
+        assert group["passed"] > 0 or name == "elsewhere"
+
+
+def gpu_module():
+    from deepfast.bench import gpu
+
+    return gpu
+
+
+def results_in(folder):
+    head = {"date": "today", "command": "none", "dry_run": True, "machine": {"device": "none"}}
+    return gpu_module().Results(folder, "none-today", head)
+
+
+def test_a_section_that_raises_is_kept_and_reported(tmp_path, monkeypatch):
+    """In a process: a clock without a device stands for any benchmark that raises."""
+    gpu = gpu_module()
+    results = results_in(tmp_path)
+    results.data["tests"] = {"copy": {"status": "failed", "failed": [{"test": "t", "text": ""}],
+                                      "passed": 0, "skipped": []}}  # fmt: skip
+    monkeypatch.setattr(gpu, "environment", lambda dry: os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    gpu.run_section(results, "copy", False, 60.0)
+    data = json.loads((tmp_path / "none-today.json").read_text())
+    section = data["sections"]["copy"]
+    if not torch.cuda.is_available():
+        assert section["status"].startswith("failed")
+    assert section["tests_failed"] == ["t"]
+    assert not gpu.succeeded(data)
+    assert "Tests of these kernels failed" in (tmp_path / "none-today.md").read_text()
+
+
+def test_a_section_out_of_time_is_stopped(tmp_path):
+    gpu = gpu_module()
+    results = results_in(tmp_path)
+    gpu.run_section(results, "copy", True, 0.05)
+    assert results.data["sections"]["copy"]["status"].startswith("stopped after")
+    assert not gpu.succeeded(results.data)
+
+
+def test_a_variant_that_raises_leaves_the_others(tmp_path):
+    from deepfast.bench.gpu_clock import Bench, Variant
+
+    saved = []
+    bench = Bench("cpu", saved.append)
+
+    def broken():
+        raise RuntimeError("this one is broken")
+
+    makers = {"whole": lambda: Variant(run=lambda: None), "made badly": broken}
+    makers["runs badly"] = lambda: Variant(run=broken)
+    assert list(bench.case("a case", makers)) == ["whole"]
+    assert [row["variant"] for row in saved[-1]["rows"]] == ["whole"]
+    texts = [error["error"] for error in saved[-1]["errors"]]
+    assert len(texts) == 2
+    assert all("this one is broken" in text for text in texts)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_module().main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
