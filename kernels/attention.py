@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dropout_factors
+from .common import dot, dropout_factors, rounded
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -52,13 +52,13 @@ def load_rows(p_x, o_t, m_t, s_t: tl.constexpr, D: tl.constexpr, BD: tl.constexp
 @triton.jit
 def store_rows(p_x, b_x, o_t, m_t, s_t: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     offsets, mask = tile(o_t, m_t, s_t, D, BD)
-    tl.store(p_x + offsets, b_x.to(p_x.dtype.element_ty), mask=mask)
+    tl.store(p_x + offsets, rounded(b_x, p_x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def scores(b_q, b_k, o_q, o_k, m, n, scale, CAUSAL: tl.constexpr):
     """(BQ, BK) scores to the base 2, -inf where a query does not see a key."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
+    b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)
     b_s += tl.where(o_k < n, 0.0, float("-inf"))[None, :]
     if CAUSAL:
         b_s = tl.where(o_k[None, :] <= o_q[:, None] + (n - m), b_s, float("-inf"))
@@ -131,7 +131,7 @@ def attention_fwd_kernel(
     b_sum = tl.sum(b_p, 1)
     if p_seed is not None:
         b_p = tl.where(kept(seed, o_token, 0, threshold, BQ, BK), b_p, 0.0)
-    b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    b_o = dot(rounded(b_p, b_v.dtype), b_v)
     if not WHOLE_ROW:
         end = tl.minimum(n, first_query + BQ + n - m) if CAUSAL else n
         for first_key in range(BK, end, BK):
@@ -147,7 +147,7 @@ def attention_fwd_kernel(
             if p_seed is not None:
                 b_p = tl.where(kept(seed, o_token, first_key, threshold, BQ, BK), b_p, 0.0)
             b_o *= b_shrink[:, None]
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+            b_o = dot(rounded(b_p, b_v.dtype), b_v, b_o)
             b_top = b_new
 
     # A query that sees no key: o is 0 / 1, lse its maximum, -inf.
@@ -210,23 +210,23 @@ def attention_bwd_kernel(
             m_kept = kept(seed, o_token, first_key, threshold, BQ, BK)
             # A weight is never negative: its sign remembers the mask.
             b_w, b_p = tl.where(m_kept, b_p, 0.0), tl.where(m_kept, b_p, -b_p)
-        b_dv = tl.dot(tl.trans(b_w.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
+        b_dv = dot(tl.trans(rounded(b_w, b_do.dtype)), b_do, b_dv)
         if ONE_TILE:
             b_dv = b_dv if p_seed is None else b_dv * keep_scale
             store_rows(rows_of(p_dv, start_k, s_dv, i_h, s_dvh), b_dv, o_k, m_k, s_dv, D, BD)
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
+        b_dp = dot(b_do, tl.trans(b_v))
         if p_seed is not None:
             b_dp, b_p = tl.where(b_p > 0, b_dp, 0.0), tl.abs(b_p)
         if WHOLE_ROW:
             b_delta = tl.sum(b_p * b_dp, 1) * ds_scale
         else:
             b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0) * scale
-        b_ds = (b_p * (b_dp * ds_scale - b_delta[:, None])).to(b_q.dtype)
-        b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision="ieee")
+        b_ds = rounded(b_p * (b_dp * ds_scale - b_delta[:, None]), b_q.dtype)
+        b_dk = dot(tl.trans(b_ds), b_q, b_dk)
         if ONE_TILE:
             store_rows(rows_of(p_dk, start_k, s_dk, i_h, s_dkh), b_dk, o_k, m_k, s_dk, D, BD)
         if WHOLE_ROW:
-            b_dq = tl.dot(b_ds, b_k, input_precision="ieee")
+            b_dq = dot(b_ds, b_k)
             store_rows(rows_of(p_dq, start_q, s_dq, i_h, s_dqh), b_dq, o_q, m_q, s_dq, D, BD)
     if not ONE_TILE:
         b_dv = b_dv if p_seed is None else b_dv * keep_scale
@@ -272,12 +272,12 @@ def attention_bwd_dq_kernel(
         b_k = load_rows(p_k, o_k, m_k, s_k, D, BD)
         b_v = load_rows(p_v, o_k, m_k, s_v, D, BD)
         b_p = tl.math.exp2(scores(b_q, b_k, o_q, o_k, m, n, scale, CAUSAL) - b_lse[:, None])
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
+        b_dp = dot(b_do, tl.trans(b_v))
         if p_seed is not None:
             m_kept = kept(seed, o_token, first_key, threshold, BQ, BK)
             b_dp = tl.where(m_kept, b_dp, 0.0)
-        b_ds = (b_p * (b_dp * ds_scale - b_delta[:, None])).to(b_k.dtype)
-        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision="ieee")
+        b_ds = rounded(b_p * (b_dp * ds_scale - b_delta[:, None]), b_k.dtype)
+        b_dq = dot(b_ds, b_k, b_dq)
     store_rows(rows_of(p_dq, start_q, s_dq, i_h, s_dqh), b_dq, o_q, m_q, s_dq, D, BD)
 
 

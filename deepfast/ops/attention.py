@@ -110,7 +110,8 @@ def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, drop
     """Over padded sentences, by torch's scaled_dot_product_attention."""
     count = cu_seqlens_q.shape[0] - 1
     if 0 in (count, max_q, max_k):
-        return q * 0
+        # Zeros, joined to every operand's graph.
+        return q * 0 + 0 * (k.sum() + v.sum())
     dense = k.shape[0] == count * max_k
 
     def pad(x, cu_seqlens, length):

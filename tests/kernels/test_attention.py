@@ -3,7 +3,6 @@
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 from deepfast.kernels import attention
 from deepfast.reference import launchers as reference
@@ -30,27 +29,6 @@ CASES = {
     "no query, long": ([0], [130], 1, 16, False, 0.1),
     "no key": ([3, 2], [0, 0], 2, 16, True, 0.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _products_of_bf16(monkeypatch):
-    """Triton's interpreter keeps bf16 as 16-bit integers, and multiplies matrices of those."""
-    if DEVICE == "cuda":
-        return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    builder = interpreter.InterpreterBuilder
-    create_dot = builder.create_dot
-
-    def number(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        bits = x.data.astype("uint32") << 16
-        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
-
-    def dot(self, a, b, *rest):
-        return create_dot(self, number(a), number(b), *rest)
-
-    monkeypatch.setattr(builder, "create_dot", dot)
 
 
 class Problem:

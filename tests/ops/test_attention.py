@@ -1,0 +1,156 @@
+"""deepfast.ops.attention: torch's own attention and ours against the reference in float64."""
+
+import pytest
+import torch
+
+from deepfast import backend as backends
+from deepfast.backend import BackendError
+from deepfast.ops import attention
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+H, D = 2, 16
+
+# Lengths of queries and keys by sentence, causal.
+LENGTHS = [
+    ([5], [5], False),
+    ([3, 7, 1], [3, 7, 1], False),
+    ([3, 7, 1], [3, 7, 1], True),
+    ([4, 4], [4, 4], True),
+    ([4, 4], [6, 6], False),
+    ([2, 5, 4], [6, 3, 1], False),
+    ([2, 5, 4], [6, 9, 4], True),
+    ([3, 0, 2], [3, 0, 2], False),
+    ([3, 2], [0, 4], False),
+    ([5, 3], [2, 3], True),
+    ([0], [0], False),
+    ([], [], False),
+]
+
+
+@pytest.fixture(params=["sdpa", "reference", "triton"])
+def server(request):
+    """Each backend that serves attention here."""
+    reason = backends.refusal("attention", request.param, "cpu", torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def cu_seqlens(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+def call(q, k, v, queries, keys, causal, **options):
+    cu_q = cu_seqlens(queries)
+    cu_k = cu_q if queries == keys else cu_seqlens(keys)
+    return attention(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max(queries, default=0),
+        max_seqlen_k=max(keys, default=0), causal=causal, **options,
+    )  # fmt: skip
+
+
+def operands(queries, keys):
+    return [torch.randn(sum(n), H, D) for n in (queries, keys, keys)]
+
+
+def results(leaves, dtype, grad, *args, **options):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    o = call(*leaves, *args, **options)
+    o.backward(grad.to(dtype))
+    return dict(zip("oqkv", [o.detach(), *(x.grad for x in leaves)], strict=True))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("queries", "keys", "causal"), LENGTHS, ids=str)
+def test_agrees(tolerances, ran, server, dtype, queries, keys, causal):
+    leaves = [x.to(dtype) for x in operands(queries, keys)]
+    grad = torch.randn(leaves[0].shape).to(dtype)
+    args = (queries, keys, causal)
+    with ran("attention", server):
+        got = results(leaves, dtype, grad, *args, backend=server)
+    plain = results(leaves, dtype, grad, *args, backend="reference")
+    exact = results(leaves, torch.float64, grad, *args, backend="reference")
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
+def test_slices_of_one_projection(server):
+    """Queries, keys and values as views, as a layer makes them."""
+    qkv = torch.randn(9, 3, H, D, requires_grad=True)
+    o = call(*qkv.unbind(1), [4, 5], [4, 5], True, backend=server)
+    (grad,) = torch.autograd.grad(o.square().sum(), qkv)
+    apart = [x.detach().clone().requires_grad_() for x in qkv.unbind(1)]
+    exact = call(*apart, [4, 5], [4, 5], True, backend="reference")
+    grads = torch.autograd.grad(exact.square().sum(), apart)
+    torch.testing.assert_close(o, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, torch.stack(grads, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_are_not_contiguous(server):
+    q, k, v = (x.requires_grad_() for x in operands([5], [5]))
+    o = call(q, k, v, [5], [5], False, backend=server)
+    seed = torch.randn(H, D, 5).permute(2, 0, 1)
+    grads = torch.autograd.grad(o, (q, k, v), seed, retain_graph=True)
+    for a, b in zip(grads, torch.autograd.grad(o, (q, k, v), seed.contiguous()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_by_seed(tolerances):
+    """Triton's mask is the reference's; seeds make it, and one drawn is replayed by torch's."""
+    pytest.importorskip("triton")
+    leaves, args = operands([4, 6], [4, 6]), ([4, 6], [4, 6], False)
+    grad = torch.randn(leaves[0].shape)
+    runs = [
+        results(leaves, torch.float32, grad, *args, backend=b, dropout_p=0.4, seed=torch.tensor(7))
+        for b in ("triton", "reference")
+    ]
+    for name in "oqkv":
+        torch.testing.assert_close(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-5)
+
+    def drawn(manual_seed):
+        torch.manual_seed(manual_seed)
+        return call(*leaves, *args, backend="reference", dropout_p=0.4)
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+
+
+def test_everything_dropped(server):
+    q, k, v = (x.requires_grad_() for x in operands([3], [3]))
+    o = call(q, k, v, [3], [3], False, backend=server, dropout_p=1.0)
+    assert o.eq(0).all()
+
+
+def test_scale(server):
+    leaves = operands([4], [4])
+    doubled = call(*leaves, [4], [4], False, backend=server, scale=2 / D**0.5)
+    q, k, v = leaves
+    torch.testing.assert_close(
+        doubled, call(2 * q, k, v, [4], [4], False, backend=server), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": 3}, TypeError, "q must be a tensor, got int"),
+        ({"q": torch.ones(4, D)}, ValueError, r"q must be \(T, H, d\), got \(4, 16\)"),
+        ({"k": torch.ones(4, H + 1, D)}, ValueError, r"heads and width \(2, 16\), got \(3, 16\)"),
+        ({"k": torch.ones(4, H, D).half()}, ValueError, "k must have q's dtype and device"),
+        ({"v": torch.ones(3, H, D)}, ValueError, r"v must have k's shape \(4, 2, 16\)"),
+        ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+        ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, r"\(N \+ 1,\) int32 on cpu, got"),
+        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, ValueError, r"shape \(2,\), got"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be at least 0, got -1"),
+        ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1, got 2.0"),
+        ({"backend": "varlen"}, BackendError, "varlen: tensors are on cpu, not cuda"),
+        ({"backend": "cuda"}, BackendError, "attention has no cuda kernel"),
+    ],
+)
+def test_refuses(change, error, message):
+    x, cu = torch.ones(4, H, D), cu_seqlens([4])
+    args = {
+        "q": x, "k": x, "v": x, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
+    } | change  # fmt: skip
+    with pytest.raises(error, match=message):
+        attention(**args)
