@@ -182,8 +182,8 @@ def _launchers(op: str, name: str) -> SimpleNamespace | None:
 
 
 def _triton_modules(op: str) -> list:
-    """The boundary's own kernels, and the mixing of rows it shares with depth_mix."""
-    names = ("boundary", "depth_mix") if op == "boundary" else (op,)
+    """The kernel files behind an op; the boundary's far passes have one of their own."""
+    names = ("boundary", "mix_rows") if op == "boundary" else (op,)
     return [_triton_module(name)[0] for name in names]
 
 

@@ -26,6 +26,7 @@ from .common import (
     normalise,
     progression,
     residency,
+    rounded,
     row_channels,
     row_tile,
     stride,
@@ -148,7 +149,7 @@ def boundary_fwd_kernel(
             b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps)
             tl.store(p_source_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
         # The state is mixed as later rows will read it.
-        b_n = b_y.to(p_states.dtype.element_ty)
+        b_n = rounded(b_y, p_states.dtype.element_ty)
         tl.store(p_states + slot * s_n + o_state, b_n, mask=m)
     elif READS_OWN:
         b_n = tl.load(p_states + slot * s_n + o_state, mask=m, other=0.0)
@@ -158,14 +159,14 @@ def boundary_fwd_kernel(
         b_x += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
     b_x = tl.where(m, b_x, 0.0)
     if p_x is not None:
-        tl.store(p_x + o_row * s_x + o_d, b_x.to(p_x.dtype.element_ty), mask=m)
+        tl.store(p_x + o_row * s_x + o_d, rounded(b_x, p_x.dtype.element_ty), mask=m)
     if p_out is not None:
         b_out, b_mean, b_rstd = normalise(b_x, m_d, D, out_eps)
         if p_out_weight is not None:
             b_out *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
         if p_out_bias is not None:
             b_out += tl.load(p_out_bias + o_tile, mask=m, other=0.0)
-        tl.store(p_out + o_row * s_out + o_d, b_out.to(p_out.dtype.element_ty), mask=m)
+        tl.store(p_out + o_row * s_out + o_d, rounded(b_out, p_out.dtype.element_ty), mask=m)
         tl.store(p_out_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
         tl.store(p_out_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
 
@@ -276,7 +277,7 @@ def boundary_bwd_kernel(
         if p_pulled is not None:
             b_u += b_pulled.to(tl.float32)
         o_grad = o_row * s_grad + o_d
-        tl.store(p_g + o_grad, b_g.to(p_grads.dtype.element_ty), mask=m)
+        tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
         fresh = _entry(begin) < tl.num_programs(0) * BT
         if PULLS_OWN:
             pair = _entry(row * R + column)
@@ -306,12 +307,12 @@ def boundary_bwd_kernel(
             b_u = norm_backward(b_u, b_n, b_source_rstd, D)
         if p_dresidual is not None:
             p = p_dresidual + o_row * s_dresidual + o_d
-            tl.store(p, b_u.to(p_dresidual.dtype.element_ty), mask=m)
+            tl.store(p, rounded(b_u, p_dresidual.dtype.element_ty), mask=m)
         if p_dbranch is not None:
             if p_seed is not None:
                 b_u = dropout(b_u, p_seed, o_t, threshold, scale, BA, BT, BC)
             p = p_dbranch + o_row * s_dbranch + o_d
-            tl.store(p, b_u.to(p_dbranch.dtype.element_ty), mask=m)
+            tl.store(p, rounded(b_u, p_dbranch.dtype.element_ty), mask=m)
     if p_dots is not None and not VECTOR:
         o_i = tl.arange(0, NP)
         b_dot = tl.sum(tl.sum(b_dots, axis=2), axis=1)

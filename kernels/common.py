@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-DRAWS = tl.constexpr(65536)
-"""Dropout draws 16 bits per element."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class RowTile(NamedTuple):
@@ -101,6 +100,29 @@ def progression(indices: list[int]) -> Indices | None:
 
 def indices_of(indices: list[int], device: torch.device) -> Indices:
     return progression(indices) or Indices(_table(tuple(indices), device), 0, 0, len(indices))
+
+
+@triton.jit
+def rounded(b_x, dtype: tl.constexpr):
+    """A tile in a storage dtype, to the nearest."""
+    # The interpreter cuts bf16 off where a GPU rounds it to nearest even.
+    if INTERPRETED and dtype == tl.bfloat16 and b_x.dtype == tl.float32:
+        bits = b_x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        b_x = tl.where(b_x == b_x, bits.to(tl.float32, bitcast=True), b_x)
+    return b_x.to(dtype)
+
+
+@triton.jit
+def dot(b_a, b_b, b_sum=None):
+    """``b_sum + b_a @ b_b`` in fp32; fp32 operands are not cut to tf32."""
+    # The interpreter multiplies the bits of bf16 numbers as integers.
+    if INTERPRETED:
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    if b_sum is None:
+        return tl.dot(b_a, b_b, input_precision="ieee")
+    else:
+        return tl.dot(b_a, b_b, b_sum, input_precision="ieee")
 
 
 @triton.jit

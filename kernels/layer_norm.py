@@ -21,6 +21,7 @@ from .common import (
     norm_backward,
     normalise,
     residency,
+    rounded,
     row_channels,
     row_tile,
     stride,
@@ -63,7 +64,7 @@ def layer_norm_fwd_kernel(
         b_s += tl.load(p_residual + o_row * s_residual + o_d, mask=m, other=0.0).to(tl.float32)
     if p_sum is not None:
         # What is normalised is the sum as backward will read it.
-        b_rounded = b_s.to(p_sum.dtype.element_ty)
+        b_rounded = rounded(b_s, p_sum.dtype.element_ty)
         tl.store(p_sum + o_row * s_sum + o_d, b_rounded, mask=m)
         b_s = b_rounded.to(tl.float32)
     b_y, b_mean, b_rstd = normalise(b_s, m_d, D, eps)
@@ -71,7 +72,7 @@ def layer_norm_fwd_kernel(
         b_y *= tl.load(p_weight + o_d, mask=m_d, other=0.0)
     if p_bias is not None:
         b_y += tl.load(p_bias + o_d, mask=m_d, other=0.0)
-    tl.store(p_y + o_row * s_y + o_d, b_y.to(p_y.dtype.element_ty), mask=m)
+    tl.store(p_y + o_row * s_y + o_d, rounded(b_y, p_y.dtype.element_ty), mask=m)
     tl.store(p_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
     tl.store(p_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
 
@@ -132,11 +133,11 @@ def layer_norm_bwd_kernel(
             b_ds += b_dsum.to(tl.float32)
         if p_dresidual is not None:
             p = p_dresidual + o_row * s_dresidual + o_d
-            tl.store(p, b_ds.to(p_dresidual.dtype.element_ty), mask=m)
+            tl.store(p, rounded(b_ds, p_dresidual.dtype.element_ty), mask=m)
         if p_dx is not None:
             if p_seed is not None:
                 b_ds = dropout(b_ds, p_seed, o_t, threshold, scale, BA, BT, BC)
-            tl.store(p_dx + o_row * s_dx + o_d, b_ds.to(p_dx.dtype.element_ty), mask=m)
+            tl.store(p_dx + o_row * s_dx + o_d, rounded(b_ds, p_dx.dtype.element_ty), mask=m)
         b_s, b_dy, b_dsum, b_mean, b_rstd = next_s, next_dy, next_dsum, next_mean, next_rstd
         o_t += step
     if p_partial is not None:

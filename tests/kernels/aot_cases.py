@@ -167,7 +167,7 @@ def hopper(module, *calls, **sizes):
 
 NORM = ("layer_norm", layer_norm_forward, layer_norm_backward)
 MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
-ENGINE = ("depth_mix", mix_rows, pull_rows)
+ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
 ATTENTION = ("attention", attention_forward, attention_backward)
 
@@ -187,7 +187,7 @@ CASES = [
     *every(*BOUNDARY, near=8, D=512),
     *hopper(*BOUNDARY, near=8, D=1024),
     *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
-    *hopper(*ATTENTION, length=64),
+    *every(*ATTENTION, length=64),
     *every(*ATTENTION, length=128, causal=True),
     *hopper(*ATTENTION, length=512),
     *hopper(*ATTENTION, length=512, causal=True),

@@ -1,4 +1,4 @@
-"""Triton's kernels: on a GPU where there is one, else in the interpreter (see tests/conftest.py)."""
+"""Kernels run on a GPU where there is one, else in the interpreter (see tests/conftest.py)."""
 
 import pytest
 

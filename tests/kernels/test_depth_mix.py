@@ -1,197 +1,19 @@
-"""The depth-mix kernels against the launchers of the reference in float64."""
+"""The depth_mix kernels against the launchers of the reference in float64."""
 
 import pytest
 import torch
 
 from deepfast.kernels import depth_mix as kernels
-from deepfast.ops.depth_state import empty_slots
 from deepfast.reference import launchers as reference
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-# One for each of the two ways to multiply; fp16 goes the way of fp32.
 WAYS = (torch.float32, torch.bfloat16)
-# The last has several tiles for every program, which then adds to its own partial sums.
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (17, 512)]
-# A full history, one source, a window, dilation, and lists that are no progression.
-LISTS = [
-    (range(13), range(13, 18)),
-    ([4], [4]),
-    (range(7, 12), [12]),
-    (range(1, 18, 4), [18, 20]),
-    ([0, 1, 2, 5, 6, 9], [10, 11, 14]),
-    ([], [3, 4]),
-]
-ROWS = 21
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(poison):
     """Fresh memory is NaN."""
-
-
-def numbers(T, D, *, affine=True, per_channel=False):
-    """Weights, states, gains and shifts in fp32; a launcher's states are rounded."""
-    return {
-        "states": torch.randn(ROWS + 1, T, D),
-        "weight": torch.randn((ROWS, ROWS, D) if per_channel else (ROWS, ROWS)),
-        "gain": 1 + 0.5 * torch.randn(ROWS, D) if affine else None,
-        "shift": torch.randn(ROWS, D) if affine else None,
-    }
-
-
-def stored(x, dtype):
-    """Slots as the engine lays them out, with the numbers x rounded to ``dtype``."""
-    return empty_slots(len(x), x[0].to(dtype)).copy_(x.to(dtype))
-
-
-def operands(given, storage, dtype):
-    """``given`` for a launcher: states rounded to ``storage``, all in ``dtype`` and its partner."""
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    states = stored(given["states"].to(storage), dtype)
-    return states, *(
-        None if given[name] is None else given[name].to(compute)
-        for name in ("weight", "gain", "shift")
-    )
-
-
-def three_ways(run, given, dtype):
-    """What the kernels, the reference in ``dtype`` and the reference in float64 make of it."""
-    return (
-        run(kernels, *operands(given, dtype, dtype)),
-        run(reference, *operands(given, dtype, dtype)),
-        run(reference, *operands(given, dtype, torch.float64)),
-    )
-
-
-def mix(sources, rows, accumulate):
-    def run(launch, states, weight, gain, shift):
-        out = empty_slots(len(rows) + 1, states[0])
-        out_rows = list(range(1, len(rows) + 1))
-        if accumulate:
-            out[1:] = states[: len(rows)]
-        lists = list(sources), weight, list(rows)
-        launch.mix_rows(states, *lists, gain, shift, out, out_rows, accumulate)
-        assert out[0].isnan().all()
-        return {"out": out[1:]}
-
-    return run
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_mix_rows(shape, dtype, tolerances):
-    given = numbers(*shape)
-    results = three_ways(mix(range(13), range(13, 18), False), given, dtype)
-    tolerances.assert_all_accurate(*results, dtype)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize(("sources", "rows"), LISTS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_mix_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances):
-    results = three_ways(mix(sources, rows, accumulate), numbers(5, 24), dtype)
-    tolerances.assert_all_accurate(*results, dtype)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances):
-    given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)
-    results = three_ways(mix(range(3), range(3, 20), False), given, dtype)
-    tolerances.assert_all_accurate(*results, dtype)
-
-
-def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
-    def run(launch, states, weight, gain, shift):
-        grads = states if inplace else states.flip(0)
-        out = empty_slots(len(sources) + 1, states[0])
-        if accumulate:
-            out[1:] = states[: len(sources)]
-        dweight = torch.empty_like(weight) if weight_grad else None
-        launch.pull_rows(
-            grads, [row + inplace for row in rows], list(rows), states, list(sources), weight,
-            gain, shift, out, list(range(1, len(sources) + 1)), accumulate, dweight,
-        )  # fmt: skip
-        assert out[0].isnan().all()
-        results = {"out": out[1:]}
-        if weight_grad:
-            results["dweight"] = dweight[list(rows)][:, list(sources)].clone()
-            written = torch.zeros(weight.shape[:2], dtype=torch.bool)
-            written[torch.tensor(list(rows))[:, None], torch.tensor(list(sources))] = True
-            assert dweight[~written].isnan().all()
-        return results
-
-    return run
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pull_rows(shape, dtype, tolerances):
-    results = three_ways(pull(range(3), range(4, 21)), numbers(*shape), dtype)
-    tolerances.assert_all_accurate(*results, dtype)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize(
-    ("sources", "rows"),
-    [
-        (range(9), range(9, 21)),
-        ([3], [4]),
-        (range(0, 8, 3), range(8, 20, 2)),
-        ([0, 1, 3], [4, 5, 9, 10, 18]),
-        ([2, 1, 0], [9, 8, 7]),
-    ],
-)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_pull_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances):
-    run = pull(sources, rows, accumulate=accumulate)
-    tolerances.assert_all_accurate(*three_ways(run, numbers(5, 24), dtype), dtype)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_pull_rows_with_optional_operands(absent, per_channel, dtype, tolerances):
-    given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)
-    run = pull(range(4), range(4, 12), inplace=False)
-    tolerances.assert_all_accurate(*three_ways(run, given, dtype), dtype)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_pull_rows_without_weight_gradient(per_channel, dtype, tolerances):
-    run = pull(range(4), range(4, 12), weight_grad=False)
-    results = three_ways(run, numbers(5, 40, per_channel=per_channel), dtype)
-    tolerances.assert_all_accurate(*results, dtype)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_weights_keep_their_24_bits(dtype):
-    """1 + 2^-20 minus 1: nothing is left of a weight that was rounded on the way."""
-    states = stored(torch.ones(4, 3, 16), dtype)
-    weight = torch.zeros(4, 4)
-    weight[2, :2] = weight[2:, 0] = torch.tensor([1 + 2**-20, -1])
-    expected = torch.full((3, 16), 2**-20).to(dtype)
-    out = empty_slots(1, states[0])
-    kernels.mix_rows(states, [0, 1], weight, [2], None, None, out, [0], False)
-    assert torch.equal(out[0], expected)
-    kernels.pull_rows(
-        states, [2, 3], [2, 3], states, [0], weight, None, None, out, [0], False, None
-    )
-    assert torch.equal(out[0], expected)
-
-
-@pytest.mark.parametrize(
-    "run", [mix(range(13), range(13, 18), False), pull(range(3), range(4, 21))]
-)
-def test_reruns_are_bit_identical(run):
-    given = operands(numbers(17, 100), torch.bfloat16, torch.bfloat16)
-    first, second = run(kernels, *given), run(kernels, *given)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ---- separate tensors --------------------------------------------------------------------------
 
 
 def depth_mix(K, T, D, *, norm=True, gain=True, shift=True, per_channel=False, strided=False,
@@ -244,7 +66,7 @@ def assert_depth_mix(run, dtype, tolerances):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_depth_mix(shape, dtype, tolerances):
+def test_agrees(shape, dtype, tolerances):
     assert_depth_mix(depth_mix(3, *shape), dtype, tolerances)
 
 
@@ -252,7 +74,7 @@ def test_depth_mix(shape, dtype, tolerances):
     ("count", "dtype"),
     [(1, torch.float16), (16, torch.bfloat16), (17, torch.bfloat16), (33, torch.float32)],
 )
-def test_depth_mix_takes_any_number_of_sources(count, dtype, tolerances):
+def test_takes_any_number_of_sources(count, dtype, tolerances):
     assert_depth_mix(depth_mix(count, 3, 20), dtype, tolerances)
 
 
@@ -271,11 +93,11 @@ def test_depth_mix_takes_any_number_of_sources(count, dtype, tolerances):
     ],
     ids=lambda options: " ".join(options),
 )
-def test_depth_mix_with_optional_operands(options, dtype, tolerances):
+def test_with_optional_operands(options, dtype, tolerances):
     assert_depth_mix(depth_mix(3, 5, 40, **options), dtype, tolerances)
 
 
-def test_depth_mix_reruns_are_bit_identical():
+def test_reruns_are_bit_identical():
     run = depth_mix(5, 17, 100)
     first, second = (run(kernels, torch.bfloat16, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
