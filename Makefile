@@ -1,15 +1,19 @@
-# report, test and lint are the only commands a newcomer needs; each sets up what it lacks.
+# report, test, gpu and lint are the only commands a newcomer needs; each sets up what it lacks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup test report lint clean
+# What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: help setup test report gpu lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make test     run the tests"
 	@echo "make report   measure, train a 30-layer model, write report/index.html"
+	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
 	@echo "make lint     check style"
 
 setup: $(VENV)/.installed
@@ -31,6 +35,12 @@ test: setup
 
 report: setup
 	$(BIN)/deepfast report --output report
+
+gpu:
+	@test -d deepfast/bench && test -d deepfast/kernels || \
+	  { echo "deepfast/bench and deepfast/kernels must be links to bench/ and kernels/: a copy" \
+	  "that keeps no links needs 'ln -sfn ../bench ../kernels deepfast/'"; exit 1; }
+	$(GPU_PYTHON) -m deepfast.bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

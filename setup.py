@@ -125,11 +125,16 @@ setup(
     packages=[
         "deepfast.kernels",
         "deepfast.bench",
+        "deepfast.bench.gpu",
         *find_packages(
             include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*", "deepfast.bench*"]
         ),
     ],
-    package_dir={"deepfast.kernels": "kernels", "deepfast.bench": "bench"},
+    package_dir={
+        "deepfast.kernels": "kernels",
+        "deepfast.bench": "bench",
+        "deepfast.bench.gpu": "bench/gpu",
+    },
     package_data={"deepfast": ["py.typed", "recipes/*.yaml", "profiling/*.html"]},
     ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
     cmdclass={"build_ext": BuildOps},

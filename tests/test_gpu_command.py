@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 SECTIONS = (
-    "copy", "layer_norm", "depth_mix", "mixing", "attention", "boundary", "training", "launching",
+    "copy", "layer_norm", "depth_mix", "mixing", "attention", "training", "boundary", "launching",
 )  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def test_every_section_has_numbers_and_no_errors(runs):
 def test_every_target_is_measured(runs):
     targets = [t for s in runs["sections"][2]["sections"].values() for t in s["targets"]]
     names = " ".join(t["what"] for t in targets)
-    for part in ("LN forward", "LN backward", "depth mix forward", "depth mix pull",
-                 "stack and sum", "DenseFormer", "SDPA and varlen", "over the residual"):  # fmt: skip
+    mixing = ("depth mix forward", "depth mix pull", "stack and sum", "DenseFormer")
+    for part in ("LN forward", "LN backward", *mixing, "SDPA and varlen", "over the residual"):
         assert part in names
     assert all(t["reached"] is not None for t in targets)
 
@@ -91,7 +91,7 @@ def test_all_gpu_tests_run(runs):
 
 
 def gpu_module():
-    from deepfast.bench import gpu
+    from deepfast.bench.gpu import __main__ as gpu
 
     return gpu
 
@@ -127,7 +127,7 @@ def test_a_section_out_of_time_is_stopped(tmp_path):
 
 
 def test_a_variant_that_raises_leaves_the_others(tmp_path):
-    from deepfast.bench.gpu_clock import Bench, Variant
+    from deepfast.bench.gpu.clock import Bench, Variant
 
     saved = []
     bench = Bench("cpu", saved.append)

@@ -41,7 +41,7 @@ ALLOWED = {
 def sources():
     """Every source file of the package, each once: deepfast/kernels and deepfast/bench are links,
     and kernels has a test of its own."""
-    yield from sorted((ROOT / "bench").glob("*.py"))
+    yield from sorted((ROOT / "bench").rglob("*.py"))
     for path in sorted(PACKAGE.rglob("*.py")):
         if not any(parent.is_symlink() for parent in path.parents if PACKAGE in parent.parents):
             yield path

@@ -139,8 +139,8 @@ class MultiheadAttention(nn.Module):
         o = ops.attention(
             q,
             *(memory or kv),
-            cu_seqlens_q=packing.cu_seqlens.to(qkv.device),
-            cu_seqlens_k=memory_packing.cu_seqlens.to(qkv.device),
+            cu_seqlens_q=packing.cu_seqlens(qkv.device),
+            cu_seqlens_k=memory_packing.cu_seqlens(qkv.device),
             max_seqlen_q=packing.length,
             max_seqlen_k=memory_packing.length,
             causal=causal,

@@ -44,7 +44,7 @@ class _Applied(torch.autograd.Function):
     def forward(ctx, weight, mask, softmax):
         if softmax:
             weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        applied = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+        applied = weight.masked_fill(~mask, 0)
         ctx.mask, ctx.rows = mask, applied if softmax else None
         return applied.clone() if softmax else applied
 
@@ -53,7 +53,7 @@ class _Applied(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.rows is not None:
             grad = ctx.rows * (grad - (grad * ctx.rows).sum(1, keepdim=True))
-        return torch.where(ctx.mask, grad, torch.zeros((), dtype=grad.dtype)), None, None
+        return grad.masked_fill(~ctx.mask, 0), None, None
 
 
 class DLCL(nn.Module):

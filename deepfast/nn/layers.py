@@ -19,6 +19,12 @@ from .packing import Packing
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 
+def _bare(module: nn.Module, kind: type) -> bool:
+    """Whether calling ``module`` is nothing but its arithmetic: not replaced, nothing hung on it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return type(module) is kind and not any(hooks) and not module._backward_pre_hooks
+
+
 class FeedForward(nn.Module):
     """``W_2 dropout(activation(W_1 x))``."""
 
@@ -42,6 +48,9 @@ class FeedForward(nn.Module):
         self, norm: LayerNorm, x: Tensor, residual: Tensor, dropout_p: float
     ) -> tuple[Tensor, Tensor]:
         """``s = residual + dropout(x)`` and the branch of ``LN(s)``; LN's output is not kept."""
+        if not (_bare(norm, LayerNorm) and _bare(self.up, nn.Linear)):
+            n, s = norm(x, residual=residual, dropout_p=dropout_p)
+            return s, self(n)
         h, s = ops.norm_linear(
             x,
             norm.weight,

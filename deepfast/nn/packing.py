@@ -1,7 +1,6 @@
 """Padding removed: a batch of sentences as one (T, D) matrix of its real tokens."""
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ class Packing:
     length: int
     indices: Tensor | None = None
     padding: Tensor | None = None
+    _made: dict = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, batch: int, length: int, padding: Tensor | None) -> "Packing":
@@ -60,10 +60,17 @@ class Packing:
             x = x.masked_fill(self.padding.unsqueeze(-1), 0)
         return x
 
-    @functools.cached_property
-    def cu_seqlens(self) -> Tensor:
-        """(B + 1,) int32 where each sentence begins among the packed tokens, and their number."""
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """(B + 1,) int32 where each sentence begins among the packed tokens, and their number;
+        made on ``device``, where a copy would wait, and once."""
+        if torch.compiler.is_compiling():
+            return self._cu_seqlens(device)
+        if device not in self._made:
+            self._made[device] = self._cu_seqlens(device)
+        return self._made[device]
+
+    def _cu_seqlens(self, device: torch.device) -> Tensor:
         if self.indices is None:
-            return torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+            return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length
         lengths = (~self.padding).sum(1)
-        return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)

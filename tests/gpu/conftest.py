@@ -13,10 +13,6 @@ import pytest
 import torch
 
 DRY = "DEEPFAST_DRY_RUN" in os.environ and not torch.cuda.is_available()
-# Read by triton.jit when a kernel file is imported.
-if DRY:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -462,3 +462,27 @@ def test_refuses_options(kind, options, message):
     args = {"num_layers": 2, "dim": DIM, "heads": HEADS, "ffn_dim": FFN} | options
     with pytest.raises(ValueError, match=message):
         kind(**args)
+
+
+def test_replaced_and_hooked_layers_are_called():
+    """Norm and linear run as one op only where nothing is to be seen between them."""
+    m = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0)
+    x, seen = torch.randn(2, 3, DIM), []
+    plain = m(x)
+    up = m.layers[0].feed_forward.up
+    handle = up.register_forward_hook(lambda *_: seen.append("up"))
+    torch.testing.assert_close(m(x), plain)
+    handle.remove()
+    handle = m.layers[0].feed_forward_norm.register_forward_pre_hook(lambda *_: seen.append("norm"))
+    torch.testing.assert_close(m(x), plain)
+    handle.remove()
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            seen.append("doubled")
+            return 2 * super().forward(x)
+
+    m.layers[0].feed_forward.up = Doubled(DIM, FFN)
+    m.layers[0].feed_forward.up.load_state_dict(up.state_dict())
+    assert not torch.allclose(m(x), plain)
+    assert seen == ["up", "norm", "doubled"]

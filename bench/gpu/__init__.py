@@ -1,0 +1,1 @@
+"""`make gpu`: tests on a GPU, then benchmarks against peers in the same run."""

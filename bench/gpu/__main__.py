@@ -1,0 +1,302 @@
+"""Everything that needs a GPU, in one command under ten minutes: tests, then benchmarks.
+
+`make gpu`, or `python -m deepfast.bench.gpu` from the repository's root. Each group of tests and
+each section of benchmarks runs in a process of its own, with a limit on its time, so that one that
+crashes or hangs takes no other with it. What is measured is written after every step to
+``bench/results/<gpu>-<date>.json`` and ``.md``, and copied to $OUT where that is set. The exit
+status is 0 only if all tests passed and no benchmark raised.
+
+``--dry-run`` takes every step on the CPU at toy sizes, with Triton's interpreter.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from deepfast.backend import build_info
+from deepfast.bench.gpu import page, sections
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TEST_GROUPS = {
+    "layer_norm": ["tests/gpu/test_layer_norm.py"],
+    "depth_mix": ["tests/gpu/test_depth_mix.py"],
+    "boundary": ["tests/gpu/test_boundary.py"],
+    "attention": ["tests/gpu/test_attention.py"],
+    "stacks": ["tests/gpu/test_stacks.py"],
+    "elsewhere": [],
+}
+"""Processes of pytest; a group named as a section tests what that section measures. Elsewhere are
+the files of other folders that have a test marked ``gpu``."""
+TEST_SECONDS, BUILD_SECONDS = 220, 100
+
+
+def first_line(*command: str, last: bool = False) -> str | None:
+    """Of a tool's output; None where the tool is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[-1 if last else 0] if done.returncode == 0 and lines else None
+
+
+def machine(dry: bool) -> dict:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    found = {
+        "device": "dry run" if dry else torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "nvcc": first_line(nvcc, "--version", last=True),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cpus": os.cpu_count(),
+    }
+    if not dry:
+        p = torch.cuda.get_device_properties(0)
+        found |= {
+            "capability": f"{p.major}.{p.minor}",
+            "multiprocessors": p.multi_processor_count,
+            "memory_gib": round(p.total_memory / 2**30, 1),
+            "l2_mib": round(p.L2_cache_size / 2**20, 1),
+        }
+    return found
+
+
+def clocks() -> str | None:
+    """As they are: nothing here changes them."""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    return first_line("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+class Results:
+    """The results file, written anew after every step."""
+
+    def __init__(self, folder: Path, name: str, facts: dict):
+        self.start = time.perf_counter()
+        self.paths = folder / f"{name}.json", folder / f"{name}.md"
+        self.data = facts | {"complete": False, "tests": None, "sections": {}}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save()
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.start
+
+    def save(self) -> None:
+        self.data["seconds"] = round(self.elapsed, 1)
+        for path, text in zip(
+            self.paths, (json.dumps(self.data, indent=1) + "\n", page.page(self.data)),
+            strict=True,
+        ):  # fmt: skip
+            path.write_text(text)
+            if os.environ.get("OUT"):
+                shutil.copy(path, os.environ["OUT"])
+
+
+def environment(dry: bool, **more: str) -> dict[str, str]:
+    """Of the processes started here."""
+    changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"} | more
+    if dry:
+        changed |= {"TRITON_INTERPRET": "1", "DEEPFAST_DRY_RUN": "1", "OMP_NUM_THREADS": "1"}
+    # What the shell may have set would stand in for what is measured.
+    ours = ("DEEPFAST_BACKEND", "DEEPFAST_DRY_RUN", "TRITON_INTERPRET")
+    return {k: v for k, v in os.environ.items() if k not in ours} | changed
+
+
+def build(results: Results) -> None:
+    """Builds deepfast._C in place where there is none; without it the GPU's part goes on."""
+    if "missing" not in build_info():
+        return
+    print("building deepfast._C", flush=True)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_SECONDS
+        )
+        error = None if done.returncode == 0 else (done.stdout + done.stderr)[-4000:]
+    except subprocess.TimeoutExpired:
+        error = f"stopped after {BUILD_SECONDS} s"
+    results.data["build_error"] = error
+    if error:
+        print(f"building deepfast._C failed\n{error}", flush=True)
+    results.save()
+
+
+def read_lines(path: Path) -> list[dict]:
+    """What a process wrote; the last line may be cut off by its end."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def files_of(group: str) -> list[str]:
+    if group != "elsewhere":
+        return TEST_GROUPS[group]
+    # Collecting every file would take longer, and import those that ask for Triton's interpreter.
+    marked = (p for p in (ROOT / "tests").glob("*/test_*.py") if "mark.gpu" in p.read_text())
+    return sorted(str(p.relative_to(ROOT)) for p in marked if p.parent.name != "gpu")
+
+
+def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) -> None:
+    """All groups at once: compiling kernels, which is most of the time, is the processor's work."""
+    end = time.perf_counter() + seconds
+    started = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in groups:
+            log, out = Path(folder, f"{name}.jsonl"), Path(folder, f"{name}.txt")
+            command = [sys.executable, "-m", "pytest", *files_of(name), "-m", "gpu", "-q"]
+            command += ["-p", "deepfast.bench.gpu.log", "-p", "no:cacheprovider", "--color=no"]
+            with out.open("w") as file:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                    env=environment(dry, DEEPFAST_TEST_LOG=str(log)),
+                )  # fmt: skip
+            # A small machine takes them one after another.
+            alone = (os.cpu_count() or 1) < 2 * len(groups)
+            started[name] = process, log, out, alone and _wait(process, end)
+        results.data["tests"] = {}
+        for name, (process, log, out, stopped) in started.items():
+            stopped = stopped or _wait(process, end)
+            results.data["tests"][name] = group = _group(process, stopped, read_lines(log), out)
+            print(f"tests of {name}: {group['passed']} passed, {len(group['failed'])} failed, "
+                  f"{len(group['skipped'])} skipped, {group['status']}", flush=True)  # fmt: skip
+            for failure in group["failed"]:
+                print(f"  FAILED {failure['test']}\n{failure['text'][-1500:]}", flush=True)
+            results.save()
+
+
+def _wait(process: subprocess.Popen, end: float) -> bool:
+    """Whether it had to be stopped at ``end``."""
+    try:
+        process.wait(max(0.0, end - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+    return False
+
+
+def _group(process: subprocess.Popen, stopped: bool, lines: list[dict], out: Path) -> dict:
+    fine = process.returncode == 0
+    done = "ok" if fine else f"failed, exit status {process.returncode}"
+    group = {
+        "status": "stopped: out of time" if stopped else done,
+        "passed": sum(line["outcome"] == "passed" for line in lines),
+        "failed": [line for line in lines if line["outcome"] == "failed"],
+        "skipped": [line for line in lines if line["outcome"] == "skipped"],
+        "slowest": sorted(
+            ([line["seconds"], line["test"]] for line in lines), reverse=True
+        )[:5],
+    }  # fmt: skip
+    if not fine and not group["failed"]:
+        group["output"] = out.read_text(errors="replace")[-4000:]
+        print(group["output"], flush=True)
+    return group
+
+
+def run_section(results: Results, name: str, dry: bool, seconds: float) -> None:
+    """One section in a process that writes down what it has after every case."""
+    print(f"\n== {name} (at most {seconds:.0f} s)", flush=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder, "part.json")
+        command = [sys.executable, "-m", "deepfast.bench.gpu.sections", name, str(part)]
+        process = subprocess.Popen(
+            command + ["--dry-run"] * dry, cwd=ROOT, env=environment(dry), stdout=None
+        )
+        stopped = _wait(process, start + seconds)
+        section = json.loads(part.read_text()) if part.exists() else {}
+    if stopped:
+        section["status"] = f"stopped after {seconds:.0f} s; what it had measured is kept"
+    elif process.returncode:
+        section["status"] = f"failed, exit status {process.returncode}"
+    else:
+        section["status"] = "ok"
+    section["seconds"] = round(time.perf_counter() - start, 1)
+    group = (results.data["tests"] or {}).get(name)
+    if group and group["status"] != "ok":
+        section["tests_failed"] = [f["test"] for f in group["failed"]] or [group["status"]]
+    results.data["sections"][name] = section
+    results.save()
+
+
+def succeeded(data: dict) -> bool:
+    groups = (data["tests"] or {}).values()
+    sections = data["sections"].values()
+    return (
+        not data.get("build_error")
+        and all(group["status"] == "ok" for group in groups)
+        and all(s["status"] == "ok" and not s.get("errors") for s in sections)
+    )
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepfast.bench.gpu", description="Tests and benchmarks on a GPU."
+    )
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
+    parser.add_argument("--output", type=Path, help="folder of the results file")
+    parser.add_argument("--minutes", type=float, default=9.4, help="for everything")
+    names = list(sections.SECTIONS)
+    parser.add_argument("--sections", nargs="*", default=names, choices=names)
+    groups = list(TEST_GROUPS)
+    parser.add_argument("--tests", nargs="*", default=groups, choices=groups)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    dry = args.dry_run
+    if not dry and not torch.cuda.is_available():
+        print("no CUDA device: --dry-run takes every step on the CPU", file=sys.stderr)
+        return 2
+    folder = args.output or (Path(tempfile.mkdtemp()) if dry else ROOT / "bench" / "results")
+    facts = machine(dry)
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    slug = "-".join("".join(c if c.isalnum() else " " for c in facts["device"].lower()).split())
+    date = time.strftime("%Y-%m-%d")
+    head = {"date": date, "command": "make gpu", "dry_run": dry, "machine": facts}
+    results = Results(folder, f"{slug}-{date}", head)
+    build(results)
+    left = 60 * args.minutes
+    run_tests(results, dry, args.tests, min(TEST_SECONDS, left - results.elapsed))
+    results.data["clocks_before"] = clocks()
+    for name in args.sections:
+        limit = min(sections.SECTIONS[name].seconds, left - results.elapsed)
+        if limit < 15:
+            results.data["sections"][name] = {"status": "not run: no time was left"}
+            print(f"\n== {name}: not run, no time was left", flush=True)
+        else:
+            run_section(results, name, dry, limit)
+    results.data["clocks_after"] = clocks()
+    results.data["complete"] = True
+    results.save()
+    print("\n" + page.summary(results.data))
+    print(f"written: {', '.join(map(str, results.paths))} in {results.elapsed:.0f} s")
+    return 0 if succeeded(results.data) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Timing on a GPU: events around each run, L2 emptied before it, variants taking turns.
+
+What is timed is by default the replay of a CUDA graph, which leaves Python's launches out. A run
+calls its function on several sets of operands when one set would fit L2, and its results stay
+alive to its end, so that they are written to memory and not over each other in the cache. On a CPU
+(a dry run) a wall clock stands in, and the function itself for the graph.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepfast.bench.harness import Timing
+
+
+@dataclass(kw_only=True)
+class Variant:
+    """One way to do the work."""
+
+    run: Callable[[], object]
+    """Returns what must stay alive until the run ends."""
+    calls: int = 1
+    """Calls inside a run; seconds are of one."""
+    nbytes: int = 0
+    """Bytes that one call has to move."""
+    graph: bool = True
+    """Whether the replay of a CUDA graph is timed."""
+    graph_only: bool = False
+    """Whether it is an error where it cannot be captured; else it is timed as it is."""
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What came of a variant: its times, or why there are none."""
+
+    timing: Timing
+    how: str = ""
+    error: str | None = None
+    peak_bytes: int | None = None
+
+
+class Clock:
+    """Runs variants in turns on one device."""
+
+    def __init__(self, device: str):
+        self.cuda = device == "cuda"
+        self.flush_bytes = 0
+        if self.cuda:
+            # One stream for everything: autograd runs a backward on its forward's stream, and
+            # the legacy stream cannot be captured.
+            self.stream = torch.cuda.Stream()
+            torch.cuda.set_stream(self.stream)
+            # Its writing also takes longer than queueing the run behind it does.
+            self.flush_bytes = max(1 << 28, 8 * torch.cuda.get_device_properties(0).L2_cache_size)
+        self.flush = torch.empty(self.flush_bytes, dtype=torch.uint8, device=device)
+
+    def measure(
+        self,
+        makers: dict[str, Callable[[], Variant]],
+        *,
+        seconds: float,
+        rounds: tuple[int, int] = (5, 50),
+    ) -> dict[str, Measured]:
+        """Rounds over all variants until ``seconds`` have passed, at least and at most so many.
+
+        Each maker builds its variant; one that raises is out, and says so in its result.
+        """
+        results = {name: Measured(timing=Timing(name)) for name in makers}
+        ready: dict[str, tuple[Callable[[], object], int]] = {}
+        for name, make in makers.items():
+            try:
+                ready[name] = self._prepare(make(), results[name])
+            except Exception:
+                self._fail(results[name])
+        end = time.perf_counter() + seconds
+        for turn in range(rounds[1]):
+            if turn >= rounds[0] and time.perf_counter() > end:
+                break
+            for name, (run, calls) in list(ready.items()):
+                try:
+                    results[name].timing.seconds.append(self._once(run) / calls)
+                except Exception:
+                    self._fail(results[name])
+                    del ready[name]
+        return results
+
+    def _fail(self, result: Measured) -> None:
+        result.error = traceback.format_exc(limit=-8)
+        result.timing.seconds.clear()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def _prepare(self, variant: Variant, result: Measured) -> tuple[Callable[[], object], int]:
+        """Compiles, fills caches, and captures the graph."""
+        result.timing.nbytes = variant.nbytes
+        result.how = "graph" if variant.graph else "eager"
+        for _ in range(3 if self.cuda else 1):
+            variant.run()
+        result.peak_bytes = self._peak(variant.run)
+        if not variant.graph or not self.cuda:
+            return variant.run, variant.calls
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                kept = variant.run()
+        except Exception as error:
+            if variant.graph_only:
+                raise
+            torch.cuda.synchronize()
+            result.how = f"eager: capture failed, {type(error).__name__}: {str(error)[:300]}"
+            return variant.run, variant.calls
+        del kept
+        graph.replay()
+        return graph.replay, variant.calls
+
+    def _peak(self, run: Callable[[], object]) -> int | None:
+        """Bytes of the run's own tensors alive at once, at most."""
+        if not self.cuda:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _once(self, run: Callable[[], object]) -> float:
+        self.flush.zero_()
+        if not self.cuda:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        kept = run()
+        end.record()
+        torch.cuda.synchronize()
+        del kept
+        return start.elapsed_time(end) / 1e3
+
+
+class Bench:
+    """What a section of benchmarks writes down as it goes."""
+
+    def __init__(self, device: str, save: Callable[[dict], None]):
+        self.device, self.toy, self.save = device, device == "cpu", save
+        self.clock = Clock(device)
+        self.record: dict = {"rows": [], "targets": [], "errors": [], "notes": []}
+
+    def size(self, full, toy):
+        """A size that fills a GPU, or one that is over in an instant."""
+        return toy if self.toy else full
+
+    def sets(self, nbytes: int) -> int:
+        """Sets of operands of ``nbytes`` each that together are far larger than L2."""
+        return self.size(max(1, min(16, (1 << 29) // max(1, nbytes))), 2)
+
+    def attempt(self, work: Callable[..., None], *args) -> None:
+        """Runs ``work``; an exception is written down, and the section goes on."""
+        try:
+            work(self, *args)
+        except Exception:
+            self.error(f"{work.__name__}{args}", traceback.format_exc())
+        if not self.toy:
+            torch.cuda.empty_cache()
+
+    def error(self, what: str, text: str) -> None:
+        self.record["errors"].append({"what": what, "error": text})
+        print(f"  ERROR {what}\n{text}", flush=True)
+        self.save(self.record)
+
+    def note(self, text: str) -> None:
+        self.record["notes"].append(text)
+        print(f"  note: {text}", flush=True)
+        self.save(self.record)
+
+    def copy(self) -> float:
+        """GB/s of a bf16 copy of a large tensor, read and written bytes; measured in each section,
+        for its own fractions."""
+        if "copy_gb_per_second" not in self.record:
+            source = torch.randn(self.size(1 << 30, 1 << 12), device=self.device).bfloat16()
+            target = torch.empty_like(source)
+            nbytes = 2 * source.numel() * source.element_size()
+            copy = Variant(run=lambda: target.copy_(source), nbytes=nbytes)
+            result = self.clock.measure({"copy": lambda: copy}, seconds=1.0, rounds=(5, 30))["copy"]
+            if result.error is not None:
+                raise RuntimeError(f"the copy failed: {result.error}")
+            self.record["copy_gb_per_second"] = result.timing.gb_per_second
+            self.save(self.record)
+            print(f"  copy: {self.record['copy_gb_per_second']:.0f} GB/s", flush=True)
+        return self.record["copy_gb_per_second"]
+
+    def case(self, what: str, makers: dict[str, Callable[[], Variant]], seconds: float = 1.0):
+        """Measures the variants in turns and writes a row for each.
+
+        Returns:
+            Their timings; a variant that raised is missing.
+        """
+        copy = self.copy()
+        limits = self.size((5, 50), (1, 1))
+        results = self.clock.measure(makers, seconds=self.size(seconds, 0), rounds=limits)
+        print(f"  {what}", flush=True)
+        for name, result in results.items():
+            if result.error is not None:
+                self.error(f"{what}: {name}", result.error)
+                continue
+            if result.how.startswith("eager: "):
+                self.note(f"{what}: {name}: {result.how}")
+            self.record["rows"].append(row := _row(what, result, copy))
+            print(f"    {_line(row)}", flush=True)
+        self.save(self.record)
+        return {name: r.timing for name, r in results.items() if r.error is None}
+
+    def target(self, what: str, reached: float | None, wanted: float, *, at_most: bool = False):
+        """Notes whether a number that was aimed at is reached; None where it was not measured."""
+        met = reached is not None and (reached <= wanted if at_most else reached >= wanted)
+        reached = None if reached is None else round(reached, 3)
+        sign = "at most" if at_most else "at least"
+        row = {"what": what, "target": f"{sign} {wanted}", "reached": reached, "met": met}
+        self.record["targets"].append(row)
+        print(f"    {'ok  ' if met else 'MISS'} {what}: {reached} ({sign} {wanted})", flush=True)
+        self.save(self.record)
+
+    def fraction(self, timings: dict[str, Timing], name: str = "deepfast") -> float | None:
+        """Of the copy's bandwidth."""
+        return timings[name].gb_per_second / self.copy() if name in timings else None
+
+
+def _row(what: str, result: Measured, copy: float) -> dict:
+    timing = result.timing
+    ordered = sorted(timing.seconds)
+    row = {
+        "what": what,
+        "variant": timing.name,
+        "timed": result.how,
+        "seconds": timing.median,
+        "quartiles": [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]],
+        "rounds": len(ordered),
+        "peak_bytes": result.peak_bytes,
+    }
+    if timing.nbytes:
+        rate = timing.gb_per_second
+        row |= {"bytes": timing.nbytes, "gb_per_second": rate, "fraction_of_copy": rate / copy}
+    return row
+
+
+def _line(row: dict) -> str:
+    text = f"{row['variant']:34} {row['seconds'] * 1e6:11.1f} us"
+    if "bytes" in row:
+        text += f" {row['gb_per_second']:8.1f} GB/s {row['fraction_of_copy']:6.3f} of a copy"
+    return text + (f"  [{row['timed']}]" if row["timed"] != "graph" else "")

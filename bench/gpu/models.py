@@ -1,0 +1,215 @@
+"""GPU benchmarks of whole stacks: mixing, a training step, the cost of launching."""
+
+import copy
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+from deepfast import ops
+from deepfast.bench.gpu import peers
+from deepfast.bench.gpu.clock import Bench, Variant
+from deepfast.bench.peers import PEERS, mixing_alone
+from deepfast.nn import DLCL, DepthHistory, LayerNorm, Packing, TransformerEncoder
+
+BF16 = torch.bfloat16
+
+
+def mixing(bench: Bench) -> None:
+    bench.attempt(_mixing)
+
+
+def _mixing(bench: Bench) -> None:
+    """The depth connection of a whole stack whose layers do nothing, forward and backward."""
+    layers, T, D = bench.size((100, 8192, 512), (5, 8, 16))
+    dlcl = DLCL(layers, D, backend="triton").to(bench.device)
+    y = torch.randn(T, D, device=bench.device).to(BF16).requires_grad_()
+    grad = torch.randn(T, D, device=bench.device).to(BF16)
+
+    # torch's layer-norm on a GPU takes parameters of its input's dtype alone.
+    low = copy.deepcopy(dlcl).to(BF16)
+
+    def maker(form, module, graph=False):
+        def step():
+            leaves = [y, *module.parameters()]
+            return torch.autograd.grad(mixing_alone(PEERS[form], module, y, None), leaves, grad)
+
+        return lambda: Variant(run=step, graph=graph, graph_only=graph)
+
+    forms = {
+        "deepfast": maker("deepfast", dlcl),
+        "deepfast, CUDA graph": maker("deepfast", dlcl, graph=True),
+        "DenseFormer form": maker("DenseFormer form", low),
+    }
+    # Two bytes for each element of every stack that is saved, and half as much again.
+    needed = 3 * T * D * layers * (layers + 1) // 2
+    if bench.toy or torch.cuda.mem_get_info()[0] > needed:
+        forms["stack and sum"] = maker("stack and sum", low)
+    else:
+        bench.note(f"no stack and sum: it would need {needed / 2**30:.0f} GiB")
+    what = f"mixing, forward + backward, L={layers}, T={T}, D={D}, bf16"
+    timings = bench.case(what, forms, seconds=8.0)
+    for fast in ("deepfast", "deepfast, CUDA graph"):
+        for slow, wanted in (("DenseFormer form", 8.0), ("stack and sum", 40.0)):
+            there = fast in timings and slow in timings
+            reached = timings[slow].median / timings[fast].median if there else None
+            bench.target(f"{what}: {fast} against {slow}, times", reached, wanted)
+
+
+def training(bench: Bench) -> None:
+    bench.attempt(_training)
+
+
+def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
+    """Forward under bf16 autocast, backward, Adam."""
+    module.to(bench.device).train()
+    on_gpu = bench.device == "cuda"
+    adam = torch.optim.Adam(module.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
+
+    def step():
+        with torch.autocast(bench.device, BF16):
+            # As an embedding's output, which needs a gradient.
+            y = forward(x.detach().requires_grad_())
+        loss = F.mse_loss(y.float(), target)
+        loss.backward()
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _training(bench: Bench) -> None:
+    """A step of a DLCL encoder and of the plain residual one, compiled, on the same tokens.
+
+    Sentences are equally long, so that no form computes padding; the stream between layers is
+    bf16 in both.
+    """
+    layers, sentences, length, D, H, FFN = bench.size(
+        (30, 256, 32, 512, 8, 2048), (1, 2, 3, 16, 2, 32)
+    )
+    x, target = torch.randn(2, sentences, length, D, device=bench.device)
+    # As from a padding mask: the layout of the sentences is on the device.
+    padding = torch.zeros(sentences, length, dtype=torch.bool, device=bench.device)
+    positions = torch.arange(sentences * length, device=bench.device)
+    packing = Packing(sentences, length, positions, padding)
+    flat = x.flatten(0, 1)
+
+    def deepfast(compiled, graph):
+        def make():
+            encoder = TransformerEncoder(layers, D, H, FFN, dropout=0.1, backend="triton")
+            if compiled:
+                for layer in encoder.layers:
+                    layer.forward = peers.compiled(layer.forward, bench.toy)
+
+            def forward(x):
+                return encoder.forward_packed(x, packing)
+
+            step = _step(bench, encoder, forward, flat, target.flatten(0, 1))
+            return Variant(run=step, graph=graph, graph_only=graph)
+
+        return make
+
+    def residual(graph):
+        def make():
+            encoder = peers.PlainEncoder(layers, D, H, FFN, 0.1)
+            for layer in encoder.layers:
+                layer.forward = peers.compiled(layer.forward, bench.toy)
+            step = _step(bench, encoder, encoder, x.to(BF16), target)
+            return Variant(run=step, graph=graph, graph_only=graph)
+
+        return make
+
+    forms = {}
+    for suffix, graph in (("", False), (", CUDA graph", True)):
+        forms[f"residual, layers compiled{suffix}"] = residual(graph)
+        forms[f"deepfast{suffix}"] = deepfast(False, graph)
+        forms[f"deepfast, layers compiled{suffix}"] = deepfast(True, graph)
+    what = (
+        f"training step, {layers} layers, {sentences} sentences of {length}, D={D}, F={FFN}, "
+        "bf16 autocast, Adam"
+    )
+    timings = bench.case(what, forms, seconds=6.0)
+    # Imported here: it takes seconds, which every section would pay.
+    from torch._dynamo.utils import counters
+
+    bench.note(f"compiled {counters['stats']['unique_graphs']} graphs for all layers of both "
+               f"encoders; graph breaks: {len(counters['graph_break'])}")  # fmt: skip
+    for suffix in ("", ", CUDA graph"):
+        base = timings.get(f"residual, layers compiled{suffix}")
+        for name in (f"deepfast{suffix}", f"deepfast, layers compiled{suffix}"):
+            there = base is not None and name in timings
+            reached = timings[name].median / base.median if there else None
+            bench.target(f"{what}: {name} over the residual", reached, 1.0, at_most=True)
+
+
+def launching(bench: Bench) -> None:
+    bench.attempt(_boundary_launch)
+    bench.attempt(_layer_norm_launch)
+
+
+def _host_seconds(bench: Bench, run) -> list[float]:
+    """Seconds until Python has queued the work, not until it is done."""
+    seconds = []
+    for turn in range(bench.size(30, 2)):
+        start = time.perf_counter()
+        run()
+        elapsed = time.perf_counter() - start
+        if bench.device == "cuda":
+            torch.cuda.synchronize()
+        if turn >= bench.size(5, 0):
+            seconds.append(elapsed)
+    return seconds
+
+
+def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], calls: int) -> None:
+    row = {
+        "what": what,
+        "variant": variant,
+        "timed": "eager: until it is queued",
+        "seconds": statistics.median(seconds) / calls,
+        "rounds": len(seconds),
+    }
+    bench.record["rows"].append(row)
+    print(f"    {what}, {variant}: {row['seconds'] * 1e6:.1f} us", flush=True)
+    bench.save(bench.record)
+
+
+def _boundary_launch(bench: Bench) -> None:
+    """Python's cost of a boundary where tokens are few: dropout, residual, mixing, both LNs."""
+    layers, T, D = bench.size((30, 16, 512), (1, 4, 16))
+    dlcl = DLCL(layers, D, backend="triton").to(bench.device)
+    norm = LayerNorm(D, backend="triton").to(bench.device)
+    branch = torch.randn(T, D, device=bench.device, requires_grad=True)
+
+    def forward():
+        history, residual, n = DepthHistory(), None, branch
+        for _ in range(layers + 1):
+            residual, n = dlcl(
+                n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output()
+            )
+        return n
+
+    def without_grad():
+        with torch.no_grad():
+            forward()
+
+    def both():
+        torch.autograd.grad(forward().sum(), branch)
+
+    what = f"launch cost of one boundary, T={T}, D={D}"
+    for name, run in {"forward": without_grad, "forward + backward": both}.items():
+        _launch_row(bench, what, name, _host_seconds(bench, run), layers + 1)
+
+
+def _layer_norm_launch(bench: Bench) -> None:
+    T, D = bench.size((16, 512), (4, 16))
+    x, w, b = (torch.randn(n, device=bench.device) for n in ((T, D), D, D))
+    forms = {
+        "deepfast": lambda: ops.layer_norm(x, w, b, backend="triton"),
+        "torch": lambda: F.layer_norm(x, (D,), w, b),
+    }
+    for name, run in forms.items():
+        seconds = _host_seconds(bench, lambda run=run: [run() for _ in range(20)])
+        _launch_row(bench, f"launch cost of a layer-norm forward, T={T}, D={D}", name, seconds, 20)

@@ -1,0 +1,283 @@
+"""GPU benchmarks of the ops around matrix products: layer_norm, depth_mix, boundary."""
+
+import functools
+
+import torch
+
+from deepfast import backend, ops
+from deepfast.bench.gpu import peers
+from deepfast.bench.gpu.clock import Bench, Variant
+from deepfast.ops.depth_state import default_block, empty_slots
+
+BF16 = torch.bfloat16
+DROPOUT = 0.1
+
+
+def random(bench: Bench, *shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, device=bench.device).to(BF16).requires_grad_(grad)
+
+
+def _seed(bench: Bench) -> torch.Tensor:
+    return torch.tensor(5, device=bench.device)
+
+
+def _forward_and_backward(apply, sets, grads, leaves, nbytes):
+    """Makers of a forward and of a backward of ``apply`` over all sets of operands.
+
+    leaves: what is differentiated by besides the operands. nbytes: of each.
+    """
+
+    def forward():
+        f = apply()
+        return Variant(run=lambda: [f(*s) for s in sets], calls=len(sets), nbytes=nbytes[0])
+
+    def backward():
+        f = apply()
+        outputs = [f(*s) for s in sets]
+        return Variant(
+            run=lambda: [
+                torch.autograd.grad(y, (*s, *leaves), g, retain_graph=True)
+                for y, s, g in zip(outputs, sets, grads, strict=True)
+            ],
+            calls=len(sets),
+            nbytes=nbytes[1],
+        )
+
+    return forward, backward
+
+
+def layer_norm(bench: Bench) -> None:
+    wanted = {512: (0.80, 0.60), 1024: (0.85, 0.65), 4096: (0.90, 0.70)}
+    for fused in (False, True):
+        for dim, targets in wanted.items():
+            bench.attempt(_fused_layer_norm if fused else _layer_norm, dim, targets)
+
+
+def _layer_norm(bench: Bench, dim: int, targets: tuple[float, float]) -> None:
+    T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
+    state = 2 * T * D
+    sets = [(random(bench, T, D, grad=True),) for _ in range(bench.sets(2 * state))]
+    grads = [random(bench, T, D) for _ in sets]
+    w, b = (torch.randn(D, device=bench.device, requires_grad=True) for _ in range(2))
+    w16, b16 = (p.detach().to(BF16).requires_grad_() for p in (w, b))
+    nbytes = 2 * state + 8 * T, 3 * state + 8 * T
+
+    def ours(x):
+        return ops.layer_norm(x, w, b, backend="triton")
+
+    def plain(x):
+        return peers.plain_layer_norm(x, w16, b16)
+
+    def other(load):
+        norm = load()
+        return lambda x: norm(x, w16, b16)
+
+    theirs = {"torch": lambda: plain, "torch.compile": lambda: peers.compiled(plain, bench.toy)}
+    for name, load in peers.other_layer_norms().items():
+        theirs[name] = functools.partial(other, load)
+    makers = {"deepfast": _forward_and_backward(lambda: ours, sets, grads, (w, b), nbytes)}
+    for name, apply in theirs.items():
+        makers[name] = _forward_and_backward(apply, sets, grads, (w16, b16), nbytes)
+    copies = [torch.empty_like(s[0]) for s in sets]
+    copy = Variant(
+        run=lambda: [c.copy_(s[0].detach()) for c, s in zip(copies, sets, strict=True)],
+        calls=len(sets),
+        nbytes=2 * state,
+    )
+    for i, which in enumerate(("forward", "backward")):
+        turn = {name: pair[i] for name, pair in makers.items()} | {"copy of x": lambda: copy}
+        what = f"LN {which}, T={T}, D={D}, bf16"
+        timings = bench.case(what, turn)
+        bench.target(f"{what}, fraction of copy", bench.fraction(timings), targets[i])
+
+
+def _fused_layer_norm(bench: Bench, dim: int, _targets) -> None:
+    """With residual and dropout in the same pass."""
+    T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
+    state = 2 * T * D
+    sets = [
+        (random(bench, T, D, grad=True), random(bench, T, D, grad=True))
+        for _ in range(bench.sets(4 * state))
+    ]
+    grads = [(random(bench, T, D), random(bench, T, D)) for _ in sets]
+    w, b = (torch.randn(D, device=bench.device, requires_grad=True) for _ in range(2))
+    w16, b16 = (p.detach().to(BF16).requires_grad_() for p in (w, b))
+    nbytes = 4 * state + 8 * T, 5 * state + 8 * T
+    seed = _seed(bench)
+
+    def ours(x, residual):
+        return ops.layer_norm(
+            x, w, b, residual=residual, dropout_p=DROPOUT, training=True, seed=seed,
+            backend="triton",
+        )  # fmt: skip
+
+    def plain(x, residual):
+        return peers.plain_fused_layer_norm(x, residual, w16, b16, DROPOUT)
+
+    makers = {
+        "deepfast": _forward_and_backward(lambda: ours, sets, grads, (w, b), nbytes),
+        "torch": _forward_and_backward(lambda: plain, sets, grads, (w16, b16), nbytes),
+        "torch.compile": _forward_and_backward(
+            lambda: peers.compiled(plain, bench.toy), sets, grads, (w16, b16), nbytes
+        ),
+    }
+    for i, which in enumerate(("forward", "backward")):
+        what = f"residual + dropout + LN {which}, T={T}, D={D}, bf16"
+        bench.case(what, {name: pair[i] for name, pair in makers.items()})
+
+
+class _Stack:
+    """States, weights and launches of a deep stack, as the engine holds them."""
+
+    def __init__(self, bench: Bench, layers: int, T: int, D: int):
+        self.rows, self.block, self.T, self.D = layers + 1, default_block(layers + 1), T, D
+        like = torch.empty(T, D, dtype=BF16, device=bench.device)
+        self.states = empty_slots(self.rows + 1, like).normal_()
+        self.out = empty_slots(self.block, like)
+        self.weight = torch.randn(self.rows, self.rows, device=bench.device).tril() / layers
+        self.gain, self.shift = torch.randn(2, self.rows, D, device=bench.device)
+        self.dweight = torch.zeros_like(self.weight)
+        _, self.launch = backend.choose("boundary", "triton", bench.device, BF16)
+
+    def blocks(self):
+        """(first row, end) of every block."""
+        starts = range(0, self.rows, self.block)
+        return [(start, min(start + self.block, self.rows)) for start in starts]
+
+    def mix(self) -> None:
+        for start, end in self.blocks()[1:]:
+            self.launch.mix_rows(
+                self.states, list(range(start)), self.weight, list(range(start, end)), self.gain,
+                self.shift, self.out, list(range(end - start)), False,
+            )  # fmt: skip
+
+    def mix_by_product(self) -> None:
+        """The same sums as matrix products by torch; without gain and shift."""
+        for start, end in self.blocks()[1:]:
+            weight = self.weight[start:end, :start].to(BF16)
+            weight @ self.states[:start].flatten(1)
+
+    def pull(self) -> None:
+        for start, end in self.blocks()[:-1]:
+            rows = list(range(end, self.rows))
+            self.launch.pull_rows(
+                self.states, [r + 1 for r in rows], rows, self.states, list(range(start, end)),
+                self.weight, self.gain, self.shift, self.out, list(range(end - start)), False,
+                self.dweight,
+            )  # fmt: skip
+
+    def nbytes(self, pull: bool) -> int:
+        """Each state or gradient read once in a block's pass, each sum written once; a pull also
+        reads the block's own states."""
+        count = 0
+        for start, end in self.blocks():
+            far = self.rows - end if pull else start
+            count += far + (2 if pull else 1) * (end - start) if far else 0
+        return count * self.T * self.D * 2
+
+
+def depth_mix(bench: Bench) -> None:
+    bench.attempt(_depth_mix)
+    bench.attempt(_functional_depth_mix)
+
+
+def _depth_mix(bench: Bench) -> None:
+    """All passes over far states of a forward, and of a backward, of a 100-layer stack."""
+    layers, T, D = bench.size((100, 8192, 512), (9, 8, 16))
+    stack = _Stack(bench, layers, T, D)
+    size = f"L={layers}, T={T}, D={D}, bf16"
+    moved = stack.nbytes(pull=False)
+    mix = {
+        "deepfast": lambda: Variant(run=stack.mix, nbytes=moved),
+        "torch.mm": lambda: Variant(run=stack.mix_by_product, nbytes=moved),
+    }
+    reached = bench.fraction(bench.case(f"depth mix forward, {size}", mix))
+    bench.target(f"depth mix forward, {size}, fraction of copy", reached, 0.80)
+    pull = {"deepfast": lambda: Variant(run=stack.pull, nbytes=stack.nbytes(pull=True))}
+    reached = bench.fraction(bench.case(f"depth mix pull, {size}", pull))
+    bench.target(f"depth mix pull, {size}, fraction of copy", reached, 0.80)
+
+
+def _functional_depth_mix(bench: Bench) -> None:
+    """ops.depth_mix over a list of tensors, with the sources' LN."""
+    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
+    sources = [random(bench, T, D, grad=True) for _ in range(count)]
+    weight = torch.randn(count, device=bench.device, requires_grad=True)
+    norm = [torch.randn(count, D, device=bench.device, requires_grad=True) for _ in range(2)]
+    grad, state = random(bench, T, D), 2 * T * D
+
+    def mix():
+        return ops.depth_mix(
+            sources, weight, norm_weight=norm[0], norm_bias=norm[1], backend="triton"
+        )
+
+    def backward():
+        out = mix()
+        leaves = (*sources, weight, *norm)
+        return Variant(
+            run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+            nbytes=(2 * count + 1) * state + 8 * count * T,
+        )
+
+    what = f"functional depth_mix with LN, {count} sources, T={T}, D={D}, bf16"
+    moved = (count + 1) * state + 8 * count * T
+    bench.case(f"{what}, forward", {"deepfast": lambda: Variant(run=mix, nbytes=moved)})
+    bench.case(f"{what}, backward", {"deepfast": backward})
+
+
+def boundary(bench: Bench) -> None:
+    for dim in (512, 1024):
+        bench.attempt(_boundary, dim)
+
+
+def _boundary(bench: Bench, dim: int) -> None:
+    """Boundaries in the middle of their blocks: half of the block's states are near ones."""
+    layers, T, D = bench.size((100, 8192, dim), (9, 8, dim // 32))
+    stack = _Stack(bench, layers, T, D)
+    place = stack.block // 2 - 1
+    rows = [start + place for start, end in stack.blocks()[1:] if end - start == stack.block]
+    branch, residual, pulled, dx, dout = (random(bench, T, D) for _ in range(5))
+    w, b = torch.randn(2, D, device=bench.device)
+    source_rstd, mean, rstd = torch.rand(3, T, device=bench.device)
+    dgain, dshift, dw, db = torch.empty(4, D, device=bench.device)
+    seed, affine = _seed(bench), (stack.gain, stack.shift, True)
+
+    def forward(k):
+        near, x, out = list(range(k - place, k + 1)), torch.empty_like(dx), torch.empty_like(dx)
+        stack.launch.boundary_forward(
+            branch, residual, DROPOUT, seed, stack.states, k, near, stack.weight, k, *affine, 1e-5,
+            stack.out[place], w, b, 1e-5, x, out, source_rstd, mean, rstd,
+        )  # fmt: skip
+        return x, out
+
+    def backward(k):
+        near, pulls = list(range(k - place, k + 1)), list(range(k, k - place + stack.block))
+        results = torch.empty_like(dx), torch.empty_like(dx)
+        stack.launch.boundary_backward(
+            stack.states, k, near, stack.weight, k, *affine, stack.out[place], w, b, source_rstd,
+            mean, rstd, DROPOUT, seed, dx, dout, stack.states, k + 1, k, pulls,
+            [r + 1 for r in pulls], pulled, *results, stack.dweight, dgain, dshift, dw, db,
+        )  # fmt: skip
+        return results
+
+    def plain(k):
+        near = stack.states[k - place : k].unbind()
+        weights = stack.weight[k, k - place : k + 1].to(BF16)
+        norm = w.to(BF16), b.to(BF16)
+        return peers.plain_boundary(
+            branch, residual, stack.out[place], near, weights, norm, norm, DROPOUT
+        )
+
+    def maker(run, states):
+        moved = states * 2 * T * D
+        return lambda: Variant(run=lambda: [run(k) for k in rows], calls=len(rows), nbytes=moved)
+
+    size = f"T={T}, D={D}, {place} near states, bf16"
+    # Read: branch, residual, partial sum, near states. Written: the state, x, LN(x).
+    moved = 3 + place + 3
+    forms = {"deepfast": maker(forward, moved), "torch": maker(plain, moved)}
+    bench.case(f"boundary forward, {size}", forms)
+    # Read: dx, dout, partial sum, own and near states, far pull, the block's later gradients.
+    # Written: the row's gradient, dbranch, dresidual.
+    moved = 3 + 1 + place + 1 + (stack.block - 1 - place) + 3
+    bench.case(f"boundary backward, {size}", {"deepfast": maker(backward, moved)})

@@ -1,0 +1,109 @@
+"""What GPU benchmarks compare with: torch's own forms, compiled, and other packages where there."""
+
+import importlib.util
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def compiled(function, toy: bool):
+    """torch.compile; a toy run traces without generating code."""
+    # The benchmarks run one backward many times over the same saved tensors.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False, backend="aot_eager" if toy else "inductor")
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def plain_fused_layer_norm(x, residual, weight, bias, p: float) -> tuple[Tensor, Tensor]:
+    """LN(s) and s = residual + dropout(x)."""
+    s = residual + F.dropout(x, p)
+    return F.layer_norm(s, s.shape[-1:], weight, bias), s
+
+
+def _liger():
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
+
+
+def _fla():
+    from fla.modules.layernorm import layer_norm
+
+    return lambda x, weight, bias: layer_norm(x, weight, bias, eps=1e-5)
+
+
+def other_layer_norms() -> dict:
+    """Name to a function that imports the package's LN(x, weight, bias)."""
+    packages = {"liger_kernel": ("Liger", _liger), "fla": ("fla", _fla)}
+    return {
+        name: load
+        for package, (name, load) in packages.items()
+        if importlib.util.find_spec(package) is not None
+    }
+
+
+def plain_boundary(branch, residual, partial, states, weight, norm, out_norm, p: float):
+    """A boundary between two layers from torch's ops: push y, mix, LN of the next layer.
+
+    states: the block's earlier ones, as they are mixed; weight: theirs and the new one's.
+    """
+    y = residual + F.dropout(branch, p)
+    z = F.layer_norm(y, y.shape[-1:], *norm)
+    x = partial + weight[-1] * z
+    for w, state in zip(weight[:-1].unbind(), states, strict=True):
+        x = x + w * state
+    return z, x, F.layer_norm(x, x.shape[-1:], *out_norm)
+
+
+def padded_attention(q, k, v, mask):
+    """torch's SDPA over sentences (B, H, S, d) padded to the longest; True in the mask is real."""
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def varlen_attention(q, k, v, cu_seqlens, longest: int):
+    """torch's flash attention over packed sentences (T, H, d)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Without its further arguments, whose names differ between versions of torch.
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+
+class PlainLayer(nn.Module):
+    """A pre-norm encoder layer of plain torch: (B, S, D) to (B, S, D)."""
+
+    def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.query_key_value(self.norm1(x))
+        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(dim // self.heads))
+        a = self.out(a.transpose(1, 2).reshape(batch, length, dim))
+        x = x + F.dropout(a, self.dropout, self.training)
+        f = self.down(F.relu(self.up(self.norm2(x))))
+        return x + F.dropout(f, self.dropout, self.training)
+
+
+class PlainEncoder(nn.Module):
+    """The plain residual stack. Its layers are compiled one by one, from one graph; each holds
+    every pointwise op between its matrix products."""
+
+    def __init__(self, layers: int, dim: int, heads: int, ffn_dim: int, dropout: float):
+        super().__init__()
+        self.layers = nn.ModuleList(PlainLayer(dim, heads, ffn_dim, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)

@@ -1,0 +1,60 @@
+"""The sections of `deepfast.bench.gpu`, each the work of one process."""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from deepfast.bench.gpu import attention, models, ops
+from deepfast.bench.gpu.clock import Bench
+
+
+class Section(NamedTuple):
+    run: Callable[[Bench], object]
+    seconds: float
+    """At most, compiling included."""
+
+
+SECTIONS = {
+    "copy": Section(Bench.copy, 25),
+    "layer_norm": Section(ops.layer_norm, 100),
+    "depth_mix": Section(ops.depth_mix, 45),
+    "mixing": Section(models.mixing, 45),
+    "attention": Section(attention.attention, 45),
+    "training": Section(models.training, 90),
+    "boundary": Section(ops.boundary, 40),
+    "launching": Section(models.launching, 25),
+}
+"""In the order in which they run."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("output", type=Path, help="written anew after every case")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+
+    def save(record: dict) -> None:
+        # Replaced whole: a process that is killed leaves no half of a file.
+        fresh = args.output.with_suffix(".new")
+        fresh.write_text(json.dumps(record))
+        fresh.replace(args.output)
+
+    bench = Bench("cpu" if args.dry_run else "cuda", save)
+    try:
+        SECTIONS[args.section].run(bench)
+    except Exception:
+        bench.error(args.section, traceback.format_exc())
+    save(bench.record)
+    return 1 if bench.record["errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
