@@ -31,7 +31,7 @@ $(VENV)/.installed: $(SOURCES)
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest tests -q
+	$(BIN)/python -m pytest tests -q -n auto --maxprocesses 8 --dist loadfile
 
 report: setup
 	$(BIN)/deepfast report --output report

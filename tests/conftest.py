@@ -24,7 +24,8 @@ def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(2)
+    # Of several workers each has a core.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Padding removed: a batch of sentences as one (T, D) matrix of its real tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ class Packing:
     length: int
     indices: Tensor | None = None
     padding: Tensor | None = None
-    _made: dict = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, batch: int, length: int, padding: Tensor | None) -> "Packing":
@@ -65,9 +64,10 @@ class Packing:
         made on ``device``, where a copy would wait, and once."""
         if torch.compiler.is_compiling():
             return self._cu_seqlens(device)
-        if device not in self._made:
-            self._made[device] = self._cu_seqlens(device)
-        return self._made[device]
+        made = self.__dict__.setdefault("_made", {})
+        if device not in made:
+            made[device] = self._cu_seqlens(device)
+        return made[device]
 
     def _cu_seqlens(self, device: torch.device) -> Tensor:
         if self.indices is None:
