@@ -20,9 +20,15 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 
 def _bare(module: nn.Module, kind: type) -> bool:
-    """Whether calling ``module`` is nothing but its arithmetic: not replaced, nothing hung on it."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-    return type(module) is kind and not any(hooks) and not module._backward_pre_hooks
+    """Whether calling ``module`` is its arithmetic and no more: not replaced, nothing hung on."""
+    hung = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        module._compiled_call_impl,
+    )
+    return type(module) is kind and not any(hung)
 
 
 class FeedForward(nn.Module):

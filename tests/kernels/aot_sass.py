@@ -76,8 +76,6 @@ LEAST_WIDE = 0.5
 FEWER_WIDE = {
     # Streams no (T, D) operand: adds up a few partial sums.
     "sum_partials_kernel": 0.0,
-    # Mean and rstd of 16 sources beside one output.
-    "depth_mix_fwd_kernel": 0.25,
 }
 
 # What a change may add to the committed numbers before it is told.
