@@ -6,7 +6,7 @@
                u = pulled + sum_l W[l, column] * g_l,  dW[l, column] = <g_l, z>
                then back through the state's gain, its normalisation and dropout
 
-A thread holds 16 bytes of one row, so that the gains of the near states, which every row reads,
+A thread holds 16 or 32 bytes of one row, so that the gains of the near states, read by every row,
 come from the L1 cache right into place: ``o_tile`` has an offset for each element where ``o_d``
 has one for each channel, and keeps all in one layout. The near states and the pulled rows are
 lists of the caller's, progressions but for rare patterns, which go to the kernel as numbers.
@@ -34,17 +34,24 @@ from .common import (
 )
 
 
+def wide(D: int, itemsize: int) -> bool:
+    """Rows of more than 4 KiB."""
+    return D * itemsize > 4096
+
+
 def forward_tile(D: int, itemsize: int) -> RowTile:
     return row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=8)
 
 
 def backward_tile(D: int, itemsize: int) -> RowTile:
-    return row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=4)
+    """16 bytes of one row per thread, of a wide one 32: fewer threads with more registers."""
+    per_thread = (32 if wide(D, itemsize) else 16) // itemsize
+    return row_tile(D, itemsize, per_thread=per_thread, num_warps=4)
 
 
-def loads_at_once(num_warps: int) -> int:
-    """States or gradients in flight in a loop over them; backward's wide rows lack registers."""
-    return 4 if num_warps <= 8 else 2
+def loads_at_once(D: int, itemsize: int) -> int:
+    """States in flight in a loop over them; wide rows lack registers for more."""
+    return 2 if wide(D, itemsize) else 4
 
 
 @triton.jit
@@ -84,23 +91,24 @@ def _source(b_n, p_gain, p_shift, k, D, o_tile, m):
 
 @triton.jit
 def _near_sum(
-    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R, o_t, s_n,
-    s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
+    s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """``b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)``.
 
     UNROLL states stand in one tile, above each other, so that all their loads are in flight
     before the first is used.
     """
-    o_u = tl.arange(0, UNROLL * BA)[:, None, None]
-    o_d = o_u % BA * BC + tl.arange(0, BC)[None, None, :] + tl.zeros((1, BT, 1), dtype=tl.int32)
+    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
+    o_t = begin + o_u % BT
+    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
     for start in range(0, count, UNROLL):
-        i = start + o_u // BA
+        i = start + o_u // (BA * BT)
         m_d = (o_d < D) & (i < count)
-        m = m_d & (o_t < T)[None, :, None]
+        m = m_d & (o_t < T)
         k = _index(p_near, first, step, i, i < count)
-        p = p_states + k * s_n + o_t[None, :, None] * s_state + o_d
+        p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
         b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
         b_z = _source(b_n, p_gain, p_shift, k, D, o_d, m_d)
         b_w = _load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
@@ -115,15 +123,16 @@ FORWARD_NUMBERS = ["T", "threshold", "slot", "row", "first", "step", "count"]
 def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_gain, p_shift, p_partial,
     p_out_weight, p_out_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
-    T, D, R, slot, row, first, step, count, source_eps, out_eps, threshold, scale,
+    T, R, slot, row, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    begin = tl.program_id(0) * BT
+    o_t = begin + tl.arange(0, BT)
     o_d = row_channels(BA, BC)
     m_t, m_d = o_t < T, o_d < D
-    o_row = o_t[None, :, None]
+    o_row = o_t.to(tl.int64)[None, :, None]
     m = m_t[None, :, None] & m_d
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
     o_state = o_row * s_state + o_d
@@ -136,13 +145,13 @@ def boundary_fwd_kernel(
     if p_partial is not None:
         b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0).to(tl.float32)
     b_x = _near_sum(
-        b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R, o_t,
-        s_n, s_state, VECTOR, UNROLL, BA, BT, BC,
+        b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
+        s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
         if p_seed is not None:
-            b_y = dropout(b_y, p_seed, o_t, threshold, scale, BA, BT, BC)
+            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
         if p_residual is not None:
             b_y += b_r.to(tl.float32)
         if NORM_SOURCE:
@@ -211,12 +220,12 @@ def boundary_bwd_kernel(
     p_states, p_near, p_weight, p_gain, p_shift, p_partial, p_out_weight, p_source_rstd,
     p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows, p_pull_slots, p_pulled,
     p_dbranch, p_dresidual, p_dots, p_sums,
-    T, D, R, slot, row, grad_slot, column, first, step, count, first_row, row_step, first_slot,
+    T, R, slot, row, grad_slot, column, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
     VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)
     m_d = o_d < D
@@ -233,9 +242,9 @@ def boundary_bwd_kernel(
     b_dout_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dout_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        o_t = begin + tl.arange(0, BT).to(tl.int64)
+        o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
-        o_row = o_t[None, :, None]
+        o_row = o_t.to(tl.int64)[None, :, None]
         m = m_t[None, :, None] & m_d
         o_state = o_row * s_state + o_d
         # Read here, used last: their way is long, and the loop below fills it.
@@ -244,9 +253,9 @@ def boundary_bwd_kernel(
             b_source_rstd = tl.load(p_source_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
         if p_pulled is not None:
             b_pulled = tl.load(p_pulled + o_row * s_pulled + o_d, mask=m, other=0.0)
-        b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dx is not None:
-            b_g += tl.load(p_dx + o_row * s_dx + o_d, mask=m, other=0.0).to(tl.float32)
+            b_dx = tl.load(p_dx + o_row * s_dx + o_d, mask=m, other=0.0)
+        b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None:
             b_d = tl.load(p_dout + o_row * s_dout + o_d, mask=m, other=0.0)
             b_mean = tl.load(p_out_mean + o_t, mask=m_t, other=0.0)[None, :, None]
@@ -255,8 +264,8 @@ def boundary_bwd_kernel(
             if p_partial is not None:
                 b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0)
             b_x = _near_sum(
-                b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, D, R,
-                o_t, s_n, s_state, VECTOR, UNROLL, BA, BT, BC,
+                b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R,
+                begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
                 pair = _entry(row * R + slot)
@@ -270,6 +279,8 @@ def boundary_bwd_kernel(
             if p_out_weight is not None:
                 b_d *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
             b_g += norm_backward(b_d, b_x, b_rstd, D)
+        if p_dx is not None:
+            b_g += b_dx.to(tl.float32)
         # Made again rather than kept: the registers are full until here.
         b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
         b_n = b_n.to(tl.float32)
@@ -310,7 +321,7 @@ def boundary_bwd_kernel(
             tl.store(p, rounded(b_u, p_dresidual.dtype.element_ty), mask=m)
         if p_dbranch is not None:
             if p_seed is not None:
-                b_u = dropout(b_u, p_seed, o_t, threshold, scale, BA, BT, BC)
+                b_u = dropout(b_u, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
             p = p_dbranch + o_row * s_dbranch + o_d
             tl.store(p, rounded(b_u, p_dbranch.dtype.element_ty), mask=m)
     if p_dots is not None and not VECTOR:
@@ -340,12 +351,12 @@ def boundary_forward(
     boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
         branch, residual, seed if dropout_p > 0 else None, states, table, weight, gain, shift,
         partial, out_weight, out_bias, x, out, source_rstd, out_mean, out_rstd,
-        T, D, weight.shape[0], slot, row, first, step, count, source_eps, out_eps, threshold,
+        T, weight.shape[0], slot, row, first, step, count, source_eps, out_eps, threshold,
         scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
         NORM_SOURCE=norm_source, READS_OWN=slot in near, VECTOR=weight.dim() == 3,
-        UNROLL=loads_at_once(tile.num_warps), **tile._asdict(),
+        UNROLL=loads_at_once(D, states.element_size()), D=D, **tile._asdict(),
     )  # fmt: skip
 
 
@@ -382,13 +393,13 @@ def boundary_backward(
             states, near_table, weight, gain, shift, partial, out_weight, source_rstd, out_mean,
             out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, row_table, slot_table,
             pulled, dbranch, dresidual, dots, sums,
-            T, D, weight.shape[0], slot, row, grad_slot, column, first, step, count, first_row,
+            T, weight.shape[0], slot, row, grad_slot, column, first, step, count, first_row,
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
             NORM_SOURCE=norm_source, READS_OWN=slot in near, PULLS_OWN=pulls_own, VECTOR=vector,
-            UNROLL=loads_at_once(tile.num_warps), NP=max(8, triton.next_power_of_2(len(rows))),
-            **tile._asdict(), maxnreg=registers,
+            UNROLL=loads_at_once(D, states.element_size()),
+            NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))

@@ -7,8 +7,10 @@ BT, BD, BK the sides of a tile. A launcher has the signature of its twin in
 An operand that is absent is passed as None, on which Triton specialises.
 
 Kernels that hold whole rows hold them as (BA, BT, BC): BT tokens with BA * BC channels, channel
-``a * BC + c``. Triton hands out the last side to a row's threads, 16 bytes each, then BT to further
-warps, and leaves BA to registers; a plain (BT, BD) tile would spread each row over all warps.
+``a * BC + c``. The last side goes to a row's threads, 16 bytes each, then BT to further warps, and
+BA is left to registers; a plain (BT, BD) tile would spread each row over all warps. Such a tile is
+loaded and stored as (BA * BT, BC), `flat_rows`: of three sides Triton 3.6 would give BA to the
+warps. D is a constexpr, so that masks of rows without a remainder vanish.
 """
 
 from functools import lru_cache
@@ -148,6 +150,24 @@ def dropout(
 def row_channels(BA: tl.constexpr, BC: tl.constexpr):
     """The channels of a tile of rows, (BA, 1, BC)."""
     return tl.arange(0, BA)[:, None, None] * BC + tl.arange(0, BC)[None, None, :]
+
+
+@triton.jit
+def flat_rows(first, T, D, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    """Of the tokens from ``first`` on as (BA * BT, BC), row a * BT + t: tokens, channels, mask."""
+    o_r = tl.arange(0, BA * BT)[:, None]
+    o_t, o_d = first + o_r % BT, o_r // BT * BC + tl.arange(0, BC)[None, :]
+    return o_t.to(tl.int64), o_d, (o_t < T) & (o_d < D)
+
+
+@triton.jit
+def load_rows(p, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    return tl.reshape(tl.load(p, mask=m, other=0.0), (BA, BT, BC))
+
+
+@triton.jit
+def store_rows(p, b_x, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    tl.store(p, tl.reshape(rounded(b_x, p.dtype.element_ty), (BA * BT, BC)), mask=m)
 
 
 @triton.jit

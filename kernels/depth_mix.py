@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 
 from .common import (
+    flat_rows,
+    load_rows,
     multiprocessors,
     norm_backward,
     normalise,
-    rounded,
     row_channels,
     row_tile,
+    store_rows,
     sum_partials,
 )
 
@@ -46,23 +48,23 @@ def _pick(values, k):
 @triton.jit(do_not_specialize=["T", "K"])
 def depth_mix_fwd_kernel(
     sources, p_weight, p_gain, p_shift, p_sum, p_out, p_mean, p_rstd,
-    T, D, K, eps,
+    T, K, eps,
     s_sources, s_out,
     PER_CHANNEL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    first = tl.program_id(0) * BT
+    o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
     o_d = row_channels(BA, BC)
+    o_t = first + tl.arange(0, BT)
     m_t, m_d = o_t < T, o_d < D
-    o_row = o_t[None, :, None]
-    m = m_t[None, :, None] & m_d
     if FIRST:
         b_sum = tl.zeros((BA, BT, BC), dtype=tl.float32)
     else:
-        b_sum = tl.load(p_sum + o_row * D + o_d, mask=m, other=0.0)
+        b_sum = load_rows(p_sum + o_row * D + o_flat, m, BA, BT, BC)
     for k in tl.range(0, K, num_stages=STAGES):
-        p_z = _pick(sources, k) + o_row * _pick(s_sources, k) + o_d
-        b_z = tl.load(p_z, mask=m, other=0.0).to(tl.float32)
+        p_z = _pick(sources, k) + o_row * _pick(s_sources, k) + o_flat
+        b_z = load_rows(p_z, m, BA, BT, BC).to(tl.float32)
         if p_mean is not None:
             b_z, b_mean, b_rstd = normalise(b_z, m_d, D, eps)
             o_stat = k * T.to(tl.int64) + o_t
@@ -74,41 +76,44 @@ def depth_mix_fwd_kernel(
             b_z += tl.load(p_shift + k * D + o_d, mask=m_d, other=0.0)
         b_sum += _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL) * b_z
     if LAST:
-        tl.store(p_out + o_row * s_out + o_d, rounded(b_sum, p_out.dtype.element_ty), mask=m)
+        store_rows(p_out + o_row * s_out + o_flat, b_sum, m, BA, BT, BC)
     else:
-        tl.store(p_sum + o_row * D + o_d, b_sum, mask=m)
+        store_rows(p_sum + o_row * D + o_flat, b_sum, m, BA, BT, BC)
 
 
 @triton.jit(do_not_specialize=["T", "K"])
 def depth_mix_bwd_kernel(
     sources, p_weight, p_gain, p_mean, p_rstd, p_dout, dsources, p_partial,
-    T, D, K,
+    T, K,
     s_sources, s_dout, s_dsources,
     PER_CHANNEL: tl.constexpr,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs read the same dout, each with a source of its own.
     k, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     p_x, s_x = _pick(sources, k), _pick(s_sources, k)
     o_d = row_channels(BA, BC)
     m_d = o_d < D
-    b_w = _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL)
+    # One for each element: a tile of another layout would go through shared memory in the loop.
+    _, o_w, _ = flat_rows(0, T, D, BA, BT, BC)
+    b_w = tl.zeros((BA * BT, BC), dtype=tl.float32)
+    b_w += _weight_of(p_weight, k, o_w, o_w < D, D, PER_CHANNEL)
     if p_gain is not None:
-        b_w *= tl.load(p_gain + k * D + o_d, mask=m_d, other=0.0)
+        b_w *= tl.load(p_gain + k * D + o_w, mask=o_w < D, other=0.0)
+    b_w = tl.reshape(b_w, (BA, BT, BC))
     b_gn = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for start in tl.range(chunk * BT, T, chunks * BT, num_stages=STAGES):
-        o_t = start + tl.arange(0, BT).to(tl.int64)
+        o_row, o_flat, m = flat_rows(start, T, D, BA, BT, BC)
+        o_t = start + tl.arange(0, BT)
         m_t = o_t < T
-        o_row = o_t[None, :, None]
-        m = m_t[None, :, None] & m_d
-        b_n = tl.load(p_x + o_row * s_x + o_d, mask=m, other=0.0).to(tl.float32)
-        b_dout = tl.load(p_dout + o_row * s_dout + o_d, mask=m, other=0.0).to(tl.float32)
+        b_n = load_rows(p_x + o_row * s_x + o_flat, m, BA, BT, BC).to(tl.float32)
+        b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
         if p_mean is not None:
             o_stat = k * T.to(tl.int64) + o_t
             b_mean = tl.load(p_mean + o_stat, mask=m_t, other=0.0)[None, :, None]
             b_rstd = tl.load(p_rstd + o_stat, mask=m_t, other=0.0)[None, :, None]
-            b_n = tl.where(m, (b_n - b_mean) * b_rstd, 0.0)
+            b_n = tl.where(m_t[None, :, None] & m_d, (b_n - b_mean) * b_rstd, 0.0)
         if p_partial is not None:
             b_gn += b_dout * b_n
             b_g += b_dout
@@ -116,8 +121,8 @@ def depth_mix_bwd_kernel(
             b_u = b_w * b_dout
             if p_mean is not None:
                 b_u = norm_backward(b_u, b_n, b_rstd, D)
-            p_dx = _pick(dsources, k) + o_row * _pick(s_dsources, k) + o_d
-            tl.store(p_dx, rounded(b_u, p_dout.dtype.element_ty), mask=m)
+            p_dx = _pick(dsources, k) + o_row * _pick(s_dsources, k) + o_flat
+            store_rows(p_dx, b_u, m, BA, BT, BC)
     if p_partial is not None:
         p = p_partial + (chunk.to(tl.int64) * 2 * K + k) * D + o_d
         tl.store(p, tl.sum(b_gn, axis=1)[:, None, :], mask=m_d)
@@ -150,11 +155,11 @@ def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
         depth_mix_fwd_kernel[(triton.cdiv(T, tile.BT),)](
             group, weight[first:], _from(gain, first), _from(shift, first), total, out,
             _from(mean, first) if norm else None, _from(rstd, first) if norm else None,
-            T, D, min(SOURCES.value, len(sources) - first), eps,
+            T, min(SOURCES.value, len(sources) - first), eps,
             _strides(group), out.stride(0),
             PER_CHANNEL=weight.dim() == 2, FIRST=first == 0,
             LAST=first + SOURCES.value >= len(sources), STAGES=3 if D <= 2048 else 2,
-            **tile._asdict(),
+            D=D, **tile._asdict(),
         )  # fmt: skip
 
 
@@ -177,11 +182,11 @@ def depth_mix_backward(
         depth_mix_bwd_kernel[(K, chunks)](
             group, weight[first:], _from(gain, first), _from(mean, first) if norm else None,
             _from(rstd, first) if norm else None, dout, dgroup, partial,
-            T, D, K,
+            T, K,
             _strides(group), dout.stride(0), _strides(dgroup) if dsources else None,
             # Tiles of fp32 read ahead would not leave enough registers.
             PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
-            maxnreg=min(168, 2048 // tile.num_warps), **tile._asdict(),
+            maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),
         )  # fmt: skip
         if want:
             sum_partials(partial, *sums[:, first : first + K])

@@ -17,6 +17,8 @@ from .common import (
     dropout,
     dropout_factors,
     even_programs,
+    flat_rows,
+    load_rows,
     multiprocessors,
     norm_backward,
     normalise,
@@ -24,6 +26,7 @@ from .common import (
     rounded,
     row_channels,
     row_tile,
+    store_rows,
     stride,
     sum_partials,
 )
@@ -48,48 +51,49 @@ def backward_residency(tile: RowTile, fused: bool) -> Residency:
 @triton.jit(do_not_specialize=["T", "threshold"])
 def layer_norm_fwd_kernel(
     p_x, p_residual, p_weight, p_bias, p_seed, p_sum, p_y, p_mean, p_rstd,
-    T, D, eps, threshold, scale,
+    T, eps, threshold, scale,
     s_x, s_residual, s_sum, s_y,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_d = row_channels(BA, BC)
-    m_t, m_d = o_t < T, o_d < D
-    o_row = o_t[None, :, None]
-    m = m_t[None, :, None] & m_d
-    b_s = tl.load(p_x + o_row * s_x + o_d, mask=m, other=0.0).to(tl.float32)
+    first = tl.program_id(0) * BT
+    o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
+    m_d = row_channels(BA, BC) < D
+    o_t = first + tl.arange(0, BT).to(tl.int64)
+    m_t = o_t < T
+    b_s = load_rows(p_x + o_row * s_x + o_d, m, BA, BT, BC).to(tl.float32)
     if p_seed is not None:
         b_s = dropout(b_s, p_seed, o_t, threshold, scale, BA, BT, BC)
     if p_residual is not None:
-        b_s += tl.load(p_residual + o_row * s_residual + o_d, mask=m, other=0.0).to(tl.float32)
+        b_s += load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC).to(tl.float32)
     if p_sum is not None:
         # What is normalised is the sum as backward will read it.
         b_rounded = rounded(b_s, p_sum.dtype.element_ty)
-        tl.store(p_sum + o_row * s_sum + o_d, b_rounded, mask=m)
+        store_rows(p_sum + o_row * s_sum + o_d, b_rounded, m, BA, BT, BC)
         b_s = b_rounded.to(tl.float32)
     b_y, b_mean, b_rstd = normalise(b_s, m_d, D, eps)
     if p_weight is not None:
-        b_y *= tl.load(p_weight + o_d, mask=m_d, other=0.0)
+        b_y *= load_rows(p_weight + o_d, o_d < D, BA, BT, BC)
     if p_bias is not None:
-        b_y += tl.load(p_bias + o_d, mask=m_d, other=0.0)
-    tl.store(p_y + o_row * s_y + o_d, rounded(b_y, p_y.dtype.element_ty), mask=m)
+        b_y += load_rows(p_bias + o_d, o_d < D, BA, BT, BC)
+    store_rows(p_y + o_row * s_y + o_d, b_y, m, BA, BT, BC)
     tl.store(p_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
     tl.store(p_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
 
 
 @triton.jit
 def _load_backward(
-    p_sum, p_dy, p_dsum, p_mean, p_rstd, o_t, o_d, T, D, s_sum, s_dy, s_dsum
+    p_sum, p_dy, p_dsum, p_mean, p_rstd, first, T, s_sum, s_dy, s_dsum,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """What backward reads of a tile of tokens, as it is stored; ``dy`` again for no ``dsum``."""
-    m_t = o_t < T
-    o_row = o_t[None, :, None]
-    m = m_t[None, :, None] & (o_d < D)
-    b_s = tl.load(p_sum + o_row * s_sum + o_d, mask=m, other=0.0)
-    b_dy = tl.load(p_dy + o_row * s_dy + o_d, mask=m, other=0.0)
+    o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
+    b_s = load_rows(p_sum + o_row * s_sum + o_d, m, BA, BT, BC)
+    b_dy = load_rows(p_dy + o_row * s_dy + o_d, m, BA, BT, BC)
     b_dsum = b_dy
     if p_dsum is not None:
-        b_dsum = tl.load(p_dsum + o_row * s_dsum + o_d, mask=m, other=0.0)
+        b_dsum = load_rows(p_dsum + o_row * s_dsum + o_d, m, BA, BT, BC)
+    o_t = first + tl.arange(0, BT)
+    m_t = o_t < T
     b_mean = tl.load(p_mean + o_t, mask=m_t, other=0.0)
     b_rstd = tl.load(p_rstd + o_t, mask=m_t, other=0.0)
     return b_s, b_dy, b_dsum, b_mean, b_rstd
@@ -98,9 +102,9 @@ def _load_backward(
 @triton.jit(do_not_specialize=["T", "threshold"])
 def layer_norm_bwd_kernel(
     p_sum, p_dy, p_dsum, p_weight, p_mean, p_rstd, p_seed, p_dx, p_dresidual, p_partial,
-    T, D, threshold, scale,
+    T, threshold, scale,
     s_sum, s_dy, s_dsum, s_dx, s_dresidual,
-    BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)
     m_d = o_d < D
@@ -109,16 +113,15 @@ def layer_norm_bwd_kernel(
     b_dw = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_db = tl.zeros((BA, BT, BC), dtype=tl.float32)
     step = tl.num_programs(0) * BT
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    begin = tl.program_id(0) * BT
     b_s, b_dy, b_dsum, b_mean, b_rstd = _load_backward(
-        p_sum, p_dy, p_dsum, p_mean, p_rstd, o_t, o_d, T, D, s_sum, s_dy, s_dsum
+        p_sum, p_dy, p_dsum, p_mean, p_rstd, begin, T, s_sum, s_dy, s_dsum, D, BA, BT, BC
     )
-    for _ in range(tl.program_id(0) * BT, T, step):
+    for first in range(begin, T, step):
         next_s, next_dy, next_dsum, next_mean, next_rstd = _load_backward(
-            p_sum, p_dy, p_dsum, p_mean, p_rstd, o_t + step, o_d, T, D, s_sum, s_dy, s_dsum
+            p_sum, p_dy, p_dsum, p_mean, p_rstd, first + step, T, s_sum, s_dy, s_dsum, D, BA, BT, BC
         )
-        o_row = o_t[None, :, None]
-        m = (o_t < T)[None, :, None] & m_d
+        o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
         b_r = b_rstd[None, :, None]
         b_n = (b_s.to(tl.float32) - b_mean[None, :, None]) * b_r
         b_n = tl.where(m_d, b_n, 0.0)
@@ -132,14 +135,13 @@ def layer_norm_bwd_kernel(
         if p_dsum is not None:
             b_ds += b_dsum.to(tl.float32)
         if p_dresidual is not None:
-            p = p_dresidual + o_row * s_dresidual + o_d
-            tl.store(p, rounded(b_ds, p_dresidual.dtype.element_ty), mask=m)
+            store_rows(p_dresidual + o_row * s_dresidual + o_flat, b_ds, m, BA, BT, BC)
         if p_dx is not None:
             if p_seed is not None:
+                o_t = first + tl.arange(0, BT).to(tl.int64)
                 b_ds = dropout(b_ds, p_seed, o_t, threshold, scale, BA, BT, BC)
-            tl.store(p_dx + o_row * s_dx + o_d, rounded(b_ds, p_dx.dtype.element_ty), mask=m)
+            store_rows(p_dx + o_row * s_dx + o_flat, b_ds, m, BA, BT, BC)
         b_s, b_dy, b_dsum, b_mean, b_rstd = next_s, next_dy, next_dsum, next_mean, next_rstd
-        o_t += step
     if p_partial is not None:
         p = p_partial + tl.program_id(0).to(tl.int64) * 2 * D + o_d
         tl.store(p, tl.sum(b_dw, axis=1)[:, None, :], mask=m_d)
@@ -155,10 +157,10 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
     threshold, scale = dropout_factors(dropout_p)
     layer_norm_fwd_kernel[(triton.cdiv(T, tile.BT),)](
         x, residual, weight, bias, seed if dropout_p > 0 else None, sum, y, mean, rstd,
-        T, D, eps, threshold, scale,
+        T, eps, threshold, scale,
         stride(x), stride(residual), stride(sum), stride(y),
         # Dropout's draws need them: left to itself ptxas stops at 80 for sm_100, and spills.
-        **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
+        D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
     )  # fmt: skip
 
 
@@ -178,9 +180,9 @@ def layer_norm_backward(
         layer_norm_bwd_kernel[(programs,)](
             sum, dy, dsum, weight, mean, rstd, seed if dropout_p > 0 else None, dx, dresidual,
             partial,
-            T, D, threshold, scale,
+            T, threshold, scale,
             stride(sum), stride(dy), stride(dsum), stride(dx), stride(dresidual),
-            **tile._asdict(), maxnreg=registers,
+            D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if partial is not None:
         sum_partials(partial, *(None if d is None else d.view(1, D) for d in (dweight, dbias)))

@@ -207,7 +207,7 @@ def pull_rows_dot_kernel(
             b_out = tl.load(p_out + o_out + o_n, mask=m_kn, other=0.0).to(tl.float32)
             b_sum += tl.permute(b_out, (0, 2, 1))
         if p_partial is not None:
-            o_d = ((first_n % D).to(tl.int32) + o_tile) % D
+            o_d = o_n % D
             o_kn = o_k[None, :, None] * s_state + o_n
             o_kd = o_k[None, :, None] * D + o_d
             b_z = _load_state(p_states, p_gain, p_shift, o_kn, o_kd, m_kn, m_kn)

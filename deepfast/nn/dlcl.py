@@ -173,12 +173,16 @@ class DLCL(nn.Module):
 
     def _mask(self, device: torch.device) -> Tensor:
         """(L+1, L+1) bool: inside the pattern."""
-        if device not in self._masks:
-            mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
-            for row, sources in enumerate(self.pattern):
-                mask[row, list(sources)] = True
-            self._masks[device] = mask.to(device)
-        return self._masks[device]
+        if device in self._masks:
+            return self._masks[device]
+        mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
+        for row, sources in enumerate(self.pattern):
+            mask[row, list(sources)] = True
+        mask = mask.to(device)
+        # One made under a mode (traced, fake, for inference) is of no use outside it.
+        if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
+            self._masks[device] = mask
+        return mask
 
     def _schedule(self, block: int) -> Schedule:
         if block not in self._schedules:
@@ -216,7 +220,7 @@ class DLCL(nn.Module):
             if self.norm == "pre" and not self.normalize_embedding:
                 gain[0], shift[0] = 1.0, 0.0
         pre, post = self.norm == "pre", self.norm == "post"
-        learning = torch.is_grad_enabled()
+        learning = history.grad_mode = torch.is_grad_enabled()
         _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype)
         history.owner = self
         history.state = DepthState(
@@ -273,6 +277,11 @@ class DLCL(nn.Module):
                 "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
                 "and each forward pass"
             )
+        if history.traced:
+            raise RuntimeError(
+                "DLCL: this pass began inside torch.compile and goes on outside; compile the whole "
+                "stack with fullgraph=True, or the layers alone"
+            )
         pushed = len(history)
         k = pushed if index is None else index
         if index is None and torch._C._current_graph_task_id() != -1:
@@ -326,7 +335,7 @@ class DLCL(nn.Module):
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
         """
         if torch.compiler.is_compiling():
-            return traced(self, y, history, residual, dropout_p, seed, out_norm, want_x)
+            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         common.check_tensor("DLCL", "the layer's output", y)
         if residual is not None:
             common.check_tensor("DLCL", "residual", residual)
@@ -377,6 +386,12 @@ class DLCL(nn.Module):
             history.kind = kind
         elif not alike:
             self._check_alike(y, history.state)
+        if k == history.state.pushed and history.grad_mode != torch.is_grad_enabled():
+            raise RuntimeError(
+                "DLCL: grad mode changed within a pass; push every state under the mode of the "
+                "first (reentrant checkpointing does not: use_reentrant=False), and detach a "
+                "layer's output where it must not learn"
+            )
         if out_norm is not None and history.state.own_norms[k]:
             raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
         return k

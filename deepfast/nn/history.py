@@ -31,6 +31,7 @@ class DepthHistory:
         self.state: DepthState | None = None
         self.token: Tensor | None = None
         self.token_grad = False
+        self.grad_mode = False
         # Shape, dtype and device of the first push.
         self.kind: tuple | None = None
         # What a traced pass keeps instead: W as applied, and the states as they are mixed.

@@ -9,6 +9,7 @@ residual add, so that the boundary between two layers, which does both, is one p
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from deepfast import ops
 
@@ -27,6 +28,9 @@ def _bare(module: nn.Module, kind: type) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
         module._compiled_call_impl,
+        "forward" in vars(module),
+        _global_forward_hooks,
+        _global_forward_pre_hooks,
     )
     return type(module) is kind and not any(hung)
 

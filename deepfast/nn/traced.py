@@ -30,6 +30,7 @@ def traced(
     dlcl,
     y: Tensor,
     history: DepthHistory,
+    index: int | None,
     residual: Tensor | None,
     dropout_p: float,
     seed: int | Tensor | None,
@@ -38,8 +39,15 @@ def traced(
 ) -> Tensor | tuple[Tensor | None, Tensor]:
     """`DLCL.forward` from registered ops alone; the history keeps the states as they are mixed."""
     k = len(history.traced)
+    if history.state is not None or history.closed:
+        raise RuntimeError("DLCL: this history's pass began outside torch.compile, or is closed")
+    if history.owner is not None and history.owner is not dlcl:
+        raise RuntimeError("DLCL: this history belongs to another stack")
     if k > dlcl.num_layers:
         raise RuntimeError(f"DLCL: this history has all of its {k} states; make a new one")
+    if index is not None and index != k:
+        raise RuntimeError("DLCL: layer called out of order inside torch.compile")
+    history.owner = dlcl
     if history.traced_weight is None:
         history.traced_weight = dlcl.effective_weight()
     has_norm = k > 0 or dlcl.normalize_embedding

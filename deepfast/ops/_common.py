@@ -1,6 +1,7 @@
 """Checks and casts that every op shares."""
 
 import functools
+import operator
 
 import torch
 from torch import Tensor
@@ -75,7 +76,8 @@ def draw_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
     if not isinstance(seed, Tensor):
         # Any int serves: it is taken modulo 2^64.
-        return torch.tensor((seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+        seed = (operator.index(seed) + 2**63) % 2**64 - 2**63
+        return torch.tensor(seed, dtype=torch.int64, device=device)
     if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != device:
         raise ValueError(
             f"seed must be an int or a 0-dim int64 tensor on {device}, got {seed.dtype} "

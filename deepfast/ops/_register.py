@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ._common import bare_apply, first_order
@@ -135,6 +136,8 @@ def register(
     apply = _node(name, forward, setup, backward, public)
 
     def call(*args) -> tuple[Tensor, ...]:
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"{name}: forward-mode differentiation is not supported")
         listed = isinstance(args[0], list)
         if watched(args[0][0] if listed else args[0]):
             return packet.default(*args)[:public]

@@ -55,7 +55,7 @@ def _flops(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *_, **__) -> int:
     """Both products of every sentence with its own keys, masked or not, as torch counts varlen
     attention; where the lengths are not at hand, every sentence counts as the longest."""
     heads, dim = q.shape[1:]
-    if cu_seqlens_q.device.type == "meta":
+    if type(cu_seqlens_q) is not Tensor or cu_seqlens_q.device.type == "meta":
         pairs = (cu_seqlens_q.shape[0] - 1) * max_q * max_k
     else:
         pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
@@ -252,6 +252,8 @@ def attention(
                 f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
             )
         return _varlen(q, k, v, *sizes)
+    if name == "triton" and q.shape[-1] > 256:
+        raise ValueError(f"attention: triton's heads are at most 256 wide, got {q.shape[-1]}")
     seed = common.draw_seed(seed, q.device) if dropout_p > 0 else None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (o,) = _attention(q, k, v, *sizes, dropout_p, seed, name)

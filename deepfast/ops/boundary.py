@@ -108,12 +108,12 @@ class _Boundary(torch.autograd.Function):
                 "DLCL: backward through a boundary that was made again from the states; checkpoint "
                 "it with use_reentrant=False, and push each state once"
             )
+        state.enter(k, torch._C._current_graph_task_id())
         w = b = mean = rstd = None
         if out_eps is not None:
             w, b = ctx.saved_tensors
             mean, rstd = state.out_statistics(k)
         need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
-        state.enter(k, torch._C._current_graph_task_id())
         like = state.states[k]
         if dx is None and dout is None:
             dx = torch.zeros_like(like)

@@ -21,7 +21,14 @@ def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
     w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
     out, mean, rstd = _fake(sources, weight, norm_weight, norm_bias, eps, backend)
     launch.depth_mix_forward(
-        rows, w, gain, shift, norm, eps, out.view(rows[0].shape), *_statistics(norm, mean, rstd)
+        rows,
+        w,
+        gain,
+        shift,
+        norm,
+        eps,
+        out.view(rows[0].shape),
+        *_statistics(norm, rows, mean, rstd),
     )
     return out, mean, rstd
 
@@ -35,9 +42,12 @@ def _fake(sources, weight, norm_weight, norm_bias, eps, backend):
     return first.new_empty(first.shape), mean, torch.empty_like(mean)
 
 
-def _statistics(norm: bool, mean: Tensor, rstd: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _statistics(
+    norm: bool, rows: list[Tensor], mean: Tensor, rstd: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """(K, T) views for the kernels."""
-    return (mean.flatten(1), rstd.flatten(1)) if norm else (None, None)
+    shape = len(rows), rows[0].shape[0]
+    return (mean.view(shape), rstd.view(shape)) if norm else (None, None)
 
 
 def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
@@ -49,7 +59,7 @@ def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wan
     results = _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend)
     dsources, *params = results
     launch.depth_mix_backward(
-        rows, w, gain, shift, norm, *_statistics(norm, mean, rstd), common.rows(dout),
+        rows, w, gain, shift, norm, *_statistics(norm, rows, mean, rstd), common.rows(dout),
         [d.view(rows[0].shape) for d in dsources] if wants[0] else [],
         *(p if want else None for p, want in zip(params, wants[1:], strict=True)),
     )  # fmt: skip

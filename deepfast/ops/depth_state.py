@@ -70,11 +70,13 @@ class Schedule:
         """Rows of [start, end) to the states before the block that just these rows read."""
         key = start, end
         if key not in self._groups:
-            groups = self._groups[key] = defaultdict(list)
+            groups = defaultdict(list)
             for k in range(start):
                 readers = tuple(r for r in range(start, end) if k in self.reads[r])
                 if readers:
                     groups[readers].append(k)
+            # Whole before it is seen: other threads may run this stack.
+            self._groups[key] = groups
         return self._groups[key]
 
     def far_readers(
@@ -83,11 +85,12 @@ class Schedule:
         """States of [start, stop) to the rows of ``later`` that read just these of them."""
         key = start, stop, later
         if key not in self._groups:
-            groups = self._groups[key] = defaultdict(list)
+            groups = defaultdict(list)
             for row in later:
                 sources = tuple(j for j in range(start, stop) if j in self.reads[row])
                 if sources:
                     groups[sources].append(row)
+            self._groups[key] = groups
         return self._groups[key]
 
 
@@ -214,6 +217,12 @@ class DepthState:
     def enter(self, k: int, task: int) -> None:
         """Backward reaches boundary k in the graph task ``task``."""
         if task != self._task:
+            # Rows are made again from the states below them.
+            if self.inplace and any(self._consumed[: k + 1]):
+                raise RuntimeError(
+                    "DepthHistory: a second backward through one forward pass needs its states, "
+                    "and gradients have taken their slots; use DepthHistory(inplace=False)"
+                )
             # A new backward pass: gradients of an earlier one are not of this one.
             self._task, self._pulled_block = task, -1
             self._live.clear()

@@ -161,3 +161,28 @@ def test_too_many_pushes_into_a_traced_history():
 
     with pytest.raises(Exception, match="has all of its 2 states"):
         compiled(run)[0](torch.randn(3, DIM))
+
+
+def test_a_pass_half_traced_is_an_error():
+    """Traced and eager passes keep their states in different places."""
+    dlcl, x = DLCL(3, DIM), torch.randn(4, DIM)
+    push = torch.compile(lambda y, h: dlcl(y, h), backend="eager")
+    h = DepthHistory()
+    push(x, h)
+    with pytest.raises(RuntimeError, match="began inside torch"):
+        dlcl(x, h)
+    # The other way round the push falls back to eager code, and is right.
+    h, g = DepthHistory(), DepthHistory()
+    torch.testing.assert_close(push(dlcl(x, h), h), dlcl(dlcl(x, g), g))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_traced_push_out_of_order(index):
+    dlcl = DLCL(3, DIM)
+
+    def run(x):
+        history = DepthHistory()
+        return dlcl(dlcl(x, history), history, index=index)
+
+    with pytest.raises(Exception, match="out of order inside"):
+        compiled(run)[0](torch.randn(3, DIM))

@@ -740,12 +740,73 @@ def test_reentrant_checkpointing_around_a_push_is_an_error(backend):
     dlcl, layer = DLCL(1, DIM, norm=None, learnable=False, backend=backend), Layer(DIM)
     h, y = history(), leaf()
     y = checkpoint(lambda y: layer(dlcl(y, h, index=0)), y, use_reentrant=True)
-    out = dlcl(y, h, index=1)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        out.sum().backward()
+        dlcl(y, h, index=1).sum().backward()
 
 
 @pytest.mark.parametrize("out_norm", [torch.nn.LayerNorm(DIM), (1, 2)])
 def test_refuses_an_output_norm_of_another_kind(out_norm):
     with pytest.raises(TypeError, match="out_norm must be an OutNorm"):
         DLCL(2, DIM)(leaf(), history(), out_norm=out_norm)
+
+
+def test_a_change_of_grad_mode_within_a_pass_is_an_error(backend):
+    """A push without gradients would cut its state, and all below, out of the chain."""
+    stack, y = Stack(backend=backend), leaf()
+    for inside in (0, 2):
+        h = history()
+
+        def push_all(h=h, inside=inside):
+            for k in range(4):
+                with torch.set_grad_enabled(k != inside):
+                    stack.dlcl(torch.tanh(y), h)
+
+        with pytest.raises(RuntimeError, match="grad mode changed"):
+            push_all()
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_part_below_then_the_whole_in_place_is_an_error(backend, first):
+    """The upper rows would be made again from states that are gradients by now."""
+    stack, y = Stack(backend=backend, norm="post"), leaf()
+    xs = stack.xs(y, history())
+    torch.autograd.grad(xs[first].sum(), y, retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace=False"):
+        torch.autograd.grad(xs[-1].sum(), y)
+
+
+def test_threads_that_share_a_stack(backend):
+    """Schedules are made when first needed: by whichever thread comes first, whole."""
+    import sys
+    from concurrent.futures import ThreadPoolExecutor
+
+    layers, y = 30, torch.randn(3, DIM)
+    exact = Stack(layers, backend=backend)
+    expected = exact(y, history())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            stack = Stack(layers, backend=backend)
+            stack.load_state_dict(exact.state_dict())
+            with ThreadPoolExecutor(4) as pool:
+                outs = list(pool.map(lambda _, s=stack: s(y, history()), range(4)))
+            for out in outs:
+                assert torch.equal(out, expected)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_fake_or_inference_pass_leaves_nothing_behind(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    stack, y = Stack(backend=backend), leaf()
+    with torch.inference_mode():
+        stack(y, history())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stack(torch.randn(TOKENS, DIM), history())
+    fresh = Stack(backend=backend)
+    fresh.load_state_dict(stack.state_dict())
+    out, expected = stack(y, history()), fresh(y, history())
+    assert torch.equal(out, expected)
+    out.sum().backward()

@@ -482,7 +482,10 @@ def test_replaced_and_hooked_layers_are_called():
             seen.append("doubled")
             return 2 * super().forward(x)
 
+    up.forward = lambda x, forward=up.forward: seen.append("patched") or forward(x)
+    torch.testing.assert_close(m(x), plain)
+    del up.forward
     m.layers[0].feed_forward.up = Doubled(DIM, FFN)
     m.layers[0].feed_forward.up.load_state_dict(up.state_dict())
     assert not torch.allclose(m(x), plain)
-    assert seen == ["up", "norm", "doubled"]
+    assert seen == ["up", "norm", "patched", "doubled"]

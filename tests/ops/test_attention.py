@@ -144,6 +144,11 @@ def test_scale(server):
         ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1, got 2.0"),
         ({"backend": "varlen"}, BackendError, "varlen: tensors are on cpu, not cuda"),
         ({"backend": "cuda"}, BackendError, "attention has no cuda kernel"),
+        (
+            dict.fromkeys("qkv", torch.ones(4, 1, 257)) | {"backend": "triton"},
+            ValueError,
+            "256 wide",
+        ),
     ],
 )
 def test_refuses(change, error, message):

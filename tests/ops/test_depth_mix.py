@@ -255,3 +255,10 @@ def test_refuses(change, error, message):
     args = {"sources": [torch.ones(3, 4)] * 2, "weight": torch.ones(2)} | change
     with pytest.raises(error, match=message):
         depth_mix(**args)
+
+
+def test_one_dimensional_sources(backend):
+    sources = [torch.randn(8) for _ in range(3)]
+    out = depth_mix(sources, torch.ones(3), norm_bias=torch.zeros(3, 8), backend=backend)
+    exact = sum(torch.nn.functional.layer_norm(s, (8,)) for s in sources)
+    torch.testing.assert_close(out, exact)

@@ -347,3 +347,12 @@ def test_inference_leaves_no_graph(backend):
     c = case("layer_norm", backend, 0.0)
     with torch.no_grad():
         assert not any(o.requires_grad for o in outputs(c.run(*c.leaves)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_is_an_error(name):
+    """It would give tangents of zero."""
+    c = case(name, "reference", 0.0)
+    x, *rest = (t.detach() for t in c.leaves)
+    with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+        torch.func.jvp(lambda x: outputs(c.run(x, *rest))[0], (x,), (x,))
