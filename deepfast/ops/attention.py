@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from deepfast import backend as backends
 from deepfast.reference.layer_norm import compute_dtype
 
 from . import _common as common
-from ._register import register
+from ._register import register, watched
 from .packed import Gather, Scatter, places
 
 
@@ -195,6 +196,21 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             raise ValueError(f"attention: {name} must be at least 0, got {length}")
 
 
+def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
+    """What is only known by reading, which costs nothing on the CPU."""
+    places = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(places)]
+    if places[0] != 0 or places[-1] != tokens or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"attention: cu_seqlens_{name} must rise from 0 to the {tokens} tokens, got {places}"
+        )
+    if max(lengths, default=0) > longest:
+        raise ValueError(
+            f"attention: max_seqlen_{name} must be at least the longest sentence, {max(lengths)}, "
+            f"got {longest}"
+        )
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -219,7 +235,7 @@ def attention(
         q: (T_q, H, d), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         k, v: (T_k, H, d). The last stride of each is best 1; slices of one projection are fine.
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 on the same device, from 0 to T_q and to T_k;
-            trusted, since reading them would wait for the device.
+            trusted on a GPU, since reading them would wait for it.
         max_seqlen_q, max_seqlen_k: at least the longest sentence.
         causal: the last query sees every key, the one before it all but the last, and so on.
         dropout_p: probability that an attention weight becomes 0. Unlike a module's dropout it has
@@ -240,6 +256,9 @@ def attention(
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     common.check_dropout("attention", dropout_p)
+    if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
+        _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     q, k, v = common.autocast(q, k, v)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
