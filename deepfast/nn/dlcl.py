@@ -333,6 +333,12 @@ class DLCL(nn.Module):
 
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
+            RuntimeError: for a push out of order, into another stack's history or under another
+                grad mode; in backward, for a second derivative.
+            NotImplementedError: under forward-mode differentiation (dual tensors).
         """
         if torch.compiler.is_compiling():
             return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)

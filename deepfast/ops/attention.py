@@ -251,6 +251,8 @@ def attention(
     Raises:
         TypeError, ValueError: for operands that do not fit.
         BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative; torch's own attention has one in places.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """

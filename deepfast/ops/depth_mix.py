@@ -164,6 +164,8 @@ def depth_mix(
     Raises:
         TypeError, ValueError: for operands that do not fit.
         BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
     Source: Wang et al., Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
     """

@@ -173,6 +173,8 @@ def layer_norm(
     Raises:
         TypeError, ValueError: for operands that do not fit.
         BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """

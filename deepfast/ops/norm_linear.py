@@ -159,6 +159,8 @@ def norm_linear(
     Raises:
         TypeError, ValueError: for operands that do not fit.
         BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.backend import BackendError
@@ -451,6 +452,16 @@ def test_double_backward_is_an_error(backend, inplace, linear):
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         (leaf().sum() + g.square().sum()).backward()
+
+
+def test_forward_mode_is_an_error(backend):
+    """Never a tangent of zero, whether or not anything learns."""
+    stack, y = Stack(backend=backend), leaf().detach()
+    for learning in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(learning):
+            dual = forward_ad.make_dual(y, torch.ones_like(y))
+            with pytest.raises(NotImplementedError, match="forward mode"):
+                stack(dual, history())
 
 
 # ---- parameters changed between forward and backward ---------------------------------------------
