@@ -16,129 +16,22 @@ from deepfast.nn import (
     TransformerEncoderLayer,
 )
 
-DIM, HEADS, FFN, LAYERS = 12, 3, 20, 4
+from .written_out import (
+    DIM,
+    HEADS,
+    assert_same,
+    decoder_layer,
+    encoder_layer,
+    leaf,
+    naive_decoder,
+    naive_encoder,
+    norm_of,
+    shaken,
+)
+
+FFN, LAYERS = 20, 4
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
 PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
-
-
-def shaken(module):
-    """Norms, biases and depth weights away from their init, where mistakes cancel."""
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return module
-
-
-def norm_of(m, x):
-    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)
-
-
-def attend(m, x, memory=None, padding=None, causal=False):
-    """Multi-head attention written out on (B, S, D)."""
-    if m.cross:
-        q = m.query(x)
-        k, v = m.key_value(memory).chunk(2, -1)
-    else:
-        q, k, v = m.query_key_value(x).chunk(3, -1)
-
-    def heads(t):
-        return t.unflatten(-1, (m.heads, -1)).transpose(1, 2)
-
-    q, k, v = heads(q), heads(k), heads(v)
-    score = q @ k.transpose(-1, -2) / math.sqrt(DIM / HEADS)
-    if padding is not None:
-        score = score.masked_fill(padding[:, None, None, :], -math.inf)
-    if causal:
-        later = torch.ones(score.shape[-2:]).triu(1).bool()
-        score = score.masked_fill(later, -math.inf)
-    return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def feed(m, x):
-    return m.down(torch.relu(m.up(x)))
-
-
-def encoder_layer(m, x, n, padding=None):
-    """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's."""
-    if m.norm == "pre":
-        x = x + attend(m.attention, n, padding=padding)
-        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
-    x = norm_of(m.attention_norm, x + attend(m.attention, x, padding=padding))
-    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
-
-
-def decoder_layer(m, x, n, memory, padding=None, memory_padding=None):
-    def own(n):
-        return attend(m.attention, n, padding=padding, causal=True)
-
-    def cross(n):
-        return attend(m.cross_attention, n, memory, memory_padding)
-
-    if m.norm == "pre":
-        x = x + own(n)
-        x = x + cross(norm_of(m.cross_attention_norm, x))
-        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
-    x = norm_of(m.attention_norm, x + own(x))
-    x = norm_of(m.cross_attention_norm, x + cross(x))
-    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
-
-
-def stack_and_sum(connection, x, bodies):
-    """The naive loop: every state kept, stacked, normalised and summed at every layer."""
-    d, states = connection.dlcl, [x]
-    w = None if d is None else d.effective_weight()
-
-    def mix(row):
-        if d is None:
-            return states[-1]
-
-        def own_norm(t, k):
-            if k == 0 and not d.normalize_embedding:
-                return t
-            return F.layer_norm(t, (DIM,), d.norm_weight[k], d.norm_bias[k], d.eps)
-
-        z = [own_norm(s, k) if d.norm == "pre" else s for k, s in enumerate(states)]
-        total = (torch.stack(z) * w[row, : row + 1].reshape(row + 1, 1, 1, -1)).sum(0)
-        return own_norm(total, row) if d.norm == "post" else total
-
-    for row, body in enumerate(bodies):
-        x = mix(row)
-        n = norm_of(connection.norms[row], x) if connection.norm == "pre" else x
-        states.append(body(x, n))
-    x = mix(len(bodies))
-    return norm_of(connection.norms[-1], x) if connection.norm == "pre" else x
-
-
-def naive_encoder(m, x, padding=None):
-    bodies = [lambda x, n, f=f: encoder_layer(f, x, n, padding) for f in m.layers]
-    return stack_and_sum(m.connection, x, bodies)
-
-
-def naive_decoder(m, x, memory, padding=None, memory_padding=None):
-    bodies = [
-        lambda x, n, f=f: decoder_layer(f, x, n, memory, padding, memory_padding) for f in m.layers
-    ]
-    return stack_and_sum(m.connection, x, bodies)
-
-
-def assert_same(got, want, module, inputs, keep=None):
-    """Outputs and the gradients of inputs and all parameters."""
-    keep = torch.ones(want.shape[:2]).bool() if keep is None else keep
-    assert got[~keep].eq(0).all()
-    torch.testing.assert_close(got[keep], want[keep], rtol=1e-4, atol=1e-5)
-    weight = torch.randn_like(want[keep])
-    leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
-    a, b = (
-        torch.autograd.grad((out[keep] * weight).sum(), leaves, materialize_grads=True)
-        for out in (got, want)
-    )
-    for got, want in zip(a, b, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
-
-
-def leaf(*shape):
-    return torch.randn(shape, requires_grad=True)
-
 
 OPTIONS = [
     {"connection": "residual"},

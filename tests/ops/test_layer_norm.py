@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast import backend as backends
 from deepfast.backend import BackendError
 from deepfast.ops import layer_norm
 from deepfast.reference.dropout import dropout_mask
@@ -270,111 +269,6 @@ def test_bit_identical_on_any_number_of_threads(threads):
     for n in (2, 2, 3):
         with threads(n):
             assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))
-
-
-# ---- dropout -----------------------------------------------------------------------------------
-
-
-def dropped(x, p, backend, seed=None):
-    return layer_norm(
-        x, None, None, residual=torch.zeros_like(x), dropout_p=p, training=True, seed=seed,
-        backend=backend,
-    )[1]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *LOW])
-@pytest.mark.parametrize("dim", [1, 7, 8, 9, 127, 128, 129, 300])
-@pytest.mark.parametrize("seed", [0, 7, 2**33 + 5, 2**63 - 1, -3])
-def test_dropout_mask_agrees_with_the_reference(backend, dtype, dim, seed):
-    mask = dropout_mask(seed, 70, dim, 0.3).to(torch.promote_types(dtype, torch.float32))
-    x = torch.randn(70, dim).to(dtype)
-    assert torch.equal(dropped(x, 0.3, backend, seed), (x.to(mask.dtype) * mask).to(dtype))
-
-
-@pytest.mark.parametrize("p", [1e-6, 1e-3, 0.999, 1 - 1e-6])
-def test_dropout_rounds_its_probability_as_the_reference(backend, p):
-    x = torch.ones(40, 300, dtype=torch.float64)
-    assert torch.equal(dropped(x, p, backend, 5), dropout_mask(5, 40, 300, p))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *LOW])
-def test_what_is_dropped_is_zero_whatever_it_was(backend, dtype):
-    """Infinities and NaNs of the input, and of its gradient."""
-    gone = dropout_mask(5, 4, 150, 0.5) == 0
-    x = torch.ones(4, 150, dtype=dtype).masked_fill(gone, torch.inf)
-    x[gone & (torch.rand(4, 150) < 0.5)] = torch.nan
-    x.requires_grad_()
-    s = dropped(x, 0.5, backend, 5)
-    assert torch.equal(s, (~gone * 2).to(dtype))
-    s.backward(x.detach())
-    assert torch.equal(x.grad, s)
-
-
-def test_a_seed_is_an_int_or_a_tensor(backend):
-    x = torch.ones(20, 50)
-    one = dropped(x, 0.5, backend, 12)
-    assert torch.equal(dropped(x, 0.5, backend, torch.tensor(12)), one)
-
-
-@pytest.mark.parametrize(
-    ("seed", "message"),
-    [
-        (None, "dropout_p is 0.5 and the seed is missing"),
-        (torch.tensor([3]), "expected the seed as a CPU tensor of one int64 and no dimensions"),
-        (torch.tensor(3.0), "expected the seed as a CPU tensor of one int64 and no dimensions"),
-    ],
-)
-def test_a_launch_with_dropout_needs_a_seed(seed, message):
-    if (reason := backends.refusal("layer_norm", "cpu", "cpu", torch.float32)) is not None:
-        pytest.skip(reason)
-    _, launch = backends.choose("layer_norm", "cpu", "cpu", torch.float32)
-    x, y, s = torch.randn(3, 4, 8)
-    mean, rstd = torch.randn(2, 4)
-    with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_forward(x, None, None, None, 1e-5, 0.5, seed, s, y, mean, rstd)
-    with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_backward(s, y, None, None, mean, rstd, 0.5, seed, x, None, None, None)
-
-
-def test_dropout_keep_rate(backend):
-    n, p = 200 * 333, 0.3
-    kept = dropped(torch.ones(200, 333), p, backend, 11).count_nonzero().item()
-    assert abs(kept - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5
-
-
-def test_dropout_seeds(backend):
-    x = torch.ones(20, 50)
-    assert not torch.equal(dropped(x, 0.5, backend, 1), dropped(x, 0.5, backend, 2))
-    torch.manual_seed(3)
-    a, b = dropped(x, 0.5, backend), dropped(x, 0.5, backend)
-    assert not torch.equal(a, b)
-    torch.manual_seed(3)
-    assert torch.equal(dropped(x, 0.5, backend), a)
-    assert torch.equal(dropped(x, 0.5, backend), b)
-
-
-def test_dropout_of_nothing_and_of_everything(backend):
-    x = torch.randn(6, 70)
-    state = torch.get_rng_state()
-    assert torch.equal(dropped(x, 0.0, backend), x)
-    assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
-    assert dropped(x, 1.0, backend).eq(0).all()
-    a = x.clone().requires_grad_()
-    dropped(a, 1.0, backend).sum().backward()
-    assert a.grad.eq(0).all()
-
-
-def test_dropout_only_in_training(backend):
-    x = torch.randn(6, 70)
-    with_p = layer_norm(x, None, None, dropout_p=0.5, backend=backend)
-    assert torch.equal(with_p, layer_norm(x, None, None, backend=backend))
-
-
-def test_dropout_is_replayed_in_backward(backend):
-    x = torch.randn(80, 70, requires_grad=True)
-    s = dropped(x, 0.4, backend)
-    s.sum().backward()
-    assert torch.equal(x.grad == 0, s == 0)
 
 
 # ---- how it behaves in a training loop ---------------------------------------------------------
