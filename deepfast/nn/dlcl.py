@@ -1,7 +1,5 @@
 """DLCL: dynamic linear combination of layers."""
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -11,49 +9,10 @@ from deepfast.ops.boundary import OutNorm, boundary, parameters
 from deepfast.ops.depth_state import DepthState, Schedule, default_block
 from deepfast.reference.layer_norm import compute_dtype
 
+from .depth_weight import Applied, depth_pattern
 from .history import DepthHistory
+from .push import check_alike, check_input, check_order, check_out_norm
 from .traced import traced
-
-
-@functools.cache
-def depth_pattern(
-    rows: int, window: int | None, dilation: int, period: int
-) -> tuple[tuple[int, ...], ...]:
-    """pattern[l]: the states that row l reads.
-
-    ``window=w`` keeps the w newest states. ``dilation=a`` keeps of those every a-th, counted back
-    from the newest. ``period=p`` mixes in every p-th row only; the other rows read the newest
-    state alone (Pagliardini et al., DenseFormer, 2024).
-    """
-    pattern = []
-    for row in range(rows):
-        oldest = 0 if window is None else max(0, row - window + 1)
-        mixes = period == 1 or row % period == 0
-        pattern.append(tuple(sorted(range(row, oldest - 1, -dilation))) if mixes else (row,))
-    return tuple(pattern)
-
-
-class _Applied(torch.autograd.Function):
-    """Masks W to the pattern and, if asked for, softmaxes its rows.
-
-    Written by hand so that it saves nothing through autograd: a first push inside a checkpointed
-    function would otherwise save what a repeated one does not.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, mask, softmax):
-        if softmax:
-            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        applied = weight.masked_fill(~mask, 0)
-        ctx.mask, ctx.rows = mask, applied if softmax else None
-        return applied.clone() if softmax else applied
-
-    @staticmethod
-    @common.first_order("DLCL")
-    def backward(ctx, grad):
-        if ctx.rows is not None:
-            grad = ctx.rows * (grad - (grad * ctx.rows).sum(1, keepdim=True))
-        return grad.masked_fill(~ctx.mask, 0), None, None
 
 
 class DLCL(nn.Module):
@@ -132,8 +91,10 @@ class DLCL(nn.Module):
         ):
             if value < 1:
                 raise ValueError(f"DLCL: {name} must be at least 1, got {value}")
-        if (weight == "group") != (groups is not None):
-            raise ValueError(f"DLCL: groups goes with weight='group', got {weight=}, {groups=}")
+        if weight == "group" and groups is None:
+            raise ValueError(f"DLCL: weight='group' needs groups, from 1 to {dim}, got None")
+        if weight != "group" and groups is not None:
+            raise ValueError(f"DLCL: {groups=} needs weight='group', got {weight=}")
         if groups is not None and not 1 <= groups <= dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         self.num_layers, self.dim, self.norm, self.kind = num_layers, dim, norm, weight
@@ -197,7 +158,7 @@ class DLCL(nn.Module):
         """
         mask = self._mask(self.weight.device)
         mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
-        weight = _Applied.apply(self.weight, mask, self.softmax)
+        weight = Applied.apply(self.weight, mask, self.softmax)
         if self.kind == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
@@ -242,70 +203,6 @@ class DLCL(nn.Module):
         )
         history.token = parameters(history.state, weight, self.norm_weight, self.norm_bias)
         history.token_grad = history.token is not None
-
-    def _check_input(self, y: Tensor) -> None:
-        if y.shape[-1] != self.dim:
-            raise ValueError(f"DLCL: expected (..., {self.dim}), got {tuple(y.shape)}")
-        if y.device != self.weight.device:
-            raise ValueError(f"DLCL: weights are on {self.weight.device}, the input on {y.device}")
-
-    def _check_out_norm(self, out_norm: OutNorm, y: Tensor) -> None:
-        if not isinstance(out_norm, OutNorm):
-            raise TypeError(
-                f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output()), "
-                f"got {type(out_norm).__name__}"
-            )
-        for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
-            common.check_parameter("DLCL", f"out_norm.{name}", p, (self.dim,), y.device)
-
-    def _check_alike(self, y: Tensor, state: DepthState) -> None:
-        """Every state of a pass has the tokens, dtype and device of the first."""
-        if state.states is None:
-            return
-        shape, got = tuple(state.states.shape[1:]), (y.numel() // self.dim, self.dim)
-        if shape != got or state.states.dtype != y.dtype or state.states.device != y.device:
-            raise ValueError(
-                f"DLCL: every state of a pass must be alike: expected {shape[0]} tokens of "
-                f"{state.states.dtype} on {state.states.device}, got {got[0]} of {y.dtype} on "
-                f"{y.device}"
-            )
-
-    def _check_order(self, history: DepthHistory, index: int | None) -> int:
-        """The index k of this push, which must be the next one, or a repeated one."""
-        if history.owner is not None and history.owner is not self:
-            raise RuntimeError(
-                "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
-                "and each forward pass"
-            )
-        if history.traced:
-            raise RuntimeError(
-                "DLCL: this pass began inside torch.compile and goes on outside; compile the whole "
-                "stack with fullgraph=True, or the layers alone"
-            )
-        pushed = len(history)
-        k = pushed if index is None else index
-        if index is None and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "DLCL: called again during backward (recomputation); pass index= so that the "
-                "state is found again"
-            )
-        if k > self.num_layers:
-            raise RuntimeError(
-                f"DLCL: {self.num_layers} layers push {self.num_layers + 1} states, and this "
-                f"history has them all; expected a new DepthHistory for a new forward pass"
-            )
-        if not 0 <= k <= pushed:
-            raise RuntimeError(f"DLCL: layer called out of order: expected index {pushed}, got {k}")
-        if k < pushed and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError(
-                f"DLCL: layer called out of order: expected index {pushed}, got {k}, which is "
-                "pushed already"
-            )
-        if history.closed and k == pushed:
-            raise RuntimeError("DLCL: this history is closed; make a new one")
-        if history.state is not None and pushed and history.state.states is None:
-            raise RuntimeError("DLCL: this history's backward has ended; make a new one")
-        return k
 
     def forward(
         self,
@@ -380,18 +277,18 @@ class DLCL(nn.Module):
         kind = y.shape, y.dtype, y.device
         alike = history.owner is self and history.kind == kind
         if not alike:
-            self._check_input(y)
+            check_input(self, y)
         common.check_dropout("DLCL", dropout_p)
         if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
             common.check_like("DLCL", "residual", residual, "the branch", y)
         if out_norm is not None:
-            self._check_out_norm(out_norm, y)
-        k = self._check_order(history, index)
+            check_out_norm(self, out_norm, y)
+        k = check_order(self, history, index)
         if history.state is None:
             self._begin(y, history)
             history.kind = kind
         elif not alike:
-            self._check_alike(y, history.state)
+            check_alike(self, y, history.state)
         if k == history.state.pushed and history.grad_mode != torch.is_grad_enabled():
             raise RuntimeError(
                 "DLCL: grad mode changed within a pass; push every state under the mode of the "

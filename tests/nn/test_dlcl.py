@@ -354,8 +354,8 @@ def test_frozen_parameters(chain, backend, norm, trainable):
         ({"window": 0}, "window must be at least 1"),
         ({"dilation": 0}, "dilation must be at least 1"),
         ({"period": 0}, "period must be at least 1"),
-        ({"weight": "group"}, "groups goes with weight='group'"),
-        ({"groups": 2}, "groups goes with weight='group'"),
+        ({"weight": "group"}, r"weight='group' needs groups, from 1 to 4, got None$"),
+        ({"groups": 2}, "groups=2 needs weight='group', got weight='scalar'$"),
         ({"weight": "group", "groups": 5}, "groups must be between 1 and 4, got 5"),
     ],
 )
