@@ -30,6 +30,15 @@ def sentence(p_cu_seqlens, i_n):
 
 
 @triton.jit
+def sentence_and_head(p_cu_q, p_cu_k, H):
+    """Of a program: its head, then the first row and the number of its queries and of its keys."""
+    i_n, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
+    start_q, m = sentence(p_cu_q, i_n)
+    start_k, n = sentence(p_cu_k, i_n)
+    return i_h, start_q, m, start_k, n
+
+
+@triton.jit
 def rows_of(p_x, start, s_t: tl.constexpr, i_h, s_h):
     """One sentence's rows of one head."""
     return p_x + start * s_t + i_h * s_h
@@ -108,10 +117,8 @@ def attention_fwd_kernel(
     WHOLE_ROW: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one sentence and head."""
-    i_n, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
+    i_h, start_q, m, start_k, n = sentence_and_head(p_cu_q, p_cu_k, H)
     first_query = tl.program_id(1) * BQ
-    start_q, m = sentence(p_cu_q, i_n)
-    start_k, n = sentence(p_cu_k, i_n)
     seed = None if p_seed is None else tl.load(p_seed)
     if first_query >= m:
         return
@@ -172,10 +179,8 @@ def attention_bwd_kernel(
 
     ONE_TILE: no sentence has more than BQ queries either.
     """
-    i_n, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
+    i_h, start_q, m, start_k, n = sentence_and_head(p_cu_q, p_cu_k, H)
     first_key = tl.program_id(1) * BK
-    start_q, m = sentence(p_cu_q, i_n)
-    start_k, n = sentence(p_cu_k, i_n)
     seed = None if p_seed is None else tl.load(p_seed)
     if not WHOLE_ROW:
         if first_key >= n:
@@ -244,10 +249,8 @@ def attention_bwd_dq_kernel(
     D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries of one sentence and head, and ``delta = sum_d o do``."""
-    i_n, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
+    i_h, start_q, m, start_k, n = sentence_and_head(p_cu_q, p_cu_k, H)
     first_query = tl.program_id(1) * BQ
-    start_q, m = sentence(p_cu_q, i_n)
-    start_k, n = sentence(p_cu_k, i_n)
     seed = None if p_seed is None else tl.load(p_seed)
     if first_query >= m:
         return

@@ -29,9 +29,11 @@ from .common import (
     rounded,
     row_channels,
     row_tile,
+    store_sum,
     stride,
     sum_partials,
 )
+from .near_sum import entry, index_at, load_weight, mixed, near_sum
 
 
 def wide(D: int, itemsize: int) -> bool:
@@ -52,68 +54,6 @@ def backward_tile(D: int, itemsize: int) -> RowTile:
 def loads_at_once(D: int, itemsize: int) -> int:
     """States in flight in a loop over them; wide rows lack registers for more."""
     return 2 if wide(D, itemsize) else 4
-
-
-@triton.jit
-def _entry(i):
-    """A scalar as a (1, 1, 1) block, for what depends on it to be masked with tiles."""
-    return tl.zeros((1, 1, 1), dtype=tl.int32) + i
-
-
-@triton.jit
-def _index(p_table, first, step, i, m):
-    """Entry i of a list that is a progression, or stands in a table."""
-    if p_table is None:
-        return (first + i * step).to(tl.int64)
-    else:
-        return tl.load(p_table + i, mask=m, other=0)
-
-
-@triton.jit
-def _load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
-    """W at a (row, state) pair, 0 where ``m_pair`` is false: a scalar, or one per channel."""
-    if VECTOR:
-        return tl.load(p_weight + pair * D + o_d, mask=m_d & m_pair, other=0.0)
-    else:
-        return tl.load(p_weight + pair, mask=m_pair, other=0.0)
-
-
-@triton.jit
-def _source(b_n, p_gain, p_shift, k, D, o_tile, m):
-    """State k as it is mixed."""
-    b_z = b_n.to(tl.float32)
-    if p_gain is not None:
-        b_z *= tl.load(p_gain + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
-    if p_shift is not None:
-        b_z += tl.load(p_shift + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
-    return b_z
-
-
-@triton.jit
-def _near_sum(
-    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
-    s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """``b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)``.
-
-    UNROLL states stand in one tile, above each other, so that all their loads are in flight
-    before the first is used.
-    """
-    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
-    o_t = begin + o_u % BT
-    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
-    for start in range(0, count, UNROLL):
-        i = start + o_u // (BA * BT)
-        m_d = (o_d < D) & (i < count)
-        m = m_d & (o_t < T)
-        k = _index(p_near, first, step, i, i < count)
-        p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
-        b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
-        b_z = _source(b_n, p_gain, p_shift, k, D, o_d, m_d)
-        b_w = _load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
-        b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
-    return b_x
 
 
 FORWARD_NUMBERS = ["T", "threshold", "slot", "row", "first", "step", "count"]
@@ -144,7 +84,7 @@ def boundary_fwd_kernel(
     b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
     if p_partial is not None:
         b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0).to(tl.float32)
-    b_x = _near_sum(
+    b_x = near_sum(
         b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
         s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
@@ -163,9 +103,9 @@ def boundary_fwd_kernel(
     elif READS_OWN:
         b_n = tl.load(p_states + slot * s_n + o_state, mask=m, other=0.0)
     if READS_OWN:
-        b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
-        pair = _entry(row * R + slot)
-        b_x += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+        b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
+        pair = entry(row * R + slot)
+        b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
     b_x = tl.where(m, b_x, 0.0)
     if p_x is not None:
         tl.store(p_x + o_row * s_x + o_d, rounded(b_x, p_x.dtype.element_ty), mask=m)
@@ -202,11 +142,6 @@ def _add_dot(
         o_i = tl.arange(0, b_dots.shape[0])[:, None, None]
         b_dots += tl.where(o_i == i, tl.sum(b_dot, axis=3), 0.0)
     return b_dots
-
-
-@triton.jit
-def _store_sum(p, b_sum, m_d):
-    tl.store(p, tl.sum(b_sum, axis=1)[:, None, :], mask=m_d)
 
 
 BACKWARD_NUMBERS = [
@@ -263,14 +198,14 @@ def boundary_bwd_kernel(
             b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
             if p_partial is not None:
                 b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0)
-            b_x = _near_sum(
+            b_x = near_sum(
                 b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R,
                 begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
-                pair = _entry(row * R + slot)
-                b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
-                b_x += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+                pair = entry(row * R + slot)
+                b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
+                b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
             b_x = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)
             b_d = b_d.to(tl.float32)
             if p_sums is not None:
@@ -282,28 +217,28 @@ def boundary_bwd_kernel(
         if p_dx is not None:
             b_g += b_dx.to(tl.float32)
         # Made again rather than kept: the registers are full until here.
-        b_z = _source(b_n, p_gain, p_shift, slot, D, o_tile, m)
+        b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_pulled is not None:
             b_u += b_pulled.to(tl.float32)
         o_grad = o_row * s_grad + o_d
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
-        fresh = _entry(begin) < tl.num_programs(0) * BT
+        fresh = entry(begin) < tl.num_programs(0) * BT
         if PULLS_OWN:
-            pair = _entry(row * R + column)
-            b_u += _load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
+            pair = entry(row * R + column)
+            b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
             if p_dots is not None:
                 b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
         for start in range(0, pulls, UNROLL):
             for j in tl.static_range(UNROLL):
-                i = _entry(start + j)
+                i = entry(start + j)
                 m_l = i < pulls
-                slot_l = _index(p_pull_slots, first_slot, slot_step, i, m_l)
+                slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
                 b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
                 b_gl = b_gl.to(tl.float32)
-                pair = _index(p_pull_rows, first_row, row_step, i, m_l) * R + column
-                b_u += _load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
+                pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + column
+                b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
                 if p_dots is not None:
                     b_dots = _add_dot(
                         b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
@@ -330,10 +265,10 @@ def boundary_bwd_kernel(
         tl.store(p_dots + o_i, b_dot, mask=o_i < pulls + PULLS_OWN)
     if p_sums is not None:
         p = p_sums + program * 4 * D + o_d
-        _store_sum(p, b_dgain, m_d)
-        _store_sum(p + D, b_dshift, m_d)
-        _store_sum(p + 2 * D, b_dout_weight, m_d)
-        _store_sum(p + 3 * D, b_dout_bias, m_d)
+        store_sum(p, b_dgain, m_d)
+        store_sum(p + D, b_dshift, m_d)
+        store_sum(p + 2 * D, b_dout_weight, m_d)
+        store_sum(p + 3 * D, b_dout_bias, m_d)
 
 
 def boundary_forward(

@@ -171,6 +171,12 @@ def store_rows(p, b_x, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def store_sum(p, b_x, m_d):
+    """A (BA, BT, BC) tile summed over its tokens; ``p`` and ``m_d`` (BA, 1, BC)."""
+    tl.store(p, tl.sum(b_x, axis=1)[:, None, :], mask=m_d)
+
+
+@triton.jit
 def row_sum(b_x):
     """(BA, BT, BC) summed over the channels: (1, BT, 1)."""
     return tl.sum(tl.sum(b_x, axis=0), axis=1)[None, :, None]

@@ -22,6 +22,7 @@ from .common import (
     row_channels,
     row_tile,
     store_rows,
+    store_sum,
     sum_partials,
 )
 
@@ -125,8 +126,8 @@ def depth_mix_bwd_kernel(
             store_rows(p_dx, b_u, m, BA, BT, BC)
     if p_partial is not None:
         p = p_partial + (chunk.to(tl.int64) * 2 * K + k) * D + o_d
-        tl.store(p, tl.sum(b_gn, axis=1)[:, None, :], mask=m_d)
-        tl.store(p + K * D, tl.sum(b_g, axis=1)[:, None, :], mask=m_d)
+        store_sum(p, b_gn, m_d)
+        store_sum(p + K * D, b_g, m_d)
 
 
 def _group(tensors, first):

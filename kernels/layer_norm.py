@@ -27,6 +27,7 @@ from .common import (
     row_channels,
     row_tile,
     store_rows,
+    store_sum,
     stride,
     sum_partials,
 )
@@ -144,8 +145,8 @@ def layer_norm_bwd_kernel(
         b_s, b_dy, b_dsum, b_mean, b_rstd = next_s, next_dy, next_dsum, next_mean, next_rstd
     if p_partial is not None:
         p = p_partial + tl.program_id(0).to(tl.int64) * 2 * D + o_d
-        tl.store(p, tl.sum(b_dw, axis=1)[:, None, :], mask=m_d)
-        tl.store(p + D, tl.sum(b_db, axis=1)[:, None, :], mask=m_d)
+        store_sum(p, b_dw, m_d)
+        store_sum(p + D, b_db, m_d)
 
 
 def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):

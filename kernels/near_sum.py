@@ -1,0 +1,71 @@
+"""How the boundary's kernels read a row: its weights, its states as they are mixed, and the sum
+
+    b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)
+
+over the states of the row's own block.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def entry(i):
+    """A scalar as a (1, 1, 1) block, for what depends on it to be masked with tiles."""
+    return tl.zeros((1, 1, 1), dtype=tl.int32) + i
+
+
+@triton.jit
+def index_at(p_table, first, step, i, m):
+    """Entry i of a list that is a progression, or stands in a table."""
+    if p_table is None:
+        return (first + i * step).to(tl.int64)
+    else:
+        return tl.load(p_table + i, mask=m, other=0)
+
+
+@triton.jit
+def load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
+    """W at a (row, state) pair, 0 where ``m_pair`` is false: a scalar, or one per channel."""
+    if VECTOR:
+        return tl.load(p_weight + pair * D + o_d, mask=m_d & m_pair, other=0.0)
+    else:
+        return tl.load(p_weight + pair, mask=m_pair, other=0.0)
+
+
+@triton.jit
+def mixed(b_n, p_gain, p_shift, k, D, o_tile, m):
+    """State k as it is mixed."""
+    b_z = b_n.to(tl.float32)
+    if p_gain is not None:
+        b_z *= tl.load(p_gain + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
+    if p_shift is not None:
+        b_z += tl.load(p_shift + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
+    return b_z
+
+
+@triton.jit
+def near_sum(
+    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
+    s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """``b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)``.
+
+    UNROLL states stand in one tile, above each other, so that all their loads are in flight
+    before the first is used.
+    """
+    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
+    o_t = begin + o_u % BT
+    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
+    for start in range(0, count, UNROLL):
+        i = start + o_u // (BA * BT)
+        m_d = (o_d < D) & (i < count)
+        m = m_d & (o_t < T)
+        k = index_at(p_near, first, step, i, i < count)
+        p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
+        b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
+        b_z = mixed(b_n, p_gain, p_shift, k, D, o_d, m_d)
+        b_w = load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
+        b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
+    return b_x
