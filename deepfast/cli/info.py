@@ -3,7 +3,9 @@ and why each other one does not."""
 
 import argparse
 import json
+import os
 import platform
+from collections.abc import Iterator
 
 import torch
 
@@ -11,6 +13,9 @@ from deepfast import backend
 from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
+
+MADE_OF = {"norm_linear": "layer_norm"}
+"""Ops without launches of their own, and the op that serves them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,22 +26,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def collect(device: str, dtype: torch.dtype) -> dict:
     """Everything the command prints."""
-    ops = {}
-    for op in backend.OPS:
-        reasons = backend.explain(op, device, dtype)
-        ops[op] = {"chosen": backend.choose(op, None, device, dtype)[0], "refused": reasons}
+    override = os.environ.get("DEEPFAST_BACKEND") or None
+    if override not in (None, *backend.BACKENDS):
+        names = ", ".join(backend.BACKENDS)
+        raise ValueError(f"DEEPFAST_BACKEND: expected one of {names}, got {override!r}")
     return {
         "deepfast": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name()
         if device == "cuda"
-        else platform.processor() or platform.machine(),
+        else f"cpu ({platform.processor() or platform.machine()})",
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "build": backend.build_info(),
-        "ops": ops,
+        "override": override,
+        "ops": {op: _choice(op, override, device, dtype) for op in backend.OPS},
+        "made_of": MADE_OF,
     }
+
+
+def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:
+    """The backend that serves, None where the override cannot, and why each other one does not."""
+    refused = backend.explain(op, device, dtype)
+    if override is not None:
+        # An override may name what is no default, or no candidate.
+        refused[override] = backend.refusal(op, override, device, dtype)
+        if refused[override] is not None:
+            return {"chosen": None, "refused": refused}
+    return {"chosen": backend.choose(op, None, device, dtype)[0], "refused": refused}
+
+
+def _lines(info: dict) -> Iterator[str]:
+    """The choices as text."""
+    override = info["override"] and f"DEEPFAST_BACKEND={info['override']}"
+    later = (
+        f"can serve, {override} asks for another"
+        if override
+        else "can serve, comes later in the order"
+    )
+    for op, choice in info["ops"].items():
+        # backend.py has it serve every op under one name.
+        names = {"cpu": "cpu (torch's sdpa under another name)"} if op == "attention" else {}
+        chosen = choice["chosen"]
+        yield f"{op}: {names.get(chosen, chosen or f'none, {override} cannot serve')}"
+        for name, reason in choice["refused"].items():
+            if name != chosen:
+                yield f"    {names.get(name, name)}: {reason or later}"
+    for op, part in info["made_of"].items():
+        yield f"{op}: {info['ops'][part]['chosen'] or 'none'}, made of {part} and torch's linear"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,9 +94,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"deepfast {info['deepfast']}, torch {info['torch']}, Python {info['python']}")
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
     print("build    " + ", ".join(f"{k} {v}" for k, v in info["build"].items() if v is not None))
-    for op, choice in info["ops"].items():
-        print(f"{op}: {choice['chosen']}")
-        for name, reason in choice["refused"].items():
-            if name != choice["chosen"]:
-                print(f"    {name}: {reason or 'can serve, comes later in the order'}")
+    if info["override"]:
+        print(f"override DEEPFAST_BACKEND={info['override']}")
+    print(*_lines(info), sep="\n")
     return 0
