@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,15 +99,12 @@ class _Run:
                 f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
                 "state, such as an average"
             )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(f"{self.folder}: cannot be made ({error.strerror})") from error
-        vocabulary = Vocabulary.from_bytes(content["vocabulary"]) if content else None
-        corpus = load_corpus(
-            recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
-        )
-        self.trainer = Trainer(recipe, corpus, device)
+        with _made(self.folder):
+            vocabulary = Vocabulary.from_bytes(content["vocabulary"]) if content else None
+            corpus = load_corpus(
+                recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
+            )
+            self.trainer = Trainer(recipe, corpus, device)
         self.changed: list[str] = []
         if content is not None:
             try:
@@ -275,6 +274,24 @@ class _Run:
             average_nll=None,
             test_bleu=None,
         )
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes the folder before the work inside, and takes it away where that fails and it is empty:
+    a folder that cannot be made is told first, and a run that never began leaves none."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{folder}: cannot be made ({error.strerror})") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def _checkpoint_to_resume(recipe: Recipe) -> Path | None:

@@ -54,6 +54,17 @@ def test_mistakes_are_one_sentence_and_exit_1(recipe_path, capsys, arguments, me
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
+    """Folders that were there stay, empty or not."""
+    if there:
+        (tmp_path / "runs" / "first").mkdir(parents=True)
+    folder = tmp_path / "runs" / "first" / "second"
+    assert main(["train", str(recipe_path), "data.train_source=/nowhere", f"output={folder}"]) == 1
+    assert not folder.exists()
+    assert (tmp_path / "runs" / "first").exists() == (tmp_path / "runs").exists() == there
+
+
 def test_no_recipe_is_one_sentence(capsys):
     assert main(["train"]) == 1
     assert "see deepfast train --list" in capsys.readouterr().err
