@@ -144,7 +144,7 @@ def supported(level):
 # Every kernel and every dtype.
 COMPACT = [
     "tests/ops/test_layer_norm.py::test_agrees",
-    "tests/ops/test_layer_norm.py::test_dropout_mask_agrees_with_the_reference",
+    "tests/ops/test_layer_norm_dropout.py::test_dropout_mask_agrees_with_the_reference",
     "tests/ops/test_depth_mix.py::test_agrees",
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
     "tests/ops/test_boundary.py::test_agrees",

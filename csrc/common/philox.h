@@ -6,6 +6,12 @@
 
 #include <stdint.h>
 
+#if defined(__CUDACC__)
+#define DEEPFAST_PHILOX static __host__ __device__ __forceinline__
+#else
+#define DEEPFAST_PHILOX static inline
+#endif
+
 namespace deepfast {
 
 constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
@@ -17,7 +23,7 @@ constexpr int kPhiloxRounds = 10;
 // next round's words without being taken apart. `multiply` gives the product of two low halves.
 // `static` keeps a copy of its own in every translation unit, whatever its instruction set.
 template <class Word, class Multiply>
-static inline void philox4x32(uint64_t seed, Word c[4], const Multiply& multiply) {
+DEEPFAST_PHILOX void philox4x32(uint64_t seed, Word c[4], const Multiply& multiply) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const Word p0 = multiply(c[0], kPhiloxM0), p1 = multiply(c[2], kPhiloxM1);

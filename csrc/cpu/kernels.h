@@ -5,17 +5,9 @@
 // the range, so that sums over tokens land in their own partial row and are reduced in one order.
 #pragma once
 
-#include <cstdint>
+#include "../common/matrix.h"
 
 namespace deepfast {
-
-enum class Storage { f32, f64, bf16, f16 };
-
-// A (T, D) matrix of storage type; rows may be strided, columns are contiguous.
-struct Matrix {
-  void* data = nullptr;
-  int64_t row_stride = 0;
-};
 
 // Dropout by counter: element (t, d) is kept, times `scale`, when its draw of 16 bits is at least
 // `threshold`. A threshold of 0 drops nothing.

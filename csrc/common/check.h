@@ -1,0 +1,6 @@
+// The one macro behind every check: a condition, then what was expected and what was found.
+#pragma once
+
+#include <torch/headeronly/util/Exception.h>
+
+#define DEEPFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "deepfast: ", __VA_ARGS__)

@@ -1,0 +1,74 @@
+// CUDA as the kernels see it: qualifiers, launches, return codes.
+//
+// The same sources compile for a processor with DEEPFAST_EMULATE: tests/cuda/emulator.h then stands
+// in for CUDA, every thread of a block a fiber, so that tests run these very kernels without a GPU.
+#pragma once
+
+#include <stdint.h>
+
+#include "check.h"
+
+#if defined(DEEPFAST_EMULATE)
+#include "emulator.h"
+#elif defined(__CUDACC__)
+#include <cuda_runtime.h>
+#endif
+
+#if defined(__CUDACC__)
+#define DEEPFAST_HOST_DEVICE __host__ __device__ __forceinline__
+#define DEEPFAST_DEVICE __device__ __forceinline__
+#else
+#define DEEPFAST_HOST_DEVICE inline
+#define DEEPFAST_DEVICE inline
+#endif
+
+#if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
+
+#define DEEPFAST_CUDA_CHECK(call)                                                   \
+  do {                                                                              \
+    const cudaError_t status = (call);                                              \
+    DEEPFAST_CHECK(status == cudaSuccess, #call, ": ", cudaGetErrorString(status)); \
+  } while (false)
+
+namespace deepfast {
+
+constexpr int kWarp = 32;
+
+#if defined(__CUDACC__)
+// A block's shared memory, as many bytes as the launch asked for, 128-byte aligned.
+DEEPFAST_DEVICE char* dynamic_shared() {
+  extern __shared__ __align__(128) char deepfast_shared[];
+  return deepfast_shared;
+}
+#endif
+
+// Blocks, threads in each, and the bytes of shared memory of each.
+struct Grid {
+  int64_t blocks;
+  int threads;
+  int64_t shared = 0;
+};
+
+// Starts `kernel` on the stream; nothing waits for it. A grid of no blocks is no launch.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
+            Arguments&&... arguments) {
+  if (grid.blocks == 0) return;
+  DEEPFAST_CHECK(grid.blocks < (int64_t{1} << 31), "too many blocks in a launch: ", grid.blocks);
+  // More than this takes the kernel's word that it knows what it asks for.
+  constexpr int64_t kPlain = 48 << 10;
+  if (grid.shared > kPlain)
+    DEEPFAST_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             static_cast<int>(grid.shared)));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared);
+  config.stream = stream;
+  DEEPFAST_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+}  // namespace deepfast
+
+#endif

@@ -1,0 +1,215 @@
+// Layer normalisation with the dropout and residual in front of it, one pass each way.
+//
+//     forward     s = residual + dropout(x),   y = (s - mean) * rstd * weight + bias
+//     backward    ds = dsum + LN'(dy),         dresidual = ds,  dx = dropout(ds)
+//                 dweight = sum_t dy * n,      dbias = sum_t dy         with n = (s - mean) * rstd
+//
+// A row is in registers from its first read to its last write (see common/row.h): the mean and the
+// variance are two passes over registers, not over memory. Forward reads x and residual and writes
+// s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D. Its
+// blocks stay, so that each keeps its share of dweight and dbias in registers; partials.cu adds
+// these up.
+//
+// Ba, Kiros, Hinton: Layer Normalization, 2016.
+#include "op.h"
+
+namespace deepfast {
+namespace {
+
+template <class T>
+struct Forward {
+  const T *x, *residual;
+  const float *weight, *bias;
+  T *sum, *y;
+  float *mean, *rstd;
+  int64_t x_stride, residual_stride, sum_stride, y_stride;
+  int64_t tokens;
+  int dim, lanes;
+  bool aligned;
+  float eps;
+  DropoutMask dropout;
+};
+
+// A row's values under the mask; nothing where there is none.
+DEEPFAST_DEVICE void drop_row(float (&v)[kRowChunks][kChunk], const DropoutMask& mask,
+                              int64_t token, const Lane& at) {
+  if (mask.seed == nullptr) return;
+  const uint64_t seed = static_cast<uint64_t>(*mask.seed);
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c)
+    drop(v[c], seed, token, at.chunk(c), mask.threshold, mask.scale);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMostLanes) layer_norm_fwd_kernel(const Forward<T> op) {
+  const Lane at(op.dim, op.lanes, op.aligned);
+  RowSum row_sum(op.lanes, dynamic_shared());
+  const int64_t t = int64_t{blockIdx.x} * at.rows_per_block() + at.row_in_block();
+  const bool exists = t < op.tokens;
+  RowChunks<T> x = load_row(op.x + t * op.x_stride, at, exists), residual;
+  if (op.residual != nullptr) residual = load_row(op.residual + t * op.residual_stride, at, exists);
+  float v[kRowChunks][kChunk];
+  widen(x, v);
+  drop_row(v, op.dropout, t, at);
+  if (op.residual != nullptr) {
+    float r[kRowChunks][kChunk];
+    widen(residual, r);
+    DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
+  }
+  if (op.sum != nullptr) {
+    // The row is normalised as it is stored: backward reads it again.
+    const RowChunks<T> stored = narrow_row<T>(v);
+    store_row(op.sum + t * op.sum_stride, at, exists, stored);
+    widen(stored, v);
+  }
+  const Moments moments = normalise(v, at, row_sum, op.eps);
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float p[kChunk];
+    if (op.weight != nullptr) {
+      load_chunk(op.weight + at.channel(c), at.count(c), at.aligned, p);
+      for (int i = 0; i < kChunk; ++i) v[c][i] *= p[i];
+    }
+    if (op.bias != nullptr) {
+      load_chunk(op.bias + at.channel(c), at.count(c), at.aligned, p);
+      for (int i = 0; i < kChunk; ++i) v[c][i] += p[i];
+    }
+  }
+  store_row(op.y + t * op.y_stride, at, exists, v);
+  if (at.lane == 0 && exists) {
+    op.mean[t] = moments.mean;
+    op.rstd[t] = moments.rstd;
+  }
+}
+
+template <class T>
+struct Backward {
+  const T *sum, *dy, *dsum;
+  const float *weight, *mean, *rstd;
+  T *dx, *dresidual;
+  float* partial;  // (blocks, 2, D), or null
+  int64_t sum_stride, dy_stride, dsum_stride, dx_stride, dresidual_stride;
+  int64_t tokens;
+  int dim, lanes;
+  bool aligned;
+  DropoutMask dropout;
+};
+
+// Threads of a multiprocessor: its 65536 registers, at most 128 of them in each.
+constexpr int kResident = 512;
+
+template <class T>
+__global__ void __launch_bounds__(kMostLanes) layer_norm_bwd_kernel(const Backward<T> op) {
+  const Lane at(op.dim, op.lanes, op.aligned);
+  RowSum row_sum(op.lanes, dynamic_shared());
+  float weight[kRowChunks][kChunk];
+  if (op.weight != nullptr) load_row(op.weight, at, true, weight);
+  // [0] of the weight, [1] of the bias.
+  float sums[2][kRowChunks][kChunk] = {};
+  const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
+  // Every thread of a block goes round as often: sums over rows need them all.
+  for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
+       first += step) {
+    const int64_t t = first + at.row_in_block();
+    const bool exists = t < op.tokens;
+    float n[kRowChunks][kChunk], d[kRowChunks][kChunk];
+    const RowChunks<T> s = load_row(op.sum + t * op.sum_stride, at, exists);
+    load_row(op.dy + t * op.dy_stride, at, exists, d);
+    widen(s, n);
+    const float mean = exists ? op.mean[t] : 0.0f, rstd = exists ? op.rstd[t] : 0.0f;
+    DEEPFAST_EACH(c, i) {
+      n[c][i] = i < at.count(c) ? (n[c][i] - mean) * rstd : 0.0f;
+      sums[0][c][i] += d[c][i] * n[c][i];
+      sums[1][c][i] += d[c][i];
+      if (op.weight != nullptr) d[c][i] *= weight[c][i];
+    }
+    norm_backward(d, n, rstd, at, row_sum);
+    if (op.dsum != nullptr) {
+      float g[kRowChunks][kChunk];
+      load_row(op.dsum + t * op.dsum_stride, at, exists, g);
+      DEEPFAST_EACH(c, i) d[c][i] += g[c][i];
+    }
+    if (op.dresidual != nullptr) store_row(op.dresidual + t * op.dresidual_stride, at, exists, d);
+    if (op.dx != nullptr) {
+      drop_row(d, op.dropout, t, at);
+      store_row(op.dx + t * op.dx_stride, at, exists, d);
+    }
+  }
+  if (op.partial != nullptr)
+    store_channel_sums(sums, at, reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes),
+                       op.partial + int64_t{blockIdx.x} * 2 * op.dim);
+}
+
+void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
+                        OptionalTensor bias, double eps, double dropout_p, OptionalTensor seed,
+                        OptionalTensor sum, Tensor y, Tensor mean, Tensor rstd) {
+  const Storage storage = storage_of(x);
+  const int64_t tokens = x.size(0), dim = x.size(1);
+  check_dim(dim);
+  const Matrix x_ = matrix(x, storage, tokens, dim), y_ = matrix(y, storage, tokens, dim);
+  const Matrix residual_ = matrix(residual, storage, tokens, dim);
+  const Matrix sum_ = matrix(sum, storage, tokens, dim);
+  const float *weight_ = floats(weight, dim), *bias_ = floats(bias, dim);
+  const bool aligned =
+      Alignment(storage, dim).rows({x_, y_, residual_, sum_}).values({weight_, bias_});
+  const int lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
+  const Device device(x);
+  dispatch(storage, [&](auto type) {
+    using T = decltype(type);
+    launch(
+        layer_norm_fwd_kernel<T>, {(tokens + rows - 1) / rows, threads, kRowSumBytes},
+        device.stream(),
+        Forward<T>{static_cast<const T*>(x_.data), static_cast<const T*>(residual_.data), weight_,
+                   bias_, static_cast<T*>(sum_.data), static_cast<T*>(y_.data),
+                   floats(mean, tokens), floats(rstd, tokens), x_.row_stride, residual_.row_stride,
+                   sum_.row_stride, y_.row_stride, tokens, static_cast<int>(dim), lanes, aligned,
+                   static_cast<float>(eps), dropout_mask(seed, dropout_p)});
+  });
+}
+
+void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTensor weight,
+                         Tensor mean, Tensor rstd, double dropout_p, OptionalTensor seed,
+                         OptionalTensor dx, OptionalTensor dresidual, OptionalTensor dweight,
+                         OptionalTensor dbias) {
+  const Storage storage = storage_of(sum);
+  const int64_t tokens = sum.size(0), dim = sum.size(1);
+  check_dim(dim);
+  const Matrix sum_ = matrix(sum, storage, tokens, dim), dy_ = matrix(dy, storage, tokens, dim);
+  const Matrix dsum_ = matrix(dsum, storage, tokens, dim), dx_ = matrix(dx, storage, tokens, dim);
+  const Matrix dresidual_ = matrix(dresidual, storage, tokens, dim);
+  const float* weight_ = floats(weight, dim);
+  const bool aligned =
+      Alignment(storage, dim).rows({sum_, dy_, dsum_, dx_, dresidual_}).values({weight_});
+  const int lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
+  const Device device(sum);
+  const int64_t blocks = device.blocks((tokens + rows - 1) / rows, kResident / threads);
+  const bool sums = dweight.has_value() || dbias.has_value();
+  std::optional<Tensor> partial;
+  if (sums) partial = scratch(sum, blocks * 2 * dim);
+  dispatch(storage, [&](auto type) {
+    using T = decltype(type);
+    launch(layer_norm_bwd_kernel<T>,
+           {blocks, threads,
+            kRowSumBytes + int64_t{threads} * kRowValues * static_cast<int64_t>(sizeof(float))},
+           device.stream(),
+           Backward<T>{static_cast<const T*>(sum_.data), static_cast<const T*>(dy_.data),
+                       static_cast<const T*>(dsum_.data), weight_, floats(mean, tokens),
+                       floats(rstd, tokens), static_cast<T*>(dx_.data),
+                       static_cast<T*>(dresidual_.data), sums ? floats(*partial) : nullptr,
+                       sum_.row_stride, dy_.row_stride, dsum_.row_stride, dx_.row_stride,
+                       dresidual_.row_stride, tokens, static_cast<int>(dim), lanes, aligned,
+                       dropout_mask(seed, dropout_p)});
+  });
+  if (sums)
+    sum_partials(device, floats(*partial), blocks, 2, 1, dim,
+                 Sums{{floats(dweight, dim), floats(dbias, dim)}, {dim, dim}});
+}
+
+}  // namespace
+
+DEEPFAST_CUDA_OPS(m) {
+  m.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+}
+
+}  // namespace deepfast

@@ -1,0 +1,135 @@
+// What every CUDA op needs on the host: the device and its stream, the dtype of a kernel,
+// alignment, sums over blocks, registration.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <initializer_list>
+
+#include "../common/device.h"
+#include "../common/dropout.h"
+#include "../common/row.h"
+#include "../common/tensor.h"
+
+#if defined(DEEPFAST_EMULATE)
+// Beside the ops of deepfast._C, on the same tensors.
+#define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast_emulated, CPU, m)
+#else
+#define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast, CUDA, m)
+// Declared only where torch itself is built with CUDA; exported by every CUDA build since 2.10.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
+namespace deepfast {
+
+// The device of a launch's tensors, made current, and torch's current stream there.
+class Device {
+ public:
+#if defined(DEEPFAST_EMULATE)
+  explicit Device(const Tensor&) : stream_(nullptr), multiprocessors_(2) {}
+#else
+  explicit Device(const Tensor& t) : guard_(t.get_device()) {
+    const int32_t index = t.get_device();
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+    int count = 0;
+    DEEPFAST_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index));
+    multiprocessors_ = count;
+  }
+#endif
+  cudaStream_t stream() const { return stream_; }
+  // Blocks that together run over `tiles`: at most `resident` on each multiprocessor, and no more
+  // than share the tiles in as many rounds.
+  int64_t blocks(int64_t tiles, int resident) const {
+    if (tiles == 0) return 0;
+    const int64_t most = int64_t{resident} * multiprocessors_, rounds = (tiles + most - 1) / most;
+    return (tiles + rounds - 1) / rounds;
+  }
+
+ private:
+#if !defined(DEEPFAST_EMULATE)
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  cudaStream_t stream_;
+  int multiprocessors_;
+};
+
+// Calls f with a value of the storage type.
+template <class F>
+void dispatch(Storage storage, const F& f) {
+  switch (storage) {
+    case Storage::f32:
+      return f(float{});
+    case Storage::bf16:
+      return f(bf16{});
+    case Storage::f16:
+      return f(f16{});
+    default:
+      DEEPFAST_CHECK(false, "CUDA kernels compute in float32: expected a narrower dtype");
+  }
+}
+
+// Whether all rows of these start on 16 bytes; absent ones do.
+class Alignment {
+ public:
+  explicit Alignment(Storage storage, int64_t dim)
+      : bytes_(storage == Storage::f32 ? 4 : 2), aligned_(dim % kChunk == 0) {}
+  Alignment& rows(std::initializer_list<Matrix> matrices) {
+    for (const Matrix& m : matrices) one(m.data, m.row_stride * bytes_);
+    return *this;
+  }
+  Alignment& values(std::initializer_list<const void*> pointers) {
+    for (const void* p : pointers) one(p, 0);
+    return *this;
+  }
+  // A buffer of slots: where it starts, how far apart its slots and its rows are.
+  Alignment& slots(const Tensor& t) {
+    one(t.const_data_ptr(), t.stride(0) * bytes_);
+    one(nullptr, t.stride(1) * bytes_);
+    return *this;
+  }
+  operator bool() const { return aligned_; }
+
+ private:
+  void one(const void* p, int64_t stride) {
+    aligned_ = aligned_ && reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % 16 == 0;
+  }
+  int64_t bytes_;
+  bool aligned_;
+};
+
+inline void check_dim(int64_t dim) {
+  DEEPFAST_CHECK(dim <= kMostChannels, "CUDA kernels hold rows of at most ", kMostChannels,
+                 " channels, got ", dim);
+}
+
+// An fp32 tensor for what the blocks of a launch leave to be summed.
+inline Tensor scratch(const Tensor& like, int64_t count) {
+  return torch::stable::new_empty(like, {count}, ScalarType::Float);
+}
+
+inline float* floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+inline float* floats(const OptionalTensor& t, int64_t count) {
+  return static_cast<float*>(parameter(t, Storage::f32, count));
+}
+
+inline DropoutMask dropout_mask(const OptionalTensor& seed, double p) {
+  const DropoutFactors factors = dropout_factors(seed, p);
+  if (p == 0) return {nullptr, 0, 1.0f};
+  return {seed->const_data_ptr<int64_t>(), factors.threshold, static_cast<float>(factors.scale)};
+}
+
+// outs[i][r * strides[i] + n] = sum over p of partial[((p * I + i) * R + r) * N + n] in the order
+// of p, for partial (P, I, R, N) and I at most 4 outs; one that is null is left out.
+struct Sums {
+  static constexpr int kMost = 4;
+  float* out[kMost];
+  int64_t stride[kMost];
+};
+void sum_partials(const Device& device, const float* partial, int64_t P, int64_t I, int64_t R,
+                  int64_t N, const Sums& outs);
+
+}  // namespace deepfast

@@ -1,0 +1,411 @@
+// CUDA on a processor, for tests: enough of the language to run csrc/cuda/*.cu without a GPU.
+//
+// Blocks run one after another, each thread of a block as a fiber that runs until it meets others:
+// at a barrier, in an operation of its warp, on a copy. Shared memory is NaN at first. An
+// asynchronous copy arrives as late as it may, and until then its target is NaN: a wait that is
+// missing shows. The order of the fibers follows EMULATOR_ORDER (0: ascending, 1: descending,
+// otherwise shuffled by that seed): code that needs one order shows too. A block that can go no
+// further aborts with what its threads wait for.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#define __global__ static
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x_ = 1) : x(x_) {}
+};
+
+// ---- the runtime -------------------------------------------------------------------------------
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+constexpr cudaError_t cudaSuccess = 0;
+constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+inline cudaError_t cudaFuncSetAttribute(const void*, int, int bytes) {
+  return bytes <= 227 << 10 ? cudaSuccess : 1;
+}
+
+namespace emulator {
+
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s\n", why);
+  std::abort();
+}
+
+struct Copy {
+  void* shared;
+  const void* global;
+  size_t bytes;
+  bool exists;
+};
+
+// What a lane shows to its warp. Two in turn: a lane is never two operations ahead of another.
+struct Shown {
+  unsigned char bytes[2][64];
+  uint64_t count = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  unsigned thread = 0;
+  bool done = false;
+  const char* waits_for = "";
+  std::function<bool()> ready;
+  uint64_t barriers = 0;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Shown> shown;
+  std::vector<char> shared;
+  ucontext_t scheduler;
+  unsigned current = 0;
+  dim3 block, blocks, threads;
+  std::function<void()> body;
+  std::vector<std::pair<void*, Copy>> bulk;  // by barrier
+};
+
+inline Block*& block() {
+  static Block* running = nullptr;
+  return running;
+}
+inline Fiber& self() { return block()->fibers[block()->current]; }
+
+// Leaves the fiber until `ready`.
+template <class Ready>
+void wait_until(const char* what, const Ready& ready) {
+  if (ready()) return;
+  Fiber& fiber = self();
+  fiber.waits_for = what;
+  fiber.ready = ready;
+  swapcontext(&fiber.context, &block()->scheduler);
+  fiber.ready = nullptr;
+}
+
+inline void entry() {
+  block()->body();
+  self().done = true;
+  swapcontext(&self().context, &block()->scheduler);
+}
+
+inline std::vector<unsigned> order(unsigned count) {
+  std::vector<unsigned> threads(count);
+  std::iota(threads.begin(), threads.end(), 0u);
+  const char* chosen = std::getenv("EMULATOR_ORDER");
+  const long seed = chosen == nullptr ? 0 : std::atol(chosen);
+  if (seed == 1) return {threads.rbegin(), threads.rend()};
+  if (seed > 1) {
+    static std::mt19937 shuffle(static_cast<unsigned>(seed));
+    std::shuffle(threads.begin(), threads.end(), shuffle);
+  }
+  return threads;
+}
+
+inline void run_block(Block& b) {
+  const unsigned count = b.threads.x;
+  std::memset(b.shared.data(), 0xff, b.shared.size());
+  b.shown.assign(count, Shown{});
+  b.bulk.clear();
+  for (unsigned t = 0; t < count; ++t) {
+    Fiber& fiber = b.fibers[t];
+    auto stack = std::move(fiber.stack);
+    fiber = Fiber{};
+    fiber.stack = std::move(stack);
+    fiber.stack.resize(64 << 10);
+    fiber.thread = t;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, entry, 0);
+  }
+  for (unsigned left = count; left > 0;) {
+    bool moved = false;
+    for (unsigned t : order(count)) {
+      Fiber& fiber = b.fibers[t];
+      if (fiber.done || (fiber.ready && !fiber.ready())) continue;
+      b.current = t;
+      swapcontext(&b.scheduler, &fiber.context);
+      moved = true;
+      if (fiber.done) --left;
+    }
+    if (!moved) {
+      for (const Fiber& fiber : b.fibers)
+        if (!fiber.done)
+          std::fprintf(stderr, "  thread %u waits for %s\n", fiber.thread, fiber.waits_for);
+      fail("a block can go no further");
+    }
+  }
+  for (const Fiber& fiber : b.fibers)
+    for (const auto& group : fiber.groups)
+      for (const Copy& copy : group)
+        if (copy.bytes > 0) fail("a thread ended before its copies");
+}
+
+// Every lane shows its bytes and, when all have, reads those of all.
+template <class T, class Read>
+auto in_warp(const T& mine, const Read& read) {
+  static_assert(sizeof(T) <= 64, "a lane shows at most 64 bytes");
+  Block& b = *block();
+  const unsigned first = b.current / 32 * 32;
+  if (first + 32 > b.threads.x) fail("an operation of a warp that is not whole");
+  Shown& shown = b.shown[b.current];
+  const uint64_t turn = shown.count++;
+  std::memcpy(shown.bytes[turn % 2], &mine, sizeof(T));
+  wait_until("its warp", [&b, first, turn] {
+    for (unsigned l = first; l < first + 32; ++l)
+      if (b.shown[l].count <= turn) return false;
+    return true;
+  });
+  return read([&b, first, turn](unsigned lane) {
+    T value;
+    std::memcpy(&value, b.shown[first + lane].bytes[turn % 2], sizeof(T));
+    return value;
+  });
+}
+
+inline unsigned lane() { return block()->current % 32; }
+
+}  // namespace emulator
+
+template <class... Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Parameters... arguments) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> lock(one_at_a_time);
+  emulator::Block b;
+  b.threads = config->blockDim;
+  b.blocks = config->gridDim;
+  b.fibers.resize(b.threads.x);
+  b.shared.resize(config->dynamicSmemBytes + 128);
+  b.body = [&] { kernel(arguments...); };
+  emulator::block() = &b;
+  for (unsigned i = 0; i < b.blocks.x; ++i) {
+    b.block = dim3(i);
+    emulator::run_block(b);
+  }
+  emulator::block() = nullptr;
+  return cudaSuccess;
+}
+
+// ---- the language ------------------------------------------------------------------------------
+
+struct ThreadIndex {
+  struct {
+    operator unsigned() const { return emulator::block()->current; }
+  } x;
+};
+struct BlockIndex {
+  struct {
+    operator unsigned() const { return emulator::block()->block.x; }
+  } x;
+};
+struct BlockSize {
+  struct {
+    operator unsigned() const { return emulator::block()->threads.x; }
+  } x;
+};
+struct GridSize {
+  struct {
+    operator unsigned() const { return emulator::block()->blocks.x; }
+  } x;
+};
+inline constexpr ThreadIndex threadIdx{};
+inline constexpr BlockIndex blockIdx{};
+inline constexpr BlockSize blockDim{};
+inline constexpr GridSize gridDim{};
+
+inline void __syncthreads() {
+  emulator::Block& b = *emulator::block();
+  const uint64_t turn = ++emulator::self().barriers;
+  emulator::wait_until("the block's barrier", [&b, turn] {
+    for (const auto& fiber : b.fibers)
+      if (!fiber.done && fiber.barriers < turn) return false;
+    return true;
+  });
+}
+inline void __syncwarp(unsigned = 0xffffffffu) {
+  emulator::in_warp(0, [](auto) { return 0; });
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
+  return emulator::in_warp(value, [&](auto of) { return of(emulator::lane() ^ mask); });
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, int = 32) {
+  return emulator::in_warp(value, [&](auto of) { return of(lane % 32); });
+}
+
+namespace deepfast {
+
+inline char* dynamic_shared() {
+  const auto p = reinterpret_cast<uintptr_t>(emulator::block()->shared.data());
+  return reinterpret_cast<char*>((p + 127) / 128 * 128);
+}
+
+inline void copy_async(void* shared, const void* global, bool exists) {
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0)
+    emulator::fail("copy_async: target not aligned");
+  if (exists && reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    emulator::fail("copy_async: source not aligned");
+  std::memset(shared, 0xff, 16);
+  emulator::self().open.push_back({shared, global, 16, exists});
+}
+inline void commit_copies() {
+  auto& fiber = emulator::self();
+  fiber.groups.push_back(std::move(fiber.open));
+  fiber.open.clear();
+}
+template <int left>
+void wait_copies() {
+  auto& groups = emulator::self().groups;
+  while (static_cast<int>(groups.size()) > left) {
+    for (const auto& copy : groups.front()) {
+      if (copy.exists)
+        std::memcpy(copy.shared, copy.global, copy.bytes);
+      else
+        std::memset(copy.shared, 0, copy.bytes);
+    }
+    groups.pop_front();
+  }
+}
+
+class Barrier {
+ public:
+  void init(int arrivals) {
+    arrivals_ = left_ = static_cast<int16_t>(arrivals), phase_ = 0, bytes_ = 0;
+  }
+  static void publish() {}
+  void arrive() {
+    --left_;
+    turn();
+  }
+  void arrive_and_expect(uint32_t bytes) {
+    bytes_ = static_cast<int16_t>(bytes_ + static_cast<int>(bytes / 16));
+    arrive();
+  }
+  void wait(uint32_t parity) {
+    emulator::wait_until("a barrier of copies", [this, parity] {
+      land();
+      return phase_ != static_cast<int16_t>(parity);
+    });
+  }
+
+ private:
+  friend void copy_bulk(void*, const void*, uint32_t, Barrier&);
+  void land() {
+    auto& bulk = emulator::block()->bulk;
+    for (size_t i = 0; i < bulk.size();) {
+      if (bulk[i].first != this) {
+        ++i;
+        continue;
+      }
+      const emulator::Copy copy = bulk[i].second;
+      bulk.erase(bulk.begin() + static_cast<std::ptrdiff_t>(i));
+      std::memcpy(copy.shared, copy.global, copy.bytes);
+      bytes_ = static_cast<int16_t>(bytes_ - static_cast<int>(copy.bytes / 16));
+      turn();
+    }
+  }
+  void turn() {
+    if (left_ == 0 && bytes_ == 0) left_ = arrivals_, phase_ ^= 1;
+  }
+  int16_t arrivals_, left_, phase_, bytes_;
+};
+static_assert(sizeof(Barrier) == 8, "as on a GPU");
+
+inline void copy_bulk(void* shared, const void* global, uint32_t bytes, Barrier& done) {
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || bytes % 16 != 0 ||
+      reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    emulator::fail("copy_bulk: addresses and size must be multiples of 16");
+  std::memset(shared, 0xff, bytes);
+  emulator::block()->bulk.push_back({&done, {shared, global, bytes, true}});
+}
+// Both ways of copying are tested: EMULATOR_BULK=0 is an older architecture.
+inline bool has_bulk_copies() {
+  const char* chosen = std::getenv("EMULATOR_BULK");
+  return chosen == nullptr || chosen[0] != '0';
+}
+
+struct Pair;
+template <class T>
+Pair unpack(uint32_t bits);
+
+struct MmaOperands {
+  uint32_t a[4], b[2];
+};
+
+template <class T>
+void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const MmaOperands mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  emulator::in_warp(mine, [&](auto of) {
+    const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
+    for (unsigned i = 0; i < 4; ++i) {
+      const unsigned row = g, column = 2 * t + i % 2;
+      double sum = d[i];
+      for (unsigned k = 0; k < 16; ++k) {
+        const auto left = of(row * 4 + k % 8 / 2), right = of(column * 4 + k % 8 / 2);
+        const auto x = unpack<T>(left.a[i / 2 + k / 8 * 2]), y = unpack<T>(right.b[k / 8]);
+        sum += double(k % 2 ? x.second : x.first) * double(k % 2 ? y.second : y.first);
+      }
+      d[i] = static_cast<float>(sum);
+    }
+    return 0;
+  });
+}
+
+inline void load_tiles_as(uint32_t (&words)[4], const void* row, bool transposed) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulator::fail("load_tiles: a row not aligned");
+  emulator::in_warp(row, [&](auto of) {
+    const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
+    for (unsigned i = 0; i < 4; ++i) {
+      uint32_t halves[2];
+      for (unsigned h = 0; h < 2; ++h) {
+        const unsigned r = transposed ? 2 * t + h : g, c = transposed ? g : 2 * t + h;
+        uint16_t value;
+        std::memcpy(&value, static_cast<const char*>(of(8 * i + r)) + 2 * c, 2);
+        halves[h] = value;
+      }
+      words[i] = halves[0] | halves[1] << 16;
+    }
+    return 0;
+  });
+}
+inline void load_tiles(uint32_t (&words)[4], const void* row) { load_tiles_as(words, row, false); }
+inline void load_tiles_transposed(uint32_t (&words)[4], const void* row) {
+  load_tiles_as(words, row, true);
+}
+
+}  // namespace deepfast
