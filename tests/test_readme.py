@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import deepfast
 
@@ -24,32 +26,39 @@ def test_examples_run():
     assert all(p.grad is not None for p in scope["parameters"])
 
 
-def test_what_is_said_of_the_training_loop():
-    """Its layer compiles without a break, and checkpoints together with its push."""
-    from torch.utils.checkpoint import checkpoint
-
+@pytest.fixture
+def loop():
+    """The names of the training loop's section, after its code ran."""
     text = README.read_text()
     section = text[text.index("## In your own training loop") :]
     block = re.search(r"```python\n(.*?)```", section, flags=re.S)[1]
     scope = {"torch": torch, "deepfast": deepfast}
     exec(compile(block, str(README), "exec"), scope)
-    stack, connect, lengths = scope["stack"], scope["connect"], scope["cu_seqlens"]
+    return scope
 
-    def run(layers, checkpointed=False):
+
+def test_what_is_said_of_the_training_loop(loop):
+    """Its layer compiles without a break, and checkpoints together with its push."""
+    stack, connect, lengths = loop["stack"], loop["connect"], loop["cu_seqlens"]
+
+    def run(layers, checkpointed=False, numbered=True):
         torch.manual_seed(1)
         history = deepfast.nn.DepthHistory()
-        x = connect(scope["tokens"], history)
+        x = connect(loop["tokens"], history)
         for k, layer in enumerate(layers, 1):
 
-            def push(x, k=k, layer=layer):
+            def push(x, k=k if numbered else None, layer=layer):
                 return connect(layer(x, lengths, 12), history, index=k)
 
             x = checkpoint(push, x, use_reentrant=False) if checkpointed else push(x)
-        return torch.autograd.grad(x.square().sum(), scope["parameters"][:-2])
+        return torch.autograd.grad(x.square().sum(), loop["parameters"][:-2])
 
     plain = run(stack)
-    for a, b in zip(run(stack, checkpointed=True), plain, strict=True):
-        assert torch.equal(a, b)
+    for numbered in (True, False):
+        for a, b in zip(run(stack, checkpointed=True, numbered=numbered), plain, strict=True):
+            assert torch.equal(a, b)
+    with set_checkpoint_early_stop(False), pytest.raises(RuntimeError, match="pass index="):
+        run(stack, checkpointed=True, numbered=False)
     for layer in stack:
         layer.eval().compile(fullgraph=True, backend="aot_eager")
     compiled = run(stack)
@@ -57,6 +66,14 @@ def test_what_is_said_of_the_training_loop():
         layer._compiled_call_impl = None
     for a, b in zip(compiled, run(stack), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_layer_takes_a_batch_of_nothing(loop):
+    x = torch.randn(0, 64, requires_grad=True)
+    for lengths in ([0], [0, 0]):
+        y = loop["stack"][0](x, torch.tensor(lengths, dtype=torch.int32), 0)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (0, 64)
 
 
 def test_commands_exist():
