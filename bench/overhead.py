@@ -76,7 +76,8 @@ def main() -> int:
     torch.set_num_threads(1)
     keep_memory()
     for kind in ("plain", "full"):
-        print(f"{kind}: {measure(kind)}", flush=True)
+        row = ", ".join(f"{name} {value} us" for name, value in measure(kind).items())
+        print(f"{kind} boundary: {row}", flush=True)
     return 0
 
 
