@@ -2,16 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 
 # What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test report gpu lint clean
+.PHONY: help setup test cuda-check report gpu lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make test     run the tests"
+	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html"
 	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
 	@echo "make lint     check style"
@@ -33,6 +34,9 @@ $(VENV)/.installed: $(SOURCES)
 test: setup
 	$(BIN)/python -m pytest tests -q -n auto --maxprocesses 8 --dist loadfile
 
+cuda-check: setup
+	$(BIN)/python tests/cuda/ptxas.py
+
 report: setup
 	$(BIN)/deepfast report --output report
 
@@ -45,7 +49,8 @@ gpu:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror \
+	  $(shell find csrc tests/cuda -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 
 clean:
 	rm -rf build report runs *.egg-info deepfast/*.so

@@ -33,7 +33,13 @@ pybind11::dict build_info() {
   info["architecture"] = DEEPFAST_STRING(DEEPFAST_ARCHITECTURE);
   info["instruction_sets"] = DEEPFAST_STRING(DEEPFAST_ISAS);
   info["cpu"] = deepfast::kernels().name;
+#if defined(DEEPFAST_CUDA)
+  info["cuda"] = DEEPFAST_STRING(DEEPFAST_CUDA);
+  info["nvcc"] = DEEPFAST_STRING(DEEPFAST_NVCC);
+#else
   info["cuda"] = pybind11::none();
+  info["no_cuda"] = DEEPFAST_NO_CUDA;
+#endif
   return info;
 }
 

@@ -39,6 +39,17 @@ PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
 """Ops that a GPU backend serves by default: their tests passed on a GPU, and bench/results/ holds
 the run."""
 
+CAPABILITY = (8, 0)
+"""The oldest compute capability that the CUDA kernels are built for."""
+
+# `python -m deepfast.bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
+# table: begin
+SHAPES: dict[str, tuple[tuple[int, str], ...]] = {}
+# table: end
+"""Which of cuda and triton serves an op of 16-bit dtype on a GPU: (widest row, backend), by width,
+as measured side by side. An op that is not here has not been measured: `BACKENDS` decides, and
+`PROVED`."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -70,6 +81,40 @@ def _check_parallel() -> None:
 
 
 _check_parallel()
+
+
+emulated = None
+"""Ops that stand in for the CUDA kernels on a CPU, in tests: csrc/cuda compiled for a processor."""
+
+
+def emulate_cuda(launches) -> None:
+    """Has ``launches`` (a namespace of `torch.ops`, or None for none) serve as cuda on a CPU."""
+    global emulated
+    emulated = launches
+    _resolve.cache_clear()
+
+
+def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    if op == "attention":
+        return "attention has no CUDA C++ kernel: triton, varlen and sdpa serve it"
+    if dtype == torch.float64:
+        return "CUDA kernels compute in float32"
+    if device_type == "cpu" and emulated is not None:
+        return None
+    if _C is None:
+        return _C_REASON
+    built = _C.build_info()
+    if built["cuda"] is None:
+        return f"deepfast._C was built without CUDA: {built['no_cuda']}"
+    if device_type != "cuda":
+        return f"tensors are on {device_type}, not cuda"
+    for i in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_capability(i)
+        if found < CAPABILITY:
+            needed, found = (".".join(map(str, c)) for c in (CAPABILITY, found))
+            name = torch.cuda.get_device_name(i)
+            return f"cuda:{i} ({name}) has compute capability {found}, kernels need {needed}"
+    return None
 
 
 @functools.cache
@@ -126,7 +171,7 @@ def refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str 
         case "varlen" | "sdpa":
             return _torch_refusal(op, backend, device_type, dtype)
         case "cuda":
-            return f"{op} has no cuda kernel in this version"
+            return _cuda_refusal(op, device_type, dtype)
     return f"expected one of {', '.join(BACKENDS)}"
 
 
@@ -135,6 +180,8 @@ def reserve(op: str, backend: str, device_type: str) -> str | None:
     ask = f"ask for it with backend={backend!r}"
     if backend == "triton" and device_type != "cuda":
         return f"Triton's interpreter is for tests; {ask}"
+    if backend == "cuda" and device_type != "cuda":
+        return f"the emulator is for tests; {ask}"
     if backend in PROVED and op not in PROVED[backend]:
         return f"not proved on a GPU yet; {ask}"
     if backend == "varlen":
@@ -155,13 +202,26 @@ def explain(op: str, device_type: str, dtype: torch.dtype) -> dict[str, str | No
     }
 
 
+def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
+    """What `SHAPES` says of rows of ``dim`` channels; wider ones than measured go by the last."""
+    entries = SHAPES.get(op, ()) if dtype.itemsize == 2 else ()
+    for widest, name in entries:
+        if dim <= widest:
+            return name
+    return entries[-1][1] if entries else None
+
+
 @functools.cache
-def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype):
+def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None):
     if requested is not None and requested not in BACKENDS:
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)}, got {requested!r}")
     reasons = explain(op, device_type, dtype)
     if requested is not None:
         reasons = {requested: refusal(op, requested, device_type, dtype)}
+    elif dim is not None:
+        # Between two defaults, what was measured comes first.
+        first = measured(op, dtype, dim)
+        reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
     for name, reason in reasons.items():
         if reason is None:
             return name, _launchers(op, name)
@@ -173,8 +233,10 @@ def _launchers(op: str, name: str) -> SimpleNamespace | None:
     """The launches of ``op``; torch's own attention has none."""
     if name in ("varlen", "sdpa") or (name == "cpu" and op == "attention"):
         return None
-    if name == "cpu":
-        return SimpleNamespace(**{f: getattr(torch.ops.deepfast, f).default for f in OPS[op]})
+    if name in ("cpu", "cuda"):
+        # One library of ops; the tensors' device decides.
+        ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
+        return SimpleNamespace(**{f: getattr(ops, f).default for f in OPS[op]})
     modules = [_reference] if name == "reference" else _triton_modules(op)
     return SimpleNamespace(
         **{f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
@@ -190,24 +252,32 @@ def _triton_modules(op: str) -> list:
 _records: list[list[tuple[str, str]]] = []
 
 
-def choose(op: str, requested: str | None, device_type: str, dtype: torch.dtype):
+def choose(
+    op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None = None
+):
     """The name of the backend that serves and its launch functions.
+
+    dim: channels of a row; with it measurements of that width decide between GPU backends.
 
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot serve.
     """
     if requested is None:
         requested = os.environ.get("DEEPFAST_BACKEND") or None
-    name, launchers = _resolve(op, requested, device_type, dtype)
+    known = dim if device_type == "cuda" and op in SHAPES else None
+    name, launchers = _resolve(op, requested, device_type, dtype, known)
     for seen in _records:
         seen.append((op, name))
     return name, launchers
 
 
-@torch.compiler.assume_constant_result
 def chosen(op: str, requested: str | None, device_type: str, dtype: torch.dtype) -> str:
     """The name alone; a constant to a compiler."""
     return choose(op, requested, device_type, dtype)[0]
+
+
+# What torch.compiler.assume_constant_result does, without importing all of torch's compiler.
+chosen._dynamo_marked_constant = True
 
 
 @contextlib.contextmanager

@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"deepfast {info['deepfast']}, torch {info['torch']}, Python {info['python']}")
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
-    print("build    " + ", ".join(f"{k} {v}" for k, v in info["build"].items() if v is not None))
+    # Why there is no CUDA is said with each op.
+    build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
+    print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")
     print(*_lines(info), sep="\n")

@@ -182,7 +182,7 @@ class DLCL(nn.Module):
                 gain[0], shift[0] = 1.0, 0.0
         pre, post = self.norm == "pre", self.norm == "post"
         learning = history.grad_mode = torch.is_grad_enabled()
-        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype)
+        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
         history.owner = self
         history.state = DepthState(
             weight=weight.detach().to(dtype, copy=True).contiguous(),

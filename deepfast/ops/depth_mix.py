@@ -15,7 +15,9 @@ from ._register import register
 
 def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
     first = sources[0]
-    _, launch = backends.choose("depth_mix", backend, first.device.type, first.dtype)
+    _, launch = backends.choose(
+        "depth_mix", backend, first.device.type, first.dtype, first.shape[-1]
+    )
     rows = [common.rows(s) for s in sources]
     norm = norm_weight is not None or norm_bias is not None
     w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
@@ -52,7 +54,9 @@ def _statistics(
 
 def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
     first = sources[0]
-    _, launch = backends.choose("depth_mix", backend, first.device.type, first.dtype)
+    _, launch = backends.choose(
+        "depth_mix", backend, first.device.type, first.dtype, first.shape[-1]
+    )
     rows = [common.rows(s) for s in sources]
     norm = norm_weight is not None or norm_bias is not None
     w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))

@@ -11,7 +11,7 @@ from ._register import no_flops, register
 
 
 def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
-    _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype)
+    _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype, x.shape[-1])
     rows, rest = common.rows(x), None if residual is None else common.rows(residual)
     w, b = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
     y, s, mean, rstd = results = empty_results(
@@ -34,7 +34,7 @@ def empty_results(x, residual, weight, bias, eps, dropout_p, seed, backend):
 
 
 def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
-    _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype)
+    _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype, s.shape[-1])
     rows = common.rows(s)
     results = empty_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend)
     dx, dresidual, dweight, dbias = (
