@@ -32,7 +32,7 @@ $(VENV)/.installed: $(SOURCES)
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest tests -q -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest tests -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 cuda-check: setup
 	$(BIN)/python tests/cuda/ptxas.py

@@ -21,6 +21,10 @@ from deepfast.reference import launchers as _reference
 BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
 
+SDPA = ("sdpa", "cpu", "cuda")
+"""Names under which torch's SDPA serves attention: cpu and cuda have no attention of their own, and
+so serve every op."""
+
 OPS = {
     "layer_norm": ("layer_norm_forward", "layer_norm_backward"),
     "depth_mix": ("depth_mix_forward", "depth_mix_backward"),
@@ -35,20 +39,17 @@ OPS = {
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
 
-PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
-"""Ops that a GPU backend serves by default: their tests passed on a GPU, and bench/results/ holds
-the run."""
-
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
 
 # `python -m deepfast.bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
+# PROVED: ops that a GPU backend serves by default, because their tests passed on a GPU and
+# bench/results/ holds the run. SHAPES: of two proved backends the faster by width, (widest row,
+# name), for 16-bit dtypes; an op that is not in it goes by the order of BACKENDS.
 # table: begin
+PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
 SHAPES: dict[str, tuple[tuple[int, str], ...]] = {}
 # table: end
-"""Which of cuda and triton serves an op of 16-bit dtype on a GPU: (widest row, backend), by width,
-as measured side by side. An op that is not here has not been measured: `BACKENDS` decides, and
-`PROVED`."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -95,12 +96,12 @@ def emulate_cuda(launches) -> None:
 
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    if device_type == "cpu" and emulated is not None:
+        return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":
-        return "attention has no CUDA C++ kernel: triton, varlen and sdpa serve it"
+        return None if device_type == "cuda" else f"tensors are on {device_type}, not cuda"
     if dtype == torch.float64:
         return "CUDA kernels compute in float32"
-    if device_type == "cpu" and emulated is not None:
-        return None
     if _C is None:
         return _C_REASON
     built = _C.build_info()
@@ -164,7 +165,6 @@ def refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str 
         case "cpu":
             if device_type != "cpu":
                 return f"tensors are on {device_type}, not cpu"
-            # Its attention is sdpa under another name, so that it serves every op.
             return None if op == "attention" else _C_REASON
         case "triton":
             return _triton_refusal(op, device_type, dtype)
@@ -180,6 +180,8 @@ def reserve(op: str, backend: str, device_type: str) -> str | None:
     ask = f"ask for it with backend={backend!r}"
     if backend == "triton" and device_type != "cuda":
         return f"Triton's interpreter is for tests; {ask}"
+    if backend == "cuda" and op == "attention":
+        return "it is torch's sdpa under another name"
     if backend == "cuda" and device_type != "cuda":
         return f"the emulator is for tests; {ask}"
     if backend in PROVED and op not in PROVED[backend]:
@@ -231,7 +233,7 @@ def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtyp
 
 def _launchers(op: str, name: str) -> SimpleNamespace | None:
     """The launches of ``op``; torch's own attention has none."""
-    if name in ("varlen", "sdpa") or (name == "cpu" and op == "attention"):
+    if op == "attention" and name in ("varlen", *SDPA):
         return None
     if name in ("cpu", "cuda"):
         # One library of ops; the tensors' device decides.

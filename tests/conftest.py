@@ -28,6 +28,14 @@ def pytest_configure(config):
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+# Minutes in a compiler, or in processes of their own: workers that start with these end together.
+LONG = ("test_aot.py", "test_ptxas.py", "test_gpu_command.py", "test_compile.py", "test_report.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
@@ -35,7 +43,8 @@ def _seed():
 
 def _module(name):
     """A plain module beside this file; importlib mode has no sibling imports."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,12 +56,37 @@ def tolerances():
     return _module("tolerances")
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def backend(request):
-    """Each backend that can run here, by name."""
+@pytest.fixture(scope="session")
+def _emulated_library():
+    build = _module("cuda/build")
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler was found: the CUDA kernels are not emulated")
+    torch.ops.load_library(build.build())
+    return torch.ops.deepfast_emulated
+
+
+@pytest.fixture
+def emulated(_emulated_library):
+    """The CUDA kernels on this processor: backend "cuda" takes tensors on a CPU."""
     from deepfast import backend
 
-    reason = backend.refusal("layer_norm", request.param, "cpu", torch.float32)
+    backend.emulate_cuda(_emulated_library)
+    yield _emulated_library
+    backend.emulate_cuda(None)
+
+
+@pytest.fixture
+def backend(exact_backend):
+    """Each backend that can run here, by name; tests/ops adds the emulated CUDA kernels."""
+    return exact_backend
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def exact_backend(request):
+    """Each backend that computes in float64."""
+    from deepfast import backend
+
+    reason = backend.refusal("layer_norm", request.param, "cpu", torch.float64)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -40,7 +40,7 @@ def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
 
 
 def test_reasons_say_what_is_wrong():
-    assert "no CUDA C++ kernel" in backend.refusal("attention", "cuda", "cuda", torch.float32)
+    assert "on cpu, not cuda" in backend.refusal("attention", "cuda", "cpu", torch.float32)
     assert "compute in float32" in backend.refusal("layer_norm", "cuda", "cuda", torch.float64)
     assert "on cuda, not cpu" in backend.refusal("layer_norm", "cpu", "cuda", torch.float32)
     assert "torch.int32" in backend.refusal("layer_norm", "cpu", "cpu", torch.int32)

@@ -1,5 +1,6 @@
 """The compiled library: what it says of itself, and life without it."""
 
+import importlib.util
 import json
 import platform
 import re
@@ -180,3 +181,97 @@ def test_unknown_instruction_set_is_an_error(python):
     assert "DEEPFAST_CPU_CAPABILITY: expected" in done.stderr
     assert "got sse9" in done.stderr
     assert all(level in done.stderr for level in LEVELS)
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup_module():
+    spec = importlib.util.spec_from_file_location("deepfast_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cuda_files():
+    """Each launch of the ops that have CUDA kernels is registered once, at the end of its file."""
+    registered = []
+    for path in sorted((CSRC / "cuda").glob("*.cu")):
+        text = path.read_text()
+        names = re.findall(r'm\.impl\("(\w+)"', text)
+        registered += names
+        if names:
+            assert text.rindex("}  // namespace\n") < text.index("DEEPFAST_CUDA_OPS"), path
+        # What the emulator has no twin of belongs to csrc/common.
+        assert not re.search(r"\basm\b|__shared__|atomic[A-Z]", text), path
+    ops = backend.OPS.keys() - {"attention"}
+    assert sorted(registered) == sorted({f for op in ops for f in backend.OPS[op]})
+
+
+@pytest.mark.parametrize(
+    ("wish", "torch_cuda", "nvcc", "reason"),
+    [
+        ("", None, "13.0", "has no CUDA"),
+        ("", "13.0", None, "no nvcc was found"),
+        ("", "12.8", "13.0", "nvcc is of CUDA 13.0, torch of CUDA 12.8"),
+        ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
+        ("", "13.0", "13.0", None),
+        ("1", "13.0", "13.1", None),
+    ],
+)
+def test_when_cuda_is_built(monkeypatch, setup_module, wish, torch_cuda, nvcc, reason):
+    monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(setup_module, "find_nvcc", lambda: nvcc and "/there/nvcc")
+    monkeypatch.setattr(setup_module, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
+    got = setup_module.cuda_refusal()
+    assert got == reason or (reason and reason in got)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [("1", "DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA"), ("yes", "expected 0, 1 or nothing")],
+)
+def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, setup_module, wish, message):
+    monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match=message):
+        setup_module.cuda_refusal()
+
+
+def test_the_build_with_cuda(monkeypatch, setup_module):
+    """One object of each .cu file, for every architecture, newer ones by PTX."""
+    monkeypatch.setattr(setup_module, "cuda_refusal", lambda: None)
+    monkeypatch.setattr(setup_module, "find_nvcc", lambda: "/there/nvcc")
+    monkeypatch.setattr(setup_module, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))
+    monkeypatch.setattr(setup_module, "cuda_libraries", lambda _: [Path("/there/lib64")])
+    text = setup_module.ninja_file("g++", Path("target.so"))
+    sources = {path.stem for path in (CSRC / "cuda").glob("*.cu")}
+    assert sources == set(re.findall(r"^build (\w+)_cuda\.o: cuda ", text, re.MULTILINE))
+    for code in ("sm_80", "sm_90", "sm_100", "compute_100"):
+        assert text.count(f"code={code} ") == len(sources), code
+    assert "-DDEEPFAST_CUDA=80+90+100" in text
+    link = next(line for line in text.splitlines() if "-shared" in line)
+    assert "-lcudart_static" in link
+    monkeypatch.setattr(setup_module, "cuda_refusal", lambda: "there is none")
+    without = setup_module.ninja_file("g++", Path("target.so"))
+    assert "cuda " not in without
+    assert "there is none" in without
+
+
+def test_a_device_that_is_too_old_is_told(monkeypatch):
+    class Built:
+        @staticmethod
+        def build_info():
+            return {"cuda": "80+90+100"}
+
+    monkeypatch.setattr(backend, "_C", Built)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
+    for second, reason in (((8, 0), None), ((7, 5), "card 1) has compute capability 7.5")):
+        capabilities = [(9, 0), second]
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        got = backend.refusal("layer_norm", "cuda", "cuda", torch.bfloat16)
+        assert got == reason or reason in got
+    assert backend.refusal("layer_norm", "cuda", "cpu", torch.bfloat16) is not None

@@ -148,3 +148,87 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_module().main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- what a run decides --------------------------------------------------------------------------
+
+
+def table_module():
+    from deepfast.bench.gpu import table
+
+    return table
+
+
+def a_run(**changes):
+    """Results of a GPU on which everything passed; cuda is faster at 512, triton at 1024."""
+    fine = {"status": "ok", "passed": 9, "failed": [], "skipped": []}
+    groups = ("layer_norm", "depth_mix", "boundary", "attention", "stacks")
+    rows = [
+        {"what": f"LN {which}, T=9, D={D}, bf16", "variant": f"deepfast, {by}", "seconds": s}
+        for which in ("forward", "backward")
+        for D, by, s in ((512, "cuda", 1), (512, "triton", 2), (1024, "cuda", 3),
+                         (1024, "triton", 2), (4096, "triton", 1))
+    ]  # fmt: skip
+    return {
+        "dry_run": False, "complete": True, "tests": dict.fromkeys(groups, fine),
+        "sections": {"layer_norm": {"rows": rows}},
+    } | changes  # fmt: skip
+
+
+def test_a_run_decides_between_the_backends():
+    table = table_module()
+    ops = ("layer_norm", "depth_mix", "boundary")
+    assert table.proved(a_run()) == {"cuda": ops, "triton": (*ops, "attention")}
+    assert table.shapes(a_run()) == {"layer_norm": ((512, "cuda"), (1024, "triton"))}
+
+
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_what_did_not_pass_is_not_proved(outcome):
+    table, run = table_module(), a_run()
+    told = [{"test": "tests/gpu/test_boundary.py::test_launchers[cuda-dtype0]"}]
+    run["tests"]["boundary"] = run["tests"]["boundary"] | {outcome: told}
+    assert table.proved(run)["cuda"] == ("layer_norm", "depth_mix")
+    assert table.proved(run)["triton"] == ("layer_norm", "depth_mix", "boundary", "attention")
+    del run["tests"]["depth_mix"]
+    assert table.proved(run)["triton"] == ("layer_norm", "attention")
+
+
+def test_the_table_is_written_between_its_markers(tmp_path, monkeypatch, capsys):
+    from deepfast import backend
+
+    table = table_module()
+    source = table.BACKEND.read_text()
+    changed = table.rewrite(source, a_run())
+    outside = [t for part in changed.split(table.BEGIN) for t in part.split(table.END)]
+    assert outside[0] + outside[2] == source.split(table.BEGIN)[0] + source.split(table.END)[1]
+    names = {}
+    exec(outside[1], {}, names)
+    assert names["SHAPES"] == table.shapes(a_run())
+    monkeypatch.setattr(backend, "SHAPES", names["SHAPES"])
+    for dim, name in ((1, "cuda"), (512, "cuda"), (513, "triton"), (9999, "triton")):
+        assert backend.measured("layer_norm", torch.bfloat16, dim) == name
+    assert backend.measured("layer_norm", torch.float32, 512) is None
+    assert backend.measured("boundary", torch.bfloat16, 512) is None
+    path = tmp_path / "dry.json"
+    path.write_text(json.dumps(a_run(dry_run=True)))
+    assert table.main([str(path)]) == 1
+    assert "expected a complete run" in capsys.readouterr().err
+    assert table.BACKEND.read_text() == source
+
+
+def test_what_is_measured_decides_between_two_defaults(monkeypatch):
+    from deepfast import backend
+
+    monkeypatch.setattr(backend, "PROVED", {"cuda": ("layer_norm",), "triton": ("layer_norm",)})
+    monkeypatch.setattr(backend, "SHAPES", {"layer_norm": ((512, "triton"), (1024, "cuda"))})
+    monkeypatch.setattr(backend, "refusal", lambda *_: None)
+    monkeypatch.setattr(backend, "_launchers", lambda *_: None)
+    backend._resolve.cache_clear()
+    try:
+        for dim, name in ((512, "triton"), (513, "cuda")):
+            assert backend.choose("layer_norm", None, "cuda", torch.bfloat16, dim)[0] == name
+        # Asked for, or of another dtype: the measurement has no say.
+        assert backend.choose("layer_norm", "cuda", "cuda", torch.bfloat16, 512)[0] == "cuda"
+        assert backend.choose("layer_norm", None, "cuda", torch.float32, 512)[0] == "cuda"
+    finally:
+        backend._resolve.cache_clear()

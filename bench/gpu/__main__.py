@@ -37,7 +37,7 @@ TEST_GROUPS = {
 }
 """Processes of pytest; a group named as a section tests what that section measures. Elsewhere are
 the files of other folders that have a test marked ``gpu``."""
-TEST_SECONDS, BUILD_SECONDS = 220, 100
+TEST_SECONDS, BUILD_SECONDS, SANITIZER_SECONDS = 220, 200, 60
 
 
 def first_line(*command: str, last: bool = False) -> str | None:
@@ -121,8 +121,10 @@ def environment(dry: bool, **more: str) -> dict[str, str]:
 
 
 def build(results: Results) -> None:
-    """Builds deepfast._C in place where there is none; without it the GPU's part goes on."""
-    if "missing" not in build_info():
+    """Builds deepfast._C in place where there is none, or none with CUDA; without it the rest goes
+    on."""
+    info = build_info()
+    if "missing" not in info and (torch.version.cuda is None or info["cuda"] is not None):
         return
     print("building deepfast._C", flush=True)
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -137,6 +139,28 @@ def build(results: Results) -> None:
     if error:
         print(f"building deepfast._C failed\n{error}", flush=True)
     results.save()
+
+
+def sanitize(results: Results, seconds: float) -> None:
+    """Every CUDA kernel under compute-sanitizer, where it is."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    results.data["sanitizer"] = found = {}
+    if not Path(program).exists():
+        found["note"] = "compute-sanitizer is not here"
+        return
+    for tool in ("memcheck", "racecheck"):
+        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
+        try:
+            done = subprocess.run(
+                [*command, "deepfast.bench.gpu.launches"], cwd=ROOT, capture_output=True,
+                text=True, timeout=seconds, env=environment(False),
+            )  # fmt: skip
+            said = (done.stdout + done.stderr)[-2000:]
+            found[tool] = "ok" if done.returncode == 0 else f"exit {done.returncode}:\n{said}"
+        except subprocess.TimeoutExpired:
+            found[tool] = f"stopped after {seconds:.0f} s"
+        print(f"{tool}: {found[tool]}", flush=True)
+        results.save()
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -246,6 +270,7 @@ def succeeded(data: dict) -> bool:
     sections = data["sections"].values()
     return (
         not data.get("build_error")
+        and not any(said.startswith("exit") for said in data.get("sanitizer", {}).values())
         and all(group["status"] == "ok" for group in groups)
         and all(s["status"] == "ok" and not s.get("errors") for s in sections)
     )
@@ -281,6 +306,8 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(folder, f"{slug}-{date}", head)
     build(results)
     left = 60 * args.minutes
+    if not dry and args.tests:
+        sanitize(results, SANITIZER_SECONDS)
     run_tests(results, dry, args.tests, min(TEST_SECONDS, left - results.elapsed))
     results.data["clocks_before"] = clocks()
     for name in args.sections:

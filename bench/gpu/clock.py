@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepfast import backend
 from deepfast.bench.harness import Timing
 
 
@@ -154,6 +155,18 @@ class Bench:
         """A size that fills a GPU, or one that is over in an instant."""
         return toy if self.toy else full
 
+    def backends(self, op: str) -> list[str]:
+        """The backends whose kernels for ``op`` are measured side by side; a note says why one is
+        not."""
+        found = []
+        for name in ("triton", "cuda"):
+            reason = backend.refusal(op, name, self.device, torch.bfloat16)
+            if reason is None:
+                found.append(name)
+            elif reason not in self.record["notes"]:
+                self.note(reason)
+        return found
+
     def sets(self, nbytes: int) -> int:
         """Sets of operands of ``nbytes`` each that together are far larger than L2."""
         return self.size(max(1, min(16, (1 << 29) // max(1, nbytes))), 2)
@@ -224,7 +237,7 @@ class Bench:
         print(f"    {'ok  ' if met else 'MISS'} {what}: {reached} ({sign} {wanted})", flush=True)
         self.save(self.record)
 
-    def fraction(self, timings: dict[str, Timing], name: str = "deepfast") -> float | None:
+    def fraction(self, timings: dict[str, Timing], name: str) -> float | None:
         """Of the copy's bandwidth."""
         return timings[name].gb_per_second / self.copy() if name in timings else None
 

@@ -23,7 +23,8 @@ def mixing(bench: Bench) -> None:
 def _mixing(bench: Bench) -> None:
     """The depth connection of a whole stack whose layers do nothing, forward and backward."""
     layers, T, D = bench.size((100, 8192, 512), (5, 8, 16))
-    dlcl = DLCL(layers, D, backend="triton").to(bench.device)
+    stacks = {by: DLCL(layers, D, backend=by).to(bench.device) for by in bench.backends("boundary")}
+    dlcl = next(iter(stacks.values()))
     y = torch.randn(T, D, device=bench.device).to(BF16).requires_grad_()
     grad = torch.randn(T, D, device=bench.device).to(BF16)
 
@@ -37,11 +38,12 @@ def _mixing(bench: Bench) -> None:
 
         return lambda: Variant(run=step, graph=graph, graph_only=graph)
 
-    forms = {
-        "deepfast": maker("deepfast", dlcl),
-        "deepfast, CUDA graph": maker("deepfast", dlcl, graph=True),
-        "DenseFormer form": maker("DenseFormer form", low),
-    }
+    forms = {}
+    for by, stack in stacks.items():
+        forms[f"deepfast, {by}"] = maker("deepfast", stack)
+        forms[f"deepfast, {by}, CUDA graph"] = maker("deepfast", stack, graph=True)
+    own = list(forms)
+    forms["DenseFormer form"] = maker("DenseFormer form", low)
     # Two bytes for each element of every stack that is saved, and half as much again.
     needed = 3 * T * D * layers * (layers + 1) // 2
     if bench.toy or torch.cuda.mem_get_info()[0] > needed:
@@ -50,7 +52,7 @@ def _mixing(bench: Bench) -> None:
         bench.note(f"no stack and sum: it would need {needed / 2**30:.0f} GiB")
     what = f"mixing, forward + backward, L={layers}, T={T}, D={D}, bf16"
     timings = bench.case(what, forms, seconds=8.0)
-    for fast in ("deepfast", "deepfast, CUDA graph"):
+    for fast in own:
         for slow, wanted in (("DenseFormer form", 8.0), ("stack and sum", 40.0)):
             there = fast in timings and slow in timings
             reached = timings[slow].median / timings[fast].median if there else None
@@ -177,10 +179,15 @@ def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], cal
 
 
 def _boundary_launch(bench: Bench) -> None:
-    """Python's cost of a boundary where tokens are few: dropout, residual, mixing, both LNs."""
+    for by in bench.backends("boundary"):
+        _boundary_launch_by(bench, by)
+
+
+def _boundary_launch_by(bench: Bench, by: str) -> None:
+    """The host's cost of a boundary where tokens are few: dropout, residual, mixing, both LNs."""
     layers, T, D = bench.size((30, 16, 512), (1, 4, 16))
-    dlcl = DLCL(layers, D, backend="triton").to(bench.device)
-    norm = LayerNorm(D, backend="triton").to(bench.device)
+    dlcl = DLCL(layers, D, backend=by).to(bench.device)
+    norm = LayerNorm(D, backend=by).to(bench.device)
     branch = torch.randn(T, D, device=bench.device, requires_grad=True)
 
     def forward():
@@ -198,18 +205,42 @@ def _boundary_launch(bench: Bench) -> None:
     def both():
         torch.autograd.grad(forward().sum(), branch)
 
-    what = f"launch cost of one boundary, T={T}, D={D}"
+    what = f"launch cost of one boundary, {by}, T={T}, D={D}"
     for name, run in {"forward": without_grad, "forward + backward": both}.items():
         _launch_row(bench, what, name, _host_seconds(bench, run), layers + 1)
+    # The launch alone, without autograd and modules: the last row's forward again.
+    history, residual, n = DepthHistory(), None, branch
+    with torch.no_grad():
+        for _ in range(layers + 1):
+            residual, n = dlcl(
+                n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output()
+            )
+    state, x, out = history.state, torch.empty_like(branch), torch.empty_like(branch)
+    weight, bias = (p.detach().float() for p in (norm.weight, norm.bias))
+    row, seed = layers, torch.tensor(5, device=bench.device)
+
+    def launches():
+        for _ in range(50):
+            state.launch.boundary_forward(
+                branch.detach(), out, 0.1, seed, state.states, row, state.near(row), state.weight,
+                row, state.gain, state.shift, True, 1e-5, None, weight, bias, 1e-5, x, out,
+                state.rstd[row], *state.out_statistics(row),
+            )  # fmt: skip
+
+    seconds = _host_seconds(bench, launches)
+    _launch_row(bench, what, "the launch alone, forward", seconds, 50)
+    if by == "cuda":
+        reached = statistics.median(seconds) / 50 * 1e6
+        bench.target(f"{what}, the launch alone, us", reached, 10.0, at_most=True)
 
 
 def _layer_norm_launch(bench: Bench) -> None:
     T, D = bench.size((16, 512), (4, 16))
     x, w, b = (torch.randn(n, device=bench.device) for n in ((T, D), D, D))
     forms = {
-        "deepfast": lambda: ops.layer_norm(x, w, b, backend="triton"),
-        "torch": lambda: F.layer_norm(x, (D,), w, b),
-    }
+        f"deepfast, {by}": lambda by=by: ops.layer_norm(x, w, b, backend=by)
+        for by in bench.backends("layer_norm")
+    } | {"torch": lambda: F.layer_norm(x, (D,), w, b)}
     for name, run in forms.items():
         seconds = _host_seconds(bench, lambda run=run: [run() for _ in range(20)])
         _launch_row(bench, f"launch cost of a layer-norm forward, T={T}, D={D}", name, seconds, 20)

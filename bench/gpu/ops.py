@@ -46,14 +46,27 @@ def _forward_and_backward(apply, sets, grads, leaves, nbytes):
     return forward, backward
 
 
+# Fractions of a copy that are aimed at, forward and backward, by width.
+LAYER_NORM = {
+    "triton": {512: (0.80, 0.60), 1024: (0.85, 0.65), 4096: (0.90, 0.70)},
+    "cuda": {512: (0.85, 0.70), 1024: (0.85, 0.70), 4096: (0.90, 0.70)},
+}
+DEPTH_MIX = {"triton": (0.80, 0.80), "cuda": (0.90, 0.85)}
+BOUNDARY = {"cuda": 0.80}
+
+
+def ours(by: str) -> str:
+    """The name of a variant of deepfast's."""
+    return f"deepfast, {by}"
+
+
 def layer_norm(bench: Bench) -> None:
-    wanted = {512: (0.80, 0.60), 1024: (0.85, 0.65), 4096: (0.90, 0.70)}
-    for fused in (False, True):
-        for dim, targets in wanted.items():
-            bench.attempt(_fused_layer_norm if fused else _layer_norm, dim, targets)
+    for measure in (_layer_norm, _fused_layer_norm):
+        for dim in LAYER_NORM["triton"]:
+            bench.attempt(measure, dim)
 
 
-def _layer_norm(bench: Bench, dim: int, targets: tuple[float, float]) -> None:
+def _layer_norm(bench: Bench, dim: int) -> None:
     T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
     state = 2 * T * D
     sets = [(random(bench, T, D, grad=True),) for _ in range(bench.sets(2 * state))]
@@ -62,8 +75,8 @@ def _layer_norm(bench: Bench, dim: int, targets: tuple[float, float]) -> None:
     w16, b16 = (p.detach().to(BF16).requires_grad_() for p in (w, b))
     nbytes = 2 * state + 8 * T, 3 * state + 8 * T
 
-    def ours(x):
-        return ops.layer_norm(x, w, b, backend="triton")
+    def own(by):
+        return lambda x: ops.layer_norm(x, w, b, backend=by)
 
     def plain(x):
         return peers.plain_layer_norm(x, w16, b16)
@@ -75,7 +88,10 @@ def _layer_norm(bench: Bench, dim: int, targets: tuple[float, float]) -> None:
     theirs = {"torch": lambda: plain, "torch.compile": lambda: peers.compiled(plain, bench.toy)}
     for name, load in peers.other_layer_norms().items():
         theirs[name] = functools.partial(other, load)
-    makers = {"deepfast": _forward_and_backward(lambda: ours, sets, grads, (w, b), nbytes)}
+    makers = {
+        ours(by): _forward_and_backward(functools.partial(own, by), sets, grads, (w, b), nbytes)
+        for by in bench.backends("layer_norm")
+    }
     for name, apply in theirs.items():
         makers[name] = _forward_and_backward(apply, sets, grads, (w16, b16), nbytes)
     copies = [torch.empty_like(s[0]) for s in sets]
@@ -88,10 +104,13 @@ def _layer_norm(bench: Bench, dim: int, targets: tuple[float, float]) -> None:
         turn = {name: pair[i] for name, pair in makers.items()} | {"copy of x": lambda: copy}
         what = f"LN {which}, T={T}, D={D}, bf16"
         timings = bench.case(what, turn)
-        bench.target(f"{what}, fraction of copy", bench.fraction(timings), targets[i])
+        for by in bench.backends("layer_norm"):
+            reached = bench.fraction(timings, ours(by))
+            wanted = LAYER_NORM[by][dim][i]
+            bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
 
 
-def _fused_layer_norm(bench: Bench, dim: int, _targets) -> None:
+def _fused_layer_norm(bench: Bench, dim: int) -> None:
     """With residual and dropout in the same pass."""
     T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
     state = 2 * T * D
@@ -105,17 +124,18 @@ def _fused_layer_norm(bench: Bench, dim: int, _targets) -> None:
     nbytes = 4 * state + 8 * T, 5 * state + 8 * T
     seed = _seed(bench)
 
-    def ours(x, residual):
-        return ops.layer_norm(
-            x, w, b, residual=residual, dropout_p=DROPOUT, training=True, seed=seed,
-            backend="triton",
-        )  # fmt: skip
+    def own(by):
+        return lambda x, residual: ops.layer_norm(
+            x, w, b, residual=residual, dropout_p=DROPOUT, training=True, seed=seed, backend=by
+        )
 
     def plain(x, residual):
         return peers.plain_fused_layer_norm(x, residual, w16, b16, DROPOUT)
 
     makers = {
-        "deepfast": _forward_and_backward(lambda: ours, sets, grads, (w, b), nbytes),
+        ours(by): _forward_and_backward(functools.partial(own, by), sets, grads, (w, b), nbytes)
+        for by in bench.backends("layer_norm")
+    } | {
         "torch": _forward_and_backward(lambda: plain, sets, grads, (w16, b16), nbytes),
         "torch.compile": _forward_and_backward(
             lambda: peers.compiled(plain, bench.toy), sets, grads, (w16, b16), nbytes
@@ -130,6 +150,7 @@ class _Stack:
     """States, weights and launches of a deep stack, as the engine holds them."""
 
     def __init__(self, bench: Bench, layers: int, T: int, D: int):
+        self.device = bench.device
         self.rows, self.block, self.T, self.D = layers + 1, default_block(layers + 1), T, D
         like = torch.empty(T, D, dtype=BF16, device=bench.device)
         self.states = empty_slots(self.rows + 1, like).normal_()
@@ -137,16 +158,20 @@ class _Stack:
         self.weight = torch.randn(self.rows, self.rows, device=bench.device).tril() / layers
         self.gain, self.shift = torch.randn(2, self.rows, D, device=bench.device)
         self.dweight = torch.zeros_like(self.weight)
-        _, self.launch = backend.choose("boundary", "triton", bench.device, BF16)
 
     def blocks(self):
         """(first row, end) of every block."""
         starts = range(0, self.rows, self.block)
         return [(start, min(start + self.block, self.rows)) for start in starts]
 
-    def mix(self) -> None:
+    def launch(self, by: str):
+        """The launches of a backend."""
+        return backend.choose("boundary", by, self.device, BF16)[1]
+
+    def mix(self, by: str) -> None:
+        launch = self.launch(by)
         for start, end in self.blocks()[1:]:
-            self.launch.mix_rows(
+            launch.mix_rows(
                 self.states, list(range(start)), self.weight, list(range(start, end)), self.gain,
                 self.shift, self.out, list(range(end - start)), False,
             )  # fmt: skip
@@ -157,10 +182,11 @@ class _Stack:
             weight = self.weight[start:end, :start].to(BF16)
             weight @ self.states[:start].flatten(1)
 
-    def pull(self) -> None:
+    def pull(self, by: str) -> None:
+        launch = self.launch(by)
         for start, end in self.blocks()[:-1]:
             rows = list(range(end, self.rows))
-            self.launch.pull_rows(
+            launch.pull_rows(
                 self.states, [r + 1 for r in rows], rows, self.states, list(range(start, end)),
                 self.weight, self.gain, self.shift, self.out, list(range(end - start)), False,
                 self.dweight,
@@ -187,15 +213,20 @@ def _depth_mix(bench: Bench) -> None:
     stack = _Stack(bench, layers, T, D)
     size = f"L={layers}, T={T}, D={D}, bf16"
     moved = stack.nbytes(pull=False)
-    mix = {
-        "deepfast": lambda: Variant(run=stack.mix, nbytes=moved),
-        "torch.mm": lambda: Variant(run=stack.mix_by_product, nbytes=moved),
-    }
-    reached = bench.fraction(bench.case(f"depth mix forward, {size}", mix))
-    bench.target(f"depth mix forward, {size}, fraction of copy", reached, 0.80)
-    pull = {"deepfast": lambda: Variant(run=stack.pull, nbytes=stack.nbytes(pull=True))}
-    reached = bench.fraction(bench.case(f"depth mix pull, {size}", pull))
-    bench.target(f"depth mix pull, {size}, fraction of copy", reached, 0.80)
+    kernels = bench.backends("boundary")
+
+    def maker(run, nbytes, *args):
+        return lambda: Variant(run=lambda: run(*args), nbytes=nbytes)
+
+    mix = {ours(by): maker(stack.mix, moved, by) for by in kernels}
+    mix["torch.mm"] = maker(stack.mix_by_product, moved)
+    pull = {ours(by): maker(stack.pull, stack.nbytes(pull=True), by) for by in kernels}
+    for i, (which, forms) in enumerate({"forward": mix, "pull": pull}.items()):
+        what = f"depth mix {which}, {size}"
+        timings = bench.case(what, forms)
+        for by in kernels:
+            reached = bench.fraction(timings, ours(by))
+            bench.target(f"{what}, {by}, fraction of copy", reached, DEPTH_MIX[by][i])
 
 
 def _functional_depth_mix(bench: Bench) -> None:
@@ -206,13 +237,14 @@ def _functional_depth_mix(bench: Bench) -> None:
     norm = [torch.randn(count, D, device=bench.device, requires_grad=True) for _ in range(2)]
     grad, state = random(bench, T, D), 2 * T * D
 
-    def mix():
-        return ops.depth_mix(
-            sources, weight, norm_weight=norm[0], norm_bias=norm[1], backend="triton"
-        )
+    def mix(by):
+        return ops.depth_mix(sources, weight, norm_weight=norm[0], norm_bias=norm[1], backend=by)
 
-    def backward():
-        out = mix()
+    def forward(by):
+        return Variant(run=lambda: mix(by), nbytes=(count + 1) * state + 8 * count * T)
+
+    def backward(by):
+        out = mix(by)
         leaves = (*sources, weight, *norm)
         return Variant(
             run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
@@ -220,9 +252,9 @@ def _functional_depth_mix(bench: Bench) -> None:
         )
 
     what = f"functional depth_mix with LN, {count} sources, T={T}, D={D}, bf16"
-    moved = (count + 1) * state + 8 * count * T
-    bench.case(f"{what}, forward", {"deepfast": lambda: Variant(run=mix, nbytes=moved)})
-    bench.case(f"{what}, backward", {"deepfast": backward})
+    for which, make in {"forward": forward, "backward": backward}.items():
+        kernels = bench.backends("depth_mix")
+        bench.case(f"{what}, {which}", {ours(by): functools.partial(make, by) for by in kernels})
 
 
 def boundary(bench: Bench) -> None:
@@ -242,25 +274,25 @@ def _boundary(bench: Bench, dim: int) -> None:
     dgain, dshift, dw, db = torch.empty(4, D, device=bench.device)
     seed, affine = _seed(bench), (stack.gain, stack.shift, True)
 
-    def forward(k):
+    def forward(by, k):
         near, x, out = list(range(k - place, k + 1)), torch.empty_like(dx), torch.empty_like(dx)
-        stack.launch.boundary_forward(
+        stack.launch(by).boundary_forward(
             branch, residual, DROPOUT, seed, stack.states, k, near, stack.weight, k, *affine, 1e-5,
             stack.out[place], w, b, 1e-5, x, out, source_rstd, mean, rstd,
         )  # fmt: skip
         return x, out
 
-    def backward(k):
+    def backward(by, k):
         near, pulls = list(range(k - place, k + 1)), list(range(k, k - place + stack.block))
         results = torch.empty_like(dx), torch.empty_like(dx)
-        stack.launch.boundary_backward(
+        stack.launch(by).boundary_backward(
             stack.states, k, near, stack.weight, k, *affine, stack.out[place], w, b, source_rstd,
             mean, rstd, DROPOUT, seed, dx, dout, stack.states, k + 1, k, pulls,
             [r + 1 for r in pulls], pulled, *results, stack.dweight, dgain, dshift, dw, db,
         )  # fmt: skip
         return results
 
-    def plain(k):
+    def plain(_, k):
         near = stack.states[k - place : k].unbind()
         weights = stack.weight[k, k - place : k + 1].to(BF16)
         norm = w.to(BF16), b.to(BF16)
@@ -268,16 +300,24 @@ def _boundary(bench: Bench, dim: int) -> None:
             branch, residual, stack.out[place], near, weights, norm, norm, DROPOUT
         )
 
-    def maker(run, states):
+    def maker(run, states, by=None):
         moved = states * 2 * T * D
-        return lambda: Variant(run=lambda: [run(k) for k in rows], calls=len(rows), nbytes=moved)
+        return lambda: Variant(
+            run=lambda: [run(by, k) for k in rows], calls=len(rows), nbytes=moved
+        )
+
+    def measure(what, run, moved, **peers):
+        kernels = bench.backends("boundary")
+        timings = bench.case(what, {ours(by): maker(run, moved, by) for by in kernels} | peers)
+        for by in set(kernels) & set(BOUNDARY):
+            reached = bench.fraction(timings, ours(by))
+            bench.target(f"{what}, {by}, fraction of copy", reached, BOUNDARY[by])
 
     size = f"T={T}, D={D}, {place} near states, bf16"
     # Read: branch, residual, partial sum, near states. Written: the state, x, LN(x).
     moved = 3 + place + 3
-    forms = {"deepfast": maker(forward, moved), "torch": maker(plain, moved)}
-    bench.case(f"boundary forward, {size}", forms)
+    measure(f"boundary forward, {size}", forward, moved, torch=maker(plain, moved))
     # Read: dx, dout, partial sum, own and near states, far pull, the block's later gradients.
     # Written: the row's gradient, dbranch, dresidual.
     moved = 3 + 1 + place + 1 + (stack.block - 1 - place) + 3
-    bench.case(f"boundary backward, {size}", {"deepfast": maker(backward, moved)})
+    measure(f"boundary backward, {size}", backward, moved)

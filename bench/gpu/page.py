@@ -88,6 +88,9 @@ def page(data: dict) -> str:
     lines += _table(["", ""], [[k, v] for k, v in known.items()])
     if data.get("build_error"):
         lines += ["Building deepfast._C failed:", "", "```", data["build_error"], "```", ""]
+    if data.get("sanitizer"):
+        lines += ["## compute-sanitizer", ""]
+        lines += [f"- {tool}: {said}" for tool, said in data["sanitizer"].items()] + [""]
     lines += ["## Targets", "", *targets(data), *_tests(data["tests"])]
     for name, section in data["sections"].items():
         lines += _section(name, section)

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 def compiled(function, toy: bool):
     """torch.compile; a toy run traces without generating code."""
+    # Imported here: torch itself imports it with its compiler.
+    from torch._functorch import config
+
     # The benchmarks run one backward many times over the same saved tensors.
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
     return torch.compile(function, dynamic=False, backend="aot_eager" if toy else "inductor")
 
 

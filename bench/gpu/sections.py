@@ -1,6 +1,7 @@
 """The sections of `deepfast.bench.gpu`, each the work of one process."""
 
 import argparse
+import importlib.util
 import json
 import sys
 import traceback
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from deepfast import backend
 from deepfast.bench.gpu import attention, models, ops
 from deepfast.bench.gpu.clock import Bench
 
@@ -33,6 +35,18 @@ SECTIONS = {
 """In the order in which they run."""
 
 
+def _emulate_cuda() -> None:
+    """Has the CUDA kernels run on the CPU, where the tests that emulate them are at hand."""
+    path = Path(__file__).resolve().parents[2] / "tests" / "cuda" / "build.py"
+    if not path.exists():
+        return
+    spec = importlib.util.spec_from_file_location("build", path)
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    torch.ops.load_library(build.build())
+    backend.emulate_cuda(torch.ops.deepfast_emulated)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
@@ -47,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         fresh.write_text(json.dumps(record))
         fresh.replace(args.output)
 
+    if args.dry_run:
+        _emulate_cuda()
     bench = Bench("cpu" if args.dry_run else "cuda", save)
     try:
         SECTIONS[args.section].run(bench)

@@ -22,6 +22,12 @@
 #define DEEPFAST_DEVICE inline
 #endif
 
+namespace deepfast {
+
+constexpr int kWarp = 32;
+
+}  // namespace deepfast
+
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
 #define DEEPFAST_CUDA_CHECK(call)                                                   \
@@ -32,9 +38,14 @@
 
 namespace deepfast {
 
-constexpr int kWarp = 32;
-
 #if defined(__CUDACC__)
+// A barrier of `threads` neighbours, a power of two from 64 on: of the block's first so many, its
+// next so many, and so on. Others go their way.
+DEEPFAST_DEVICE void sync_neighbours(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + static_cast<int>(threadIdx.x) / threads), "r"(threads)
+               : "memory");
+}
+
 // A block's shared memory, as many bytes as the launch asked for, 128-byte aligned.
 DEEPFAST_DEVICE char* dynamic_shared() {
   extern __shared__ __align__(128) char deepfast_shared[];

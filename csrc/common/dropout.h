@@ -1,8 +1,9 @@
-// Dropout by counter on a chunk of eight channels: a mask is replayed from its seed, never stored.
+// Dropout by counter on chunks of eight channels and on rows of them: a mask is replayed from its
+// seed, never stored.
 #pragma once
 
 #include "philox.h"
-#include "vector.h"
+#include "row.h"
 
 namespace deepfast {
 
@@ -32,5 +33,19 @@ DEEPFAST_HOST_DEVICE void drop(float (&v)[kChunk], uint64_t seed, int64_t token,
     v[2 * w + 1] = high >= threshold ? v[2 * w + 1] * scale : 0.0f;
   }
 }
+
+#if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
+
+// A row's values under the mask; nothing where there is none.
+DEEPFAST_DEVICE void drop_row(float (&v)[kRowChunks][kChunk], const DropoutMask& mask,
+                              int64_t token, const Lane& at) {
+  if (mask.seed == nullptr) return;
+  const uint64_t seed = static_cast<uint64_t>(*mask.seed);
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c)
+    drop(v[c], seed, token, at.chunk(c), mask.threshold, mask.scale);
+}
+
+#endif
 
 }  // namespace deepfast

@@ -104,17 +104,22 @@ DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
 
 // Sums over the threads of a row, in one order: the same bits in each of them, run after run. Every
 // thread of the block takes part in each sum, with zeros if it has no row.
-class RowSum {
+//
+// `kApart`: where a block holds several rows of several warps each, they do not wait for one
+// another. It takes all sixteen barriers of a block, too many where blocks are small and many.
+template <bool kApart>
+class RowSums {
  public:
   // `scratch`: kRowSumBytes of shared memory that nothing else uses.
-  DEEPFAST_DEVICE RowSum(int lanes, char* scratch)
+  DEEPFAST_DEVICE RowSums(int lanes, char* scratch)
       : lanes_(lanes), scratch_(reinterpret_cast<float*>(scratch)), turn_(0) {}
 
   template <int N>
   DEEPFAST_DEVICE void operator()(float (&sum)[N]) {
     static_assert(N <= 4, "the scratch holds four sums of a warp");
-    const int within = lanes_ < kWarp ? lanes_ : kWarp;
-    for (int step = within / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      if (step >= lanes_) continue;
 #pragma unroll
       for (int n = 0; n < N; ++n) sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], step);
     }
@@ -127,10 +132,15 @@ class RowSum {
 #pragma unroll
       for (int n = 0; n < N; ++n) scratch[warp * 4 + n] = sum[n];
     }
-    __syncthreads();
+    if (kApart)
+      sync_neighbours(lanes_);
+    else
+      __syncthreads();
     const int first = threadIdx.x / lanes_ * warps;
 #pragma unroll
     for (int n = 0; n < N; ++n) sum[n] = scratch[first * 4 + n];
+    // More at once would take more registers than the row itself.
+#pragma unroll 2
     for (int w = 1; w < warps; ++w) {
 #pragma unroll
       for (int n = 0; n < N; ++n) sum[n] += scratch[(first + w) * 4 + n];
@@ -142,6 +152,7 @@ class RowSum {
   float* scratch_;
   int turn_;
 };
+using RowSum = RowSums<false>;
 
 struct Moments {
   float mean, rstd;
@@ -151,7 +162,8 @@ struct Moments {
 //
 // The second sums both d = v - mean and d^2. With the first, tiny, the mean is corrected, and the
 // variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0.
-DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at, RowSum& row_sum,
+template <class Sum>
+DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at, Sum& row_sum,
                                   float eps) {
   float total[1] = {0.0f};
   DEEPFAST_EACH(c, i) total[0] += v[c][i];
@@ -171,9 +183,10 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at
 }
 
 // The gradient before normalisation, in place of that of its result n; both zeros behind the row.
+template <class Sum>
 DEEPFAST_DEVICE void norm_backward(float (&d)[kRowChunks][kChunk],
                                    const float (&n)[kRowChunks][kChunk], float rstd, const Lane& at,
-                                   RowSum& row_sum) {
+                                   Sum& row_sum) {
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
     sums[0] += d[c][i];

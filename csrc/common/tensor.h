@@ -110,7 +110,7 @@ inline DropoutFactors dropout_factors(const OptionalTensor& seed, double p) {
   if (p == 0) return {0, 1.0};
   DEEPFAST_CHECK(seed.has_value(), "dropout_p is ", p, " and the seed is missing");
   DEEPFAST_CHECK(is_here(*seed) && seed->dim() == 0 && seed->scalar_type() == ScalarType::Long,
-                 "expected the seed beside the states as one int64 and no dimensions");
+                 "expected the seed as one int64 without dimensions, where the rows are");
   const auto threshold = static_cast<int32_t>(p * kRange + 0.5);
   return {threshold, threshold < kRange ? kRange / (kRange - threshold) : 0.0};
 }

@@ -146,6 +146,24 @@ DEEPFAST_HOST_DEVICE Chunk<T> zero_chunk() {
   return c;
 }
 
+// Value i of a chunk; of one that is zeros, sets it.
+template <class T>
+DEEPFAST_HOST_DEVICE T value_of(const Chunk<T>& c, int i) {
+  return {static_cast<uint16_t>(c.words[0].w[i / 2] >> (16 * (i % 2)))};
+}
+template <>
+DEEPFAST_HOST_DEVICE float value_of(const Chunk<float>& c, int i) {
+  return detail::bits_as<float>(c.words[i / 4].w[i % 4]);
+}
+template <class T>
+DEEPFAST_HOST_DEVICE void put_value(Chunk<T>& c, int i, T x) {
+  c.words[0].w[i / 2] |= uint32_t{x.bits} << (16 * (i % 2));
+}
+template <>
+DEEPFAST_HOST_DEVICE void put_value(Chunk<float>& c, int i, float x) {
+  c.words[i / 4].w[i % 4] = detail::bits_as<uint32_t>(x);
+}
+
 // The chunk's values in fp32.
 template <class T>
 DEEPFAST_HOST_DEVICE void widen(const Chunk<T>& c, float (&v)[kChunk]) {
@@ -190,10 +208,10 @@ DEEPFAST_DEVICE Chunk<T> load_chunk(const T* p, int count, bool aligned) {
     for (int i = 0; i < Chunk<T>::kWords; ++i) c.words[i] = reinterpret_cast<const Words*>(p)[i];
     return c;
   }
-  float v[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) v[i] = i < count ? to_float(p[i]) : 0.0f;
-  return narrow<T>(v);
+  for (int i = 0; i < kChunk; ++i)
+    if (i < count) put_value(c, i, p[i]);
+  return c;
 }
 
 template <class T>
@@ -209,11 +227,9 @@ DEEPFAST_DEVICE void store_chunk(T* p, int count, bool aligned, const Chunk<T>& 
     for (int i = 0; i < Chunk<T>::kWords; ++i) reinterpret_cast<Words*>(p)[i] = c.words[i];
     return;
   }
-  float v[kChunk];
-  widen(c, v);
 #pragma unroll
   for (int i = 0; i < kChunk; ++i)
-    if (i < count) p[i] = from_float<T>(v[i]);
+    if (i < count) p[i] = value_of(c, i);
 }
 
 template <class T>

@@ -30,16 +30,6 @@ struct Forward {
   DropoutMask dropout;
 };
 
-// A row's values under the mask; nothing where there is none.
-DEEPFAST_DEVICE void drop_row(float (&v)[kRowChunks][kChunk], const DropoutMask& mask,
-                              int64_t token, const Lane& at) {
-  if (mask.seed == nullptr) return;
-  const uint64_t seed = static_cast<uint64_t>(*mask.seed);
-#pragma unroll
-  for (int c = 0; c < kRowChunks; ++c)
-    drop(v[c], seed, token, at.chunk(c), mask.threshold, mask.scale);
-}
-
 template <class T>
 __global__ void __launch_bounds__(kMostLanes) layer_norm_fwd_kernel(const Forward<T> op) {
   const Lane at(op.dim, op.lanes, op.aligned);

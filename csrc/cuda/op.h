@@ -40,6 +40,18 @@ class Device {
   }
 #endif
   cudaStream_t stream() const { return stream_; }
+  // Bytes of shared memory that a block may ask for.
+  int64_t shared() const {
+#if defined(DEEPFAST_EMULATE)
+    return 227 << 10;
+#else
+    int device = 0, bytes = 0;
+    DEEPFAST_CUDA_CHECK(cudaGetDevice(&device));
+    DEEPFAST_CUDA_CHECK(
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes;
+#endif
+  }
   // Blocks that together run over `tiles`: at most `resident` on each multiprocessor, and no more
   // than share the tiles in as many rounds.
   int64_t blocks(int64_t tiles, int resident) const {

@@ -67,7 +67,8 @@ def _lines(info: dict) -> Iterator[str]:
     )
     for op, choice in info["ops"].items():
         # backend.py has it serve every op under one name.
-        names = {"cpu": "cpu (torch's sdpa under another name)"} if op == "attention" else {}
+        other = [b for b in backend.SDPA if b != "sdpa"] if op == "attention" else []
+        names = {b: f"{b} (torch's sdpa under another name)" for b in other}
         chosen = choice["chosen"]
         yield f"{op}: {names.get(chosen, chosen or f'none, {override} cannot serve')}"
         for name, reason in choice["refused"].items():

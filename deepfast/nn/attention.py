@@ -89,7 +89,8 @@ class MultiheadAttention(nn.Module):
         """Whether attention runs over padded sentences, as torch's SDPA does."""
         (x,) = common.autocast(x)
         name = backends.chosen("attention", self.backend, x.device.type, x.dtype)
-        return name in ("sdpa", "cpu") or (packing.indices is None and packing.padding is not None)
+        padded = packing.indices is None and packing.padding is not None
+        return padded or name in backends.SDPA
 
     def project_memory(
         self, memory_TD: Tensor, packing: Packing, *, decoding: bool = False

@@ -265,7 +265,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
     name = backends.chosen("attention", backend, q.device.type, q.dtype)
-    if name in ("sdpa", "cpu"):
+    if name in backends.SDPA:
         return _sdpa(q, k, v, *sizes, dropout_p)
     if name == "varlen":
         if dropout_p > 0:

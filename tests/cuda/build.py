@@ -43,7 +43,8 @@ def build() -> Path:
         f"  command = {compiler()} -shared $in -o $out -L{libraries} -ltorch -ltorch_cpu -lc10",
     ]
     objects = []
-    for source in [Path(__file__).parent / "emulated.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]:
+    kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    for source in [Path(__file__).parent / "emulated.cpp", *kernels]:
         objects.append(f"{source.stem}.o")
         lines.append(f"build {objects[-1]}: compile {source}")
     lines.append(f"build {target}: link {' '.join(objects)}")

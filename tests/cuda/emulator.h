@@ -8,7 +8,10 @@
 // further aborts with what its threads wait for.
 #pragma once
 
+#include <dlfcn.h>
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +21,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -74,14 +78,53 @@ struct Shown {
   uint64_t count = 0;
 };
 
-struct Fiber {
+// A point to go on from: registers on a stack of its own. ucontext asks the system at each switch,
+// which would take most of the tests' time; x86-64 has a few instructions in emulated.cpp instead.
+#if defined(__x86_64__)
+extern "C" void deepfast_emulator_switch(void** from, void* to);
+
+struct Context {
+  void* stack_pointer = nullptr;
+  void start(char* stack, size_t bytes, void (*entry)()) {
+    const auto end = (reinterpret_cast<uintptr_t>(stack) + bytes) / 16 * 16;
+    void** top = reinterpret_cast<void**>(end);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; ++i) *--top = nullptr;
+    stack_pointer = top;
+  }
+  void switch_to(Context& other) { deepfast_emulator_switch(&stack_pointer, other.stack_pointer); }
+};
+#else
+struct Context {
   ucontext_t context;
-  std::vector<char> stack;
+  void start(char* stack, size_t bytes, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = bytes;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+  }
+  void switch_to(Context& other) { swapcontext(&context, &other.context); }
+};
+#endif
+
+constexpr size_t kStackBytes = 64 << 10;
+
+// Made once, used by every launch.
+inline char* stack_of(unsigned thread) {
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() <= thread) stacks.emplace_back(new char[kStackBytes]);
+  return stacks[thread].get();
+}
+
+struct Fiber {
+  Context context;
   unsigned thread = 0;
   bool done = false;
   const char* waits_for = "";
   std::function<bool()> ready;
-  uint64_t barriers = 0;
+  uint64_t barriers = 0, neighbours = 0;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
@@ -90,7 +133,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Shown> shown;
   std::vector<char> shared;
-  ucontext_t scheduler;
+  Context scheduler;
   unsigned current = 0;
   dim3 block, blocks, threads;
   std::function<void()> body;
@@ -110,14 +153,14 @@ void wait_until(const char* what, const Ready& ready) {
   Fiber& fiber = self();
   fiber.waits_for = what;
   fiber.ready = ready;
-  swapcontext(&fiber.context, &block()->scheduler);
+  fiber.context.switch_to(block()->scheduler);
   fiber.ready = nullptr;
 }
 
 inline void entry() {
   block()->body();
   self().done = true;
-  swapcontext(&self().context, &block()->scheduler);
+  self().context.switch_to(block()->scheduler);
 }
 
 inline std::vector<unsigned> order(unsigned count) {
@@ -140,16 +183,9 @@ inline void run_block(Block& b) {
   b.bulk.clear();
   for (unsigned t = 0; t < count; ++t) {
     Fiber& fiber = b.fibers[t];
-    auto stack = std::move(fiber.stack);
     fiber = Fiber{};
-    fiber.stack = std::move(stack);
-    fiber.stack.resize(64 << 10);
     fiber.thread = t;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, entry, 0);
+    fiber.context.start(stack_of(t), kStackBytes, entry);
   }
   for (unsigned left = count; left > 0;) {
     bool moved = false;
@@ -157,7 +193,7 @@ inline void run_block(Block& b) {
       Fiber& fiber = b.fibers[t];
       if (fiber.done || (fiber.ready && !fiber.ready())) continue;
       b.current = t;
-      swapcontext(&b.scheduler, &fiber.context);
+      b.scheduler.switch_to(fiber.context);
       moved = true;
       if (fiber.done) --left;
     }
@@ -196,15 +232,36 @@ auto in_warp(const T& mine, const Read& read) {
   });
 }
 
+// Of all kernels together: a block that runs is known to everyone.
+inline std::mutex& one_at_a_time() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 inline unsigned lane() { return block()->current % 32; }
+
+// EMULATOR_LOG names a file that gets a line for each launch: the kernel's address in its library,
+// blocks, threads, bytes of shared memory.
+inline void log_launch(const void* kernel, const cudaLaunchConfig_t& config) {
+  const char* path = std::getenv("EMULATOR_LOG");
+  if (path == nullptr) return;
+  Dl_info where;
+  if (dladdr(kernel, &where) == 0) fail("a kernel of no library");
+  std::FILE* file = std::fopen(path, "a");
+  if (file == nullptr) fail("EMULATOR_LOG cannot be written");
+  const auto offset = static_cast<const char*>(kernel) - static_cast<const char*>(where.dli_fbase);
+  std::fprintf(file, "%llx %u %u %zu\n", static_cast<unsigned long long>(offset), config.gridDim.x,
+               config.blockDim.x, config.dynamicSmemBytes);
+  std::fclose(file);
+}
 
 }  // namespace emulator
 
 template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Parameters... arguments) {
-  static std::mutex one_at_a_time;
-  std::lock_guard<std::mutex> lock(one_at_a_time);
+  std::lock_guard<std::mutex> lock(emulator::one_at_a_time());
+  emulator::log_launch(reinterpret_cast<const void*>(kernel), *config);
   emulator::Block b;
   b.threads = config->blockDim;
   b.blocks = config->gridDim;
@@ -270,6 +327,19 @@ T __shfl_sync(unsigned, T value, int lane, int = 32) {
 
 namespace deepfast {
 
+inline void sync_neighbours(int threads) {
+  emulator::Block& b = *emulator::block();
+  const unsigned count = static_cast<unsigned>(threads), first = b.current / count * count;
+  if (threads < 64 || first + count > b.threads.x || b.threads.x / count > 15)
+    emulator::fail("a barrier of no neighbours");
+  const uint64_t turn = ++emulator::self().neighbours;
+  emulator::wait_until("its neighbours' barrier", [&b, first, count, turn] {
+    for (unsigned t = first; t < first + count; ++t)
+      if (!b.fibers[t].done && b.fibers[t].neighbours < turn) return false;
+    return true;
+  });
+}
+
 inline char* dynamic_shared() {
   const auto p = reinterpret_cast<uintptr_t>(emulator::block()->shared.data());
   return reinterpret_cast<char*>((p + 127) / 128 * 128);
@@ -282,6 +352,10 @@ inline void copy_async(void* shared, const void* global, bool exists) {
     emulator::fail("copy_async: source not aligned");
   std::memset(shared, 0xff, 16);
   emulator::self().open.push_back({shared, global, 16, exists});
+}
+template <bool kCached>
+void copy_words(void* shared, const void* global) {
+  copy_async(shared, global, true);
 }
 inline void commit_copies() {
   auto& fiber = emulator::self();

@@ -1,7 +1,7 @@
 """The kernels on a GPU, at realistic sizes.
 
 `make gpu` runs these. With DEEPFAST_DRY_RUN they run on the CPU, at toy sizes, with Triton's
-interpreter: that tests the tests.
+interpreter and the emulator of tests/cuda: that tests the tests.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from deepfast import backend
 
 DRY = "DEEPFAST_DRY_RUN" in os.environ and not torch.cuda.is_available()
 
@@ -27,6 +29,17 @@ def device():
         yield "cpu"
     else:
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def by(request, device):
+    """Each backend that has kernels of its own for a GPU; a dry run emulates them."""
+    if request.param == "cuda" and device == "cpu":
+        request.getfixturevalue("emulated")
+    reason = backend.refusal("layer_norm", request.param, device, torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_op(tolerances, twins, device, dtype):
     lengths, heads, width = TYPICAL
     function = attention_of(lengths, lengths, False, 0.1)
     given = inputs(twins, lengths, lengths, heads, width)
-    twins.assert_op_alike(tolerances, "attention", function, given, dtype, device)
+    twins.assert_op_alike(tolerances, "triton", "attention", function, given, dtype, device)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,7 +80,7 @@ def test_other_sentences(tolerances, twins, device, case):
     keys = queries if keys is None else keys
     function = attention_of(queries, keys, causal, p)
     given = inputs(twins, queries, keys, heads, width)
-    twins.assert_op_alike(tolerances, "attention", function, given, HALF, device)
+    twins.assert_op_alike(tolerances, "triton", "attention", function, given, HALF, device)
 
 
 @pytest.mark.parametrize("lengths", [[20, 16, 31], [8]])
@@ -101,7 +101,7 @@ def test_20_runs_are_alike_to_the_bit(twins, device):
     function = attention_of(lengths, lengths, True, 0.1)
     given = inputs(twins, lengths, lengths, heads, width)
     repeats = 20 if device == "cuda" else 1
-    twins.assert_repeatable(function, given, HALF, device, repeats)
+    twins.assert_repeatable("triton", function, given, HALF, device, repeats)
 
 
 def test_more_than_2_31_elements(room, device):

@@ -64,52 +64,52 @@ def backward_arguments(twins, T, D, *, apart=0, per_channel=False):
     }  # fmt: skip
 
 
-def check(tolerances, twins, T, D, dtype, device, **options):
+def check(tolerances, by, twins, T, D, dtype, device, **options):
     given = forward_arguments(twins, T, D, **options)
-    twins.assert_alike(tolerances, "boundary", "boundary_forward", given, dtype, device)
+    twins.assert_alike(tolerances, by, "boundary", "boundary_forward", given, dtype, device)
     given = backward_arguments(twins, T, D, **options)
-    twins.assert_alike(tolerances, "boundary", "boundary_backward", given, dtype, device)
+    twins.assert_alike(tolerances, by, "boundary", "boundary_backward", given, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_launchers(tolerances, twins, device, dtype):
-    check(tolerances, twins, *SHAPES[0], dtype, device)
+def test_launchers(by, tolerances, twins, device, dtype):
+    check(tolerances, by, twins, *SHAPES[0], dtype, device)
 
 
 @pytest.mark.parametrize(("T", "D"), [*SHAPES[1:], *ODD])
-def test_launchers_at_other_sizes(tolerances, twins, device, T, D):
-    check(tolerances, twins, T, D, torch.bfloat16, device, apart=3 if D % 2 else 0)
+def test_launchers_at_other_sizes(by, tolerances, twins, device, T, D):
+    check(tolerances, by, twins, T, D, torch.bfloat16, device, apart=3 if D % 2 else 0)
 
 
-def test_a_weight_per_channel(tolerances, twins, device):
-    check(tolerances, twins, *SHAPES[-1], torch.bfloat16, device, per_channel=True)
+def test_a_weight_per_channel(by, tolerances, twins, device):
+    check(tolerances, by, twins, *SHAPES[-1], torch.bfloat16, device, per_channel=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_mask_is_the_references(twins, device, dtype):
+def test_dropout_mask_is_the_references(by, twins, device, dtype):
     """States that are stored as they are show the mask itself."""
     T, D = SHAPES[0]
     given = forward_arguments(twins, T, D) | {
         "branch": twins.Stored(torch.ones(T, D)), "residual": None, "norm_source": False,
         "gain": None, "shift": None, "source_rstd": None,
     }  # fmt: skip
-    made = twins.call("boundary", "boundary_forward", "triton", given, dtype, dtype, device)
+    made = twins.call("boundary", "boundary_forward", by, given, dtype, dtype, device)
     assert torch.equal(made["states"][SLOT] != 0, dropout_mask(int(SEED), T, D, 0.3) != 0)
 
 
 @pytest.mark.parametrize("name", ["boundary_forward", "boundary_backward"])
-def test_20_runs_are_alike_to_the_bit(twins, device, name):
+def test_20_runs_are_alike_to_the_bit(by, twins, device, name):
     make = forward_arguments if name.endswith("forward") else backward_arguments
     given, dtype = make(twins, *SHAPES[0]), torch.bfloat16
     runs = (
-        twins.call("boundary", name, "triton", given, dtype, dtype, device)
+        twins.call("boundary", name, by, given, dtype, dtype, device)
         for _ in range(21 if device == "cuda" else 2)
     )
     first = next(runs)
     assert all(torch.equal(first[key], run[key]) for run in runs for key in first)
 
 
-def test_more_than_2_31_elements(tolerances, room, device):
+def test_more_than_2_31_elements(by, tolerances, room, device):
     """One state of more than 2^31 elements; its last tokens against float64."""
     room(46)
     (T, D), dtype = LARGE, torch.bfloat16
@@ -119,7 +119,7 @@ def test_more_than_2_31_elements(tolerances, room, device):
     x, dbranch = torch.empty_like(like), torch.empty_like(like)
     weight = torch.tensor([[1.0, 0.0], [0.5, -0.75]], device=device)
     dweight = torch.zeros_like(weight)
-    _, launch = backend.choose("boundary", "triton", torch.device(device).type, dtype)
+    _, launch = backend.choose("boundary", by, torch.device(device).type, dtype)
     norm = None, None, False
     launch.boundary_forward(
         branch, residual, 0.0, None, states, 1, [0, 1], weight, 1, *norm, 1e-5, None, None, None,

@@ -53,33 +53,33 @@ def pull_arguments(twins, T, D, sources, rows, per_channel=False):
     }  # fmt: skip
 
 
-def check(tolerances, twins, T, D, dtype, device, lists=LISTS[0], **options):
+def check(tolerances, by, twins, T, D, dtype, device, lists=LISTS[0], **options):
     far, near = lists
     given = mix_arguments(twins, T, D, far, near, **options)
-    twins.assert_alike(tolerances, "boundary", "mix_rows", given, dtype, device)
+    twins.assert_alike(tolerances, by, "boundary", "mix_rows", given, dtype, device)
     given = pull_arguments(twins, T, D, list(far)[:8], near, **options)
-    twins.assert_alike(tolerances, "boundary", "pull_rows", given, dtype, device)
+    twins.assert_alike(tolerances, by, "boundary", "pull_rows", given, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
-def test_launchers(tolerances, twins, device, T, D, dtype):
-    check(tolerances, twins, T, D, dtype, device)
+def test_launchers(by, tolerances, twins, device, T, D, dtype):
+    check(tolerances, by, twins, T, D, dtype, device)
 
 
 @pytest.mark.parametrize(("T", "D"), ODD)
-def test_launchers_at_odd_sizes(tolerances, twins, device, T, D):
-    check(tolerances, twins, T, D, torch.bfloat16, device)
+def test_launchers_at_odd_sizes(by, tolerances, twins, device, T, D):
+    check(tolerances, by, twins, T, D, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("lists", LISTS[1:])
-def test_other_lists(tolerances, twins, device, lists):
-    check(tolerances, twins, *SHAPES[-1], torch.bfloat16, device, lists)
+def test_other_lists(by, tolerances, twins, device, lists):
+    check(tolerances, by, twins, *SHAPES[-1], torch.bfloat16, device, lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_weight_per_channel(tolerances, twins, device, dtype):
-    check(tolerances, twins, *SHAPES[-1], dtype, device, per_channel=True)
+def test_a_weight_per_channel(by, tolerances, twins, device, dtype):
+    check(tolerances, by, twins, *SHAPES[-1], dtype, device, per_channel=True)
 
 
 def inputs(twins, count, T, D, apart=0):
@@ -99,25 +99,25 @@ def mix(weight, norm_weight, norm_bias, backend, **sources):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_op(tolerances, twins, device, dtype):
+def test_op(by, tolerances, twins, device, dtype):
     given = inputs(twins, 5, *OP)
-    twins.assert_op_alike(tolerances, "depth_mix", mix, given, dtype, device)
+    twins.assert_op_alike(tolerances, by, "depth_mix", mix, given, dtype, device)
 
 
 @pytest.mark.parametrize("tokens", [0, 37])
-def test_op_with_many_strided_sources(tolerances, twins, device, tokens):
+def test_op_with_many_strided_sources(by, tolerances, twins, device, tokens):
     real = device == "cuda"
     given = inputs(twins, 35 if real else 17, tokens if real else 1, 100 if real else 20, 3)
-    twins.assert_op_alike(tolerances, "depth_mix", mix, given, torch.bfloat16, device)
+    twins.assert_op_alike(tolerances, by, "depth_mix", mix, given, torch.bfloat16, device)
 
 
-def test_20_runs_of_the_op_are_alike_to_the_bit(twins, device):
+def test_20_runs_of_the_op_are_alike_to_the_bit(by, twins, device):
     repeats = 20 if device == "cuda" else 1
-    twins.assert_repeatable(mix, inputs(twins, 5, *OP), torch.bfloat16, device, repeats)
+    twins.assert_repeatable(by, mix, inputs(twins, 5, *OP), torch.bfloat16, device, repeats)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_20_runs_of_the_launchers_are_alike_to_the_bit(twins, device, dtype):
+def test_20_runs_of_the_launchers_are_alike_to_the_bit(by, twins, device, dtype):
     T, D = SHAPES[0]
     far, near = LISTS[0]
     for name, given in {
@@ -125,14 +125,14 @@ def test_20_runs_of_the_launchers_are_alike_to_the_bit(twins, device, dtype):
         "pull_rows": pull_arguments(twins, T, D, list(far)[:8], near),
     }.items():
         runs = (
-            twins.call("boundary", name, "triton", given, dtype, dtype, device)
+            twins.call("boundary", name, by, given, dtype, dtype, device)
             for _ in range(21 if device == "cuda" else 2)
         )
         first = next(runs)
         assert all(torch.equal(first[key], run[key]) for run in runs for key in first), name
 
 
-def test_more_than_2_31_elements(tolerances, room, device):
+def test_more_than_2_31_elements(by, tolerances, room, device):
     """Slots further apart than an int32 counts; the sums by float64 of some of their tokens."""
     room(10)
     T, D = LARGE
@@ -140,7 +140,7 @@ def test_more_than_2_31_elements(tolerances, room, device):
     like = torch.empty(T, D, dtype=dtype, device=device)
     states = empty_slots(SLOTS, like).normal_()
     weight = torch.randn(SLOTS, SLOTS, device=device) / SLOTS
-    _, launch = backend.choose("boundary", "triton", torch.device(device).type, dtype)
+    _, launch = backend.choose("boundary", by, torch.device(device).type, dtype)
     sources, rows = list(range(SLOTS - 2)), [SLOTS - 2, SLOTS - 1]
     tokens = slice(T - 3, T)
 

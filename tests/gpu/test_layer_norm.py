@@ -47,22 +47,22 @@ def backward_arguments(twins, T, D, dtype, apart=0):
     }  # fmt: skip
 
 
-def check(tolerances, twins, T, D, dtype, device, apart=0):
+def check(tolerances, by, twins, T, D, dtype, device, apart=0):
     given = forward_arguments(twins, T, D, apart)
-    twins.assert_alike(tolerances, "layer_norm", "layer_norm_forward", given, dtype, device)
+    twins.assert_alike(tolerances, by, "layer_norm", "layer_norm_forward", given, dtype, device)
     given = backward_arguments(twins, T, D, dtype, apart)
-    twins.assert_alike(tolerances, "layer_norm", "layer_norm_backward", given, dtype, device)
+    twins.assert_alike(tolerances, by, "layer_norm", "layer_norm_backward", given, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
-def test_launchers(tolerances, twins, device, T, D, dtype):
-    check(tolerances, twins, T, D, dtype, device)
+def test_launchers(by, tolerances, twins, device, T, D, dtype):
+    check(tolerances, by, twins, T, D, dtype, device)
 
 
 @pytest.mark.parametrize(("T", "D"), ODD)
-def test_launchers_at_odd_sizes(tolerances, twins, device, T, D):
-    check(tolerances, twins, T, D, torch.bfloat16, device, apart=3)
+def test_launchers_at_odd_sizes(by, tolerances, twins, device, T, D):
+    check(tolerances, by, twins, T, D, torch.bfloat16, device, apart=3)
 
 
 def fused(x, residual, weight, bias, backend):
@@ -80,21 +80,23 @@ def inputs(twins, T, D, names=("x", "residual")):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_op(tolerances, twins, device, dtype):
+def test_op(by, tolerances, twins, device, dtype):
     given = inputs(twins, *SHAPES[0])
-    twins.assert_op_alike(tolerances, "layer_norm", fused, given, dtype, device)
+    twins.assert_op_alike(tolerances, by, "layer_norm", fused, given, dtype, device)
 
 
-def test_op_of_a_slice(tolerances, twins, device):
+def test_op_of_a_slice(by, tolerances, twins, device):
     """(B, S, D) whose rows stand apart, without residual and dropout."""
     B, S, D = 3, SHAPES[0][0] // 3, SHAPES[0][1] - 1
     given = inputs(twins, B * S, D, names=("x",))
     given["x"] = twins.Stored(torch.randn(B, S, D), apart=5)
-    twins.assert_op_alike(tolerances, "layer_norm", ops.layer_norm, given, torch.bfloat16, device)
+    twins.assert_op_alike(
+        tolerances, by, "layer_norm", ops.layer_norm, given, torch.bfloat16, device
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norm_linear(tolerances, twins, device, dtype):
+def test_norm_linear(by, tolerances, twins, device, dtype):
     T, D = SHAPES[0]
 
     def function(x, residual, norm_weight, norm_bias, weight, bias, backend):
@@ -107,24 +109,24 @@ def test_norm_linear(tolerances, twins, device, dtype):
     given["norm_weight"], given["norm_bias"] = given.pop("weight"), given.pop("bias")
     given["weight"] = twins.Stored(torch.randn(2 * D, D) / D**0.5)
     given["bias"] = twins.Stored(torch.randn(2 * D))
-    twins.assert_op_alike(tolerances, "layer_norm", function, given, dtype, device)
+    twins.assert_op_alike(tolerances, by, "layer_norm", function, given, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_mask_is_the_references(device, dtype):
+def test_dropout_mask_is_the_references(by, device, dtype):
     T, D = SHAPES[0]
     x = torch.ones(T, D, dtype=dtype, device=device)
     zero = torch.zeros_like(x)
     seed = SEED.to(device)
     _, s = ops.layer_norm(
-        x, None, None, residual=zero, dropout_p=0.3, training=True, seed=seed, backend="triton"
+        x, None, None, residual=zero, dropout_p=0.3, training=True, seed=seed, backend=by
     )
     expected = dropout_mask(int(SEED), T, D, 0.3)
     assert torch.equal(s.cpu() != 0, expected != 0)
     # A dropped infinity leaves nothing.
     _, s = ops.layer_norm(
         x * torch.inf, None, None, residual=zero, dropout_p=0.3, training=True, seed=seed,
-        backend="triton",
+        backend=by,
     )  # fmt: skip
     assert torch.equal(s.cpu().isinf(), expected != 0)
 
@@ -135,13 +137,13 @@ def test_the_reference_draws_alike_on_both_devices(device):
     assert torch.equal(on_device, dropout(x, 0.3, SEED))
 
 
-def test_20_runs_are_alike_to_the_bit(twins, device):
+def test_20_runs_are_alike_to_the_bit(by, twins, device):
     repeats = 20 if device == "cuda" else 1
     given = inputs(twins, *REPEATED)
-    twins.assert_repeatable(fused, given, torch.bfloat16, device, repeats)
+    twins.assert_repeatable(by, fused, given, torch.bfloat16, device, repeats)
 
 
-def test_more_than_2_31_elements(tolerances, room, device):
+def test_more_than_2_31_elements(by, tolerances, room, device):
     room(36)
     T, D = LARGE
     x, residual, dy, ds = (
@@ -149,7 +151,7 @@ def test_more_than_2_31_elements(tolerances, room, device):
     )
     x.requires_grad_(), residual.requires_grad_()
     w, b = (torch.randn(D, device=device, requires_grad=True) for _ in range(2))
-    y, s = ops.layer_norm(x, w, b, residual=residual, backend="triton")
+    y, s = ops.layer_norm(x, w, b, residual=residual, backend=by)
     dx, dw, db = torch.autograd.grad((y, s), (x, w, b), (dy, ds))
     # Rows depend on nothing but themselves: the last ones, and those around element 2^31.
     around = min(2**31 // D, T - 40)

@@ -43,7 +43,7 @@ def differentiate(dlcl, x, scales, p, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"weight": "vector", "window": 7}],
                          ids=str)  # fmt: skip
-def test_dlcl_of_30_layers(tolerances, device, options, dtype):
+def test_dlcl_of_30_layers(by, tolerances, device, options, dtype):
     dlcl = DLCL(LAYERS, D, **options)
     with torch.no_grad():
         for parameter in dlcl.parameters():
@@ -57,13 +57,13 @@ def test_dlcl_of_30_layers(tolerances, device, options, dtype):
         given = x.to(where, dtype).requires_grad_()
         return differentiate(there, given, scales.to(where, compute), 0.1, backend)
 
-    got = run("triton", dtype, device)
+    got = run(by, dtype, device)
     plain = run("reference", dtype, device)
     exact = run("reference", torch.float64, "cpu")
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
-def make_ops(device, p):
+def make_ops(by, device, p):
     """Forward and backward of each op as a function of one static input."""
     x = torch.randn(T, D, device=device).to(HALF).requires_grad_()
     w, b = (torch.randn(D, device=device, requires_grad=True) for _ in range(2))
@@ -72,12 +72,12 @@ def make_ops(device, p):
 
     def layer_norm():
         y, _ = ops.layer_norm(
-            x, w, b, residual=x, dropout_p=p, training=True, backend="triton"
+            x, w, b, residual=x, dropout_p=p, training=True, backend=by
         )  # fmt: skip
         return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
 
     def depth_mix():
-        y = ops.depth_mix([x, 2 * x, -x], weight, backend="triton")
+        y = ops.depth_mix([x, 2 * x, -x], weight, backend=by)
         return y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
 
     def attention():
@@ -89,7 +89,7 @@ def make_ops(device, p):
         return o, *torch.autograd.grad(o, x, torch.ones_like(o))
 
     layers = LAYERS if REAL else 1
-    dlcl = DLCL(layers, D, backend="triton").to(device)
+    dlcl = DLCL(layers, D, backend=by).to(device)
 
     def stack():
         history, y = DepthHistory(), x
@@ -116,8 +116,8 @@ def copy_in(x, value):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cuda_graph_replays(device, capture, name):
-    x, functions = make_ops(device, 0.0)
+def test_a_cuda_graph_replays(by, device, capture, name):
+    x, functions = make_ops(by, device, 0.0)
     replay, results = capture(lambda: [t.detach() for t in functions[name]()])
     for _ in range(2):
         copy_in(x, torch.randn_like(x))
@@ -128,9 +128,9 @@ def test_a_cuda_graph_replays(device, capture, name):
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "stack", "stack_forward"])
-def test_replays_draw_fresh_dropout_masks(device, capture, name):
+def test_replays_draw_fresh_dropout_masks(by, device, capture, name):
     """The seed is drawn inside the graph, on the device."""
-    _, functions = make_ops(device, 0.5)
+    _, functions = make_ops(by, device, 0.5)
     replay, results = capture(lambda: [t.detach() for t in functions[name]()])
     seen = []
     for _ in range(3):
@@ -141,8 +141,8 @@ def test_replays_draw_fresh_dropout_masks(device, capture, name):
     assert not torch.equal(seen[1], seen[2])
 
 
-def encoder(device, dropout):
-    stack = TransformerEncoder(2 if REAL else 1, D, HEADS, 2 * D, dropout=dropout, backend="triton")
+def encoder(by, device, dropout):
+    stack = TransformerEncoder(2 if REAL else 1, D, HEADS, 2 * D, dropout=dropout, backend=by)
     return stack.to(device)
 
 
@@ -155,8 +155,8 @@ def packing_of(device, padded):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_cuda_graph_of_an_encoder(device, capture, padded):
-    stack, packing = encoder(device, 0.0), packing_of(device, padded)
+def test_a_cuda_graph_of_an_encoder(by, device, capture, padded):
+    stack, packing = encoder(by, device, 0.0), packing_of(device, padded)
     x = packing.pack(torch.randn(SENTENCES, LENGTH, D, device=device))
 
     def forward():
@@ -170,16 +170,16 @@ def test_a_cuda_graph_of_an_encoder(device, capture, padded):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ops_do_not_synchronise(device, unsynchronised, name):
-    _, functions = make_ops(device, 0.1)
+def test_ops_do_not_synchronise(by, device, unsynchronised, name):
+    _, functions = make_ops(by, device, 0.1)
     functions[name]()
     with unsynchronised():
         functions[name]()
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_an_encoder_does_not_synchronise(device, unsynchronised, padded):
-    stack, packing = encoder(device, 0.1), packing_of(device, padded)
+def test_an_encoder_does_not_synchronise(by, device, unsynchronised, padded):
+    stack, packing = encoder(by, device, 0.1), packing_of(device, padded)
     x = packing.pack(torch.randn(SENTENCES, LENGTH, D, device=device))
 
     def step():
@@ -193,8 +193,8 @@ def test_an_encoder_does_not_synchronise(device, unsynchronised, padded):
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_a_compiled_layer_is_one_graph(tolerances, device, norm):
-    layer = TransformerEncoderLayer(D, HEADS, 2 * D, norm=norm, dropout=0.0, backend="triton")
+def test_a_compiled_layer_is_one_graph(by, tolerances, device, norm):
+    layer = TransformerEncoderLayer(D, HEADS, 2 * D, norm=norm, dropout=0.0, backend=by)
     layer.to(device)
     x = torch.randn(SENTENCES, LENGTH, D, device=device, requires_grad=True)
     code = "inductor" if device == "cuda" else "aot_eager"

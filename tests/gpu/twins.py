@@ -1,7 +1,8 @@
-"""One call of a launcher, or of an op, in Triton on the GPU and in float64 on the CPU.
+"""One call of a launcher, or of an op, by a backend on the GPU and in float64 on the CPU.
 
 A call is described once, by operands in fp32 on the CPU and by what kind each is; it is then run
-by Triton, by the reference in the same dtype on the same device, and by the reference in float64.
+by that backend, by the reference in the same dtype on the same device, and by the reference in
+float64.
 """
 
 from dataclasses import dataclass
@@ -81,12 +82,12 @@ def call(op, name, by, arguments, storage, dtype, device) -> dict[str, Tensor]:
     return {key: made[key].cpu() for key, a in arguments.items() if getattr(a, "changed", False)}
 
 
-def assert_alike(tolerances, op, name, arguments, dtype, device) -> None:
-    """The Triton launcher is as near to float64 as the table allows."""
+def assert_alike(tolerances, by, op, name, arguments, dtype, device) -> None:
+    """The launcher is as near to float64 as the table allows."""
     got, plain, exact = (
-        call(op, name, by, arguments, dtype, kind, where)
-        for by, kind, where in (
-            ("triton", dtype, device),
+        call(op, name, server, arguments, dtype, kind, where)
+        for server, kind, where in (
+            (by, dtype, device),
             ("reference", dtype, device),
             ("reference", torch.float64, "cpu"),
         )
@@ -115,20 +116,20 @@ def differentiate(function, inputs, by, storage, dtype, device) -> dict[str, Ten
     return results | {f"d {n}": g.cpu() for n, g in zip(made, grads, strict=True)}
 
 
-def assert_op_alike(tolerances, op, function, inputs, dtype, device) -> None:
-    """The op by Triton, forward and backward, is as near to float64 as the table allows."""
+def assert_op_alike(tolerances, by, op, function, inputs, dtype, device) -> None:
+    """The op, forward and backward, is as near to float64 as the table allows."""
     with backend.record() as seen:
-        got = differentiate(function, inputs, "triton", dtype, dtype, device)
-    assert set(seen) == {(op, "triton")}
+        got = differentiate(function, inputs, by, dtype, dtype, device)
+    assert set(seen) == {(op, by)}
     plain = differentiate(function, inputs, "reference", dtype, dtype, device)
     exact = differentiate(function, inputs, "reference", dtype, torch.float64, "cpu")
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
-def assert_repeatable(function, inputs, dtype, device, repeats=20) -> None:
+def assert_repeatable(by, function, inputs, dtype, device, repeats=20) -> None:
     """Every run gives the same bits: no result depends on the order in which programs ran."""
-    first = differentiate(function, inputs, "triton", dtype, dtype, device)
+    first = differentiate(function, inputs, by, dtype, dtype, device)
     for _ in range(repeats):
-        again = differentiate(function, inputs, "triton", dtype, dtype, device)
+        again = differentiate(function, inputs, by, dtype, dtype, device)
         for name, value in first.items():
             assert torch.equal(value, again[name]), name

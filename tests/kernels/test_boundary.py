@@ -6,6 +6,7 @@ import torch
 from deepfast.ops.depth_state import empty_slots
 from deepfast.reference import launchers as reference
 
+OP = "boundary"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (2, 512)]
 ROWS, SLOT = 10, 4
@@ -86,13 +87,6 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
         "dgain": dgain, "dshift": dshift, "dout_weight": dout_weight, "dout_bias": dout_bias,
     }  # fmt: skip
     return {name: value for name, value in results.items() if value is not None}
-
-
-@pytest.fixture
-def kernels():
-    from deepfast.kernels import boundary
-
-    return boundary
 
 
 def compare(tolerances, kernels, T, D, dtype, rows=storage, **options):
@@ -202,7 +196,8 @@ def test_two_runs_are_alike_to_the_bit(kernels, vector):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_table_is_made_once(kernels):
+def test_a_table_is_made_once():
+    kernels = pytest.importorskip("deepfast.kernels.boundary")
     device = torch.device("cpu")
     made = [kernels.indices_of([0, 1, 5], device).table for _ in range(2)]
     assert made[0] is made[1]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from deepfast.kernels import depth_mix as kernels
 from deepfast.reference import launchers as reference
 
+OP = "depth_mix"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = (torch.float32, torch.bfloat16)
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (17, 512)]
@@ -59,23 +59,29 @@ def depth_mix(K, T, D, *, norm=True, gain=True, shift=True, per_channel=False, s
     return run
 
 
-def assert_depth_mix(run, dtype, tolerances):
+def assert_depth_mix(kernels, run, dtype, tolerances):
     got, plain = run(kernels, dtype, dtype), run(reference, dtype, dtype)
     tolerances.assert_all_accurate(got, plain, run(reference, dtype, torch.float64), dtype)
 
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_agrees(shape, dtype, tolerances):
-    assert_depth_mix(depth_mix(3, *shape), dtype, tolerances)
+def test_agrees(shape, dtype, tolerances, kernels):
+    assert_depth_mix(kernels, depth_mix(3, *shape), dtype, tolerances)
 
 
 @pytest.mark.parametrize(
     ("count", "dtype"),
-    [(1, torch.float16), (16, torch.bfloat16), (17, torch.bfloat16), (33, torch.float32)],
+    [
+        (1, torch.float16),
+        (16, torch.bfloat16),
+        (17, torch.bfloat16),
+        (33, torch.float32),
+        (121, torch.bfloat16),
+    ],
 )
-def test_takes_any_number_of_sources(count, dtype, tolerances):
-    assert_depth_mix(depth_mix(count, 3, 20), dtype, tolerances)
+def test_takes_any_number_of_sources(count, dtype, tolerances, kernels):
+    assert_depth_mix(kernels, depth_mix(count, 3, 20), dtype, tolerances)
 
 
 @pytest.mark.parametrize("dtype", WAYS)
@@ -93,11 +99,11 @@ def test_takes_any_number_of_sources(count, dtype, tolerances):
     ],
     ids=lambda options: " ".join(options),
 )
-def test_with_optional_operands(options, dtype, tolerances):
-    assert_depth_mix(depth_mix(3, 5, 40, **options), dtype, tolerances)
+def test_with_optional_operands(options, dtype, tolerances, kernels):
+    assert_depth_mix(kernels, depth_mix(3, 5, 40, **options), dtype, tolerances)
 
 
-def test_reruns_are_bit_identical():
+def test_reruns_are_bit_identical(kernels):
     run = depth_mix(5, 17, 100)
     first, second = (run(kernels, torch.bfloat16, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -5,6 +5,7 @@ import torch
 
 from deepfast.reference import launchers as reference
 
+OP = "layer_norm"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (5, 512)]
 
@@ -53,13 +54,6 @@ def strided(shape, dtype):
     return torch.empty(shape[0], shape[1] + 3, dtype=dtype)[:, : shape[1]]
 
 
-@pytest.fixture
-def kernels():
-    from deepfast.kernels import layer_norm
-
-    return layer_norm
-
-
 def compare(tolerances, kernels, given, dtype, rows=torch.empty):
     got = run(kernels, given, dtype, rows=rows)
     plain = run(reference, given, dtype)
@@ -91,7 +85,7 @@ def test_rows_apart(tolerances, poison, kernels, D):
 
 def test_many_tiles(tolerances, poison, kernels):
     """More tiles than programs: the sums over tokens go on from tile to tile."""
-    given = operands(29, 512, torch.float32, p=0.0, residual=False, dsum=True, affine=True)
+    given = operands(70, 512, torch.float32, p=0.0, residual=False, dsum=True, affine=True)
     compare(tolerances, kernels, given, torch.float32)
 
 
@@ -135,7 +129,8 @@ def test_two_runs_are_alike_to_the_bit(kernels):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("D", [1, 16, 17, 100, 512, 1024, 4096, 8192])
-def test_tiles_hold_whole_rows(kernels, D, itemsize):
+def test_tiles_hold_whole_rows(D, itemsize):
+    kernels = pytest.importorskip("deepfast.kernels.layer_norm")
     for tile in (kernels.forward_tile(D, itemsize), kernels.backward_tile(D, itemsize)):
         channels = tile.BA * tile.BC
         assert D <= channels < max(32, 2 * D)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deepfast.kernels import mix_rows as kernels
 from deepfast.ops.depth_state import empty_slots
 from deepfast.reference import launchers as reference
 
+OP = "boundary"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 # One for each of the two ways to multiply; fp16 goes the way of fp32.
 WAYS = (torch.float32, torch.bfloat16)
@@ -54,7 +54,7 @@ def operands(given, storage, dtype):
     )
 
 
-def three_ways(run, given, dtype):
+def three_ways(kernels, run, given, dtype):
     """What the kernels, the reference in ``dtype`` and the reference in float64 make of it."""
     return (
         run(kernels, *operands(given, dtype, dtype)),
@@ -79,26 +79,26 @@ def mix(sources, rows, accumulate):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mix_rows(shape, dtype, tolerances):
+def test_mix_rows(shape, dtype, tolerances, kernels):
     given = numbers(*shape)
-    results = three_ways(mix(range(13), range(13, 18), False), given, dtype)
+    results = three_ways(kernels, mix(range(13), range(13, 18), False), given, dtype)
     tolerances.assert_all_accurate(*results, dtype)
 
 
 @pytest.mark.parametrize("dtype", WAYS)
 @pytest.mark.parametrize(("sources", "rows"), LISTS)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_mix_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances):
-    results = three_ways(mix(sources, rows, accumulate), numbers(5, 24), dtype)
+def test_mix_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances, kernels):
+    results = three_ways(kernels, mix(sources, rows, accumulate), numbers(5, 24), dtype)
     tolerances.assert_all_accurate(*results, dtype)
 
 
 @pytest.mark.parametrize("dtype", WAYS)
 @pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances):
+def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances, kernels):
     given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)
-    results = three_ways(mix(range(3), range(3, 20), False), given, dtype)
+    results = three_ways(kernels, mix(range(3), range(3, 20), False), given, dtype)
     tolerances.assert_all_accurate(*results, dtype)
 
 
@@ -127,8 +127,8 @@ def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pull_rows(shape, dtype, tolerances):
-    results = three_ways(pull(range(3), range(4, 21)), numbers(*shape), dtype)
+def test_pull_rows(shape, dtype, tolerances, kernels):
+    results = three_ways(kernels, pull(range(3), range(4, 21)), numbers(*shape), dtype)
     tolerances.assert_all_accurate(*results, dtype)
 
 
@@ -144,30 +144,30 @@ def test_pull_rows(shape, dtype, tolerances):
     ],
 )
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_pull_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances):
+def test_pull_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances, kernels):
     run = pull(sources, rows, accumulate=accumulate)
-    tolerances.assert_all_accurate(*three_ways(run, numbers(5, 24), dtype), dtype)
+    tolerances.assert_all_accurate(*three_ways(kernels, run, numbers(5, 24), dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", WAYS)
 @pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_pull_rows_with_optional_operands(absent, per_channel, dtype, tolerances):
+def test_pull_rows_with_optional_operands(absent, per_channel, dtype, tolerances, kernels):
     given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)
     run = pull(range(4), range(4, 12), inplace=False)
-    tolerances.assert_all_accurate(*three_ways(run, given, dtype), dtype)
+    tolerances.assert_all_accurate(*three_ways(kernels, run, given, dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", WAYS)
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_pull_rows_without_weight_gradient(per_channel, dtype, tolerances):
+def test_pull_rows_without_weight_gradient(per_channel, dtype, tolerances, kernels):
     run = pull(range(4), range(4, 12), weight_grad=False)
-    results = three_ways(run, numbers(5, 40, per_channel=per_channel), dtype)
+    results = three_ways(kernels, run, numbers(5, 40, per_channel=per_channel), dtype)
     tolerances.assert_all_accurate(*results, dtype)
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_weights_keep_their_24_bits(dtype):
+def test_weights_keep_their_24_bits(dtype, kernels):
     """1 + 2^-20 minus 1: nothing is left of a weight that was rounded on the way."""
     states = stored(torch.ones(4, 3, 16), dtype)
     weight = torch.zeros(4, 4)
@@ -185,10 +185,7 @@ def test_weights_keep_their_24_bits(dtype):
 @pytest.mark.parametrize(
     "run", [mix(range(13), range(13, 18), False), pull(range(3), range(4, 21))]
 )
-def test_reruns_are_bit_identical(run):
+def test_reruns_are_bit_identical(run, kernels):
     given = operands(numbers(17, 100), torch.bfloat16, torch.bfloat16)
     first, second = run(kernels, *given), run(kernels, *given)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ---- separate tensors --------------------------------------------------------------------------

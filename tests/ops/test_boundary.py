@@ -90,8 +90,8 @@ def test_agrees(tolerances, ran, backend, dtype, p, residual, out_norm, want_x):
 
 
 @pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
-def test_gradcheck(backend, p, residual, out_norm, want_x):
-    dlcl = DLCL(3, 4, backend=backend, eps=0.1).double()
+def test_gradcheck(exact_backend, p, residual, out_norm, want_x):
+    dlcl = DLCL(3, 4, backend=exact_backend, eps=0.1).double()
     leaves = [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
     leaves += [torch.randn(4, dtype=torch.float64) for _ in range(2)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -122,8 +122,8 @@ def test_gradients_of_two_leaves_share_no_memory(backend):
     assert torch.equal(r.grad, torch.full((4, 6), 2.0))
 
 
-def test_dropout_mask_agrees_with_the_reference(backend):
-    dlcl = DLCL(1, 70, norm=None, backend=backend)
+def test_dropout_mask_agrees_with_the_reference(exact_backend):
+    dlcl = DLCL(1, 70, norm=None, backend=exact_backend)
     y = torch.ones(90, 70, dtype=torch.float64, requires_grad=True)
     x = dlcl(y, DepthHistory(), dropout_p=0.3, seed=77)
     mask = dropout_mask(77, 90, 70, 0.3)

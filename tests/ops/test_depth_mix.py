@@ -108,7 +108,7 @@ def test_agrees_on_every_16_bit_value(backend, dtype, factor, dim):
 
 @pytest.mark.parametrize("kind", ["scalar", "vector"])
 @pytest.mark.parametrize("norm", [None, "both", "gain", "shift"])
-def test_gradcheck(backend, kind, norm):
+def test_gradcheck(exact_backend, kind, norm):
     sources, *params = operands(3, (4, 5), kind, norm, torch.float64)
     given = [p.double().requires_grad_() for p in params if p is not None]
     sources = [s.requires_grad_() for s in sources]
@@ -117,7 +117,7 @@ def test_gradcheck(backend, kind, norm):
         weight, *rest = args[3:]
         gain = rest.pop(0) if norm in ("both", "gain") else None
         shift = rest.pop(0) if norm in ("both", "shift") else None
-        return depth_mix(args[:3], weight, norm_weight=gain, norm_bias=shift, backend=backend)
+        return depth_mix(args[:3], weight, norm_weight=gain, norm_bias=shift, backend=exact_backend)
 
     assert torch.autograd.gradcheck(f, (*sources, *given))
 
@@ -142,10 +142,10 @@ def test_strides_change_nothing(backend):
     assert torch.equal(depth_mix(sources, weight, backend=backend), expected)
 
 
-def test_one_tensor_as_several_sources(backend):
+def test_one_tensor_as_several_sources(exact_backend):
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    depth_mix([x, x, x], weight, backend=backend).sum().backward()
+    depth_mix([x, x, x], weight, backend=exact_backend).sum().backward()
     torch.testing.assert_close(x.grad, weight.detach().sum().expand(4, 6))
     torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
 
@@ -248,7 +248,7 @@ def test_autocast(backend):
         ({"weight": torch.ones(2, device="meta")}, ValueError, "weight must be on cpu"),
         ({"norm_weight": torch.ones(4)}, ValueError, r"norm_weight must be \(2, 4\), got \(4,\)"),
         ({"norm_bias": torch.ones(3, 4)}, ValueError, r"norm_bias must be \(2, 4\)"),
-        ({"backend": "cuda"}, BackendError, "depth_mix has no cuda kernel"),
+        ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
 )
 def test_refuses(change, error, message):

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepfast import backend as backends
 from deepfast import ops
+from deepfast.backend import SDPA
 from deepfast.nn import DLCL, DepthHistory
 
 T, D, K, N, SEED = 5, 16, 3, 7, 11
@@ -105,9 +106,11 @@ NAMES = ["layer_norm", "depth_mix", "norm_linear", "attention"]
 DROPOUT = [0.0, 0.3]
 
 
-@pytest.fixture(params=["cpu", "reference", "triton"])
+@pytest.fixture(params=["cpu", "reference", "triton", "cuda"])
 def any_backend(request):
-    """Each backend that has kernels here; Triton's run in its interpreter."""
+    """Each backend that has kernels here; Triton's run in its interpreter, CUDA's are emulated."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
     if request.param == "triton":
         pytest.importorskip("triton")
     return request.param
@@ -115,8 +118,8 @@ def any_backend(request):
 
 def serves(name, backend):
     """On the CPU attention is torch's, which registers itself."""
-    if name == "attention" and backend == "cpu":
-        pytest.skip("the cpu backend's attention is torch's")
+    if name == "attention" and backend in SDPA:
+        pytest.skip(f"attention by {backend} is torch's")
 
 
 @pytest.mark.parametrize("p", DROPOUT)

@@ -1,4 +1,4 @@
-"""The engine on Triton's kernels, in the interpreter where there is no GPU."""
+"""The engine on the kernels of a GPU without one: Triton's in its interpreter, CUDA's emulated."""
 
 import pytest
 import torch
@@ -6,12 +6,16 @@ import torch
 from deepfast import backend
 from deepfast.nn import DLCL, DepthHistory, TransformerEncoder
 
-pytest.importorskip("triton")
 
-pytestmark = pytest.mark.skipif(
-    backend.refusal("boundary", "triton", "cpu", torch.float32) is not None,
-    reason="Triton's interpreter is off: tests/gpu covers the engine on a GPU",
-)
+@pytest.fixture(params=["triton", "cuda"])
+def server(request):
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    reason = backend.refusal("boundary", request.param, "cpu", torch.float32)
+    if reason is not None:
+        pytest.skip(f"{reason}; tests/gpu covers the engine on a GPU")
+    return request.param
+
 
 CASES = [
     ({}, torch.float32),
@@ -27,21 +31,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "dtype"), CASES, ids=str)
-def test_a_chain_agrees(tolerances, chain, options, dtype):
+def test_a_chain_agrees(server, tolerances, chain, options, dtype):
     """Blocks of two rows: far passes with one and with several blocks behind them."""
     with backend.record() as seen:
-        chain(6, 20, block=2, backend="triton", **options).compare(tolerances, dtype)
-    assert set(seen) == {("boundary", "triton")}
+        chain(6, 20, block=2, backend=server, **options).compare(tolerances, dtype)
+    assert set(seen) == {("boundary", server)}
 
 
 @pytest.mark.slow
-def test_more_than_32_sources(tolerances, chain):
-    chain(35, 8, tokens=2, backend="triton").compare(tolerances, torch.float32)
+def test_more_than_32_sources(server, tolerances, chain):
+    chain(35, 8, tokens=2, backend=server).compare(tolerances, torch.float32)
 
 
-def test_no_tokens():
+def test_no_tokens(server):
     x = torch.randn(0, 16, requires_grad=True)
-    dlcl, history = DLCL(5, 16, backend="triton"), DepthHistory(block=2)
+    dlcl, history = DLCL(5, 16, backend=server), DepthHistory(block=2)
     y = x
     for _ in range(6):
         y = dlcl(torch.tanh(y), history)
@@ -50,12 +54,16 @@ def test_no_tokens():
     assert all(p.grad.eq(0).all() for p in dlcl.parameters())
 
 
-def test_a_whole_encoder_agrees():
+def test_a_whole_encoder_agrees(server):
     """Every kernel of the package, joined, with dropout: the masks are the reference's."""
     outputs = {}
-    for name in ("triton", "reference"):
+    # The mask on attention's weights is torch's own where attention is.
+    attention_dropout = 0.0 if server in backend.SDPA else 0.2
+    for name in (server, "reference"):
         torch.manual_seed(5)
-        encoder = TransformerEncoder(5, 32, 2, 48, dropout=0.2, attention_dropout=0.2, backend=name)
+        encoder = TransformerEncoder(
+            5, 32, 2, 48, dropout=0.2, attention_dropout=attention_dropout, backend=name
+        )
         x = torch.randn(3, 7, 32, requires_grad=True)
         padding = torch.arange(7) >= torch.tensor([[7], [3], [5]])
         with backend.record() as seen:
@@ -67,10 +75,10 @@ def test_a_whole_encoder_agrees():
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_give_the_same_bits(server):
     def run():
         torch.manual_seed(2)
-        dlcl, history = DLCL(6, 24, backend="triton"), DepthHistory(block=2)
+        dlcl, history = DLCL(6, 24, backend=server), DepthHistory(block=2)
         x = torch.randn(5, 24, requires_grad=True)
         y = x
         for _ in range(7):

@@ -1,0 +1,111 @@
+"""Writes what a run on a GPU decides into deepfast/backend.py: defaults, and the faster kernels.
+
+    python -m deepfast.bench.gpu.table bench/results/RUN.json
+
+``PROVED`` gets the ops whose tests ran and passed there, ``SHAPES`` the faster of cuda and triton
+by width, where both were measured: forward and backward together, as a training step has them.
+"""
+
+import argparse
+import json
+import pprint
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+BACKEND = Path(__file__).resolve().parents[2] / "deepfast" / "backend.py"
+BEGIN, END = "# table: begin\n", "# table: end\n"
+
+TESTS = {
+    "layer_norm": ("layer_norm",),
+    "depth_mix": ("depth_mix",),
+    "boundary": ("boundary", "depth_mix", "stacks"),
+    "attention": ("attention", "stacks"),
+}
+"""The groups of tests that an op must have passed."""
+
+CASES = {
+    "layer_norm": ("LN forward", "LN backward"),
+    "depth_mix": ("functional depth_mix",),
+    "boundary": ("boundary forward", "boundary backward", "depth mix forward", "depth mix pull"),
+}
+"""How the benchmarks' cases of an op begin."""
+
+
+def proved(results: dict) -> dict[str, tuple[str, ...]]:
+    """By backend the ops whose tests all ran and passed."""
+    groups = results["tests"] or {}
+
+    def passed(name: str, op: str) -> bool:
+        if (name, op) == ("cuda", "attention"):
+            return False
+        for group in TESTS[op]:
+            found = groups.get(group)
+            if found is None or found["status"].startswith("stopped"):
+                return False
+            other = {"cuda": "triton", "triton": "cuda"}[name]
+            told = found["failed"] + found["skipped"]
+            # A test of the other kernels has their name in its parameters.
+            if any(other not in line["test"].partition("[")[2] for line in told):
+                return False
+            if not found["passed"]:
+                return False
+        return True
+
+    return {name: tuple(op for op in TESTS if passed(name, op)) for name in ("cuda", "triton")}
+
+
+def shapes(results: dict) -> dict[str, tuple[tuple[int, str], ...]]:
+    """By op the faster backend for each width, narrow ones first."""
+    seconds: dict = defaultdict(lambda: defaultdict(dict))
+    for section in results["sections"].values():
+        for row in section.get("rows", []):
+            by = row["variant"].removeprefix("deepfast, ")
+            width = re.search(r"\bD=(\d+)", row["what"])
+            for op, starts in CASES.items():
+                if width and by in ("cuda", "triton") and row["what"].startswith(starts):
+                    seconds[op][int(width[1])].setdefault(row["what"], {})[by] = row["seconds"]
+    table = {}
+    for op, widths in seconds.items():
+        faster = []
+        for width, cases in sorted(widths.items()):
+            both = [c for c in cases.values() if len(c) == 2]
+            if both:
+                totals = {by: sum(c[by] for c in both) for by in ("cuda", "triton")}
+                faster.append((width, min(totals, key=totals.get)))
+        if faster:
+            table[op] = tuple(faster)
+    return table
+
+
+def text(results: dict) -> str:
+    """The lines between the markers."""
+    lines = ["PROVED: dict[str, tuple[str, ...]] = " + pprint.pformat(proved(results), width=90)]
+    kind = "dict[str, tuple[tuple[int, str], ...]]"
+    lines += [f"SHAPES: {kind} = " + pprint.pformat(shapes(results), width=90)]
+    return "\n".join(lines) + "\n"
+
+
+def rewrite(source: str, results: dict) -> str:
+    """backend.py with the lines between the markers made anew."""
+    before, rest = source.split(BEGIN)
+    return before + BEGIN + text(results) + END + rest.split(END)[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="the .json file that make gpu wrote")
+    args = parser.parse_args(argv)
+    results = json.loads(args.results.read_text())
+    if results["dry_run"] or not results["complete"]:
+        print(f"{args.results}: expected a complete run on a GPU, got a dry or broken-off one",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    BACKEND.write_text(rewrite(BACKEND.read_text(), results))
+    print(text(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+// What the two directions of a boundary share: a row's sum over the near states, from coefficients
+// in shared memory, and the choice of blocks.
+//
+//     x = S + sum over near of c_k * n_k      with c_k = W[row, k] * gain_k, S = sum W[row, k] *
+//     shift_k
+//
+// Blocks stay for many rows, so that each makes c and S once, as its threads hold a row: a channel
+// of a state is then one product, be the weights one for each state or one for each channel.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "op.h"
+
+namespace deepfast {
+namespace {
+
+// Blocks are large, and rows of several warps go their own ways.
+using RowsApart = RowSums<true>;
+
+// States or rows in one list.
+constexpr int kMost = 64;
+
+// Most rows are aligned and narrow enough for the table: kernels with kFast. The others are the
+// same kernels, compiled apart so that they cost the fast ones no registers.
+//
+// States or gradients of a row that are on their way at a time:
+template <class T, bool kFast>
+constexpr int kAtOnce = !kFast           ? 1
+                        : sizeof(T) == 2 ? 4
+                                         : 2;
+// Whether the registers suffice for operands on their way long before they are used.
+template <class T, bool kFast>
+constexpr bool kEarly = kFast && sizeof(T) == 2;
+
+// The states that a row reads, and parameters of all channels.
+template <class T>
+struct Mix {
+  const T* states;
+  int64_t slot_stride, row_stride;
+  const float *weight, *gain, *shift;  // weight: of the row; gain, shift: (R, D) or null
+  const float* parameters[3];
+  int dim, lanes, count, slot;
+  bool per_channel, reads_own, aligned;
+  int32_t near[kMost];
+};
+
+// Rows of values in shared memory, sixteen for each thread of a row or of the block. A thread's
+// values lie together, 16 bytes apart from the next one's: no two threads meet in a bank.
+class Table {
+ public:
+  static DEEPFAST_HOST_DEVICE int floats(int rows, int threads) {
+    return (rows * kRowValues + 4) * threads;
+  }
+  DEEPFAST_DEVICE Table(void* base, int rows, int thread)
+      : words_(static_cast<Words*>(base) + (rows * kRowValues / 4 + 1) * thread) {}
+  DEEPFAST_DEVICE void put(int row, int c, const float (&v)[kChunk]) const {
+    const Chunk<float> chunk = narrow<float>(v);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) words_[(row * kRowChunks + c) * 2 + h] = chunk.words[h];
+  }
+  DEEPFAST_DEVICE void get(int row, int c, float (&v)[kChunk]) const {
+    Chunk<float> chunk;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) chunk.words[h] = words_[(row * kRowChunks + c) * 2 + h];
+    widen(chunk, v);
+  }
+
+ private:
+  Words* words_;
+};
+
+// Rows of the table: the sum S, the coefficients of the own state, up to three parameters, and the
+// coefficients of the near states.
+constexpr int kSum = 0, kOwn = 1, kParameter = 2, kNear = 5;
+
+// z_k * W[row, k] is a * n_k + b.
+template <class T>
+DEEPFAST_DEVICE void terms(const Mix<T>& mix, const Lane& at, int64_t k, int c, float (&a)[kChunk],
+                           float (&b)[kChunk]) {
+  const int64_t channel = k * mix.dim + at.channel(c);
+  float w[kChunk];
+  if (mix.per_channel) {
+    load_chunk(mix.weight + channel, at.count(c), at.aligned, w);
+  } else {
+    for (int i = 0; i < kChunk; ++i) w[i] = mix.weight[k];
+  }
+  load_chunk(mix.gain + channel, mix.gain != nullptr ? at.count(c) : 0, at.aligned, a);
+  load_chunk(mix.shift + channel, mix.shift != nullptr ? at.count(c) : 0, at.aligned, b);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    a[i] = mix.gain != nullptr ? a[i] * w[i] : w[i];
+    b[i] *= w[i];
+  }
+}
+
+// Fills the table; each of the block's rows of threads takes some chunks of it.
+template <class T>
+DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table& table, const Lane& at) {
+#pragma unroll 1
+  for (int q = at.row_in_block(); q < (kNear + mix.count) * kRowChunks; q += at.rows_per_block()) {
+    const int r = q / kRowChunks, c = q % kRowChunks;
+    float a[kChunk] = {}, b[kChunk];
+    if (r == kSum) {
+#pragma unroll 4
+      for (int j = 0; j < mix.count + mix.reads_own; ++j) {
+        float unused[kChunk];
+        terms(mix, at, j < mix.count ? mix.near[j] : mix.slot, c, unused, b);
+        for (int i = 0; i < kChunk; ++i) a[i] += b[i];
+      }
+    } else if (r == kOwn || r >= kNear) {
+      if (r != kOwn || mix.reads_own)
+        terms(mix, at, r == kOwn ? mix.slot : mix.near[r - kNear], c, a, b);
+    } else if (mix.parameters[r - kParameter] != nullptr) {
+      load_chunk(mix.parameters[r - kParameter] + at.channel(c), at.count(c), at.aligned, a);
+    }
+    table.put(r, c, a);
+  }
+}
+
+// A parameter's values for one chunk; the parameter is there.
+template <bool kFast, class T>
+DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table& table, const Lane& at, int p, int c,
+                               float (&v)[kChunk]) {
+  if (kFast)
+    table.get(kParameter + p, c, v);
+  else
+    load_chunk(mix.parameters[p] + at.channel(c), at.count(c), at.aligned, v);
+}
+
+// v times parameter p, and plus it; v itself where there is none.
+template <bool kFast, class T>
+DEEPFAST_DEVICE void scale(const Mix<T>& mix, const Table& table, const Lane& at, int p,
+                           float (&v)[kRowChunks][kChunk]) {
+  if (mix.parameters[p] == nullptr) return;
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float factor[kChunk];
+    parameter<kFast>(mix, table, at, p, c, factor);
+    for (int i = 0; i < kChunk; ++i) v[c][i] *= factor[i];
+  }
+}
+template <bool kFast, class T>
+DEEPFAST_DEVICE void shift(const Mix<T>& mix, const Table& table, const Lane& at, int p,
+                           float (&v)[kRowChunks][kChunk]) {
+  if (mix.parameters[p] == nullptr) return;
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float term[kChunk];
+    parameter<kFast>(mix, table, at, p, c, term);
+    for (int i = 0; i < kChunk; ++i) v[c][i] += term[i];
+  }
+}
+
+// x += W[row, k] * z_k for the state n_k, whose coefficients are the table's row r.
+template <bool kFast, class T>
+DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane& at, int r, int k,
+                               const RowChunks<T>& state, float (&x)[kRowChunks][kChunk]) {
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float n[kChunk], a[kChunk];
+    widen(state.chunk[c], n);
+    if (kFast) {
+      table.get(r, c, a);
+    } else {
+      float b[kChunk];
+      terms(mix, at, k, c, a, b);
+      for (int i = 0; i < kChunk; ++i) x[c][i] += b[i];
+    }
+    for (int i = 0; i < kChunk; ++i) x[c][i] += a[i] * n[i];
+  }
+}
+
+// x = S + sum over the near states but the own one, of the row at `offset`.
+template <bool kFast, class T>
+DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane& at, int64_t offset,
+                              bool exists, float (&x)[kRowChunks][kChunk]) {
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    for (int i = 0; i < kChunk; ++i) x[c][i] = 0.0f;
+    if (kFast) table.get(kSum, c, x[c]);
+  }
+  constexpr int kGroup = kAtOnce<T, kFast>;
+#pragma unroll 1
+  for (int first = 0; first < mix.count; first += kGroup) {
+    RowChunks<T> states[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      const bool there = first + j < mix.count;
+      const T* state = mix.states + mix.near[there ? first + j : 0] * mix.slot_stride;
+      states[j] = load_row(state + offset, at, exists && there);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j)
+      if (first + j < mix.count)
+        add_state<kFast>(mix, table, at, kNear + first + j, mix.near[first + j], states[j], x);
+  }
+}
+
+// Row t of an operand, zeros where the operand is absent. Registers that are not written on some
+// way through a loop would be taken all along it.
+template <class T>
+DEEPFAST_DEVICE RowChunks<T> load_present(const T* operand, int64_t stride, int64_t t,
+                                          const Lane& at, bool exists) {
+  return load_row(operand + t * stride, at, exists && operand != nullptr);
+}
+
+template <class T>
+DEEPFAST_DEVICE void add_row(float (&v)[kRowChunks][kChunk], const RowChunks<T>& row) {
+  float r[kRowChunks][kChunk];
+  widen(row, r);
+  DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
+}
+
+// ---- on the host -------------------------------------------------------------------------------
+
+constexpr int64_t kFloat = sizeof(float);
+
+// What forward and backward share, and whether all of it is aligned.
+struct Operands {
+  const Tensor& states;
+  const Indices& near;
+  const Weights w;
+  const int64_t slot, row, tokens, dim;
+  const float *gain, *shift, *out_weight, *out_bias;
+  const Storage storage;
+  bool aligned;
+
+  Operands(const Tensor& states_, int64_t slot_, const Indices& near_, const Tensor& weight,
+           int64_t row_, const OptionalTensor& gain_, const OptionalTensor& shift_,
+           const OptionalTensor& out_weight_, const OptionalTensor& out_bias_)
+      : states(states_),
+        near(near_),
+        w(weight, storage_of(states_), states_.size(2)),
+        slot(slot_),
+        row(row_),
+        tokens(states_.size(1)),
+        dim(states_.size(2)),
+        gain(floats(gain_, w.columns * dim)),
+        shift(floats(shift_, w.columns * dim)),
+        out_weight(floats(out_weight_, dim)),
+        out_bias(floats(out_bias_, dim)),
+        storage(storage_of(states_)) {
+    check_dim(dim);
+    aligned =
+        Alignment(storage, dim).slots(states).values({w.base, gain, shift, out_weight, out_bias});
+    DEEPFAST_CHECK(near.size() <= kMost + 1, "boundary: CUDA kernels read at most ", kMost,
+                   " near states, got ", near.size());
+  }
+
+  // Near states but the own one.
+  int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), slot); }
+  // Bytes of the table, where there is one.
+  int64_t table(bool fast, int64_t pulls = 0) const {
+    const int rows = static_cast<int>(kNear + mixed_from() + pulls);
+    return fast ? Table::floats(rows, row_lanes(dim)) * kFloat : 0;
+  }
+
+  template <class T>
+  Mix<T> mix(bool aligned) const {
+    Mix<T> mix{};
+    mix.states = static_cast<const T*>(deepfast::slot(states, slot).data) - slot * states.stride(0);
+    mix.slot_stride = states.stride(0), mix.row_stride = states.stride(1);
+    mix.weight = reinterpret_cast<const float*>(w.base + w.offset(row, 0));
+    mix.gain = gain, mix.shift = shift;
+    mix.dim = static_cast<int>(dim), mix.lanes = row_lanes(dim), mix.slot = static_cast<int>(slot);
+    mix.per_channel = w.width > 1, mix.aligned = aligned;
+    for (int64_t k : near) {
+      DEEPFAST_CHECK(k >= 0 && k < states.size(0), "slot ", k, " of a buffer of ", states.size(0));
+      w.offset(row, k);
+      if (k == slot) {
+        mix.reads_own = true;
+        continue;
+      }
+      DEEPFAST_CHECK(mix.count < kMost, "boundary: CUDA kernels read at most ", kMost,
+                     " near states, got ", near.size());
+      mix.near[mix.count++] = static_cast<int32_t>(k);
+    }
+    return mix;
+  }
+};
+
+// Calls f with a value of the storage type and with whether the fast kernel serves.
+template <class F>
+void dispatch(Storage storage, bool fast, const F& f) {
+  dispatch(storage, [&](auto type) {
+    if (fast)
+      f(type, std::true_type{});
+    else
+      f(type, std::false_type{});
+  });
+}
+
+// Blocks of 16 warps, of fewer where rows are few or a block's shared memory, `bytes(threads,
+// fast)`, is more than there is. A function of the device and the shapes alone.
+struct Shape {
+  Grid grid;
+  bool fast;
+
+  template <class Bytes>
+  Shape(const Device& device, int64_t tokens, int lanes, bool aligned, const Bytes& bytes) {
+    const auto tiles = [&](int threads) {
+      return (tokens + threads / lanes - 1) / (threads / lanes);
+    };
+    const int64_t most = device.shared();
+    int threads = kMostLanes;
+    while (threads > row_threads(lanes) && device.blocks(tiles(threads), 1) == tiles(threads))
+      threads /= 2;
+    while (threads > std::max(lanes, kMostLanes / 2) && bytes(threads, true) > most) threads /= 2;
+    fast = aligned && bytes(threads, true) <= most;
+    while (threads > std::max(lanes, kWarp) && bytes(threads, fast) > most) threads /= 2;
+    const int64_t shared = bytes(threads, fast);
+    DEEPFAST_CHECK(shared <= most, "boundary: a block takes ", shared,
+                   " bytes of shared memory, and this device gives it ", most);
+    // Each block costs a kilobyte beside its own, and a multiprocessor has one more than `most`.
+    const int64_t own = 1 << 10;
+    const int64_t resident =
+        std::clamp<int64_t>((most + own) / (shared + own), 1, kMostLanes / threads);
+    grid = {device.blocks(tiles(threads), static_cast<int>(resident)), threads, shared};
+  }
+};
+
+}  // namespace
+}  // namespace deepfast

@@ -1,0 +1,135 @@
+// Sums of a boundary's backward over its tokens: the dots of weights per channel, and the totals
+// over blocks.
+#pragma once
+
+#include "boundary.h"
+
+namespace deepfast {
+namespace {
+
+// Sums of channels: of the state's gain and shift, of the output's weight and bias.
+constexpr int kSums = 4;
+
+template <class T>
+struct Backward {
+  Mix<T> mix;  // parameters: out_weight, the state's gain, its shift
+  const T *partial, *dx, *dout, *pulled, *grads;
+  T *grad, *dbranch, *dresidual;
+  const float *source_rstd, *out_mean, *out_rstd;
+  const float* weight;  // all of W
+  float* sums;          // (blocks, width): channel sums, then dots of the pulls; or null
+  int64_t partial_stride, dx_stride, dout_stride, pulled_stride, grads_stride, grad_stride;
+  int64_t dbranch_stride, dresidual_stride, width;
+  int64_t tokens, columns, column, grad_slot;
+  int blocks, pulls;
+  bool norm_source, pulls_own, channel_sums, state_sums, out_sums, dots;
+  DropoutMask dropout;
+  // Where pulls_own, the first is the row itself.
+  int32_t rows[kMost], slots[kMost];
+};
+
+// Adds d * n and d to the thread's own sums `row` and `row` + 1.
+DEEPFAST_DEVICE void add_sums(const Table& sums, int row, const float (&d)[kRowChunks][kChunk],
+                              const float (&n)[kRowChunks][kChunk]) {
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float sum[kChunk];
+    sums.get(row, c, sum);
+    for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i] * n[c][i];
+    sums.put(row, c, sum);
+    sums.get(row + 1, c, sum);
+    for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i];
+    sums.put(row + 1, c, sum);
+  }
+}
+
+// Dots of weights per channel, from the gradients as they are stored: too many for the kernel
+// above. Blocks b, b + op.blocks, ... share the rows of that kernel's block b, and each has a group
+// of pulls.
+constexpr int kPulls = 2;
+
+template <class T>
+__global__ void __launch_bounds__(kMostLanes)
+    boundary_dots_kernel(const __grid_constant__ Backward<T> op) {
+  const Mix<T>& mix = op.mix;
+  const Lane at(mix.dim, mix.lanes, mix.aligned);
+  const int block = blockIdx.x % op.blocks, pull = blockIdx.x / op.blocks * kPulls;
+  float sums[kPulls][kRowChunks][kChunk] = {};
+  const int64_t step = int64_t{op.blocks} * at.rows_per_block();
+  for (int64_t t = int64_t{block} * at.rows_per_block() + at.row_in_block(); t < op.tokens;
+       t += step) {
+    RowChunks<T> grads[kPulls];
+    const RowChunks<T> own =
+        load_row(mix.states + mix.slot * mix.slot_stride + t * mix.row_stride, at);
+#pragma unroll
+    for (int j = 0; j < kPulls; ++j) {
+      const bool there = pull + j < op.pulls;
+      const T* grad = op.grads + op.slots[there ? pull + j : 0] * op.grads_stride;
+      grads[j] = load_row(grad + t * op.grad_stride, at, there);
+    }
+#pragma unroll
+    for (int c = 0; c < kRowChunks; ++c) {
+      float z[kChunk], p[kChunk];
+      widen(own.chunk[c], z);
+      if (mix.parameters[1] != nullptr) {
+        load_chunk(mix.parameters[1] + at.channel(c), at.count(c), at.aligned, p);
+        for (int i = 0; i < kChunk; ++i) z[i] *= p[i];
+      }
+      if (mix.parameters[2] != nullptr) {
+        load_chunk(mix.parameters[2] + at.channel(c), at.count(c), at.aligned, p);
+        for (int i = 0; i < kChunk; ++i) z[i] += p[i];
+      }
+#pragma unroll
+      for (int j = 0; j < kPulls; ++j) {
+        widen(grads[j].chunk[c], p);
+        for (int i = 0; i < kChunk; ++i) sums[j][c][i] += p[i] * z[i];
+      }
+    }
+  }
+  store_channel_sums(
+      sums, at, reinterpret_cast<float*>(dynamic_shared()),
+      op.sums + block * op.width + (op.channel_sums * kSums + pull) * int64_t{mix.dim});
+}
+
+// Sums over the blocks of a backward launch, all in one: of channels into four rows, of dots into
+// W's.
+struct Totals {
+  const float* partial;  // (blocks, width)
+  int64_t blocks, width, columns, column, piece;
+  int channel_sums, dim, pulls;  // channel_sums: 0 or kSums of them in front
+  float* out[kSums];
+  float* dweight;
+  int32_t rows[kMost];
+};
+
+constexpr int kTotalWarps = 8;
+
+// As in partials.cu: a warp takes every eighth block, in order, and the warps meet in shared
+// memory.
+__global__ void __launch_bounds__(kTotalWarps* kWarp)
+    boundary_totals_kernel(const __grid_constant__ Totals op) {
+  float* scratch = reinterpret_cast<float*>(dynamic_shared());
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t n = int64_t{blockIdx.x} * kWarp + lane, dots = n - op.channel_sums * op.dim;
+  float* out = nullptr;
+  if (dots < 0) {
+    out = op.out[n / op.dim];
+    if (out != nullptr) out += n % op.dim;
+  } else if (dots < op.pulls * op.piece) {
+    out = op.dweight + (op.rows[dots / op.piece] * op.columns + op.column) * op.piece +
+          dots % op.piece;
+  }
+  float sum = 0.0f;
+  if (out != nullptr) {
+#pragma unroll 4
+    for (int64_t p = warp; p < op.blocks; p += kTotalWarps) sum += op.partial[p * op.width + n];
+  }
+  scratch[threadIdx.x] = sum;
+  __syncthreads();
+  if (warp != 0 || out == nullptr) return;
+  for (int w = 1; w < kTotalWarps; ++w) sum += scratch[w * kWarp + lane];
+  *out = sum;
+}
+
+}  // namespace
+}  // namespace deepfast

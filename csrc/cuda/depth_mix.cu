@@ -1,0 +1,219 @@
+// The engine's far pass of a forward: several rows of depth weights times many states at once.
+//
+//     out_b (+)= sum_k W[row_b, k] z_k,      z_k = state_k * gain_k + shift_k
+//
+// Wang et al.: Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
+//
+// A product of a small matrix (B, K) and a tall one (K, T D), bound by reading the states once. A
+// block has a tile of tokens and channels (stream.h); the sums of all B rows stay in its registers
+// while the K states stream past. Of 2-byte states a multiprocessor of an H200 gets some 9 values
+// a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8 FMA, one to widen
+// the value, one for gain and shift and 2.5 for loads, addresses and the loop, since what a
+// thread reads of W, gain and shift serves 16 values. 7 stages on their way are 56 KB.
+#include "stream.h"
+
+namespace deepfast {
+namespace {
+
+// One block a multiprocessor: a thread may have 255 registers, and 128 of them are sums.
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kMostRows = 8, kLines = 4;
+
+template <class T>
+struct Mix {
+  Stream<T> from;
+  const float *gain, *shift;  // (columns, dim), or null
+  const float* weight;        // (., columns) or (., columns, dim)
+  T* out;
+  int64_t out_stride, out_row_stride;
+  int columns, rows;
+  bool affine, per_channel, out_aligned, channels_aligned, accumulate;
+  int32_t row[kMostRows], out_row[kMostRows];
+};
+
+template <class T>
+using MixLines = Lines<T, kLines, 64 / (kLines * static_cast<int>(sizeof(T)))>;
+
+// A thread's part of a step as it lies in memory.
+template <class T>
+struct Part {
+  Quad<T> n[kLines];
+  Quad<float> gain, shift;
+};
+
+// Shared memory: the rings of the warps, the slots' offsets, W as (count, kRows), then gains and
+// shifts of the block's slice, (count, 2, 128), or ones and zeros, (2, 128), for all slots.
+template <class T, int kRows>
+struct Layout {
+  static constexpr int kOffsets = kWarps * MixLines<T>::kBytes;
+  static constexpr int kWeights = kOffsets + Stream<T>::kMost * 8;
+  static constexpr int kAffine = kWeights + Stream<T>::kMost * kRows * 4;
+  static constexpr int kAffineBytes = 2 * kLine * 4;
+};
+
+template <class T, int kRows>
+DEEPFAST_DEVICE void fill_parameters(const Mix<T>& op, float* weights, Quad<float>* affine) {
+  const Stream<T>& from = op.from;
+  for (int i = threadIdx.x; i < from.count * kRows; i += kThreads) {
+    const int b = i % kRows, k = from.slot[i / kRows];
+    weights[i] =
+        b < op.rows && !op.per_channel ? op.weight[int64_t{op.row[b]} * op.columns + k] : 0.0f;
+  }
+  const int lanes = 1 << from.log2_lanes, rows = op.affine ? from.count : 1;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * 2 * kWarp; i += kThreads) {
+    const bool shift = i / kWarp % 2 == 1;
+    const float* values = shift ? op.shift : op.gain;
+    const int channel = (blockIdx.x % from.slices * lanes + i % kWarp) * kQuad;
+    const float rest = shift ? 0.0f : 1.0f, constant[kQuad] = {rest, rest, rest, rest};
+    affine[i] = values == nullptr
+                    ? narrow_quad<float>(constant)
+                    : load_quad(values + int64_t{from.slot[i / (2 * kWarp)]} * from.dim + channel,
+                                i % kWarp < lanes ? from.dim - channel : 0, op.channels_aligned);
+  }
+}
+
+// kGeneral: a weight per channel, or rows that no 16 bytes fit.
+template <class T, int kRows, bool kGeneral>
+__global__ void __launch_bounds__(kThreads, 1) mix_rows_kernel(const __grid_constant__ Mix<T> op) {
+  using At = Layout<T, kRows>;
+  const Stream<T>& from = op.from;
+  char* shared = dynamic_shared();
+  int64_t* offsets = reinterpret_cast<int64_t*>(shared + At::kOffsets);
+  float* weights = reinterpret_cast<float*>(shared + At::kWeights);
+  const Place at(from, kLines);
+  fill_offsets(offsets, from);
+  __syncthreads();
+  MixLines<T> lines(from, at, offsets, shared);
+  fill_parameters<T, kRows>(op, weights, reinterpret_cast<Quad<float>*>(shared + At::kAffine));
+  __syncthreads();
+  const char* affine =
+      shared + At::kAffine + (at.lane & ((1 << from.log2_lanes) - 1)) * sizeof(Quad<float>);
+  const int affine_step = op.affine ? At::kAffineBytes : 0;
+  const bool ring = !kGeneral || from.aligned;
+  Part<T> part;
+  const auto take = [&](int k, int64_t tile) {
+    if (ring) {
+      lines.take(part.n);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kLines; ++v)
+        part.n[v] = load_quad(
+            bytes_on(from.states, offsets[k]) + at.channel + at.token(tile, v) * from.row_stride,
+            at.count_of(from, tile, v), false);
+    }
+    const auto* parameters = reinterpret_cast<const Quad<float>*>(affine + k * affine_step);
+    part.gain = parameters[0], part.shift = parameters[kWarp];
+  };
+  if (from.count > 0) take(0, at.first);
+  for (int64_t tile = at.first; tile < from.tokens; tile += at.step) {
+    float sum[kRows][kLines][kQuad] = {};
+    if (op.accumulate) load_sums(op, op.rows, at, tile, !kGeneral || op.out_aligned, sum);
+    for (int k = 0; k < from.count; ++k) {
+      float z[kLines][kQuad], gain[kQuad], shift[kQuad], w[kRows / kQuad][kQuad];
+#pragma unroll
+      for (int b = 0; b < kRows / kQuad; ++b)
+        widen(reinterpret_cast<const Quad<float>*>(weights)[k * kRows / kQuad + b], w[b]);
+      widen(part.gain, gain), widen(part.shift, shift);
+#pragma unroll
+      for (int v = 0; v < kLines; ++v) {
+        widen(part.n[v], z[v]);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) z[v][i] = fmaf(z[v][i], gain[i], shift[i]);
+      }
+      // The next step comes into registers during the products.
+      const int next = k + 1 < from.count ? k + 1 : 0;
+      take(next, next > 0 ? tile : tile + at.step);
+#pragma unroll
+      for (int b = 0; b < kRows; ++b) {
+        float own[kQuad];
+        if (kGeneral && op.per_channel)
+          load_quad(
+              op.weight + at.channel + (int64_t{op.row[b]} * op.columns + from.slot[k]) * from.dim,
+              b < op.rows ? at.count : 0, op.channels_aligned, own);
+#pragma unroll
+        for (int v = 0; v < kLines; ++v) {
+#pragma unroll
+          for (int i = 0; i < kQuad; ++i)
+            sum[b][v][i] = fmaf(kGeneral && op.per_channel ? own[i] : w[b / kQuad][b % kQuad],
+                                z[v][i], sum[b][v][i]);
+        }
+      }
+    }
+    store_sums(op, op.rows, at, tile, !kGeneral || op.out_aligned, sum);
+  }
+}
+
+template <class T, int kRows, bool kGeneral>
+void launch_mix(const Device& device, Mix<T>& op, const Indices& sources, bool accumulate) {
+  using At = Layout<T, kRows>;
+  const int64_t fit = (device.shared() - At::kAffine) / At::kAffineBytes;
+  const size_t most = op.affine ? std::min<size_t>(Stream<T>::kMost, fit) : Stream<T>::kMost;
+  size_t k = 0;
+  do {
+    op.accumulate = accumulate || k > 0;
+    op.from.count = static_cast<int>(std::min(most, sources.size() - k));
+    for (int i = 0; i < op.from.count; ++i) op.from.slot[i] = static_cast<int32_t>(sources[k + i]);
+    k += op.from.count;
+    launch(mix_rows_kernel<T, kRows, kGeneral>,
+           {stream_blocks(device, op.from), kThreads,
+            At::kAffine + int64_t{At::kAffineBytes} * (op.affine ? op.from.count : 1)},
+           device.stream(), op);
+  } while (k < sources.size());
+}
+
+void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, OptionalTensor gain,
+              OptionalTensor shift, Tensor out, Indices out_rows, bool accumulate) {
+  check_buffer(states);
+  check_buffer(out, states);
+  DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: ", rows.size(), " rows and ",
+                 out_rows.size(), " places for them");
+  const Storage storage = storage_of(states);
+  const int64_t dim = states.size(2);
+  const Weights w(weight, Storage::f32, dim);
+  const float *gain_ = floats(gain, w.columns * dim), *shift_ = floats(shift, w.columns * dim);
+  for (int64_t k : sources) slot(states, k);
+  for (int64_t b : out_rows) slot(out, b);
+  for (int64_t r : rows) w.offset(r, 0);
+  for (int64_t k : sources) w.offset(0, k);
+  const bool aligned = Alignment(storage, dim).slots(states);
+  const bool out_aligned = Alignment(storage, dim).slots(out), per_channel = w.width != 1;
+  const Device device(states);
+  dispatch(storage, [&](auto type) {
+    using T = decltype(type);
+    const bool general = per_channel || !aligned || !out_aligned;
+    const size_t most = general ? 4 : kMostRows;
+    for (size_t first = 0; first < rows.size(); first += most) {
+      Mix<T> op{};
+      op.rows = static_cast<int>(std::min(most, rows.size() - first));
+      op.from = stream_of<T>(states, kWarps * kLines, aligned);
+      op.gain = gain_, op.shift = shift_, op.affine = gain_ != nullptr || shift_ != nullptr;
+      op.weight = reinterpret_cast<const float*>(w.base), op.per_channel = per_channel;
+      op.columns = static_cast<int>(w.columns);
+      op.channels_aligned = Alignment(storage, dim).values({w.base, gain_, shift_});
+      op.out = static_cast<T*>(out.mutable_data_ptr());
+      op.out_stride = out.stride(0), op.out_row_stride = out.stride(1);
+      op.out_aligned = out_aligned;
+      for (int b = 0; b < op.rows; ++b) {
+        op.row[b] = static_cast<int32_t>(rows[first + b]);
+        op.out_row[b] = static_cast<int32_t>(out_rows[first + b]);
+      }
+      const auto run = general        ? launch_mix<T, 4, true>
+                       : op.rows <= 4 ? launch_mix<T, 4, false>
+                                      : launch_mix<T, 8, false>;
+      run(device, op, sources, accumulate);
+    }
+  });
+}
+
+// A hint about a fresh buffer of states; a GPU needs none.
+void advise_states(Tensor) {}
+
+}  // namespace
+
+DEEPFAST_CUDA_OPS(m) {
+  m.impl("mix_rows", TORCH_BOX(&mix_rows));
+  m.impl("advise_states", TORCH_BOX(&advise_states));
+}
+
+}  // namespace deepfast

@@ -1,0 +1,376 @@
+// Depth mixing over a list of separate tensors: the functional form, without a history's buffer.
+//
+//     out = sum_k w_k z_k,    z_k = n_k * gain_k + shift_k,    n_k = LN(source_k) or source_k
+//
+//     dsource_k = LN'(w_k gain_k dout),    with G_k = sum_t dout n_k and S = sum_t dout:
+//     dgain_k = w_k G_k,   dshift_k = w_k S,   dw_k = G_k gain_k + S shift_k  (its sum if scalar)
+//
+// Forward: a row's lanes (see common/row.h) hold two rows of tokens and go through the sources in
+// order, the next ones on their way into shared memory: 64 KB in flight on a multiprocessor. Two
+// rows share each read of gain and shift: these come from L1 and L2 with 8 bytes a value beside 2
+// of a source, more than L1 could give to one row at a time. (K + 1) T D values of memory.
+//
+// Backward: a block has one source and every `chunks`-th group of rows; G_k and S stay in registers
+// until its end. Blocks of one chunk lie side by side, so that their K reads of a row of dout fall
+// close together and all but the first come from L2: (2 K + 1) T D values of memory. Two sources a
+// block would spare L2 a quarter of its bytes, but take 32 more registers of a thread.
+//
+// Wang et al.: Learning Deep Transformer Models for Machine Translation, ACL 2019, Eq. 8.
+#include <algorithm>
+
+#include "row_pairs.h"
+#include "source_list.h"
+
+namespace deepfast {
+namespace {
+
+constexpr int kPair = 2;
+
+struct Forward {
+  Matrix source[kSources];
+  const float *weight, *gain, *shift;
+  float *mean, *rstd;  // (K, T), or null without norm
+  float* total;        // (T, D) between the launches of a long list
+  Matrix out;
+  int64_t tokens;
+  int sources, dim, lanes;
+  float one_by_dim, eps;
+  bool per_channel, first, last;
+};
+
+DEEPFAST_DEVICE float reciprocal_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return rsqrtf(x);
+#else
+  return 1.0f / sqrtf(x);
+#endif
+}
+
+// f(row of the pair), f(row, index in a chunk), in registers.
+#define EACH_ROW(r) _Pragma("unroll") for (int r = 0; r < kPair; ++r)
+#define EACH_OF_PAIR(r, i) EACH_ROW(r) _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
+
+// normalise() of common/row.h for a pair of rows, whose sums travel together. Behind the end of a
+// row it leaves any values.
+DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const Lane& at,
+                                    RowSum& row_sum, float one_by_dim, float eps,
+                                    Moments (&moments)[kPair]) {
+  float rough[kPair] = {}, sums[2 * kPair] = {};
+  EACH_ROW(r) DEEPFAST_EACH(c, i) rough[r] += v[r][c][i];
+  row_sum(rough);
+  EACH_ROW(r) {
+    rough[r] *= one_by_dim;
+    DEEPFAST_EACH(c, i) {
+      // Of an aligned row a chunk is there or not: one comparison for its eight values.
+      if (at.aligned ? at.count(c) > 0 : i < at.count(c)) v[r][c][i] -= rough[r];
+      sums[r] += v[r][c][i];
+      sums[kPair + r] += v[r][c][i] * v[r][c][i];
+    }
+  }
+  row_sum(sums);
+  EACH_ROW(r) {
+    const float rest = sums[r] * one_by_dim;
+    const float variance = fmaxf(sums[kPair + r] * one_by_dim - rest * rest, 0.0f);
+    const float rstd = reciprocal_root(variance + eps);
+    DEEPFAST_EACH(c, i) v[r][c][i] = (v[r][c][i] - rest) * rstd;
+    moments[r] = {rough[r] + rest, rstd};
+  }
+}
+
+// A thread's chunk of a row of a (K, D) parameter; any values where it has none.
+DEEPFAST_DEVICE void load_parameter(const float* p, int row, const Lane& at, int c,
+                                    float (&v)[kChunk]) {
+  const int channel = at.aligned && at.count(c) <= 0 ? 0 : at.channel(c);
+  // Of at most kSources rows: 32 bits hold an offset.
+  load_chunk(p + (row * at.dim + channel), at.aligned ? kChunk : at.count(c), at.aligned, v);
+}
+
+// `kAffine`: there are both a gain and a shift.
+template <class T, bool kAligned, bool kAffine>
+__global__ void __launch_bounds__(kMostLanes)
+    depth_mix_fwd_kernel(const __grid_constant__ Forward op) {
+  const Lane at(op.dim, op.lanes, kAligned);
+  RowSum row_sum(op.lanes, dynamic_shared());
+  using Pairs = RowPairs<T, kAligned>;
+  Pairs pairs(dynamic_shared() + kRowSumBytes, at);
+  // Rows behind the last one are copies of it: they are not stored, and their moments are the same.
+  const int last = static_cast<int>(op.tokens) - 1;
+  const int t0 = static_cast<int>(blockIdx.x) * kPair * at.rows_per_block() + at.row_in_block();
+  const int t1 = t0 + at.rows_per_block();
+  const bool exists[kPair] = {t0 <= last, t1 <= last};
+  const int t[kPair] = {exists[0] ? t0 : last, exists[1] ? t1 : last};
+  const auto ask = [&](int k) {
+    if (k < op.sources) {
+      const Matrix source = op.source[k];
+      EACH_ROW(r) pairs.ask(r, static_cast<const T*>(source.data) + t[r] * source.row_stride, true);
+    }
+    pairs.asked();
+  };
+  for (int k = 0; k < Pairs::kDepth - 1; ++k) ask(k);
+  float sum[kPair][kRowChunks][kChunk] = {};
+  if (!op.first) EACH_ROW(r) load_row(op.total + int64_t{t[r]} * op.dim, at, true, sum[r]);
+#pragma unroll 1
+  for (int k = 0; k < op.sources; ++k) {
+    ask(k + Pairs::kDepth - 1);
+    const float weight = op.per_channel ? 0.0f : op.weight[k];
+    pairs.wait();
+    float v[kPair][kRowChunks][kChunk];
+    EACH_ROW(r) pairs.take(r, v[r]);
+    pairs.taken();
+    if (op.mean != nullptr) {
+      Moments moments[kPair];
+      normalise_pair(v, at, row_sum, op.one_by_dim, op.eps, moments);
+      EACH_ROW(r) if (at.lane == 0) {
+        op.mean[k * op.tokens + t[r]] = moments[r].mean;
+        op.rstd[k * op.tokens + t[r]] = moments[r].rstd;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kRowChunks; ++c) {
+      float p[kChunk], q[kChunk];
+      if constexpr (kAffine) {
+        load_parameter(op.gain, k, at, c, p);
+        load_parameter(op.shift, k, at, c, q);
+        EACH_OF_PAIR(r, i) v[r][c][i] = v[r][c][i] * p[i] + q[i];
+      } else {
+        if (op.gain != nullptr) {
+          load_parameter(op.gain, k, at, c, p);
+          EACH_OF_PAIR(r, i) v[r][c][i] *= p[i];
+        }
+        if (op.shift != nullptr) {
+          load_parameter(op.shift, k, at, c, p);
+          EACH_OF_PAIR(r, i) v[r][c][i] += p[i];
+        }
+      }
+      if (op.per_channel) {
+        load_parameter(op.weight, k, at, c, p);
+        EACH_OF_PAIR(r, i) sum[r][c][i] += p[i] * v[r][c][i];
+      } else {
+        EACH_OF_PAIR(r, i) sum[r][c][i] += weight * v[r][c][i];
+      }
+    }
+  }
+  wait_copies<0>();
+  EACH_ROW(r) {
+    if (op.last)
+      store_row(static_cast<T*>(op.out.data) + t[r] * op.out.row_stride, at, exists[r], sum[r]);
+    else
+      store_row(op.total + int64_t{t[r]} * op.dim, at, exists[r], sum[r]);
+  }
+}
+
+struct Backward {
+  Matrix source[kSources], dsource[kSources];
+  const float *weight, *gain, *mean, *rstd;
+  Matrix dout;
+  float* partial;  // (chunks, partial_rows, D), or null: G of every source of the list, then S
+  int64_t tokens;
+  int partial_rows, first, sources, dim, lanes;
+  float one_by_dim;
+  bool per_channel, need_dsource;
+};
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kMostLanes)
+    depth_mix_bwd_kernel(const __grid_constant__ Backward op) {
+  const Lane at(op.dim, op.lanes, kAligned);
+  RowSum row_sum(op.lanes, dynamic_shared());
+  using Pairs = RowPairs<T, kAligned>;
+  Pairs pairs(dynamic_shared() + kRowSumBytes, at);
+  const int k = blockIdx.x % op.sources, chunk = blockIdx.x / op.sources;
+  const int tokens = static_cast<int>(op.tokens), first = chunk * at.rows_per_block();
+  const int step = static_cast<int>(gridDim.x) / op.sources * at.rows_per_block();
+  const Matrix source = op.source[k], dsource = op.dsource[k];
+  const bool norm = op.mean != nullptr, need_source = norm || op.partial != nullptr;
+  const float *mean = op.mean + k * op.tokens, *rstd = op.rstd + k * op.tokens;
+  // Of the row in work, and of the one to ask for.
+  int t = first + at.row_in_block(), t_ask = t;
+  const T* p_source = static_cast<const T*>(source.data) + t * source.row_stride;
+  const T* p_dout = static_cast<const T*>(op.dout.data) + t * op.dout.row_stride;
+  T* p_dsource = static_cast<T*>(dsource.data) + t * dsource.row_stride;
+  const auto ask = [&] {
+    pairs.ask(0, p_source, t_ask < tokens && need_source);
+    pairs.ask(1, p_dout, t_ask < tokens);
+    pairs.asked();
+    p_source += step * source.row_stride, p_dout += step * op.dout.row_stride, t_ask += step;
+  };
+  for (int i = 0; i < Pairs::kDepth - 1; ++i) ask();
+  Moments next = {0.0f, 0.0f};
+  if (norm && t < tokens) next = {mean[t], rstd[t]};
+  // weight * gain.
+  float w[kRowChunks][kChunk];
+#pragma unroll
+  for (int c = 0; c < kRowChunks; ++c) {
+    float gain[kChunk];
+    if (op.per_channel) load_parameter(op.weight, k, at, c, w[c]);
+    if (op.gain != nullptr) load_parameter(op.gain, k, at, c, gain);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+      w[c][i] = (op.per_channel ? w[c][i] : op.weight[k]) * (op.gain != nullptr ? gain[i] : 1.0f);
+  }
+  float gn[1][kRowChunks][kChunk] = {}, g[1][kRowChunks][kChunk] = {};
+  // Every thread of a block goes round as often: sums over rows need them all.
+#pragma unroll 1
+  for (int begin = first; begin < tokens; begin += step, t += step) {
+    const bool exists = t < tokens;
+    ask();
+    const Moments moments = next;
+    if (norm && t + step < tokens) next = {mean[t + step], rstd[t + step]};
+    pairs.wait();
+    float n[kRowChunks][kChunk], d[kRowChunks][kChunk];
+    pairs.take(0, n);
+    pairs.take(1, d);
+    pairs.taken();
+    // Behind the end of a row n is any value and d is 0.
+    if (norm) DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
+    if (exists) {
+      DEEPFAST_EACH(c, i) {
+        gn[0][c][i] += d[c][i] * n[c][i];
+        g[0][c][i] += d[c][i];
+      }
+    }
+    if (!op.need_dsource) continue;
+    DEEPFAST_EACH(c, i) d[c][i] *= w[c][i];
+    if (norm) {
+      // norm_backward() of common/row.h, with any values behind the end of the row.
+      float sums[2] = {0.0f, 0.0f};
+      DEEPFAST_EACH(c, i) sums[0] += d[c][i], sums[1] += d[c][i] * n[c][i];
+      row_sum(sums);
+      const float offset = sums[0] * op.one_by_dim, slope = sums[1] * op.one_by_dim;
+      DEEPFAST_EACH(c, i) d[c][i] = moments.rstd * (d[c][i] - offset - n[c][i] * slope);
+    }
+    store_row(p_dsource, at, exists, d);
+    p_dsource += step * dsource.row_stride;
+  }
+  wait_copies<0>();
+  if (op.partial == nullptr) return;
+  // No more pairs are to come: their place is free.
+  float* scratch = reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes);
+  float* partial = op.partial + int64_t{chunk} * op.partial_rows * op.dim;
+  store_channel_sums(gn, at, scratch, partial + int64_t{op.first + k} * op.dim);
+  // S is of dout alone: one source of the list is enough.
+  if (op.first + k == 0)
+    store_channel_sums(g, at, scratch, partial + int64_t{op.partial_rows - 1} * op.dim);
+}
+
+static_assert(sizeof(Forward) <= 4096 && sizeof(Backward) <= 4096, "arguments of a kernel");
+
+struct Gradients {
+  const float* sums;  // (K + 1, D): G of every source, then S
+  const float *weight, *gain, *shift;
+  float *dweight, *dgain, *dshift;
+  int64_t sources;
+  int dim;
+  bool per_channel;
+};
+
+constexpr int kGradientThreads = 256;
+
+// A block for each source.
+__global__ void __launch_bounds__(kGradientThreads) depth_mix_gradients_kernel(const Gradients op) {
+  RowSum row_sum(blockDim.x, dynamic_shared());
+  const int64_t first = int64_t{blockIdx.x} * op.dim;
+  float total[1] = {0.0f};
+  for (int d = threadIdx.x; d < op.dim; d += blockDim.x) {
+    const float gn = op.sums[first + d], g = op.sums[op.sources * op.dim + d];
+    const float w = op.weight[op.per_channel ? first + d : int64_t{blockIdx.x}];
+    if (op.dgain != nullptr) op.dgain[first + d] = w * gn;
+    if (op.dshift != nullptr) op.dshift[first + d] = w * g;
+    float dw = op.gain == nullptr ? gn : gn * op.gain[first + d];
+    if (op.shift != nullptr) dw += g * op.shift[first + d];
+    if (op.per_channel && op.dweight != nullptr) op.dweight[first + d] = dw;
+    total[0] += dw;
+  }
+  if (op.per_channel || op.dweight == nullptr) return;
+  row_sum(total);
+  if (threadIdx.x == 0) op.dweight[blockIdx.x] = total[0];
+}
+
+void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
+                       OptionalTensor shift, bool norm, double eps, Tensor out, OptionalTensor mean,
+                       OptionalTensor rstd) {
+  SourceList in(sources, weight, gain, shift, norm, mean, rstd);
+  const Matrix out_ = in.one(out);
+  const Device device(out);
+  std::optional<Tensor> total;
+  if (in.count > kSources) total = scratch(out, in.tokens * in.dim);
+  const int64_t blocks = (in.tokens + kPair * in.rows - 1) / (kPair * in.rows);
+  dispatch(in.storage, [&](auto type) {
+    using T = decltype(type);
+    const auto kernel = !in.aligned ? depth_mix_fwd_kernel<T, false, false>
+                        : in.gain != nullptr && in.shift != nullptr
+                            ? depth_mix_fwd_kernel<T, true, true>
+                            : depth_mix_fwd_kernel<T, true, false>;
+    const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, true>::kThreadBytes;
+    for (int64_t first = 0; first < in.count; first += kSources) {
+      Forward op{};
+      const int sources_here = in.fill(op, first);
+      op.shift = in.from(in.shift, first, in.dim);
+      op.total = total.has_value() ? floats(*total) : nullptr;
+      op.out = out_;
+      op.eps = static_cast<float>(eps);
+      op.first = first == 0, op.last = first + sources_here == in.count;
+      launch(kernel, {blocks, in.threads, shared}, device.stream(), op);
+    }
+  });
+}
+
+// Threads of a multiprocessor: its 65536 registers, at most 128 of them in each.
+constexpr int kResident = 512;
+
+void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
+                        OptionalTensor shift, bool norm, OptionalTensor mean, OptionalTensor rstd,
+                        Tensor dout, std::vector<Tensor> dsources, OptionalTensor dweight,
+                        OptionalTensor dgain, OptionalTensor dshift) {
+  SourceList in(sources, weight, gain, shift, norm, mean, rstd);
+  // Either every source wants a gradient or none does.
+  DEEPFAST_CHECK(dsources.empty() || dsources.size() == sources.size(), "depth_mix: expected ",
+                 sources.size(), " dsources or none, got ", dsources.size());
+  const Matrix dout_ = in.one(dout);
+  const std::vector<Matrix> dsource = in.matrices(dsources);
+  float *dweight_ = floats(dweight, in.weights), *dgain_ = floats(dgain, in.count * in.dim);
+  float* dshift_ = floats(dshift, in.count * in.dim);
+  const bool sums = dweight.has_value() || dgain.has_value() || dshift.has_value();
+  if (!sums && dsources.empty()) return;
+  const Device device(dout);
+  // No more blocks than run at once, shared evenly by the sources of a launch.
+  const int64_t together = std::min<int64_t>(kSources, in.count);
+  const int64_t tiles = (in.tokens + in.rows - 1) / in.rows;
+  const int64_t chunks =
+      std::max<int64_t>(1, device.blocks(together * tiles, kResident / in.threads) / together);
+  std::optional<Tensor> partial;
+  if (sums) partial = scratch(dout, chunks * (in.count + 1) * in.dim);
+  dispatch(in.storage, [&](auto type) {
+    using T = decltype(type);
+    const auto kernel = in.aligned ? depth_mix_bwd_kernel<T, true> : depth_mix_bwd_kernel<T, false>;
+    const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, true>::kThreadBytes;
+    static_assert(RowPairs<T, true>::kThreadBytes >= kRowValues * 4,
+                  "room for the sums of the end");
+    for (int64_t first = 0; first < in.count; first += kSources) {
+      Backward op{};
+      const int sources_here = in.fill(op, first);
+      op.need_dsource = !dsource.empty();
+      if (op.need_dsource) std::copy_n(dsource.begin() + first, sources_here, op.dsource);
+      op.dout = dout_;
+      op.partial = sums ? floats(*partial) : nullptr;
+      op.partial_rows = static_cast<int>(in.count + 1), op.first = static_cast<int>(first);
+      launch(kernel, {chunks * sources_here, in.threads, shared}, device.stream(), op);
+    }
+  });
+  if (!sums) return;
+  const Tensor totals = scratch(dout, (in.count + 1) * in.dim);
+  sum_partials(device, floats(*partial), chunks, 1, in.count + 1, in.dim,
+               Sums{{floats(totals)}, {in.dim}});
+  launch(depth_mix_gradients_kernel, {in.count, kGradientThreads, kRowSumBytes}, device.stream(),
+         Gradients{floats(totals), in.weight, in.gain, in.shift, dweight_, dgain_, dshift_,
+                   in.count, static_cast<int>(in.dim), in.per_channel});
+}
+
+}  // namespace
+
+DEEPFAST_CUDA_OPS(m) {
+  m.impl("depth_mix_forward", TORCH_BOX(&depth_mix_forward));
+  m.impl("depth_mix_backward", TORCH_BOX(&depth_mix_backward));
+}
+
+}  // namespace deepfast

@@ -1,0 +1,76 @@
+// A list of separate sources as depth_mix takes it: checked, and cut into launches.
+#pragma once
+
+#include <algorithm>
+
+#include "op.h"
+
+namespace deepfast {
+
+// Tensors of one launch: their pointers and strides are arguments of the kernel, 4 KB at most.
+constexpr int kSources = 120;
+
+struct SourceList {
+  Storage storage;
+  int64_t count, tokens, dim, weights;  // count: sources; weights: values of the weight
+  std::vector<Matrix> source;
+  const float *weight, *gain, *shift;
+  float *mean, *rstd;
+  bool per_channel, aligned;
+  int lanes, threads, rows;
+
+  SourceList(const std::vector<Tensor>& sources, const Tensor& weight_, const OptionalTensor& gain_,
+             const OptionalTensor& shift_, bool norm, const OptionalTensor& mean_,
+             const OptionalTensor& rstd_) {
+    DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
+    DEEPFAST_CHECK(sources[0].dim() == 2 && sources[0].size(1) > 0,
+                   "depth_mix: expected sources of shape (T, D)");
+    storage = storage_of(sources[0]);
+    count = static_cast<int64_t>(sources.size());
+    tokens = sources[0].size(0), dim = sources[0].size(1);
+    check_dim(dim);
+    per_channel = weight_.dim() == 2;
+    weights = count * (per_channel ? dim : 1);
+    weight = floats(OptionalTensor(weight_), weights);
+    gain = floats(gain_, count * dim), shift = floats(shift_, count * dim);
+    DEEPFAST_CHECK(tokens < int64_t{1} << 29, "depth_mix: too many tokens: ", tokens);
+    DEEPFAST_CHECK(!norm || (mean_.has_value() && rstd_.has_value()),
+                   "depth_mix: mean or rstd is missing");
+    mean = norm ? floats(mean_, count * tokens) : nullptr;
+    rstd = norm ? floats(rstd_, count * tokens) : nullptr;
+    aligned = Alignment(storage, dim).values({per_channel ? weight : nullptr, gain, shift});
+    source = matrices(sources);
+    lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
+  }
+  // A further (T, D) tensor of the call.
+  Matrix one(const Tensor& t) {
+    const Matrix m = matrix(t, storage, tokens, dim);
+    aligned = aligned && Alignment(storage, dim).rows({m});
+    return m;
+  }
+  std::vector<Matrix> matrices(const std::vector<Tensor>& tensors) {
+    std::vector<Matrix> all;
+    for (const Tensor& t : tensors) all.push_back(one(t));
+    return all;
+  }
+  // Row `first` of a parameter with `width` values a row.
+  template <class P>
+  static P* from(P* p, int64_t first, int64_t width) {
+    return p == nullptr ? nullptr : p + first * width;
+  }
+  // Of an argument struct: what depends on the first source of a launch, and on no launch.
+  template <class Op>
+  int fill(Op& op, int64_t first) const {
+    op.sources = static_cast<int>(std::min<int64_t>(kSources, count - first));
+    std::copy_n(source.begin() + first, op.sources, op.source);
+    op.weight = from(weight, first, per_channel ? dim : 1);
+    op.gain = from(gain, first, dim);
+    op.mean = from(mean, first, tokens), op.rstd = from(rstd, first, tokens);
+    op.tokens = tokens, op.dim = static_cast<int>(dim), op.lanes = lanes;
+    op.one_by_dim = static_cast<float>(1.0 / static_cast<double>(dim));
+    op.per_channel = per_channel;
+    return op.sources;
+  }
+};
+
+}  // namespace deepfast

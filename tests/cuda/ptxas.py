@@ -1,0 +1,194 @@
+"""What nvcc makes of every CUDA kernel, without a GPU.
+
+Each csrc/cuda/*.cu is compiled for every architecture with warnings as errors. What ptxas reports
+of a kernel is held against the launches that the emulator sees near D = 512.
+
+    python tests/cuda/ptxas.py                                      # or make cuda-check
+    python tests/cuda/ptxas.py --write bench/results/ptxas.md
+"""
+
+import argparse
+import concurrent.futures
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "bench" / "results" / "ptxas.md"
+COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "threads", "shared", "resident")
+
+HEADER = """\
+# What nvcc makes of the CUDA kernels
+
+nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. The tests and
+`make cuda-check` hold every kernel to these numbers.
+
+*registers* per thread, bytes of *stack* frame, *spills* in bytes stored and loaded; *threads* of a
+block and its bytes of *shared* memory in a launch at D = 512, or at 509 for rows that are not
+aligned; *resident* the warps that a multiprocessor holds at once, of 64.
+
+"""
+
+
+def module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+setup = module(ROOT / "setup.py")
+sass = module(ROOT / "tests" / "kernels" / "aot_sass.py")
+
+
+def short(name: str) -> str | None:
+    """``layer_norm_fwd_kernel<bf16>`` of a demangled name; None where it is no kernel."""
+    # A plain kernel's demangled name has no result type, a template's has.
+    found = re.search(r"(\w+_kernel)(<.*>)?\(", re.sub(r"deepfast::", "", name))
+    if found is None:
+        return None
+    arguments = re.sub(r"\((?:int|bool|long)\)", "", found[2] or "").replace(" ", "")
+    return found[1] + re.sub(r"\btrue\b", "1", re.sub(r"\bfalse\b", "0", arguments))
+
+
+def demangled(names: list[str]) -> list[str]:
+    done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+# ---- ptxas -------------------------------------------------------------------------------------
+
+REPORT = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<sm>\d+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
+    r"(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def compile_one(source: Path, architecture: str, host: bool) -> tuple[str, list[dict]]:
+    """What went wrong, and the kernels; with ``host`` the host's half is compiled too."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [setup.find_nvcc(), *setup.cuda_flags([architecture]), "-Xptxas=-v"]
+        command += ["-Werror=all-warnings", "-c" if host else "-cubin", str(source)]
+        done = subprocess.run(
+            [*command, "-o", str(Path(folder, "out"))], capture_output=True, text=True
+        )
+    said = done.stdout + done.stderr
+    if done.returncode != 0:
+        return f"{source.name} for sm_{architecture} does not compile:\n{said}", []
+    found = [m.groupdict() for m in REPORT.finditer(said)]
+    names = demangled([f["name"] for f in found])
+    return "", [
+        {
+            "kernel": short(name),
+            "sm": int(f["sm"]),
+            "registers": int(f["registers"]),
+            "stack": int(f["stack"]),
+            "spills": int(f["stores"]) + int(f["loads"]),
+            "static": int((re.search(r"(\d+) bytes smem", f["rest"]) or [0, 0])[1]),
+        }
+        for f, name in zip(found, names, strict=True)
+    ]
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+LAUNCHES = """
+import sys, torch
+from deepfast.bench.gpu.launches import every_launch
+torch.ops.load_library(sys.argv[1])
+for dim in 512, 508, 509:
+    every_launch(torch.ops.deepfast_emulated, "cpu", 2, dim)
+"""
+
+
+def launches() -> dict[str, tuple[int, int]]:
+    """By kernel the threads and the bytes of shared memory of its largest launch."""
+    library = str(module(Path(__file__).with_name("build.py")).build())
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "launches")
+        subprocess.run(
+            [sys.executable, "-c", LAUNCHES, library],
+            env=os.environ | {"EMULATOR_LOG": str(log), "OMP_NUM_THREADS": "1"}, check=True,
+        )  # fmt: skip
+        lines = [line.split() for line in log.read_text().splitlines()]
+    listed = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True)
+    names = {int(a, 16): n for a, _, n in (x.split(" ", 2) for x in listed.stdout.splitlines()
+                                           if not x.startswith(" "))}  # fmt: skip
+    found: dict[str, tuple[int, int]] = {}
+    for address, _, threads, shared in lines:
+        name = short(names[int(address, 16)])
+        found[name] = max(found.get(name, (0, 0)), (int(threads), int(shared)))
+    return found
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def report() -> dict:
+    """Version, rows by COLUMNS, faults."""
+    version, architectures = setup.nvcc_facts(setup.find_nvcc())
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    jobs = [(s, a, a == architectures[-1]) for s in sources for a in architectures]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda job: compile_one(*job), jobs))
+    faults = [said for said, _ in results if said]
+    seen = launches()
+    rows = []
+    for k in sorted((k for _, ks in results for k in ks), key=lambda k: (k["kernel"], k["sm"])):
+        threads, shared = seen.get(k["kernel"], (None, None))
+        where = f"{k['kernel']} on sm_{k['sm']}"
+        if k["stack"] or k["spills"]:
+            faults.append(f"{where}: {k['stack']} bytes of stack, {k['spills']} of spills")
+        resident = None
+        if threads is not None:
+            shared += k["static"]
+            chip = sass.CHIPS[k["sm"]]
+            resident = sass.resident_warps(chip, k["registers"], shared, threads // 32)
+            if resident == 0:
+                faults.append(f"{where}: no block of {threads} threads, {shared} bytes fits")
+        cells = k | {"threads": threads, "shared": shared, "resident": resident}
+        rows.append(["-" if cells[c] is None else str(cells[c]) for c in COLUMNS])
+    return {"version": version, "rows": rows, "faults": faults}
+
+
+def table(found: dict) -> str:
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *found["rows"]]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return HEADER.format(version=found["version"]) + text
+
+
+def read_table(text: str) -> list[list[str]]:
+    """The rows of `table`."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return lines[2:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, help="file of the table")
+    parser.add_argument("--json", type=Path, help="file for what was found")
+    args = parser.parse_args()
+    if setup.find_nvcc() is None:
+        print("cuda-check: no nvcc was found, nothing was compiled")
+        return 0
+    found = report()
+    text = table(found)
+    print(text)
+    if args.write:
+        args.write.write_text(text)
+    if args.json:
+        args.json.write_text(json.dumps(found))
+    print("\n".join(found["faults"]) or "no faults")
+    return 1 if found["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+// What the kernels of csrc/cuda share with the host, as ops on tensors for
+// test_device_functions.py.
+//
+// Compiled as plain C++: neither for a GPU nor over the emulator.
+#include <torch/csrc/stable/library.h>
+
+#include "common/dropout.h"
+#include "common/row.h"
+#include "common/tensor.h"
+
+namespace deepfast {
+namespace {
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+template <class T>
+void widen_all(const uint16_t* bits, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += kChunk) {
+    Chunk<T> chunk;
+    memcpy(&chunk, bits + i, sizeof(chunk));
+    float v[kChunk];
+    widen(chunk, v);
+    memcpy(out + i, v, sizeof(v));
+    for (int j = 0; j < kChunk; ++j)
+      DEEPFAST_CHECK(
+          detail::bits_as<uint32_t>(to_float(T{bits[i + j]})) == detail::bits_as<uint32_t>(v[j]),
+          "a chunk and a value differ at ", i + j);
+  }
+}
+
+template <class T>
+void narrow_all(const float* values, uint16_t* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += kChunk) {
+    float v[kChunk];
+    memcpy(v, values + i, sizeof(v));
+    const Chunk<T> chunk = narrow<T>(v);
+    memcpy(out + i, &chunk, sizeof(chunk));
+    for (int j = 0; j < kChunk; ++j)
+      DEEPFAST_CHECK(from_float<T>(v[j]).bits == out[i + j], "a chunk and a value differ at ",
+                     i + j);
+  }
+}
+
+// 16-bit patterns to fp32 and back; a multiple of eight of them.
+void widen_op(Tensor bits, bool half, Tensor out) {
+  (half ? widen_all<f16> : widen_all<bf16>)(data<uint16_t>(bits), data<float>(out), bits.numel());
+}
+void narrow_op(Tensor values, bool half, Tensor out) {
+  (half ? narrow_all<f16> : narrow_all<bf16>)(data<float>(values), data<uint16_t>(out),
+                                              values.numel());
+}
+
+// Drops the rows of x (T, D), D a multiple of eight, of which the first is token `first`.
+void drop_op(Tensor x, Tensor seed, int64_t first, double p) {
+  const DropoutFactors factors = dropout_factors(seed, p);
+  const int64_t dim = x.size(1);
+  for (int64_t t = 0; t < x.size(0); ++t)
+    for (int64_t c = 0; c < dim / kChunk; ++c) {
+      float v[kChunk];
+      float* at = data<float>(x) + t * dim + c * kChunk;
+      memcpy(v, at, sizeof(v));
+      drop(v, static_cast<uint64_t>(*data<int64_t>(seed)), first + t, static_cast<int32_t>(c),
+           factors.threshold, static_cast<float>(factors.scale));
+      memcpy(at, v, sizeof(v));
+    }
+}
+
+// Threshold and scale of a probability.
+void dropout_factors_op(OptionalTensor seed, double p, Tensor out) {
+  const DropoutFactors factors = dropout_factors(seed, p);
+  data<double>(out)[0] = factors.threshold, data<double>(out)[1] = factors.scale;
+}
+
+// Lanes of a row and threads of its block, for each of `dims`.
+void row_op(Tensor dims, Tensor lanes, Tensor threads) {
+  for (int64_t i = 0; i < dims.numel(); ++i) {
+    data<int64_t>(lanes)[i] = row_lanes(data<int64_t>(dims)[i]);
+    data<int64_t>(threads)[i] = row_threads(row_lanes(data<int64_t>(dims)[i]));
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(deepfast_device_functions, m) {
+  m.def("widen(Tensor bits, bool half, Tensor(a!) out) -> ()");
+  m.def("narrow(Tensor values, bool half, Tensor(a!) out) -> ()");
+  m.def("drop(Tensor(a!) x, Tensor seed, int first, float p) -> ()");
+  m.def("dropout_factors(Tensor? seed, float p, Tensor(a!) out) -> ()");
+  m.def("row(Tensor dims, Tensor(a!) lanes, Tensor(b!) threads) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(deepfast_device_functions, CPU, m) {
+  m.impl("widen", TORCH_BOX(&widen_op));
+  m.impl("narrow", TORCH_BOX(&narrow_op));
+  m.impl("drop", TORCH_BOX(&drop_op));
+  m.impl("dropout_factors", TORCH_BOX(&dropout_factors_op));
+  m.impl("row", TORCH_BOX(&row_op));
+}
+
+}  // namespace deepfast

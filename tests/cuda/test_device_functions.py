@@ -1,0 +1,188 @@
+"""What csrc/common gives to kernels and hosts alike, compiled for the host: conversions between
+dtypes, dropout, the shape of a row."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from deepfast.reference.dropout import dropout_mask, philox
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def _build_module():
+    spec = importlib.util.spec_from_file_location("build", SOURCE.with_name("build.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """The ops of test_device_functions.cpp."""
+    build = _build_module()
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler was found: the device functions are not compiled")
+    library = tmp_path_factory.mktemp("functions") / "libdevice_functions.so"
+    flags = [flag for flag in build.FLAGS if flag != "-DDEEPFAST_EMULATE"]
+    done = subprocess.run(
+        [
+            build.compiler(), *flags, f"-I{build.ROOT / 'csrc'}",
+            *(f"-isystem{path}" for path in include_paths()),
+            "-shared", SOURCE, "-o", library,
+            f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10",
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    torch.ops.load_library(library)
+    return torch.ops.deepfast_device_functions
+
+
+def bits_of(x):
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def floats_of(bits):
+    """fp32 values of these patterns, given as numbers below 2^32."""
+    return torch.as_tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def narrowed(functions, x, dtype):
+    out = torch.empty(len(x), dtype=dtype)
+    functions.narrow(x, dtype == torch.float16, bits_of(out))
+    return out
+
+
+def assert_same_bits(got, expected):
+    """Equal, signs of zeros included, and NaN where NaN is expected."""
+    assert torch.equal(got.isnan(), expected.isnan())
+    there = ~expected.isnan()
+    wrong = (bits_of(got) != bits_of(expected)) & there
+    assert not wrong.any(), f"{got[wrong][:8]} instead of {expected[wrong][:8]}"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_16_bit_pattern_widens(dtype, functions):
+    values = torch.arange(65536).to(torch.int16).view(dtype)
+    out = torch.full((65536,), -1.0)
+    functions.widen(bits_of(values), dtype == torch.float16, out)
+    assert_same_bits(out, values.float())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_was_widened_narrows_to_itself(dtype, functions):
+    values = torch.arange(65536).to(torch.int16).view(dtype)
+    assert_same_bits(narrowed(functions, values.float(), dtype), values)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_any_fp32_pattern_narrows_to_nearest_even(dtype, functions):
+    values = floats_of(torch.randint(0, 2**32, (1 << 20,)))
+    assert_same_bits(narrowed(functions, values, dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_ties_and_their_neighbours_narrow_to_nearest_even(dtype, functions):
+    # Halfway between every two neighbours of the narrow type, one fp32 below and one above: among
+    # them all subnormals, the step to normal numbers, and the step from the largest to infinity.
+    patterns = torch.arange(0x7C00 if dtype == torch.float16 else 0x7F80)
+    low, high = ((patterns + i).to(torch.int16).view(dtype).double() for i in (0, 1))
+    largest = torch.finfo(dtype).max
+    high[-1] = 2 * largest - low[-2]
+    halfway = bits_of(((low + high) / 2).float()).long()
+    values = floats_of(torch.cat([halfway - 1, halfway, halfway + 1]).clamp(min=0))
+    values = torch.cat([values, -values])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 8))
+    got = narrowed(functions, values, dtype)
+    assert_same_bits(got, values.to(dtype))
+    assert got[len(patterns) - 1] == largest
+    assert got[2 * len(patterns) - 1].isinf()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nan_stays_nan_and_infinity_infinity(dtype, functions):
+    # NaNs of every length of fraction, of which a cut would leave nothing.
+    nans = [sign | 0x7F800000 | 1 << bit for sign in (0, 1 << 31) for bit in range(23)]
+    values = floats_of([*nans, 0x7FFFFFFF, 0xFFFFFFFF])
+    assert narrowed(functions, values, dtype).isnan().all()
+    infinities = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38, 65520, -65520, 0.0, -0.0])
+    assert_same_bits(narrowed(functions, infinities, dtype), infinities.to(dtype))
+
+
+def mask_of(seed, first, tokens, dim, p):
+    """`dropout_mask` of tokens from ``first`` on, from the same generator."""
+    words = torch.arange(dim // 8).expand(tokens, -1)
+    t = (torch.arange(tokens) + first).unsqueeze(1).expand_as(words)
+    words = torch.stack(philox(seed, words, t & 0xFFFFFFFF, t >> 32), dim=-1)
+    draws = torch.stack([words & 0xFFFF, words >> 16], dim=-1).view(tokens, dim)
+    threshold = int(p * 65536 + 0.5)
+    return (draws >= threshold).float() * (65536 / (65536 - threshold))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 3 << 40, 2**63 - 1, -1])
+@pytest.mark.parametrize(("tokens", "dim", "p"), [(5, 8, 0.5), (33, 512, 0.1), (3, 8192, 0.9)])
+def test_drops_as_the_reference(seed, tokens, dim, p, functions):
+    x = torch.randn(tokens, dim)
+    expected = x * dropout_mask(seed, tokens, dim, p).float()
+    functions.drop(x, torch.tensor(seed), 0, p)
+    assert torch.equal(x, expected)
+    assert (x == 0).any()
+    assert (x != 0).any()
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 2, 2**32 - 2, 2**32 + 5, 2**40])
+def test_tokens_count_in_64_bits(first, functions):
+    x = torch.ones(4, 64)
+    functions.drop(x, torch.tensor(7), first, 0.3)
+    assert torch.equal(x, mask_of(7, first, 4, 64, 0.3))
+
+
+def test_dropped_infinities_are_zero(functions):
+    x = torch.full((2, 64), torch.inf)
+    functions.drop(x, torch.tensor(3), 0, 0.5)
+    assert torch.equal(x == 0, dropout_mask(3, 2, 64, 0.5) == 0)
+    assert not x.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "p", [0.0, 1e-6, 1e-5, 0.1, 0.3, 1 / 3, 0.5, 0.9, 1 - 1e-5, 1 - 1e-6, 1.0, 0.5 / 65536]
+)
+def test_threshold_of_a_probability(p, functions):
+    out = torch.empty(2, dtype=torch.float64)
+    functions.dropout_factors(torch.tensor(1), p, out)
+    threshold = int(p * 65536 + 0.5)
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    assert out.tolist() == [threshold, scale]
+
+
+def test_dropout_without_a_seed_is_an_error(functions):
+    out = torch.empty(2, dtype=torch.float64)
+    functions.dropout_factors(None, 0.0, out)
+    with pytest.raises(RuntimeError, match="the seed is missing"):
+        functions.dropout_factors(None, 0.1, out)
+
+
+def test_every_channel_has_one_owner(functions):
+    dims = torch.arange(1, 8193)
+    lanes, threads = torch.empty_like(dims), torch.empty_like(dims)
+    functions.row(dims, lanes, threads)
+    assert (lanes & (lanes - 1) == 0).all()
+    # Lane l holds channels 8 (c lanes + l) and on, c = 0, 1: each number below 16 lanes once.
+    assert (16 * lanes >= dims).all()
+    for count in lanes.unique().tolist():
+        lane, c, i = torch.meshgrid(
+            torch.arange(count), torch.arange(2), torch.arange(8), indexing="ij"
+        )
+        owned = 8 * (c * count + lane) + i
+        assert torch.equal(owned.flatten().sort().values, torch.arange(16 * count))
+    # No more lanes than a row needs, whole rows in a block, whole warps, at most 512 threads.
+    assert ((8 * lanes < dims) | (lanes == 1)).all()
+    assert (threads % lanes == 0).all()
+    assert (threads % 32 == 0).all()
+    assert ((threads >= 128) & (threads <= 512)).all()
