@@ -173,7 +173,7 @@ ATTENTION = ("attention", attention_forward, attention_backward)
 
 CASES = [
     *every(*NORM, D=512, fused=True),
-    *every(*NORM, D=1024, fused=True),
+    *hopper(*NORM, D=1024, fused=True),
     *hopper(*NORM, D=4096, fused=True),
     *hopper(*NORM, D=512),
     *hopper(*NORM, D=4096),
@@ -183,12 +183,12 @@ CASES = [
     *hopper(*MIX, K=16, D=512, dtype=FP32),
     *every(*ENGINE, B=8, D=512),
     *hopper(*ENGINE, B=16, D=512),
-    *every(*ENGINE, B=8, D=512, dtype=FP32),
+    *hopper(*ENGINE, B=8, D=512, dtype=FP32),
     *every(*BOUNDARY, near=8, D=512),
     *hopper(*BOUNDARY, near=8, D=1024),
     *hopper(*BOUNDARY, near=8, D=4096),
     *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
-    *every(*ATTENTION, length=64),
+    *hopper(*ATTENTION, length=64),
     *every(*ATTENTION, length=128, causal=True),
     *hopper(*ATTENTION, length=512),
     *every(*ATTENTION, length=512, causal=True),
