@@ -77,6 +77,23 @@ def nvcc_facts(nvcc: str) -> tuple[str, list[str]]:
     return version, [a for a in CUDA_ARCHITECTURES if f"compute_{a}" in known]
 
 
+def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
+    """Why this nvcc cannot build for this torch, or None where it can."""
+    try:
+        version, architectures = nvcc_facts(nvcc)
+        runtime = [f for f in cuda_libraries(nvcc) if (f / "libcudart_static.a").exists()]
+    except (OSError, subprocess.CalledProcessError, IndexError, StopIteration) as error:
+        return f"{nvcc} does not answer as an nvcc does ({type(error).__name__}: {error})"
+    if version.split(".")[0] != torch_cuda.split(".")[0]:
+        # The runtime that nvcc links in may ask for a newer driver than torch does.
+        return f"nvcc is of CUDA {version}, torch of CUDA {torch_cuda}"
+    if not architectures:
+        return f"{nvcc} knows none of the architectures {', '.join(CUDA_ARCHITECTURES)}"
+    if not runtime:
+        return f"{nvcc} has no libcudart_static.a beside it"
+    return None
+
+
 def cuda_refusal() -> str | None:
     """Why the CUDA kernels are left out, or None where they are built."""
     import torch
@@ -91,10 +108,9 @@ def cuda_refusal() -> str | None:
         reason = f"torch {torch.__version__} has no CUDA"
     elif nvcc is None:
         reason = "no nvcc was found"
-    elif (version := nvcc_facts(nvcc)[0]).split(".")[0] != torch.version.cuda.split(".")[0]:
-        # The runtime that nvcc links in may ask for a newer driver than torch does.
-        reason = f"nvcc is of CUDA {version}, torch of CUDA {torch.version.cuda}"
     else:
+        reason = nvcc_refusal(nvcc, torch.version.cuda)
+    if reason is None:
         return None
     if wish == "1":
         sys.exit(f"deepfast: DEEPFAST_BUILD_CUDA=1, but {reason}")
@@ -154,7 +170,8 @@ def ninja_file(compiler: str, target: Path) -> str:
     import torch
     from torch.utils.cpp_extension import include_paths
 
-    includes = [*include_paths(), pybind11.get_include(), sysconfig.get_paths()["include"]]
+    # pybind11's own headers before torch's copy, which until 2.13 refuses the stable ABI.
+    includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
     libraries = Path(torch.__file__).parent / "lib"
     version = torch.__version__
     common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", *(["-DDEEPFAST_X86"] if X86 else [])]

@@ -114,8 +114,22 @@ def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
         if found < CAPABILITY:
             needed, found = (".".join(map(str, c)) for c in (CAPABILITY, found))
             name = torch.cuda.get_device_name(i)
-            return f"cuda:{i} ({name}) has compute capability {found}, kernels need {needed}"
+            return (
+                f"cuda:{i} ({name}) has compute capability {found}, kernels need {needed}; "
+                "CUDA_VISIBLE_DEVICES can leave it out"
+            )
     return None
+
+
+def _too_wide(op: str, device_type: str, dim: int) -> str | None:
+    """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
+    most = 8192
+    if op != "layer_norm" and device_type == "cuda":
+        # 160 KB of shared memory hold the sums of wider rows; some cards have 99.
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):
+            most = 4096
+    return None if dim <= most else f"its rows have at most {most} channels here, not {dim}"
 
 
 @functools.cache
@@ -153,8 +167,11 @@ def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) 
     return None
 
 
-def refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why ``backend`` cannot serve ``op`` there, or None where it can."""
+def refusal(
+    op: str, backend: str, device_type: str, dtype: torch.dtype, dim: int | None = None
+) -> str | None:
+    """Why ``backend`` cannot serve ``op`` there, with rows of ``dim`` channels, or None where it
+    can."""
     if op not in OPS:
         raise BackendError(f"expected an op of {', '.join(OPS)}, got {op!r}")
     if dtype not in DTYPES:
@@ -171,7 +188,10 @@ def refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str 
         case "varlen" | "sdpa":
             return _torch_refusal(op, backend, device_type, dtype)
         case "cuda":
-            return _cuda_refusal(op, device_type, dtype)
+            reason = _cuda_refusal(op, device_type, dtype)
+            if reason is None and dim is not None and op != "attention":
+                reason = _too_wide(op, device_type, dim)
+            return reason
     return f"expected one of {', '.join(BACKENDS)}"
 
 
@@ -196,10 +216,12 @@ def candidates(op: str) -> tuple[str, ...]:
     return tuple(b for b in BACKENDS if op == "attention" or b not in ("varlen", "sdpa"))
 
 
-def explain(op: str, device_type: str, dtype: torch.dtype) -> dict[str, str | None]:
+def explain(
+    op: str, device_type: str, dtype: torch.dtype, dim: int | None = None
+) -> dict[str, str | None]:
     """For every backend the reason it is passed over, None where it is not."""
     return {
-        name: refusal(op, name, device_type, dtype) or reserve(op, name, device_type)
+        name: refusal(op, name, device_type, dtype, dim) or reserve(op, name, device_type)
         for name in candidates(op)
     }
 
@@ -217,9 +239,9 @@ def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
 def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None):
     if requested is not None and requested not in BACKENDS:
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)}, got {requested!r}")
-    reasons = explain(op, device_type, dtype)
+    reasons = explain(op, device_type, dtype, dim)
     if requested is not None:
-        reasons = {requested: refusal(op, requested, device_type, dtype)}
+        reasons = {requested: refusal(op, requested, device_type, dtype, dim)}
     elif dim is not None:
         # Between two defaults, what was measured comes first.
         first = measured(op, dtype, dim)
@@ -228,7 +250,9 @@ def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtyp
         if reason is None:
             return name, _launchers(op, name)
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise BackendError(f"{op}: no backend can serve {dtype} on {device_type} ({why})")
+    who = "no backend" if requested is None else f"backend {requested!r}"
+    can = "can" if requested is None else "cannot"
+    raise BackendError(f"{op}: {who} {can} serve {dtype} on {device_type} ({why})")
 
 
 def _launchers(op: str, name: str) -> SimpleNamespace | None:
@@ -259,14 +283,15 @@ def choose(
 ):
     """The name of the backend that serves and its launch functions.
 
-    dim: channels of a row; with it measurements of that width decide between GPU backends.
+    dim: channels of a row; with it a GPU backend's limit, and measurements of that width, count.
 
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot serve.
     """
     if requested is None:
         requested = os.environ.get("DEEPFAST_BACKEND") or None
-    known = dim if device_type == "cuda" and op in SHAPES else None
+    # On a CPU no width is too much, and none decides.
+    known = dim if device_type == "cuda" or requested == "cuda" else None
     name, launchers = _resolve(op, requested, device_type, dtype, known)
     for seen in _records:
         seen.append((op, name))

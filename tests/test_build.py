@@ -220,13 +220,26 @@ def test_cuda_files():
         ("1", "13.0", "13.1", None),
     ],
 )
-def test_when_cuda_is_built(monkeypatch, setup_module, wish, torch_cuda, nvcc, reason):
+def test_when_cuda_is_built(monkeypatch, tmp_path, setup_module, wish, torch_cuda, nvcc, reason):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(setup_module, "find_nvcc", lambda: nvcc and "/there/nvcc")
     monkeypatch.setattr(setup_module, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
+    (tmp_path / "libcudart_static.a").touch()
+    monkeypatch.setattr(setup_module, "cuda_libraries", lambda _: [tmp_path])
     got = setup_module.cuda_refusal()
     assert got == reason or (reason and reason in got)
+
+
+@pytest.mark.parametrize("says", ["exit 1", "echo no such thing", "echo release 13.0, V13"])
+def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, setup_module, says):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{says}\n")
+    nvcc.chmod(0o755)
+    monkeypatch.delenv("DEEPFAST_BUILD_CUDA", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(setup_module, "find_nvcc", lambda: str(nvcc))
+    assert "does not answer" in setup_module.cuda_refusal()
 
 
 @pytest.mark.parametrize(

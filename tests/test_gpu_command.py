@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 SECTIONS = (
-    "copy", "layer_norm", "depth_mix", "mixing", "attention", "training", "boundary", "launching",
+    "copy", "layer_norm", "depth_mix", "boundary", "launching", "mixing", "attention", "training",
 )  # fmt: skip
 
 
@@ -191,6 +191,18 @@ def test_what_did_not_pass_is_not_proved(outcome):
     assert table.proved(run)["triton"] == ("layer_norm", "depth_mix", "boundary", "attention")
     del run["tests"]["depth_mix"]
     assert table.proved(run)["triton"] == ("layer_norm", "attention")
+
+
+def test_a_crash_proves_nothing():
+    table = table_module()
+    for status in ("failed, exit status -6", "failed, exit status 1", "stopped: out of time"):
+        run = a_run()
+        run["tests"]["layer_norm"] = run["tests"]["layer_norm"] | {"status": status}
+        for ops in table.proved(run).values():
+            assert "layer_norm" not in ops
+    found = table.proved(a_run(sanitizer={"memcheck": "ok", "racecheck": "exit 9:"}))
+    assert found["cuda"] == ()
+    assert found["triton"]
 
 
 def test_the_table_is_written_between_its_markers(tmp_path, monkeypatch, capsys):

@@ -26,17 +26,20 @@ SECTIONS = {
     "copy": Section(Bench.copy, 25),
     "layer_norm": Section(ops.layer_norm, 100),
     "depth_mix": Section(ops.depth_mix, 45),
+    "boundary": Section(ops.boundary, 40),
+    "launching": Section(models.launching, 25),
     "mixing": Section(models.mixing, 45),
     "attention": Section(attention.attention, 45),
     "training": Section(models.training, 90),
-    "boundary": Section(ops.boundary, 40),
-    "launching": Section(models.launching, 25),
 }
 """In the order in which they run."""
 
 
 def _emulate_cuda() -> None:
-    """Has the CUDA kernels run on the CPU, where the tests that emulate them are at hand."""
+    """Has the CUDA kernels run on the CPU, where the tests that emulate them are at hand.
+
+    `deepfast.bench.gpu` has compiled them before a section's time runs.
+    """
     path = Path(__file__).resolve().parents[2] / "tests" / "cuda" / "build.py"
     if not path.exists():
         return

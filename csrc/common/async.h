@@ -1,8 +1,7 @@
 // Asynchronous copies from global to shared memory, several states ahead of their use.
 //
 // copy_async   sm_80 and newer: 16 bytes for the thread that asks. Where no thread reads what
-// another
-//              has copied, no barrier is needed at all.
+//              another has copied, no barrier is needed at all.
 // copy_bulk    sm_90 and newer: one thread asks the copy engine for a whole piece of a state; it
 //              counts down the bytes on a Barrier in shared memory on which the readers wait.
 #pragma once

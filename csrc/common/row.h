@@ -97,7 +97,7 @@ DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
   store_row(row, at, exists, narrow_row<T>(v));
 }
 
-// f(value, chunk, index) over a thread's sixteen values, in registers.
+// Over a thread's sixteen values: chunk c, place i in it. Unrolled, so that they stay in registers.
 #define DEEPFAST_EACH(c, i)                              \
   _Pragma("unroll") for (int c = 0; c < kRowChunks; ++c) \
       _Pragma("unroll") for (int i = 0; i < kChunk; ++i)

@@ -1,8 +1,7 @@
 // What the two directions of a boundary share: a row's sum over the near states, from coefficients
 // in shared memory, and the choice of blocks.
 //
-//     x = S + sum over near of c_k * n_k      with c_k = W[row, k] * gain_k, S = sum W[row, k] *
-//     shift_k
+//     x = S + sum over near of c_k * n_k,     c_k = W[row, k] * gain_k,  S = sum W[row, k] * shift_k
 //
 // Blocks stay for many rows, so that each makes c and S once, as its threads hold a row: a channel
 // of a state is then one product, be the weights one for each state or one for each channel.
@@ -245,7 +244,7 @@ struct Operands {
     check_dim(dim);
     aligned =
         Alignment(storage, dim).slots(states).values({w.base, gain, shift, out_weight, out_bias});
-    DEEPFAST_CHECK(near.size() <= kMost + 1, "boundary: CUDA kernels read at most ", kMost,
+    DEEPFAST_CHECK(near.size() <= kMost, "boundary: CUDA kernels read at most ", kMost,
                    " near states, got ", near.size());
   }
 

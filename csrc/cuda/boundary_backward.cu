@@ -1,4 +1,5 @@
-// Backward through everything between two layers' matrix products, in one pass.
+// Backward through everything between two layers' matrix products, in one pass; with weights per
+// channel a second one, over the states and gradients alone, makes their gradients.
 //
 //     g = dx + LN'(dout), kept for the states that pull it later
 //     u = pulled + sum_l W[l, column] * g_l,   dW[l, column] = <g_l, z>
@@ -281,7 +282,8 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
   given.w.offset(row, column);
   Totals totals{};
   totals.out[0] = floats(dgain, dim), totals.out[1] = floats(dshift, dim);
-  totals.out[2] = floats(dout_weight, dim), totals.out[3] = floats(dout_bias, dim);
+  if (dout.has_value())
+    totals.out[2] = floats(dout_weight, dim), totals.out[3] = floats(dout_bias, dim);
   totals.dweight = floats(dweight, given.w.rows * given.w.columns * given.w.width);
   const bool state_sums = totals.out[0] != nullptr || totals.out[1] != nullptr;
   const bool out_sums = dout.has_value() && (totals.out[2] != nullptr || totals.out[3] != nullptr);

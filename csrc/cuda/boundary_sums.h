@@ -1,5 +1,5 @@
-// Sums of a boundary's backward over its tokens: the dots of weights per channel, and the totals
-// over blocks.
+// What a boundary's backward is told, and its sums over tokens: the dots of weights per channel, and
+// the totals over blocks.
 #pragma once
 
 #include "boundary.h"
@@ -20,7 +20,7 @@ struct Backward {
   float* sums;          // (blocks, width): channel sums, then dots of the pulls; or null
   int64_t partial_stride, dx_stride, dout_stride, pulled_stride, grads_stride, grad_stride;
   int64_t dbranch_stride, dresidual_stride, width;
-  int64_t tokens, columns, column, grad_slot;
+  int64_t tokens, columns, column;
   int blocks, pulls;
   bool norm_source, pulls_own, channel_sums, state_sums, out_sums, dots;
   DropoutMask dropout;
@@ -43,8 +43,8 @@ DEEPFAST_DEVICE void add_sums(const Table& sums, int row, const float (&d)[kRowC
   }
 }
 
-// Dots of weights per channel, from the gradients as they are stored: too many for the kernel
-// above. Blocks b, b + op.blocks, ... share the rows of that kernel's block b, and each has a group
+// Dots of weights per channel, from the gradients as they are stored: too many for
+// boundary_bwd_kernel. Blocks b, b + op.blocks, ... share the rows of that kernel's block b, and each has a group
 // of pulls.
 constexpr int kPulls = 2;
 

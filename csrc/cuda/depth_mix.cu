@@ -10,6 +10,16 @@
 // a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8 FMA, one to widen
 // the value, one for gain and shift and 2.5 for loads, addresses and the loop, since what a
 // thread reads of W, gain and shift serves 16 values. 7 stages on their way are 56 KB.
+//
+//      blockIdx    slice of 128 channels     tiles of 32 tokens, by blocks of that slice in turns
+//         0        channels   0 - 127        0, 2, 4, ...
+//         1        channels 128 - 255        0, 2, 4, ...        (D = 256, four blocks)
+//         2        channels   0 - 127        1, 3, 5, ...
+//         3        channels 128 - 255        1, 3, 5, ...
+//
+// K states are (K + B) T D values of memory for each eight rows, or each four of rows that are not
+// aligned or have a weight per channel. More than 128 states, fewer where a block has less than
+// 195 KB of shared memory (94 on sm_80 with gains), take several launches, rounded in between.
 #include "stream.h"
 
 namespace deepfast {

@@ -46,7 +46,7 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 #endif
 }
 
-// f(row of the pair), f(row, index in a chunk), in registers.
+// Over the rows of the pair; over each row's values of one chunk. Unrolled.
 #define EACH_ROW(r) _Pragma("unroll") for (int r = 0; r < kPair; ++r)
 #define EACH_OF_PAIR(r, i) EACH_ROW(r) _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
 

@@ -32,7 +32,13 @@ class Device {
   explicit Device(const Tensor& t) : guard_(t.get_device()) {
     const int32_t index = t.get_device();
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+    // Not by torch's own macro for this, whose name differs between its versions.
+    DEEPFAST_CHECK(aoti_torch_get_current_cuda_stream(index, &stream) == AOTI_TORCH_SUCCESS,
+                   "torch has no current stream on cuda:", index);
+    int current = -1;
+    DEEPFAST_CUDA_CHECK(cudaGetDevice(&current));
+    DEEPFAST_CHECK(current == index, "expected cuda:", index,
+                   " to be the current device, got cuda:", current);
     stream_ = static_cast<cudaStream_t>(stream);
     int count = 0;
     DEEPFAST_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index));
@@ -43,7 +49,7 @@ class Device {
   // Bytes of shared memory that a block may ask for.
   int64_t shared() const {
 #if defined(DEEPFAST_EMULATE)
-    return 227 << 10;
+    return emulator::shared_limit();
 #else
     int device = 0, bytes = 0;
     DEEPFAST_CUDA_CHECK(cudaGetDevice(&device));

@@ -4,11 +4,11 @@
 // come through a ring (ring.h), each row 16 bytes further than 1 KB so that eight rows lie in
 // different banks. A warp reads its (16, 64) corner of a stage twice:
 //
-//      dW (16 l, 8 j)   +=  g (16 l, 16 e)  z (16 e, 8 j)      summed over the tiles in shared
-//      memory u  (16 e, 8 j)   +=  g^T (16 e, 16 l)  W (16 l, 8 j)    in registers until the tile
-//      ends
+//      dW (16 l, 8 j)  +=  g   (16 l, 16 e)  z (16 e, 8 j)     over all tiles, in shared memory
+//      u  (16 e, 8 j)  +=  g^T (16 e, 16 l)  W (16 l, 8 j)     until the tile ends, in registers
 //
-// No number is rounded to 16 bits: z is the sum of two, a weight of three. Twenty products and
+// No number is rounded to 16 bits: z is the sum of two, a weight of three (of fp16 while |z| is
+// under 2^20: beyond that dW is not a number). Twenty products and
 // eight loads of tiles serve 1024 values: with all the rest some 7 instructions for each thread's
 // value and eight sources, of 14 in the time an H200 reads 2 bytes. Two blocks have 64 KB on their
 // way.

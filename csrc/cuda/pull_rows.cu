@@ -2,7 +2,8 @@
 //
 //     u_j (+)= sum_l W[l, j] g_l,      dW[l, j] = <g_l, z_j>,      z_j = state_j * gain_j + shift_j
 //
-// One pass over the gradients g_l makes both, bound by reading them once: of bf16 and fp16 on
+// One pass over the gradients g_l makes both, for eight sources at a time (four in the general
+// case): (L + 2 J) T D values of memory, bound by reading the gradients: of bf16 and fp16 on
 // tensor cores (pull_dot.h), else by FMA (pull_fma.h). Blocks leave their sums of dW to
 // partials.cu.
 //
@@ -126,7 +127,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
     using T = decltype(type);
     const bool four = sizeof(T) == 2 ? !dot : general;
     const size_t most_sources = four ? 4 : kMostSources;
-    // 96 rows need 97 KB of shared memory, 128 need 104.
+    // 96 rows need 95 KB of shared memory, 128 need 104. A longer list is rounded between launches.
     const size_t most_rows = device.shared() < (104 << 10) ? 96 : Stream<T>::kMost;
     for (size_t j = 0; j < sources.size(); j += most_sources) {
       size_t l = 0;

@@ -54,8 +54,20 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream = nullptr;
 };
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+
+namespace emulator {
+
+// EMULATOR_SHARED: the KB of shared memory that a block may have; 227 of sm_90, 163 of sm_80, 99 of
+// sm_86, sm_89 and sm_120.
+inline int64_t shared_limit() {
+  const char* chosen = std::getenv("EMULATOR_SHARED");
+  return (chosen == nullptr ? 227 : std::atol(chosen)) << 10;
+}
+
+}  // namespace emulator
+
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int bytes) {
-  return bytes <= 227 << 10 ? cudaSuccess : 1;
+  return bytes <= emulator::shared_limit() ? cudaSuccess : 1;
 }
 
 namespace emulator {

@@ -25,12 +25,12 @@ COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "threads", "shared", 
 HEADER = """\
 # What nvcc makes of the CUDA kernels
 
-nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. The tests and
-`make cuda-check` hold every kernel to these numbers.
+nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. A test holds
+every kernel's registers to these numbers.
 
 *registers* per thread, bytes of *stack* frame, *spills* in bytes stored and loaded; *threads* of a
-block and its bytes of *shared* memory in a launch at D = 512, or at 509 for rows that are not
-aligned; *resident* the warps that a multiprocessor holds at once, of 64.
+block and its bytes of *shared* memory in a launch at D = 512, or at 508 and 509 for rows that are
+not aligned; *resident* the warps that a multiprocessor holds at once, of 64.
 
 """
 

@@ -149,7 +149,7 @@ def test_write_into_a_missing_folder(tmp_path):
         write_atomically(tmp_path / "absent" / "out", b"x")
 
 
-@pytest.mark.skipif(not MULTI30K.is_dir(), reason=f"{MULTI30K} is not on this machine")
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the files of Multi30k are not here")
 def test_multi30k():
     text = read_parallel(MULTI30K / "train.en.gz", MULTI30K / "train.de.gz")
     assert (text.lines, len(text), text.dropped.total) == (29_000, 29_000, 0)

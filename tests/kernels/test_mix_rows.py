@@ -8,7 +8,7 @@ from deepfast.reference import launchers as reference
 
 OP = "boundary"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-# One for each of the two ways to multiply; fp16 goes the way of fp32.
+# One for each of the two ways to multiply; fp16 goes the way of fp32 in Triton, of bf16 in CUDA.
 WAYS = (torch.float32, torch.bfloat16)
 # The last has several tiles for every program, which then adds to its own partial sums.
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (17, 512)]
@@ -132,7 +132,7 @@ def test_pull_rows(shape, dtype, tolerances, kernels):
     tolerances.assert_all_accurate(*results, dtype)
 
 
-@pytest.mark.parametrize("dtype", WAYS)
+@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(
     ("sources", "rows"),
     [

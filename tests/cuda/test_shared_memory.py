@@ -1,0 +1,28 @@
+"""Launches on devices whose blocks have less shared memory: sm_86 and sm_89 99 KB, sm_80 163 KB."""
+
+import pytest
+import torch
+
+from deepfast import backend
+from deepfast.bench.gpu.launches import every_launch
+
+
+@pytest.mark.parametrize(("kilobytes", "dim"), [(99, 512), (99, 509), (99, 4096), (163, 8192)])
+def test_every_launch_fits(emulated, monkeypatch, kilobytes, dim):
+    monkeypatch.setenv("EMULATOR_SHARED", str(kilobytes))
+    every_launch(emulated, "cpu", 1, dim)
+
+
+def test_a_row_too_wide_is_told(monkeypatch):
+    class Properties:
+        shared_memory_per_block_optin = 99 << 10
+
+    monkeypatch.setattr(backend, "_cuda_refusal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    half = torch.bfloat16
+    for op, most in (("layer_norm", 8192), ("depth_mix", 4096), ("boundary", 4096)):
+        assert backend.refusal(op, "cuda", "cuda", half, most) is None
+        assert f"at most {most} channels" in backend.refusal(op, "cuda", "cuda", half, most + 1)
+    Properties.shared_memory_per_block_optin = 163 << 10
+    assert backend.refusal("boundary", "cuda", "cuda", half, 8192) is None
