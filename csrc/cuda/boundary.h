@@ -272,8 +272,6 @@ struct Operands {
         mix.reads_own = true;
         continue;
       }
-      DEEPFAST_CHECK(mix.count < kMost, "boundary: CUDA kernels read at most ", kMost,
-                     " near states, got ", near.size());
       mix.near[mix.count++] = static_cast<int32_t>(k);
     }
     return mix;

@@ -19,7 +19,7 @@ struct Scatter {
   const float* sums;  // (L, J, width)
   float* dweight;     // (., columns, width)
   int64_t columns, width;
-  int count, sources;
+  int sources;
   int32_t row[Stream<T>::kMost], source[kMostSources];
 };
 
@@ -53,7 +53,7 @@ void add_up(const Device& device, const Tensor& partial, int64_t P, const Pull<T
   Scatter<T> scatter{};
   scatter.sums = floats(sums), scatter.dweight = to;
   scatter.columns = op.columns, scatter.width = width;
-  scatter.count = op.from.count, scatter.sources = op.sources;
+  scatter.sources = op.sources;
   std::copy(op.row, op.row + L, scatter.row);
   std::copy(op.source, op.source + J, scatter.source);
   launch(scatter_kernel<T>, {L * J, width > 1 ? 256 : kWarp}, device.stream(), scatter);

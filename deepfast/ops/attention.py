@@ -252,7 +252,8 @@ def attention(
         TypeError, ValueError: for operands that do not fit.
         BackendError: when the backend asked for cannot serve.
         RuntimeError: in backward, for a second derivative; torch's own attention has one in places.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`) of deepfast's
+            own kernels; what torch's attention does not support it says itself.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """
