@@ -35,6 +35,7 @@ OPS = {
         "pull_rows",
         "advise_states",
     ),
+    "activation": ("activation_forward", "activation_backward"),
     "attention": ("attention_forward", "attention_backward"),
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
@@ -123,6 +124,9 @@ def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
 
 def _too_wide(op: str, device_type: str, dim: int) -> str | None:
     """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
+    if op == "activation":
+        # Element by element, it holds no rows.
+        return None
     most = 8192
     if op != "layer_norm" and device_type == "cuda":
         # 160 KB of shared memory hold the sums of wider rows; some cards have 99.

@@ -74,6 +74,7 @@ def test_a_backend_is_proved_by_a_committed_run():
 def every_op(**kwargs):
     x = torch.randn(3, 4, requires_grad=True)
     ops.layer_norm(x, None, None, **kwargs).sum().backward()
+    ops.activation(x, "gelu", **kwargs).sum().backward()
     ops.depth_mix([x, x], torch.ones(2), **kwargs).sum().backward()
     cu = torch.tensor([0, 3], dtype=torch.int32)
     q = x.view(3, 2, 2)
@@ -100,12 +101,13 @@ def test_an_argument_comes_before_the_override(monkeypatch):
     assert {name for _, name in seen} == {"reference"}
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "depth_mix", "boundary"])
+@pytest.mark.parametrize("op", ["layer_norm", "activation", "depth_mix", "boundary"])
 def test_the_override_refuses_with_the_reason(monkeypatch, op):
     monkeypatch.setenv("DEEPFAST_BACKEND", "varlen")
     x = torch.randn(3, 4)
     run = {
         "layer_norm": lambda: ops.layer_norm(x, None, None),
+        "activation": lambda: ops.activation(x, "relu"),
         "depth_mix": lambda: ops.depth_mix([x], torch.ones(1)),
         "boundary": lambda: DLCL(1, 4)(x, DepthHistory()),
     }[op]
@@ -150,7 +152,8 @@ def test_the_reference_serves_on_any_device():
     with backend.record() as seen:
         y = ops.layer_norm(x, None, None)
         mixed = ops.depth_mix([x, y], torch.ones(2, device="meta"))
-    assert y.shape == mixed.shape == (3, 4)
+        out = ops.activation(mixed, "gelu")
+    assert y.shape == mixed.shape == out.shape == (3, 4)
     assert {name for _, name in seen} == {"reference"}
 
 

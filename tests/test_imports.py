@@ -172,10 +172,10 @@ def test_importing_changes_nothing(python):
 
 def test_op_names_are_one_in_every_folder():
     """Files of an op: reference, op, C++ and test carry its name."""
-    for op in ("layer_norm", "depth_mix", "boundary"):
+    for op in ("layer_norm", "activation", "depth_mix", "boundary"):
         assert (PACKAGE / "ops" / f"{op}.py").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}.cpp").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}_kernel.cpp").exists()
         assert (ROOT / "tests" / "ops" / f"test_{op}.py").exists()
-    for op in ("layer_norm", "depth_mix"):
+    for op in ("layer_norm", "activation", "depth_mix"):
         assert (PACKAGE / "reference" / f"{op}.py").exists()

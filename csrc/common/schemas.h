@@ -16,6 +16,12 @@ void define_launches(Library& m) {
       "layer_norm_backward(Tensor sum, Tensor dy, Tensor? dsum, Tensor? weight, Tensor mean, "
       "Tensor rstd, float dropout_p, Tensor? seed, Tensor(a!)? dx, Tensor(b!)? dresidual, "
       "Tensor(c!)? dweight, Tensor(d!)? dbias) -> ()");
+  m.def(
+      "activation_forward(Tensor h, str kind, float dropout_p, Tensor? seed, Tensor(a!) out) "
+      "-> ()");
+  m.def(
+      "activation_backward(Tensor dout, Tensor saved, str kind, float dropout_p, Tensor? seed, "
+      "Tensor(a!) dh) -> ()");
   m.def("advise_states(Tensor states) -> ()");
   m.def(
       "mix_rows(Tensor states, int[] sources, Tensor weight, int[] rows, Tensor? gain, "

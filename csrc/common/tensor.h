@@ -9,8 +9,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "activation.h"
 #include "check.h"
 #include "matrix.h"
 
@@ -105,14 +107,24 @@ struct DropoutFactors {
   double scale;
 };
 
-inline DropoutFactors dropout_factors(const OptionalTensor& seed, double p) {
+inline DropoutFactors dropout_factors(double p) {
   constexpr double kRange = 65536;
+  const auto threshold = static_cast<int32_t>(p * kRange + 0.5);
+  return {threshold, threshold < kRange ? kRange / (kRange - threshold) : 0.0};
+}
+
+// The same where draws are made, from a seed that is there.
+inline DropoutFactors dropout_factors(const OptionalTensor& seed, double p) {
   if (p == 0) return {0, 1.0};
   DEEPFAST_CHECK(seed.has_value(), "dropout_p is ", p, " and the seed is missing");
   DEEPFAST_CHECK(is_here(*seed) && seed->dim() == 0 && seed->scalar_type() == ScalarType::Long,
                  "expected the seed as one int64 without dimensions, where the rows are");
-  const auto threshold = static_cast<int32_t>(p * kRange + 0.5);
-  return {threshold, threshold < kRange ? kRange / (kRange - threshold) : 0.0};
+  return dropout_factors(p);
+}
+
+inline ActivationKind activation_kind(const std::string& kind) {
+  DEEPFAST_CHECK(kind == "relu" || kind == "gelu", "activation: expected relu or gelu, got ", kind);
+  return kind == "relu" ? ActivationKind::relu : ActivationKind::gelu;
 }
 
 // Pointers to rows of `width` values of a parameter; null where the parameter is absent.

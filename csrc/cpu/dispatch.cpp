@@ -20,6 +20,8 @@
   void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t); \
   void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);     \
   void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);    \
+  void activation_forward(const Activation&, int64_t, int64_t, int64_t);  \
+  void activation_backward(const Activation&, int64_t, int64_t, int64_t); \
   const Kernels table = {#isa,                                            \
                          layer_norm_forward,                              \
                          layer_norm_backward,                             \
@@ -28,7 +30,9 @@
                          boundary_forward,                                \
                          boundary_backward,                               \
                          depth_mix_forward,                               \
-                         depth_mix_backward};                             \
+                         depth_mix_backward,                              \
+                         activation_forward,                              \
+                         activation_backward};                            \
   }
 
 namespace deepfast {

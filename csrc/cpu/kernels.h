@@ -5,6 +5,7 @@
 // the range, so that sums over tokens land in their own partial row and are reduced in one order.
 #pragma once
 
+#include "../common/activation.h"
 #include "../common/matrix.h"
 
 namespace deepfast {
@@ -115,6 +116,16 @@ struct DepthMix {
   void *dgain, *dshift;   // (chunks, sources, D)
 };
 
+// out = dropout(act(h)); the gradient reads h of gelu and out of relu, and may need no draws.
+struct Activation {
+  Storage storage;
+  int64_t dim;
+  ActivationKind kind;
+  Dropout dropout;
+  Matrix h, out;
+  Matrix dout, saved, dh;
+};
+
 struct Kernels {
   const char* name;
   void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
@@ -125,6 +136,8 @@ struct Kernels {
   void (*boundary_backward)(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_forward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+  void (*activation_forward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
+  void (*activation_backward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 };
 
 // The best instruction set of this processor, chosen once.

@@ -57,24 +57,35 @@ DEEPFAST_INLINE void draw_bits(uint64_t seed, int64_t t, int64_t first, uint16_t
   memcpy(draws, words, sizeof(words));
 }
 
-// Row `t` under its dropout mask: scaled where a channel is kept, 0 elsewhere whatever stood there.
-template <class A>
-inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) {
-  const A scale = static_cast<A>(dropout.scale);
+// Calls f(lanes, d, draws) over the channels of token `t`, with the draws of these lanes.
+template <class A, class F>
+DEEPFAST_INLINE void for_drawn_lanes(const Dropout& dropout, int64_t t, int64_t dim, const F& f) {
   uint16_t draws[kDraws];
   for (int64_t first = 0; first < dim; first += kDraws) {
     draw_bits(dropout.seed, t, first, draws);
-    A* x = row + first;
-    for_lanes<A>(dim - first < kDraws ? dim - first : kDraws, [&](auto lanes, int64_t i) {
-      const auto scaled = load(lanes, x + i) * scale;
-      // Integers as wide as A: a comparison of those can select lanes of A.
-      using Wide = decltype(scaled == scaled);
-      vec_t<uint16_t, decltype(lanes)::n> draw;
-      memcpy(&draw, draws + i, sizeof(draw));
-      const auto kept = __builtin_convertvector(draw, Wide) >= dropout.threshold;
-      store(lanes, x + i, kept ? scaled : broadcast(lanes, A(0)));
-    });
+    for_lanes<A>(dim - first < kDraws ? dim - first : kDraws,
+                 [&](auto lanes, int64_t i) { f(lanes, first + i, draws + i); });
   }
+}
+
+// Values under the mask of their draws: scaled where kept, 0 elsewhere whatever stood there.
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> dropped(Lanes<N> lanes, vec_t<A, N> v, const uint16_t* draws,
+                                    const Dropout& dropout) {
+  // Integers as wide as A: a comparison of those can select lanes of A.
+  using Wide = decltype(v == v);
+  vec_t<uint16_t, N> draw;
+  memcpy(&draw, draws, sizeof(draw));
+  const auto kept = __builtin_convertvector(draw, Wide) >= dropout.threshold;
+  return kept ? v * static_cast<A>(dropout.scale) : broadcast(lanes, A(0));
+}
+
+// Row `t` under its dropout mask.
+template <class A>
+inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) {
+  for_drawn_lanes<A>(dropout, t, dim, [&](auto lanes, int64_t d, const uint16_t* draws) {
+    store(lanes, row + d, dropped<A>(lanes, load(lanes, row + d), draws, dropout));
+  });
 }
 
 template <class A>

@@ -1,9 +1,10 @@
 """Fused ops with autograd, to drop into any training code."""
 
 from . import _launches as _launches  # registers what torch is told of them
+from .activation import activation
 from .attention import attention
 from .depth_mix import depth_mix
 from .layer_norm import layer_norm
 from .norm_linear import norm_linear
 
-__all__ = ["attention", "depth_mix", "layer_norm", "norm_linear"]
+__all__ = ["activation", "attention", "depth_mix", "layer_norm", "norm_linear"]

@@ -38,6 +38,11 @@ def no_flops(*_, **__) -> int:
     return 0
 
 
+def _as_tuple(results) -> tuple[Tensor, ...]:
+    """The results of an op, of which a schema with one alone makes no tuple."""
+    return (results,) if isinstance(results, Tensor) else results
+
+
 def _node(name: str, forward: Callable, setup: Callable, backward: Callable, public: int):
     """The op as a bare autograd node.
 
@@ -49,7 +54,7 @@ def _node(name: str, forward: Callable, setup: Callable, backward: Callable, pub
         @staticmethod
         def forward(ctx, count, *args):
             inputs = args if count is None else (list(args[:count]), *args[count:])
-            outputs = forward(*inputs)
+            outputs = _as_tuple(forward(*inputs))
             ctx.set_materialize_grads(False)
             setup(ctx, inputs, outputs)
             ctx.count = count
@@ -101,14 +106,15 @@ def register(
 
     Args:
         schema: functional; a list of tensors may only stand first.
-        forward: (*args) to a tuple of tensors, on real tensors of any device.
+        forward: (*args) to a tuple of tensors, or to the one tensor that the schema has, on real
+            tensors of any device.
         fake: the same on fake ones.
         flops: (*argument shapes, out_shape=...) to multiplications and additions, counted as torch
             counts: matrix products alone. With ``raw_flops`` it gets the arguments themselves.
         cast: (*args) to args under autocast.
-        setup, backward: as in `torch.library.register_autograd`, with a second argument
-            ``inputs`` that holds a list where the schema has one; ``backward`` may get fewer
-            gradients than there are results, and None for each.
+        setup, backward: ``setup(ctx, inputs, results)`` with results a tuple, and both else as in
+            `torch.library.register_autograd`; ``inputs`` holds a list where the schema has one, and
+            ``backward`` may get fewer gradients than there are results, and None for each.
         public: results beyond these are for backward only; the returned function leaves them out.
     """
     name = schema.split("(")[0]
@@ -127,6 +133,7 @@ def register(
 
     def registered_setup(ctx, inputs, output):
         ctx.set_materialize_grads(False)
+        output = _as_tuple(output)
         ctx.mark_non_differentiable(*output[public:])
         setup(ctx, inputs, output)
 
@@ -140,7 +147,7 @@ def register(
             raise NotImplementedError(f"{name}: forward-mode differentiation is not supported")
         listed = isinstance(args[0], list)
         if watched(args[0][0] if listed else args[0]):
-            return packet.default(*args)[:public]
+            return _as_tuple(packet.default(*args))[:public]
         if not torch._C._is_any_autocast_enabled():
             return eager(args, listed)
         if cast is not None:
@@ -150,7 +157,7 @@ def register(
 
     def eager(args, listed: bool) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():
-            return forward(*args)[:public]
+            return _as_tuple(forward(*args))[:public]
         if listed:
             return apply(len(args[0]), *args[0], *args[1:])
         return apply(None, *args)

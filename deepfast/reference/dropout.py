@@ -30,6 +30,17 @@ def philox(seed: int | Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tenso
     return c
 
 
+def _threshold(p: float) -> int:
+    """The least draw of 16 bits that is kept."""
+    return int(p * 65536 + 0.5)
+
+
+def dropout_scale(p: float) -> float:
+    """What a kept element is multiplied by: 1 / (1 - p) of the p that draws of 16 bits have."""
+    threshold = _threshold(p)
+    return 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+
+
 def dropout_mask(
     seed: int | Tensor, tokens: int, dim: int, p: float, *, device: torch.device | None = None
 ) -> Tensor:
@@ -52,9 +63,7 @@ def dropout_mask(
     words = torch.stack(philox(seed, counters, t & _MASK, t >> 32), dim=-1)
     draws = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
     draws = draws.view(tokens, 8 * groups)[:, :dim]
-    threshold = int(p * 65536 + 0.5)
-    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return (draws >= threshold).double() * scale
+    return (draws >= _threshold(p)).double() * dropout_scale(p)
 
 
 def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ a 0-dim int64 tensor, or None without dropout.
 import torch
 from torch import Tensor
 
+from .activation import activation, activation_grad
 from .attention import attention, scores, sentences, weight_masks
 from .dropout import dropout
 from .layer_norm import compute_dtype, normalise
@@ -58,6 +59,17 @@ def layer_norm_backward(
     ds = ds if dsum is None else ds + _load(dsum)
     _put(dresidual, ds)
     _put(dx, dropout(ds, dropout_p, seed))
+
+
+def activation_forward(h, kind, dropout_p, seed, out):
+    """``out = dropout(act(h))``; ``out`` may be ``h``."""
+    out.copy_(activation(h, kind, dropout_p=dropout_p, seed=seed))
+
+
+def activation_backward(dout, saved, kind, dropout_p, seed, dh):
+    """Gradient of activation_forward from ``saved``, its ``out`` for relu and ``h`` for gelu;
+    ``dh`` may be ``dout`` or ``saved``."""
+    dh.copy_(activation_grad(dout, saved, kind, dropout_p=dropout_p, seed=seed))
 
 
 def _source(states, k, gain, shift):

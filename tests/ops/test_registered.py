@@ -49,6 +49,9 @@ def case(name, backend, p, tokens=T):
     def layer_norm(x, residual, w, b):
         return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
 
+    def activation(h):
+        return ops.activation(h, "gelu", training=True, **options)
+
     def depth_mix(*leaves):
         sources, (w, nw, nb) = list(leaves[:K]), leaves[K:]
         return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
@@ -68,6 +71,9 @@ def case(name, backend, p, tokens=T):
         "layer_norm": lambda: Case(
             layer_norm, [leaf(*x), leaf(*x), leaf(D), leaf(D)],
             lambda x, r, w, b: (x, r, w, b, 1e-5, p, seed, backend),
+        ),
+        "activation": lambda: Case(
+            activation, [leaf(*x)], lambda h: (h, "gelu", p, seed, backend)
         ),
         "depth_mix": lambda: Case(
             depth_mix, [*(leaf(*x) for _ in range(K)), leaf(K), leaf(K, D), leaf(K, D)],
@@ -102,7 +108,7 @@ def operator(name):
     return getattr(torch.ops.deepfast, name).default
 
 
-NAMES = ["layer_norm", "depth_mix", "norm_linear", "attention"]
+NAMES = ["layer_norm", "activation", "depth_mix", "norm_linear", "attention"]
 DROPOUT = [0.0, 0.3]
 
 
@@ -134,6 +140,8 @@ def test_opcheck_without_optional_operands(backend):
     x, w, weight = leaf(2, 3, D), leaf(D), leaf(N, D)
     opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, 0.0, None, backend))
     opcheck(operator("layer_norm"), (x, None, w, None, 1e-5, 0.5, torch.tensor(3), backend))
+    opcheck(operator("activation"), (x, "relu", 0.0, None, backend))
+    opcheck(operator("activation"), (x, "relu", 0.5, torch.tensor(3), backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2), None, None, 1e-5, backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2, D), None, leaf(2, D), 1e-5, backend))
     opcheck(operator("norm_linear"), (x, None, None, None, weight, None, 1e-5, 0.0, None, backend))
@@ -159,7 +167,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
-    for c in case("layer_norm", "cpu", 0.3), case("depth_mix", "cpu", 0.0):
+    for name in ("layer_norm", "activation", "depth_mix"):
+        c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
     for _ in range(6):
@@ -184,7 +193,9 @@ def test_the_operator_is_the_function(any_backend, name, p):
     serves(name, any_backend)
     c = case(name, any_backend, p)
     count = len(outputs(c.run(*c.leaves)))
-    direct = results(lambda *leaves: operator(name)(*c.arguments(*leaves))[:count], c.leaves)
+    direct = results(
+        lambda *leaves: outputs(operator(name)(*c.arguments(*leaves)))[:count], c.leaves
+    )
     for a, b in zip(direct, results(c.run, c.leaves), strict=True):
         assert torch.equal(a, b)
 
@@ -194,9 +205,9 @@ def test_autocast_of_the_operator(backend, name):
     serves(name, backend)
     c = case(name, backend, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
-        out = operator(name)(*c.arguments(*c.leaves))
+        out = outputs(operator(name)(*c.arguments(*c.leaves)))
         public = outputs(c.run(*c.leaves))
-    assert out[0].dtype == torch.bfloat16
+    assert out[0].dtype == (torch.float32 if name == "activation" else torch.bfloat16)
     for a, b in zip(out, public, strict=False):
         assert torch.equal(a, b)
     out[0].float().sum().backward()
@@ -231,6 +242,7 @@ def test_compiles_with_inductor(backend):
     def chain(x, residual):
         options = {"dropout_p": 0.2, "training": True, "backend": backend}
         h, s = ops.norm_linear(x, w, w, weight, residual=residual, seed=1, **options)
+        h = ops.activation(h, "gelu", seed=3, **options)
         y, s = ops.layer_norm(h, w, w, residual=s, seed=2, **options)
         q = ops.depth_mix([x, y, s], torch.ones(3), backend=backend).unflatten(1, (2, D // 2))
         cu, n = cu_seqlens(len(x)), len(x)
@@ -254,6 +266,8 @@ def test_checkpointing_replays_dropout(backend, name):
     drawn = {"layer_norm": ops.layer_norm, "norm_linear": ops.norm_linear}
 
     def run(*leaves):
+        if name == "activation":
+            return ops.activation(*leaves, "gelu", dropout_p=0.3, training=True, backend=backend)
         if name not in drawn:
             return c.run(*leaves)
         x, residual, *params = leaves
@@ -306,6 +320,7 @@ def test_flops():
     """Matrix products are counted, elementwise work is not: torch's own convention."""
     expected = {
         "layer_norm": (0, 0),
+        "activation": (0, 0),
         "depth_mix": (2 * K * T * D, 4 * K * T * D),
         "norm_linear": (2 * T * N * D, 4 * T * N * D),
         # Sentences of 2 and 3 tokens: 13 pairs, two products forward and five backward.

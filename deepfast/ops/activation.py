@@ -1,0 +1,137 @@
+"""The activation of a feed-forward block and the dropout behind it, in one pass."""
+
+from torch import Tensor
+
+from deepfast import backend as backends
+from deepfast.reference.activation import KINDS
+
+from . import _common as common
+from ._register import no_flops, register
+
+
+def compute(
+    h: Tensor,
+    kind: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    backend: str | None,
+    inplace: bool = False,
+) -> Tensor:
+    """``dropout(act(h))``, shaped like h; ``inplace`` has it take h's memory where its last
+    dimension is contiguous. Outside autograd."""
+    _, launch = backends.choose("activation", backend, h.device.type, h.dtype, h.shape[-1])
+    rows = common.rows(h)
+    out = rows.view(h.shape) if inplace else common.empty_contiguous(h)
+    launch.activation_forward(rows, kind, dropout_p, seed, out.view(rows.shape))
+    return out
+
+
+def empty_result(h, kind, dropout_p, seed, backend):
+    return h.new_empty(h.shape)
+
+
+def compute_grad(
+    dout: Tensor,
+    saved: Tensor,
+    kind: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    backend: str | None,
+    inplace: bool = False,
+) -> Tensor:
+    """The gradient of h from that of `compute`'s result, shaped like it.
+
+    saved: for relu the result itself, and no seed is needed; for gelu h. ``inplace`` has the
+    gradient take dout's memory where its last dimension is contiguous.
+    """
+    _, launch = backends.choose("activation", backend, dout.device.type, dout.dtype, dout.shape[-1])
+    rows = common.rows(dout)
+    dh = rows.view(dout.shape) if inplace else common.empty_contiguous(dout)
+    launch.activation_backward(rows, common.rows(saved), kind, dropout_p, seed, dh.view(rows.shape))
+    return dh
+
+
+def empty_grad(dout, saved, kind, dropout_p, seed, backend):
+    return dout.new_empty(dout.shape)
+
+
+_activation_grad = register(
+    "activation_grad(Tensor dout, Tensor saved, str kind, float dropout_p, Tensor? seed, "
+    "str? backend) -> Tensor",
+    compute_grad,
+    fake=empty_grad,
+    flops=no_flops,
+)
+
+
+def _setup(ctx, inputs, output):
+    h, ctx.kind, ctx.dropout_p, seed, ctx.backend = inputs
+    # A result that is not 0 was neither cut off by relu nor dropped: no mask, and not h.
+    relu = ctx.kind == "relu"
+    ctx.save_for_backward(output[0] if relu else h, None if relu else seed)
+
+
+def _backward(ctx, dout):
+    if dout is None:
+        return (None,) * 5
+    saved, seed = ctx.saved_tensors
+    dh = _activation_grad(dout, saved, ctx.kind, ctx.dropout_p, seed, ctx.backend)
+    return dh, *(None,) * 4
+
+
+_activation = register(
+    "activation(Tensor h, str kind, float dropout_p, Tensor? seed, str? backend) -> Tensor",
+    compute,
+    fake=empty_result,
+    flops=no_flops,
+    setup=_setup,
+    backward=_backward,
+)
+
+
+def check_kind(op: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+
+
+def activation(
+    h: Tensor,
+    kind: str,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = False,
+    seed: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The activation of a feed-forward block and the dropout behind it: ``dropout(act(h))``.
+
+    relu(h) = max(h, 0), gelu(h) = h * Phi(h) with the normal distribution Phi itself; computed in
+    fp32 (fp64 for fp64 input) and rounded once. No mask is stored: relu keeps its result, which
+    is not 0 exactly where a gradient passes, and gelu keeps h and replays its mask from ``seed``.
+
+    Args:
+        h: (..., F), fp32, bf16, fp16 or fp64, which autocast leaves as it is.
+        kind: "relu" or "gelu".
+        dropout_p: probability that an element becomes 0, while ``training``.
+        training: whether dropout applies.
+        seed: of the dropout mask, an int or a 0-dim int64 tensor on h's device; None draws one
+            from torch's generator of that device.
+        backend: see `deepfast.backend`.
+
+    Returns:
+        Shaped like h, in its dtype.
+
+    Raises:
+        TypeError, ValueError: for operands that do not fit.
+        BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+
+    Source: Hendrycks, Gimpel, Gaussian Error Linear Units (GELUs), 2016.
+    """
+    common.check_tensor("activation", "h", h)
+    check_kind("activation", kind)
+    common.check_dropout("activation", dropout_p)
+    p = dropout_p if training else 0.0
+    seed = common.draw_seed(seed, h.device) if p > 0 else None
+    return _activation(h, kind, p, seed, backend)[0]

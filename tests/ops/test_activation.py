@@ -1,0 +1,398 @@
+"""deepfast.ops.activation against float64, on every backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast import backend as backends
+from deepfast.backend import BackendError
+from deepfast.ops import activation
+from deepfast.ops.activation import compute, compute_grad
+from deepfast.reference.activation import KINDS
+from deepfast.reference.dropout import dropout_mask
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+# Rows of whole vectors and of none, of several kinds of tail, of more than 8192 channels.
+SHAPES = [(1, 1), (3, 17), (2, 3, 33), (70, 64), (7, 255), (2, 129), (2, 9001)]
+SEED, P = 1234567890123, 0.3
+NUMBERS = torch.linspace(-14, 14, 2**16 + 1)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def mask_of(shape, p, dtype=torch.float64):
+    """The factors of dropout."""
+    return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape).to(dtype)
+
+
+def fused(h, kind, p, backend):
+    return activation(h, kind, dropout_p=p, training=True, seed=SEED, backend=backend)
+
+
+def with_gradient(form, h, dout):
+    """Output and gradient by name."""
+    h = h.detach().clone().requires_grad_()
+    out = form(h)
+    (dh,) = torch.autograd.grad(out, h, dout.to(out.dtype))
+    return {"out": out.detach(), "dh": dh}
+
+
+def compare(tolerances, ran, backend, dtype, h, kind, p):
+    h, dout = h.to(dtype), torch.randn(h.shape).to(dtype)
+    with ran("activation", backend):
+        got = with_gradient(lambda h: fused(h, kind, p, backend), h, dout)
+
+    def plain(dtype):
+        mask = mask_of(h.shape, p, dtype)
+        return with_gradient(lambda h: getattr(F, kind)(h) * mask, h.to(dtype), dout)
+
+    exact = plain(torch.float64)
+    if kind == "relu":
+        # What relu's result says of it: where that is rounded to 0, no gradient passes.
+        exact["dh"] = torch.where(got["out"] != 0, exact["dh"], 0)
+    tolerances.assert_all_accurate(got, plain(dtype), exact, dtype)
+    assert got["out"].dtype == got["dh"].dtype == dtype
+    # The same elements are dropped on every backend.
+    assert got["out"][mask_of(h.shape, p) == 0].eq(0).all()
+    assert got["dh"][mask_of(h.shape, p) == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, P])
+def test_agrees(tolerances, ran, backend, dtype, shape, kind, p):
+    compare(tolerances, ran, backend, dtype, torch.randn(shape) * 2, kind, p)
+
+
+EXTREMES = {
+    "huge": lambda n: n * 1e18,
+    "tiny": lambda n: n * 1e-18,
+    "zero": lambda n: n * 0,
+    "far below zero": lambda n: n * 3 - 9,
+    "far above zero": lambda n: n * 3 + 9,
+}
+
+
+@pytest.mark.parametrize("values", EXTREMES)
+def test_agrees_on_extreme_values(tolerances, ran, backend, kind, values):
+    compare(tolerances, ran, backend, torch.float32, EXTREMES[values](torch.randn(9, 130)), kind, P)
+
+
+def units(got, exact):
+    """The largest error in units of the last place of fp32."""
+    place = torch.ldexp(torch.tensor(1.0, dtype=torch.float64), exact.abs().log2().floor() - 23)
+    return ((got.double() - exact).abs() / place).max().item()
+
+
+def test_gelu_on_a_cpu_is_exact_to_a_few_units():
+    """Also where it is small, as long as it is no subnormal number; erf loses all digits there.
+    Of the slope only the absolute error is small around its zero."""
+    if (reason := backends.refusal("activation", "cpu", "cpu", torch.float32)) is not None:
+        pytest.skip(reason)
+    h = NUMBERS[NUMBERS > -12.5].view(1, -1)
+    x = h.double()
+    exact = x * torch.special.erfc(-x * 0.5**0.5) / 2
+    got = activation(h, "gelu", backend="cpu")
+    for least, most in ((-12.5, 4.2), (-1, 3.2), (1, 1.5)):
+        part = (h > least) & (h != 0)
+        assert units(got[part], exact[part]) < most
+    slope = compute_grad(torch.ones_like(h), h, "gelu", 0.0, None, "cpu")
+    leaf = x.requires_grad_()
+    (exact,) = torch.autograd.grad(F.gelu(leaf).sum(), leaf)
+    assert (slope.double() - exact).abs().max() < 1.5e-7
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_every_instruction_set(python, isa):
+    """A process each: the choice is made once."""
+    if backends.refusal("activation", "cpu", "cpu", torch.float32) is not None:
+        pytest.skip("nothing is compiled")
+    script = (
+        "import torch, torch.nn.functional as F; from deepfast.ops import activation\n"
+        "h = torch.linspace(-14, 14, 4999).view(1, -1)\n"
+        "for kind in 'relu', 'gelu':\n"
+        "    for dtype in torch.float32, torch.bfloat16, torch.float16, torch.float64:\n"
+        "        x = h.to(dtype).requires_grad_()\n"
+        "        out, exact = activation(x, kind, backend='cpu'), getattr(F, kind)(x.double())\n"
+        "        pair = [torch.autograd.grad(o.sum(), x)[0].double() for o in (out, exact)]\n"
+        "        room = 8 * torch.finfo(dtype).eps\n"
+        "        torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)\n"
+        "        torch.testing.assert_close(*pair, rtol=room, atol=room)\n"
+    )
+    done = python("-c", script, check=False, DEEPFAST_CPU_CAPABILITY=isa)
+    if "a processor that has it" in done.stderr:
+        pytest.skip(f"this processor has no {isa}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_nan_goes_through(backend, kind, dtype):
+    h = torch.tensor([[torch.nan, 1.0, -1.0] * 11], dtype=dtype)
+    out, dh = with_gradient(lambda h: fused(h, kind, 0.0, backend), h, torch.ones_like(h)).values()
+    expected = with_gradient(getattr(F, kind), h, torch.ones_like(h))
+    assert torch.equal(out.isnan(), expected["out"].isnan())
+    assert torch.equal(dh.isnan(), expected["dh"].isnan())
+    # And of the gradient, where one passes.
+    dout = torch.full_like(h, torch.nan)
+    h = torch.tensor([[-1.0, 1.0, 2.0] * 11], dtype=dtype)
+    _, dh = with_gradient(lambda h: fused(h, kind, 0.0, backend), h, dout).values()
+    passes = h > 0 if kind == "relu" else h == h
+    assert torch.equal(dh.isnan(), passes)
+
+
+def test_infinities(backend, kind):
+    """As torch has them in float64; its own fp32 form of gelu loses some."""
+    h = torch.tensor([[torch.inf, -torch.inf, 3e38, -3e38]])
+    got = with_gradient(lambda h: fused(h, kind, 0.0, backend), h, torch.ones_like(h))
+    expected = with_gradient(getattr(F, kind), h.double(), torch.ones_like(h))
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name].float(), equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_what_is_dropped_is_zero_whatever_it_was(backend, kind, dtype):
+    kept = mask_of((4, 150), 0.5) != 0
+    h = torch.ones(4, 150, dtype=dtype).masked_fill(~kept, torch.inf)
+    h[~kept & (torch.rand(4, 150) < 0.5)] = torch.nan
+    out, dh = with_gradient(lambda h: fused(h, kind, 0.5, backend), h, h).values()
+    assert torch.equal(out != 0, kept)
+    assert torch.equal(dh != 0, kept)
+    assert out.isfinite().all()
+    assert dh.isfinite().all()
+
+
+@pytest.mark.parametrize("p", [1.0, 1 - 1e-6])
+def test_dropout_of_everything(backend, kind, p):
+    h = torch.randn(6, 70)
+    h[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    results = with_gradient(lambda h: fused(h, kind, p, backend), h, torch.ones_like(h))
+    assert all(r.eq(0).all() for r in results.values())
+
+
+def test_dropout_keep_rate(backend, kind):
+    n, p = 200 * 333, 0.3
+    kept = fused(torch.ones(200, 333), kind, p, backend).count_nonzero().item()
+    assert abs(kept - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5
+
+
+def test_mean_is_that_without_dropout(backend, kind):
+    h = torch.rand(400, 500) + 1
+    got, expected = (fused(h, kind, p, backend).double().mean() for p in (0.4, 0.0))
+    assert abs(got - expected) < 0.01 * expected
+
+
+def test_seeds(backend, kind):
+    h = torch.ones(20, 50)
+
+    def run(**options):
+        return activation(h, kind, dropout_p=0.5, backend=backend, **{"training": True} | options)
+
+    assert torch.equal(run(seed=1), run(seed=torch.tensor(1)))
+    assert not torch.equal(run(seed=1), run(seed=2))
+    torch.manual_seed(3)
+    a, b = run(), run()
+    assert not torch.equal(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(run(), a)
+    state = torch.get_rng_state()
+    assert torch.equal(run(training=False), activation(h, kind, backend=backend))
+    assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 33)])
+def test_no_tokens(backend, kind, shape):
+    h = torch.randn(shape, requires_grad=True)
+    out = fused(h, kind, P, backend)
+    out.sum().backward()
+    assert out.shape == h.grad.shape == shape
+
+
+def views(t, width):
+    """Tensors of equal values with other strides, the last of them with no contiguous channels."""
+    wide = torch.randn(t.shape[0], width + 9)
+    wide[:, 4 : width + 4] = t
+    yield wide[:, 4 : width + 4]
+    every_other = torch.randn(2 * t.shape[0], width)
+    every_other[::2] = t
+    yield every_other[::2]
+    yield t.view(3, -1, width).transpose(0, 1).contiguous().transpose(0, 1)
+    yield t.t().contiguous().t()
+
+
+def test_strides_change_nothing(backend, kind):
+    t, dout = torch.randn(2, 12, 19).unbind()
+    expected = with_gradient(lambda h: fused(h, kind, P, backend), t, dout)
+    for view, g in zip(views(t, 19), views(dout, 19), strict=True):
+        h = view.detach().requires_grad_()
+        out = fused(h, kind, P, backend)
+        (dh,) = torch.autograd.grad(out, h, g)
+        assert torch.equal(out.reshape(12, 19), expected["out"])
+        assert torch.equal(dh.reshape(12, 19), expected["dh"])
+
+
+def test_gradient_that_is_expanded(backend, kind):
+    h = torch.randn(6, 11, requires_grad=True)
+    row = torch.arange(11.0)
+    (expected,) = torch.autograd.grad(fused(h, kind, P, backend), h, row.repeat(6, 1))
+    (got,) = torch.autograd.grad(fused(h, kind, P, backend), h, row.expand(6, 11))
+    assert torch.equal(got, expected)
+    (got,) = torch.autograd.grad(fused(h, kind, P, backend).sum(), h)
+    (expected,) = torch.autograd.grad(fused(h, kind, P, backend), h, torch.ones(6, 11))
+    assert torch.equal(got, expected)
+
+
+# ---- in place ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("p", [0.0, P])
+def test_in_place(backend, kind, dtype, p):
+    """The same bits, and the operand's memory."""
+    h, dout = torch.randn(2, 5, 3, 37).to(dtype).unbind()
+    seed = torch.tensor(SEED)
+    out = compute(h, kind, p, seed, backend)
+    h_again = h.clone()
+    assert torch.equal(compute(h_again, kind, p, seed, backend, inplace=True), out)
+    assert torch.equal(h_again, out)
+    saved = out if kind == "relu" else h
+    dh = compute_grad(dout, saved, kind, p, seed, backend)
+    dout_again = dout.clone()
+    assert torch.equal(compute_grad(dout_again, saved, kind, p, seed, backend, inplace=True), dh)
+    assert torch.equal(dout_again, dh)
+
+
+def test_the_gradient_may_take_the_place_of_what_was_saved(backend, kind):
+    h, dout = torch.randn(2, 9, 37).unbind()
+    seed = torch.tensor(SEED)
+    saved = compute(h, kind, P, seed, backend) if kind == "relu" else h
+    expected = compute_grad(dout, saved, kind, P, seed, backend)
+    _, launch = backends.choose("activation", backend, "cpu", torch.float32)
+    launch.activation_backward(dout, saved, kind, P, seed, saved)
+    assert torch.equal(saved, expected)
+
+
+def test_in_place_without_contiguous_channels(backend, kind):
+    """A copy is changed, and returned."""
+    h = torch.randn(37, 6).t()
+    expected = compute(h, kind, 0.0, None, backend)
+    assert torch.equal(compute(h, kind, 0.0, None, backend, inplace=True), expected)
+    dout = torch.randn(37, 6).t()
+    expected = compute_grad(dout, h, kind, 0.0, None, backend)
+    assert torch.equal(compute_grad(dout, h, kind, 0.0, None, backend, inplace=True), expected)
+
+
+def test_in_place_takes_no_memory(meter, kind):
+    h = torch.randn(200, 300)
+    with meter() as m:
+        compute(h, kind, P, torch.tensor(1), "cpu", inplace=True)
+    assert m.peak < h.nbytes / 10
+
+
+# ---- how it behaves in a training loop ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_gradcheck(exact_backend, kind, p):
+    h = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda h: fused(h, kind, p, exact_backend), h, check_undefined_grad=False
+    )
+
+
+def test_relu_keeps_its_result_alone_and_gelu_its_input(backend, kind):
+    h = torch.randn(6, 9, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = fused(h, kind, P, backend)
+    seeds = [t for t in kept if t.dim() == 0]
+    (tensor,) = (t for t in kept if t.dim() == 2)
+    assert tensor.data_ptr() == (out if kind == "relu" else h).data_ptr()
+    assert len(seeds) == (kind == "gelu")
+
+
+def test_two_runs_are_alike_to_the_bit_on_any_number_of_threads(threads, kind):
+    h, dout = torch.randn(2, 333, 67).unbind()
+
+    def run():
+        return with_gradient(lambda h: fused(h, kind, P, "cpu"), h, dout)
+
+    with threads(1):
+        one = run()
+    for n in (2, 2, 3):
+        with threads(n):
+            assert all(torch.equal(a, one[name]) for name, a in run().items())
+
+
+def test_gradient_that_never_came(backend, kind):
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    h = torch.randn(4, 6, requires_grad=True)
+    Silent.apply(fused(h, kind, P, backend)).sum().backward()
+    assert h.grad is None
+
+
+def test_double_backward_is_an_error(backend, kind):
+    h = torch.randn(4, 6, requires_grad=True)
+    (g,) = torch.autograd.grad(fused(h, kind, P, backend).square().sum(), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        g.square().sum().backward()
+
+
+def test_saved_tensor_changed_in_place_is_an_error(backend, kind):
+    a = torch.randn(4, 6, requires_grad=True) * 1
+    out = fused(a, kind, P, backend)
+    (out if kind == "relu" else a).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_autocast_changes_nothing(backend, kind):
+    h = torch.randn(4, 6, requires_grad=True)
+    expected = fused(h, kind, P, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fused(h, kind, P, backend)
+    assert torch.equal(out, expected)
+    assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"h": [1.0]}, TypeError, "h must be a tensor, got list"),
+        ({"h": torch.tensor(1.0)}, ValueError, r"h must be \(..., D\)"),
+        ({"h": torch.ones(3, 0)}, ValueError, r"got \(3, 0\)"),
+        ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
+        ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
+        ({"h": torch.ones(3, 4).int()}, BackendError, "torch.int32"),
+        ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
+    ],
+)
+def test_refuses(change, error, message):
+    with pytest.raises(error, match=message):
+        activation(**{"h": torch.ones(3, 4), "kind": "relu"} | change)
+
+
+def test_the_launch_guards_its_memory():
+    if (reason := backends.refusal("activation", "cpu", "cpu", torch.float32)) is not None:
+        pytest.skip(reason)
+    _, launch = backends.choose("activation", "cpu", "cpu", torch.float32)
+    h, out, seed = torch.ones(3, 4), torch.ones(3, 4), torch.tensor(1)
+    with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
+        launch.activation_forward(h, "relu", 0.5, None, out)
+    with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
+        launch.activation_backward(out, h, "gelu", 0.5, None, out)
+    with pytest.raises(RuntimeError, match="expected relu or gelu, got tanh"):
+        launch.activation_forward(h, "tanh", 0.5, seed, out)
+    with pytest.raises(RuntimeError, match=r"expected a tensor of shape \(3, 4\)"):
+        launch.activation_forward(h, "relu", 0.5, seed, out[:2])
