@@ -129,14 +129,17 @@ def dot(b_a, b_b, b_sum=None):
 
 @triton.jit
 def dropout(
-    b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
-):
+    b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    first=0,
+):  # fmt: skip
     """A (BA, BT, BC) tile under its dropout mask: ``x * scale`` where kept, 0 elsewhere.
 
     Channel 8a + 2w + h of token t takes half h of word w of the Philox counter
     (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`. ``o_t`` (BT,) int64 tokens.
+    ``first``: the tile's first channel, a multiple of 8.
     """
     groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
+    groups += first // 8
     zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
     low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
     high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros

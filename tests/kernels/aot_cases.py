@@ -44,6 +44,16 @@ def layer_norm_backward(launch, D, dtype=BF16, fused=False):
     )  # fmt: skip
 
 
+def activation_forward(launch, kind, F, dtype=BF16):
+    h = tensor(T, F, dtype=dtype)
+    launch(h=h, kind=kind, **dropout(0.1), out=h)
+
+
+def activation_backward(launch, kind, F, dtype=BF16):
+    x = tensor(T, F, dtype=dtype)
+    launch(dout=x, saved=x, kind=kind, **dropout(0.1), dh=x)
+
+
 def depth_mix_forward(launch, K, D, dtype=BF16, norm=True):
     x = tensor(T, D, dtype=dtype)
     launch(
@@ -166,6 +176,7 @@ def hopper(module, *calls, **sizes):
 
 
 NORM = ("layer_norm", layer_norm_forward, layer_norm_backward)
+ACTIVATION = ("activation", activation_forward, activation_backward)
 MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
 ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
@@ -178,6 +189,9 @@ CASES = [
     *hopper(*NORM, D=512),
     *hopper(*NORM, D=4096),
     *hopper(*NORM, D=512, fused=True, dtype=FP32),
+    *every(*ACTIVATION, kind="gelu", F=2048),
+    *hopper(*ACTIVATION, kind="relu", F=2048),
+    *hopper(*ACTIVATION, kind="gelu", F=2048, dtype=FP32),
     *every(*MIX, K=16, D=512),
     *hopper(*MIX, K=33, D=512),
     *hopper(*MIX, K=16, D=512, dtype=FP32),

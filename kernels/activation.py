@@ -1,0 +1,111 @@
+"""The activation of a feed-forward block with the dropout behind it, element by element.
+
+    out = dropout(act(h)),  dh = dropout(dout * act'(h))
+
+relu(h) = max(h, 0), gelu(h) = h Phi(h) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
+relu's gradient reads ``out`` alone, 0 where either of its masks is: it draws nothing. A program
+reads its tile before it writes, so that results may take the place of operands.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import dropout, dropout_factors, rounded, stride
+
+
+def tile(F: int, itemsize: int) -> dict[str, int]:
+    """Channels and tokens of a program: 32 bytes of each operand for each of its 128 threads."""
+    BF = min(256, max(16, triton.next_power_of_2(F)))
+    return {"BT": 4096 // itemsize // BF, "BF": BF, "num_warps": 4}
+
+
+@triton.jit
+def _place(T, F: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr):
+    """Of a program's tile: tokens, channels, mask, the tokens as (BT,), the first channel."""
+    COLUMNS: tl.constexpr = (F + BF - 1) // BF
+    o_t = tl.program_id(0) // COLUMNS * BT + tl.arange(0, BT).to(tl.int64)
+    first = tl.program_id(0) % COLUMNS * BF
+    o_f = (first + tl.arange(0, BF))[None, :]
+    return o_t[:, None], o_f, (o_t[:, None] < T) & (o_f < F), o_t, first
+
+
+@triton.jit
+def _dropped(b_x, p_seed, o_t, first, threshold, scale, BT: tl.constexpr, BF: tl.constexpr):
+    if p_seed is not None:
+        b_x = tl.reshape(b_x, (1, BT, BF))
+        b_x = dropout(b_x, p_seed, o_t, threshold, scale, 1, BT, BF, first)
+        b_x = tl.reshape(b_x, (BT, BF))
+    return b_x
+
+
+@triton.jit
+def _normal(b_x):
+    """Phi(x)."""
+    return 0.5 * (1.0 + tl.erf(b_x * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=["T", "threshold"])
+def activation_fwd_kernel(
+    p_h, p_seed, p_out,
+    T, threshold, scale,
+    s_h, s_out,
+    F: tl.constexpr, RELU: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    o_row, o_f, m, o_t, first = _place(T, F, BT, BF)
+    b_x = tl.load(p_h + o_row * s_h + o_f, mask=m, other=0.0).to(tl.float32)
+    if RELU:
+        # Not the larger of x and 0, which would lose a NaN.
+        b_x = tl.where(b_x < 0.0, 0.0, b_x)
+    else:
+        b_x *= _normal(b_x)
+    b_x = _dropped(b_x, p_seed, o_t, first, threshold, scale, BT, BF)
+    tl.store(p_out + o_row * s_out + o_f, rounded(b_x, p_out.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["T", "threshold"])
+def activation_bwd_kernel(
+    p_dout, p_saved, p_seed, p_dh,
+    T, threshold, scale,
+    s_dout, s_saved, s_dh,
+    F: tl.constexpr, RELU: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    o_row, o_f, m, o_t, first = _place(T, F, BT, BF)
+    b_x = tl.load(p_saved + o_row * s_saved + o_f, mask=m, other=0.0).to(tl.float32)
+    b_d = tl.load(p_dout + o_row * s_dout + o_f, mask=m, other=0.0).to(tl.float32)
+    if RELU:
+        b_d = tl.where(b_x != 0.0, b_d * scale, 0.0)
+    else:
+        b_d *= _normal(b_x) + b_x * (0.3989422804014327 * tl.exp(-0.5 * b_x * b_x))
+        b_d = _dropped(b_d, p_seed, o_t, first, threshold, scale, BT, BF)
+    tl.store(p_dh + o_row * s_dh + o_f, rounded(b_d, p_dh.dtype.element_ty), mask=m)
+
+
+def _programs(T: int, F: int, sides: dict[str, int]) -> tuple[int]:
+    return (triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"]),)
+
+
+def activation_forward(h, kind, dropout_p, seed, out):
+    """See `deepfast.reference.launchers.activation_forward`."""
+    T, F = h.shape
+    if T == 0:
+        return
+    sides = tile(F, h.element_size())
+    threshold, scale = dropout_factors(dropout_p)
+    activation_fwd_kernel[_programs(T, F, sides)](
+        h, seed if dropout_p > 0 else None, out, T, threshold, scale, stride(h), stride(out),
+        F=F, RELU=kind == "relu", **sides,
+    )  # fmt: skip
+
+
+def activation_backward(dout, saved, kind, dropout_p, seed, dh):
+    """See `deepfast.reference.launchers.activation_backward`."""
+    T, F = dout.shape
+    if T == 0:
+        return
+    sides = tile(F, dout.element_size())
+    threshold, scale = dropout_factors(dropout_p)
+    relu = kind == "relu"
+    activation_bwd_kernel[_programs(T, F, sides)](
+        dout, saved, seed if dropout_p > 0 and not relu else None, dh, T, threshold, scale,
+        stride(dout), stride(saved), stride(dh), F=F, RELU=relu, **sides,
+    )  # fmt: skip
