@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TEST_GROUPS = {
     "layer_norm": ["tests/gpu/test_layer_norm.py"],
+    "activation": ["tests/gpu/test_activation.py"],
     "depth_mix": ["tests/gpu/test_depth_mix.py"],
     "boundary": ["tests/gpu/test_boundary.py"],
     "attention": ["tests/gpu/test_attention.py"],

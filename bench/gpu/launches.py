@@ -27,6 +27,12 @@ def _layer_norm(ops, x, y, z, channels, stat, seed) -> None:
     )
 
 
+def _activation(ops, x, y, seed) -> None:
+    for kind in ("relu", "gelu"):
+        ops.activation_forward(x, kind, 0.1, seed, y)
+        ops.activation_backward(x, x, kind, 0.1, seed, y)
+
+
 def _depth_mix(ops, x, y, weight, gain) -> None:
     count, tokens = len(weight), len(x)
     sources, mean = [x] * count, gain.new_zeros(count, tokens)
@@ -78,6 +84,7 @@ def every_launch(ops, device: str, tokens: int, dim: int) -> None:
     for dtype in DTYPES:
         x, y, z = torch.ones(3, tokens, dim, dtype=dtype, **f32)
         _layer_norm(ops, x, y, z, channels, stat, seed)
+        _activation(ops, x, y, seed)
         states = _slots(LAYERS + 1, tokens, dim, dtype=dtype, **f32)
         for per_channel in ((), (dim,)):
             _depth_mix(ops, x, y, torch.ones(3, *per_channel, **f32), gain[:3].clone())

@@ -19,6 +19,7 @@ BEGIN, END = "# table: begin\n", "# table: end\n"
 
 TESTS = {
     "layer_norm": ("layer_norm",),
+    "activation": ("activation",),
     "depth_mix": ("depth_mix",),
     "boundary": ("boundary", "depth_mix", "stacks"),
     "attention": ("attention", "stacks"),
