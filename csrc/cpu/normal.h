@@ -1,6 +1,6 @@
 // The standard normal distribution, on vectors.
 //
-//   Phi(-t) = M(t) exp(-t^2 / 2) for t >= 0,   M(t) = erfcx(t / sqrt(2)) / 2,   Phi(t) = 1 - Phi(-t)
+//   M(t) = erfcx(t / sqrt(2)) / 2,   Phi(-t) = M(t) exp(-t^2 / 2),   Phi(t) = 1 - Phi(-t),   t >= 0
 //
 // M falls smoothly from 1/2 and is near 1 / (t sqrt(2 pi)) for large t: (t + 2) M is one polynomial
 // in (t - 2) / (t + 2) on the whole line, and the exponential is the density's too. Nothing
