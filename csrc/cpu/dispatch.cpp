@@ -20,6 +20,7 @@
   void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t); \
   void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);     \
   void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);    \
+  void cross_entropy(const CrossEntropy&, int64_t, int64_t, int64_t);     \
   const Kernels table = {#isa,                                            \
                          layer_norm_forward,                              \
                          layer_norm_backward,                             \
@@ -28,7 +29,8 @@
                          boundary_forward,                                \
                          boundary_backward,                               \
                          depth_mix_forward,                               \
-                         depth_mix_backward};                             \
+                         depth_mix_backward,                              \
+                         cross_entropy};                                  \
   }
 
 namespace deepfast {

@@ -115,6 +115,17 @@ struct DepthMix {
   void *dgain, *dshift;   // (chunks, sources, D)
 };
 
+// A row of logits to its loss and negative log-likelihood, and to the loss's gradient in place.
+struct CrossEntropy {
+  Storage storage;
+  int64_t vocabulary, ignore_index;
+  double smoothing;
+  bool write_grad;
+  Matrix logits;          // (T, V)
+  const int64_t* target;  // (T)
+  void *loss, *nll;       // (T)
+};
+
 struct Kernels {
   const char* name;
   void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
@@ -125,6 +136,7 @@ struct Kernels {
   void (*boundary_backward)(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_forward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+  void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
 };
 
 // The best instruction set of this processor, chosen once.

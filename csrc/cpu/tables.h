@@ -21,6 +21,7 @@ void boundary_forward(const Boundary&, int64_t begin, int64_t end, int64_t chunk
 void boundary_backward(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
 void depth_mix_forward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
 void depth_mix_backward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+void cross_entropy(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
 
 }  // namespace DEEPFAST_ISA
 }  // namespace deepfast

@@ -52,7 +52,7 @@ def _node(name: str, forward: Callable, setup: Callable, backward: Callable, pub
             outputs = forward(*inputs)
             ctx.set_materialize_grads(False)
             setup(ctx, inputs, outputs)
-            ctx.count = count
+            ctx.count, ctx.bare = count, True
             return outputs[:public]
 
         @staticmethod
@@ -108,7 +108,8 @@ def register(
         cast: (*args) to args under autocast.
         setup, backward: as in `torch.library.register_autograd`, with a second argument
             ``inputs`` that holds a list where the schema has one; ``backward`` may get fewer
-            gradients than there are results, and None for each.
+            gradients than there are results, and None for each. ``ctx.bare`` is set in plain eager
+            code, where nobody else has the results that are not public.
         public: results beyond these are for backward only; the returned function leaves them out.
     """
     name = schema.split("(")[0]
@@ -128,6 +129,7 @@ def register(
     def registered_setup(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[public:])
+        ctx.bare = False
         setup(ctx, inputs, output)
 
     torch.library.register_autograd(

@@ -22,6 +22,7 @@ from deepfast.backend import SDPA
 from deepfast.nn import DLCL, DepthHistory
 
 T, D, K, N, SEED = 5, 16, 3, 7, 11
+SMOOTHING = 0.1
 
 
 class Case(NamedTuple):
@@ -39,6 +40,10 @@ def leaf(*shape):
 def cu_seqlens(tokens):
     """Two sentences, the first of two tokens."""
     return torch.tensor([0, 2, tokens], dtype=torch.int32)
+
+
+def labels(tokens):
+    return torch.arange(tokens) % N
 
 
 def case(name, backend, p, tokens=T):
@@ -63,6 +68,12 @@ def case(name, backend, p, tokens=T):
             max_seqlen_k=q.shape[0], causal=True, **options,
         )  # fmt: skip
 
+    def linear_cross_entropy(hidden, w):
+        return ops.linear_cross_entropy(
+            hidden, w, labels(len(hidden)), label_smoothing=SMOOTHING, return_nll=True,
+            backend=backend,
+        )  # fmt: skip
+
     x = (tokens, D)
     return {
         "layer_norm": lambda: Case(
@@ -84,6 +95,13 @@ def case(name, backend, p, tokens=T):
                 seed, backend,
             ),
         ),
+        "linear_cross_entropy": lambda: Case(
+            linear_cross_entropy, [leaf(*x), leaf(N, D)],
+            lambda h, w: (
+                h, w, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
+                w.requires_grad, backend,
+            ),
+        ),
     }[name]()  # fmt: skip
 
 
@@ -102,7 +120,7 @@ def operator(name):
     return getattr(torch.ops.deepfast, name).default
 
 
-NAMES = ["layer_norm", "depth_mix", "norm_linear", "attention"]
+NAMES = ["layer_norm", "depth_mix", "norm_linear", "attention", "linear_cross_entropy"]
 DROPOUT = [0.0, 0.3]
 
 
@@ -159,7 +177,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
-    for c in case("layer_norm", "cpu", 0.3), case("depth_mix", "cpu", 0.0):
+    for name in ("layer_norm", "depth_mix", "linear_cross_entropy"):
+        c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
     for _ in range(6):
@@ -196,7 +215,7 @@ def test_autocast_of_the_operator(backend, name):
     with torch.autocast("cpu", torch.bfloat16):
         out = operator(name)(*c.arguments(*c.leaves))
         public = outputs(c.run(*c.leaves))
-    assert out[0].dtype == torch.bfloat16
+    assert torch.bfloat16 in {o.dtype for o in out}
     for a, b in zip(out, public, strict=False):
         assert torch.equal(a, b)
     out[0].float().sum().backward()
@@ -310,6 +329,8 @@ def test_flops():
         "norm_linear": (2 * T * N * D, 4 * T * N * D),
         # Sentences of 2 and 3 tokens: 13 pairs, two products forward and five backward.
         "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),
+        # Gradients are made in forward.
+        "linear_cross_entropy": (3 * 2 * T * N * D, 0),
     }
     for name, (forward, backward) in expected.items():
         c = case(name, "reference", 0.0)
