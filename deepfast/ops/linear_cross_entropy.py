@@ -17,8 +17,8 @@ REDUCTIONS = ("mean", "sum")
 SHARE, LEAST_ROWS = 32, 256
 # Rows of logits start on 16 bytes, whatever the dtype.
 ALIGNED = 16
-# Columns of a chunk's gradient that a CPU widens at once.
-WIDENED = 4096
+# Classes at a time where a CPU widens 16 bits to fp32: torch inside its products, and this file.
+WIDENED = 2048
 
 
 def chunk_rows(tokens: int) -> int:
@@ -36,6 +36,13 @@ def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
             f"linear_cross_entropy: target must be in [0, {vocabulary}) or {ignore_index}, "
             f"got {wrong[0].item()}"
         )
+
+
+def _project(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
+    """``logits = hidden weight^T``."""
+    at_once = WIDENED if hidden.device.type == "cpu" and hidden.dtype.itemsize == 2 else len(weight)
+    for part, out in zip(weight.split(at_once), logits.split(at_once, dim=1), strict=True):
+        torch.mm(hidden, part.mT, out=out)
 
 
 def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> None:
@@ -74,7 +81,7 @@ def _forward(
         part = slice(start, start + chunk)
         h = rows[part]
         logits = buffer[: h.shape[0]]
-        torch.mm(h, projection.mT, out=logits)
+        _project(h, projection, logits)
         launch.cross_entropy(
             logits, target[part], label_smoothing, ignore_index, want_dhidden or want_dweight,
             losses[0, part], losses[1, part],
