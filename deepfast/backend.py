@@ -37,8 +37,16 @@ OPS = {
     ),
     "activation": ("activation_forward", "activation_backward"),
     "attention": ("attention_forward", "attention_backward"),
+    "linear_cross_entropy": ("cross_entropy",),
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
+
+KERNEL_FILES = {
+    # The boundary's far passes have a file of their own.
+    "boundary": ("boundary", "mix_rows"),
+    "linear_cross_entropy": ("cross_entropy",),
+}
+"""The files of kernels/ behind an op, where they are not one of its name."""
 
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
@@ -145,6 +153,10 @@ def _triton_module(name: str):
         return None, f"deepfast.kernels.{name} does not load ({error})"
 
 
+def _kernel_files(op: str) -> tuple[str, ...]:
+    return KERNEL_FILES.get(op, (op,))
+
+
 def _triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -154,7 +166,7 @@ def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None
         return "Triton kernels compute in float32"
     if device_type != "cuda" and not (device_type == "cpu" and _triton_interpreted()):
         return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
-    return _triton_module(op)[1]
+    return next(filter(None, (_triton_module(name)[1] for name in _kernel_files(op))), None)
 
 
 def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -267,16 +279,11 @@ def _launchers(op: str, name: str) -> SimpleNamespace | None:
         # One library of ops; the tensors' device decides.
         ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
         return SimpleNamespace(**{f: getattr(ops, f).default for f in OPS[op]})
-    modules = [_reference] if name == "reference" else _triton_modules(op)
+    files = [] if name == "reference" else [_triton_module(f)[0] for f in _kernel_files(op)]
+    modules = files or [_reference]
     return SimpleNamespace(
         **{f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
     )
-
-
-def _triton_modules(op: str) -> list:
-    """The kernel files behind an op; the boundary's far passes have one of their own."""
-    names = ("boundary", "mix_rows") if op == "boundary" else (op,)
-    return [_triton_module(name)[0] for name in names]
 
 
 _records: list[list[tuple[str, str]]] = []

@@ -82,6 +82,7 @@ def every_op(**kwargs):
         q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3, **kwargs
     ).sum().backward()
     ops.norm_linear(x, None, None, torch.ones(2, 4), **kwargs).sum().backward()
+    ops.linear_cross_entropy(x, torch.ones(5, 4), torch.arange(3), **kwargs).backward()
     dlcl, history = DLCL(1, 4, **kwargs), DepthHistory()
     dlcl(torch.tanh(dlcl(x, history)), history).sum().backward()
 

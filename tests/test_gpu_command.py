@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 SECTIONS = (
-    "copy", "layer_norm", "depth_mix", "boundary", "launching", "mixing", "attention", "training",
+    "copy", "layer_norm", "depth_mix", "boundary", "linear_cross_entropy", "launching", "mixing",
+    "attention", "training",
 )  # fmt: skip
 
 

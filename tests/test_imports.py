@@ -177,5 +177,9 @@ def test_op_names_are_one_in_every_folder():
         assert (ROOT / "csrc" / "cpu" / f"{op}.cpp").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}_kernel.cpp").exists()
         assert (ROOT / "tests" / "ops" / f"test_{op}.py").exists()
-    for op in ("layer_norm", "activation", "depth_mix"):
+    for op in ("layer_norm", "activation", "depth_mix", "linear_cross_entropy"):
         assert (PACKAGE / "reference" / f"{op}.py").exists()
+    # Of this op, what lies between torch's matrix products is the kernel.
+    assert (PACKAGE / "ops" / "linear_cross_entropy.py").exists()
+    assert (ROOT / "kernels" / "cross_entropy.py").exists()
+    assert (ROOT / "csrc" / "cpu" / "cross_entropy_kernel.cpp").exists()

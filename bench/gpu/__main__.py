@@ -33,6 +33,7 @@ TEST_GROUPS = {
     "depth_mix": ["tests/gpu/test_depth_mix.py"],
     "boundary": ["tests/gpu/test_boundary.py"],
     "attention": ["tests/gpu/test_attention.py"],
+    "linear_cross_entropy": ["tests/gpu/test_linear_cross_entropy.py"],
     "stacks": ["tests/gpu/test_stacks.py"],
     "elsewhere": [],
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deepfast import backend
-from deepfast.bench.gpu import attention, models, ops
+from deepfast.bench.gpu import attention, losses, models, ops
 from deepfast.bench.gpu.clock import Bench
 
 
@@ -27,6 +27,7 @@ SECTIONS = {
     "layer_norm": Section(ops.layer_norm, 100),
     "depth_mix": Section(ops.depth_mix, 45),
     "boundary": Section(ops.boundary, 40),
+    "linear_cross_entropy": Section(losses.linear_cross_entropy, 30),
     "launching": Section(models.launching, 25),
     "mixing": Section(models.mixing, 45),
     "attention": Section(attention.attention, 45),

@@ -23,6 +23,7 @@ TESTS = {
     "depth_mix": ("depth_mix",),
     "boundary": ("boundary", "depth_mix", "stacks"),
     "attention": ("attention", "stacks"),
+    "linear_cross_entropy": ("linear_cross_entropy",),
 }
 """The groups of tests that an op must have passed."""
 

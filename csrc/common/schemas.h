@@ -1,6 +1,6 @@
 // The launches that every backend implements, by schema.
 //
-// They write into tensors their caller allocates. Shapes: T tokens, D channels, L + 1 weight rows.
+// They write into tensors their caller allocates. Shapes: T tokens, D channels, V vocabulary, L + 1 weight rows.
 // What each computes is written down in deepfast/reference/launchers.py.
 #pragma once
 
@@ -51,6 +51,9 @@ void define_launches(Library& m) {
       "depth_mix_backward(Tensor[] sources, Tensor weight, Tensor? gain, Tensor? shift, "
       "bool norm, Tensor? mean, Tensor? rstd, Tensor dout, Tensor(a!)[] dsources, "
       "Tensor(b!)? dweight, Tensor(c!)? dgain, Tensor(d!)? dshift) -> ()");
+  m.def(
+      "cross_entropy(Tensor(a!) logits, Tensor target, float label_smoothing, int ignore_index, "
+      "bool write_grad, Tensor(b!) loss, Tensor(c!) nll) -> ()");
 }
 
 }  // namespace deepfast

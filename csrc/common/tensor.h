@@ -101,6 +101,14 @@ inline void* parameter(const OptionalTensor& t, Storage storage, int64_t count) 
   return t->mutable_data_ptr();
 }
 
+// One class for each token.
+inline const int64_t* targets(const Tensor& t, int64_t tokens) {
+  DEEPFAST_CHECK(is_here(t) && t.scalar_type() == ScalarType::Long && t.is_contiguous() &&
+                     t.dim() == 1 && t.size(0) == tokens,
+                 "expected ", tokens, " contiguous targets in int64, got ", t.numel());
+  return t.const_data_ptr<int64_t>();
+}
+
 // The least draw of 16 bits that dropout keeps, and what a kept element is multiplied by.
 struct DropoutFactors {
   int32_t threshold;

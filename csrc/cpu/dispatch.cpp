@@ -22,6 +22,7 @@
   void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);    \
   void activation_forward(const Activation&, int64_t, int64_t, int64_t);  \
   void activation_backward(const Activation&, int64_t, int64_t, int64_t); \
+  void cross_entropy(const CrossEntropy&, int64_t, int64_t, int64_t);     \
   const Kernels table = {#isa,                                            \
                          layer_norm_forward,                              \
                          layer_norm_backward,                             \
@@ -32,7 +33,8 @@
                          depth_mix_forward,                               \
                          depth_mix_backward,                              \
                          activation_forward,                              \
-                         activation_backward};                            \
+                         activation_backward,                             \
+                         cross_entropy};                                  \
   }
 
 namespace deepfast {

@@ -126,6 +126,17 @@ struct Activation {
   Matrix dout, saved, dh;
 };
 
+// A row of logits to its loss and negative log-likelihood, and to the loss's gradient in place.
+struct CrossEntropy {
+  Storage storage;
+  int64_t vocabulary, ignore_index;
+  double smoothing;
+  bool write_grad;
+  Matrix logits;          // (T, V)
+  const int64_t* target;  // (T)
+  void *loss, *nll;       // (T)
+};
+
 struct Kernels {
   const char* name;
   void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
@@ -138,6 +149,7 @@ struct Kernels {
   void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
   void (*activation_forward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
   void (*activation_backward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
+  void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
 };
 
 // The best instruction set of this processor, chosen once.

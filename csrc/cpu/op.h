@@ -25,9 +25,8 @@ inline Dropout dropout(const OptionalTensor& seed, double p) {
 // chunks fixed by the shape alone, added up in order.
 class Chunks {
  public:
-  explicit Chunks(int64_t tokens, int64_t most = 32) : tokens_(tokens) {
-    constexpr int64_t kSmallest = 32;
-    count_ = std::clamp<int64_t>(tokens / kSmallest, 1, most);
+  explicit Chunks(int64_t tokens, int64_t most = 32, int64_t smallest = 32) : tokens_(tokens) {
+    count_ = std::clamp<int64_t>(tokens / smallest, 1, most);
   }
   int64_t count() const { return count_; }
   template <class F>

@@ -23,6 +23,7 @@ void depth_mix_forward(const DepthMix&, int64_t begin, int64_t end, int64_t chun
 void depth_mix_backward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
 void activation_forward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 void activation_backward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
+void cross_entropy(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
 
 }  // namespace DEEPFAST_ISA
 }  // namespace deepfast

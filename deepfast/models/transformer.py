@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepfast import ops
 from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
 from deepfast.nn.connection import CONNECTIONS
 from deepfast.nn.layers import ACTIVATIONS
+
+IGNORED = -100
+"""A label that stands for none."""
 
 
 @dataclass(kw_only=True)
@@ -197,9 +201,36 @@ class Transformer(nn.Module):
 
         The matching labels are ``target_out[target_in != padding_idx]``.
         """
+        return self.project(self._decode(source_BS, target_in_BT)[0])
+
+    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
         x, packing = self._packed(target_in_BT)
-        return self.project(self.decoder.forward_packed(x, packing, memory, memory_packing))
+        return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
+
+    def loss(
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and negative log-likelihood, each summed over the real positions, in nats.
+
+        The positions are those of ``target_in_BT``; no logits are held. The loss is
+        label-smoothed, the likelihood is not and has no gradient.
+        """
+        x, packing = self._decode(source_BS, target_in_BT)
+        # A compiler does not pack: there padding is computed, and must not count.
+        padding_BT = target_in_BT == self.config.padding_idx
+        labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
+        if packing.indices is not None:
+            labels = labels[packing.indices]
+        return ops.linear_cross_entropy(
+            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+            ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
+        )  # fmt: skip
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

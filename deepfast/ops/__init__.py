@@ -5,6 +5,14 @@ from .activation import activation
 from .attention import attention
 from .depth_mix import depth_mix
 from .layer_norm import layer_norm
+from .linear_cross_entropy import linear_cross_entropy
 from .norm_linear import norm_linear
 
-__all__ = ["activation", "attention", "depth_mix", "layer_norm", "norm_linear"]
+__all__ = [
+    "activation",
+    "attention",
+    "depth_mix",
+    "layer_norm",
+    "linear_cross_entropy",
+    "norm_linear",
+]

@@ -57,7 +57,7 @@ def _node(name: str, forward: Callable, setup: Callable, backward: Callable, pub
             outputs = _as_tuple(forward(*inputs))
             ctx.set_materialize_grads(False)
             setup(ctx, inputs, outputs)
-            ctx.count = count
+            ctx.count, ctx.bare = count, True
             return outputs[:public]
 
         @staticmethod
@@ -115,6 +115,8 @@ def register(
         setup, backward: ``setup(ctx, inputs, results)`` with results a tuple, and both else as in
             `torch.library.register_autograd`; ``inputs`` holds a list where the schema has one, and
             ``backward`` may get fewer gradients than there are results, and None for each.
+            ``ctx.bare`` is set in plain eager code, where nobody else has the results that are not
+            public.
         public: results beyond these are for backward only; the returned function leaves them out.
     """
     name = schema.split("(")[0]
@@ -135,6 +137,7 @@ def register(
         ctx.set_materialize_grads(False)
         output = _as_tuple(output)
         ctx.mark_non_differentiable(*output[public:])
+        ctx.bare = False
         setup(ctx, inputs, output)
 
     torch.library.register_autograd(

@@ -13,6 +13,7 @@ from .activation import activation, activation_grad
 from .attention import attention, scores, sentences, weight_masks
 from .dropout import dropout
 from .layer_norm import compute_dtype, normalise
+from .linear_cross_entropy import cross_entropy as losses
 
 
 def _load(x: Tensor) -> Tensor:
@@ -247,3 +248,21 @@ def attention_backward(
         dq[a] = torch.einsum("hmn,nhd->mhd", ds, k_b)
         dk[b] = torch.einsum("hmn,mhd->nhd", ds, q_a)
         dv[b] = torch.einsum("hmn,mhd->nhd", weights * mask, g)
+
+
+def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):
+    """Each row's ``loss`` and ``nll``; ``write_grad`` puts the loss's gradient over the logits.
+
+    logits (T, V), target (T,) int64, loss and nll (T,) in the compute dtype. The gradient is
+    ``softmax - (1 - label_smoothing) * onehot - label_smoothing / V``, 0 where ignored.
+    """
+    x = _load(logits)
+    values = losses(x, target, label_smoothing, ignore_index)
+    loss.copy_(values[0])
+    nll.copy_(values[1])
+    if write_grad:
+        counts = (target != ignore_index).unsqueeze(-1)
+        d = x.softmax(-1) - label_smoothing / x.shape[1]
+        hit = target.unsqueeze(-1).where(counts, 0)
+        d.scatter_add_(-1, hit, torch.full_like(d[:, :1], label_smoothing - 1))
+        logits.copy_(d.where(counts, 0.0))

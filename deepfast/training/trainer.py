@@ -20,7 +20,6 @@ from deepfast.training.checkpoint import check_config, load_weights
 from deepfast.training.corpus import Corpus
 from deepfast.training.environment import memory_bytes, random_state, set_random_state
 from deepfast.training.errors import CheckpointError, NotFiniteError
-from deepfast.training.loss import smoothed_loss
 from deepfast.training.nonfinite import first_nonfinite_gradient, first_nonfinite_module
 from deepfast.training.optim import build_optimizer, learning_rate
 from deepfast.training.recipe import Recipe
@@ -75,9 +74,9 @@ class Trainer:
     def _sums(self, batch: Batch, smoothing: float) -> tuple[Tensor, Tensor]:
         """Loss and NLL, summed over the batch's target tokens."""
         with self._autocast():
-            logits_NV = self.model(batch.source_BS, batch.target_in_BT)
-        real_BT = batch.target_in_BT != self.model.config.padding_idx
-        return smoothed_loss(logits_NV, batch.target_out_BT[real_BT], smoothing)
+            return self.model.loss(
+                batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing
+            )
 
     def train_step(self) -> None:
         """One optimizer step over `accumulate` micro-batches."""

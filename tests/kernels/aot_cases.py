@@ -145,6 +145,14 @@ def attention_backward(launch, length, causal=False, dtype=BF16, heads=8, width=
     launch(**attention(length, causal, dtype, heads, width), do=do, dq=dq, dk=dk, dv=dv)
 
 
+def cross_entropy(launch, V, dtype=BF16, rows=256):
+    losses = tensor(2, rows)
+    launch(
+        logits=tensor(rows, V, dtype=dtype), target=tensor(rows, dtype=torch.int64),
+        label_smoothing=0.1, ignore_index=-100, write_grad=True, loss=losses[0], nll=losses[1],
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of a launcher."""
@@ -207,4 +215,6 @@ CASES = [
     *hopper(*ATTENTION, length=512),
     *every(*ATTENTION, length=512, causal=True),
     *hopper(*ATTENTION, length=128, dtype=FP32),
+    *every("cross_entropy", cross_entropy, V=32000),
+    *hopper("cross_entropy", cross_entropy, V=32000, dtype=FP32),
 ]

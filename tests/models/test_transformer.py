@@ -145,6 +145,37 @@ def test_embedding_is_tied():
     assert model.embedding.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
+def test_loss_is_torchs_on_the_logits(smoothing):
+    model = build()
+    labels = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
+    loss, nll = model.loss(SOURCE, TARGET, labels, smoothing)
+    loss.backward()
+    got = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    logits, real = model(SOURCE, TARGET), labels[TARGET != 0]
+    expected = F.cross_entropy(logits, real, label_smoothing=smoothing, reduction="sum")
+    expected.backward()
+    assert_close(loss, expected)
+    assert_close(nll, F.cross_entropy(logits, real, reduction="sum").detach())
+    assert not nll.requires_grad
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_loss_under_autocast():
+    """As on logits in bf16; parameters and their gradients stay in fp32."""
+    model = build()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, nll = model.loss(SOURCE, TARGET, TARGET, 0.1)
+        logits = model(SOURCE, TARGET).float()
+    assert loss.dtype == nll.dtype == torch.float32
+    expected = F.cross_entropy(logits, TARGET[TARGET != 0], label_smoothing=0.1, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_init_of_the_embedding():
     model = Transformer(TransformerConfig(vocab_size=400, padding_idx=1, **SIZES))
     weight = model.embedding.weight.detach()

@@ -22,6 +22,7 @@ from deepfast.backend import SDPA
 from deepfast.nn import DLCL, DepthHistory
 
 T, D, K, N, SEED = 5, 16, 3, 7, 11
+SMOOTHING = 0.1
 
 
 class Case(NamedTuple):
@@ -39,6 +40,10 @@ def leaf(*shape):
 def cu_seqlens(tokens):
     """Two sentences, the first of two tokens."""
     return torch.tensor([0, 2, tokens], dtype=torch.int32)
+
+
+def labels(tokens):
+    return torch.arange(tokens) % N
 
 
 def case(name, backend, p, tokens=T):
@@ -66,6 +71,12 @@ def case(name, backend, p, tokens=T):
             max_seqlen_k=q.shape[0], causal=True, **options,
         )  # fmt: skip
 
+    def linear_cross_entropy(hidden, w):
+        return ops.linear_cross_entropy(
+            hidden, w, labels(len(hidden)), label_smoothing=SMOOTHING, return_nll=True,
+            backend=backend,
+        )  # fmt: skip
+
     x = (tokens, D)
     return {
         "layer_norm": lambda: Case(
@@ -90,6 +101,13 @@ def case(name, backend, p, tokens=T):
                 seed, backend,
             ),
         ),
+        "linear_cross_entropy": lambda: Case(
+            linear_cross_entropy, [leaf(*x), leaf(N, D)],
+            lambda h, w: (
+                h, w, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
+                w.requires_grad, backend,
+            ),
+        ),
     }[name]()  # fmt: skip
 
 
@@ -108,7 +126,10 @@ def operator(name):
     return getattr(torch.ops.deepfast, name).default
 
 
-NAMES = ["layer_norm", "activation", "depth_mix", "norm_linear", "attention"]
+NAMES = [
+    "layer_norm", "activation", "depth_mix", "norm_linear", "attention",
+    "linear_cross_entropy",
+]  # fmt: skip
 DROPOUT = [0.0, 0.3]
 
 
@@ -167,7 +188,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
-    for name in ("layer_norm", "activation", "depth_mix"):
+    for name in ("layer_norm", "activation", "depth_mix", "linear_cross_entropy"):
         c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
@@ -207,7 +228,8 @@ def test_autocast_of_the_operator(backend, name):
     with torch.autocast("cpu", torch.bfloat16):
         out = outputs(operator(name)(*c.arguments(*c.leaves)))
         public = outputs(c.run(*c.leaves))
-    assert out[0].dtype == (torch.float32 if name == "activation" else torch.bfloat16)
+    # Activation leaves its input as it is.
+    assert (torch.bfloat16 in {o.dtype for o in out}) == (name != "activation")
     for a, b in zip(out, public, strict=False):
         assert torch.equal(a, b)
     out[0].float().sum().backward()
@@ -325,6 +347,8 @@ def test_flops():
         "norm_linear": (2 * T * N * D, 4 * T * N * D),
         # Sentences of 2 and 3 tokens: 13 pairs, two products forward and five backward.
         "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),
+        # Gradients are made in forward.
+        "linear_cross_entropy": (3 * 2 * T * N * D, 0),
     }
     for name, (forward, backward) in expected.items():
         c = case(name, "reference", 0.0)

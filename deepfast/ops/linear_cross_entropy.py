@@ -1,0 +1,260 @@
+"""Projection to the vocabulary and cross entropy in chunks of tokens, without the logits."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from deepfast import backend as backends
+from deepfast.reference.layer_norm import compute_dtype
+
+from . import _common as common
+from ._register import register
+
+REDUCTIONS = ("mean", "sum")
+
+# Logits of one chunk, as a share of all; fewer rows than this leave matrix products little to do.
+SHARE, LEAST_ROWS = 32, 256
+# Rows of logits start on 16 bytes, whatever the dtype.
+ALIGNED = 16
+# Classes at a time where a CPU widens 16 bits to fp32: torch inside its products, and this file.
+WIDENED = 2048
+
+
+def chunk_rows(tokens: int) -> int:
+    """Tokens at a time by default: at T = 8192 logits of 3% of all in fp32, 1.6% in 16 bits."""
+    return max(LEAST_ROWS, -(-tokens // SHARE))
+
+
+def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """On the CPU alone: a device would have to be waited for."""
+    if target.device.type != "cpu":
+        return
+    wrong = target[((target < 0) | (target >= vocabulary)) & (target != ignore_index)]
+    if wrong.numel() > 0:
+        raise ValueError(
+            f"linear_cross_entropy: target must be in [0, {vocabulary}) or {ignore_index}, "
+            f"got {wrong[0].item()}"
+        )
+
+
+def _project(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
+    """``logits = hidden weight^T``."""
+    at_once = WIDENED if hidden.device.type == "cpu" and hidden.dtype.itemsize == 2 else len(weight)
+    for part, out in zip(weight.split(at_once), logits.split(at_once, dim=1), strict=True):
+        torch.mm(hidden, part.mT, out=out)
+
+
+def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> None:
+    """``total += dlogits^T hidden`` in the dtype of ``total``, which starts at the ``first``."""
+    beta = 0 if first else 1
+    if total.dtype == dlogits.dtype:
+        total.addmm_(dlogits.mT, hidden, beta=beta)
+    elif total.device.type == "cuda":
+        torch.addmm(total, dlogits.mT, hidden, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        hidden = hidden.to(total.dtype)
+        for part, columns in zip(total.split(WIDENED), dlogits.split(WIDENED, dim=1), strict=True):
+            part.addmm_(columns.to(total.dtype).mT, hidden, beta=beta)
+
+
+def _forward(
+    hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
+    want_dweight, backend,
+):  # fmt: skip
+    dtype, (V, D) = hidden.dtype, weight.shape
+    _, launch = backends.choose("linear_cross_entropy", backend, hidden.device.type, dtype)
+    rows, target = common.rows(hidden), target.reshape(-1).contiguous()
+    _check_targets(target, V, ignore_index)
+    T = rows.shape[0]
+    chunk = min(chunk_rows(T) if chunk is None else chunk, T)
+    _, _, dhidden, dweight, _ = _fake(
+        hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
+        want_dweight, backend,
+    )  # fmt: skip
+    projection = weight.to(dtype)
+    buffer = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)[:, :V]
+    losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
+    if want_dweight and T == 0:
+        dweight.zero_()
+    for start in range(0, T, max(chunk, 1)):
+        part = slice(start, start + chunk)
+        h = rows[part]
+        logits = buffer[: h.shape[0]]
+        _project(h, projection, logits)
+        launch.cross_entropy(
+            logits, target[part], label_smoothing, ignore_index, want_dhidden or want_dweight,
+            losses[0, part], losses[1, part],
+        )  # fmt: skip
+        if want_dhidden:
+            torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
+        if want_dweight:
+            _add_outer(dweight, logits, h, first=start == 0)
+    count = (target != ignore_index).sum() if mean else losses.new_ones(())
+    # Where no target counts the loss is nan, and its gradient zero.
+    scale = count.clamp(min=1).to(losses.dtype).reciprocal()
+    return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, scale
+
+
+def _fake(
+    hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
+    want_dweight, backend,
+):  # fmt: skip
+    dtype = compute_dtype(hidden.dtype)
+    loss = hidden.new_empty((), dtype=dtype)
+    # Of the sum, not of the mean: small factors come in fp32, in backward. That of the weight is
+    # kept in fp32 until then, where a sum over many tokens could overflow fp16.
+    dhidden = hidden.new_empty(hidden.shape if want_dhidden else 0)
+    dweight = weight.new_empty(weight.shape if want_dweight else 0, dtype=dtype)
+    return loss, torch.empty_like(loss), dhidden, dweight, torch.empty_like(loss)
+
+
+def _flops(hidden, weight, target, smoothing, ignore, mean, chunk, dhidden, dweight, *_, **__):
+    return 2 * (1 + dhidden + dweight) * math.prod(hidden) * weight[0]
+
+
+def _may_overwrite(ctx) -> bool:
+    """Whether what forward kept may become its gradient in place: nobody else has it, and this is
+    the last backward through the graph."""
+    return (
+        ctx.bare
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
+    """``x * factor`` in the compute dtype, rounded once to ``dtype``."""
+    # One dimension: a factor without any would be rounded to the dtype of x.
+    factor = factor.view(1)
+    if not overwrite:
+        return (x * factor).to(dtype)
+    if x.dtype == factor.dtype:
+        return x.mul_(factor).to(dtype)
+    return torch.mul(x, factor, out=x)
+
+
+def _setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:])
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+
+
+def _backward(ctx, dloss, *_):
+    none = (None,) * 8
+    if dloss is None:
+        return None, None, *none
+    *grads, scale = ctx.saved_tensors
+    factor, overwrite = dloss * scale, _may_overwrite(ctx)
+    scaled = (
+        _scaled(grad, factor, dtype, overwrite) if need else None
+        for grad, dtype, need in zip(grads, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+    )
+    return *scaled, *none
+
+
+def _cast(hidden, *rest):
+    # The weight is cast inside: its gradient is then summed and kept once, in its own dtype.
+    return *common.autocast(hidden), *rest
+
+
+_linear_cross_entropy = register(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, float label_smoothing, "
+    "int ignore_index, bool mean, int? chunk, bool want_dhidden, bool want_dweight, str? backend) "
+    "-> (Tensor loss, Tensor nll, Tensor dhidden, Tensor dweight, Tensor scale)",
+    _forward,
+    fake=_fake,
+    flops=_flops,
+    cast=_cast,
+    setup=_setup,
+    backward=_backward,
+    public=2,
+)
+
+
+def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chunk) -> None:
+    op = "linear_cross_entropy"
+    common.check_tensor(op, "hidden", hidden)
+    common.check_tensor(op, "weight", weight)
+    dim, device = hidden.shape[-1], hidden.device
+    if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight must be (V, {dim}) with V >= 1, got {tuple(weight.shape)}")
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"{op}: target must be torch.int64 {tuple(hidden.shape[:-1])}, got {target.dtype} "
+            f"{tuple(target.shape)}"
+        )
+    for name, x in (("weight", weight), ("target", target)):
+        if x.device != device:
+            raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{op}: chunk must be None or at least 1, got {chunk}")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    return_nll: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of ``hidden weight^T`` against ``target``, without ever holding all logits.
+
+    ``nll = -log softmax(hidden weight^T)[target]`` and
+    ``loss = (1 - s) * nll + s * mean_v(-log softmax(hidden weight^T)[v])`` with s the label
+    smoothing, summed or averaged over the targets that count. The same as torch's linear and
+    cross_entropy on logits in fp32. Tokens are worked on in chunks. The gradients are made in
+    forward, where something needs them, while a chunk's logits are at hand: three matrix products
+    in all, and only the gradients of ``hidden`` and ``weight`` are kept. The matrix products are
+    torch's.
+
+    Args:
+        hidden: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        weight: (V, D), in hidden's dtype, or fp32 where that has 16 bits: it is cast for the
+            products, its gradient is summed in fp32 and never rounded. May be the embedding.
+        target: (...) int64, each in [0, V) or ``ignore_index``. Another is an error on a CPU; on
+            a GPU, which would have to be waited for, it makes the loss nan.
+        label_smoothing: in [0, 1].
+        ignore_index: targets of this value give no loss and no gradient.
+        reduction: "mean" over the targets that count, nan where none does; or "sum".
+        chunk: tokens at a time; by default 1/32 of them and at least 256.
+        return_nll: whether to return the nll too, reduced alike, without gradient.
+        backend: of what is between the matrix products, see `deepfast.backend`.
+
+    Returns:
+        The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll``, (loss, nll).
+
+    Raises:
+        TypeError, ValueError: for operands that do not fit.
+        BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+
+    Source: Szegedy et al., Rethinking the Inception Architecture, 2016, for label smoothing; the
+    gradient in forward as in Liger-Kernel (Hsu et al. 2024).
+    """
+    _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chunk)
+    (hidden,) = common.autocast(hidden)
+    master = weight.dtype == torch.float32 and hidden.dtype.itemsize == 2
+    if hidden.dtype != weight.dtype and not master:
+        raise ValueError(f"linear_cross_entropy: weight must be {hidden.dtype}, got {weight.dtype}")
+    differentiate = torch.is_grad_enabled()
+    loss, nll = _linear_cross_entropy(
+        hidden, weight, target, label_smoothing, ignore_index, reduction == "mean", chunk,
+        differentiate and hidden.requires_grad, differentiate and weight.requires_grad, backend,
+    )  # fmt: skip
+    return (loss, nll) if return_nll else loss

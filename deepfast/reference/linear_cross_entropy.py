@@ -1,0 +1,46 @@
+"""Cross entropy of a linear map to the vocabulary, with label smoothing (Szegedy et al. 2016)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layer_norm import compute_dtype
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Losses and negative log-likelihoods (T,) of logits (T, V) in their own dtype; 0 if ignored.
+
+        nll = -log p[target],  loss = (1 - smoothing) * nll + smoothing * mean_v(-log p[v])
+
+    with p the softmax of the logits.
+    """
+    counts = target != ignore_index
+    logp = F.log_softmax(logits, dim=-1)
+    nll = -logp.gather(-1, target.where(counts, 0).unsqueeze(-1)).squeeze(-1)
+    loss = nll
+    if label_smoothing > 0:
+        loss = (1 - label_smoothing) * nll - label_smoothing * logp.mean(-1)
+    return loss.where(counts, 0.0), nll.where(counts, 0.0)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor]:
+    """Loss and negative log-likelihood of ``hidden weight^T``, summed or averaged over targets.
+
+    hidden (..., D), weight (V, D), target (...). Logits are rounded to the storage dtype. The mean
+    is over the targets that count: nan where none does.
+    """
+    logits = F.linear(hidden, weight).to(compute_dtype(hidden.dtype))
+    logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
+    loss, nll = cross_entropy(logits, target, label_smoothing, ignore_index)
+    count = (target != ignore_index).sum() if reduction == "mean" else torch.ones(())
+    return loss.sum() / count, nll.sum() / count

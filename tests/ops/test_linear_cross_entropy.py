@@ -1,0 +1,397 @@
+"""deepfast.ops.linear_cross_entropy against float64, on every backend."""
+
+import importlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast import backend as backends
+from deepfast.backend import BackendError
+from deepfast.ops import linear_cross_entropy
+from deepfast.ops.linear_cross_entropy import chunk_rows
+from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+# T, D, V: no size that anything likes, and a vocabulary beyond 16 bits.
+SHAPES = [(1, 1, 1), (5, 3, 2), (37, 24, 1001), (9, 64, 512), (3, 8, 70_001)]
+
+
+def operands(T, D, V, dtype=torch.float32, ignored=0.3):
+    hidden = torch.randn(T, D).to(dtype)
+    weight = (2 * torch.randn(V, D) / D**0.5).to(dtype)
+    target = torch.randint(V, (T,)).where(torch.rand(T) >= ignored, -100)
+    target[: T // 2 + 1].clamp_(min=0)
+    return hidden, weight, target
+
+
+def results(form, hidden, weight, dtype, factor=1.0):
+    """Loss, nll and gradients by name, leaves in ``dtype``."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight)]
+    loss, nll = form(*leaves)
+    grads = torch.autograd.grad(loss * factor, leaves)
+    named = dict(zip(("hidden", "weight"), grads, strict=True))
+    return {"loss": loss.detach(), "nll": nll.detach()} | named
+
+
+def compare(tolerances, backend, shape, dtype, factor=1.0, **options):
+    hidden, weight, target = operands(*shape, dtype)
+    spec = {name: value for name, value in options.items() if name != "chunk"}
+
+    def fused(h, w):
+        return linear_cross_entropy(h, w, target, return_nll=True, backend=backend, **options)
+
+    def plain(h, w):
+        return reference(h, w, target, **spec)
+
+    tolerances.assert_all_accurate(
+        results(fused, hidden, weight, dtype, factor),
+        results(plain, hidden, weight, dtype, factor),
+        results(plain, hidden, weight, torch.float64, factor),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_agrees(tolerances, ran, backend, dtype, shape, smoothing):
+    with ran("linear_cross_entropy", backend):
+        compare(tolerances, backend, shape, dtype, label_smoothing=smoothing, chunk=4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.6, 1.0])
+def test_options(tolerances, backend, reduction, smoothing):
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    compare(tolerances, backend, (37, 24, 100), torch.float32, factor=-0.3, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_agrees_in_float64(tolerances, exact_backend, shape):
+    compare(tolerances, exact_backend, shape, torch.float64, label_smoothing=0.1, chunk=3)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_is_torchs(backend, smoothing):
+    hidden, weight, target = operands(2 * 3 * 5, 8, 33)
+    hidden, target = hidden.view(2, 3, 5, 8), target.view(2, 3, 5)
+    for options in ({"ignore_index": -100}, {"ignore_index": target[0, 0, 0].item()}):
+        target = target.clamp(min=0) if options["ignore_index"] >= 0 else target
+        loss = linear_cross_entropy(
+            hidden, weight, target, label_smoothing=smoothing, backend=backend, **options
+        )
+        logits = F.linear(hidden, weight).flatten(0, 2)
+        expected = F.cross_entropy(logits, target.flatten(), label_smoothing=smoothing, **options)
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 37, 1000, None])
+def test_chunks_agree(tolerances, backend, chunk):
+    compare(tolerances, backend, (37, 24, 300), torch.bfloat16, label_smoothing=0.1, chunk=chunk)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradcheck(exact_backend, smoothing, reduction):
+    hidden, weight, target = operands(6, 4, 9, torch.float64)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def run(h, w):
+        return linear_cross_entropy(
+            h, w, target, label_smoothing=smoothing, reduction=reduction, chunk=4,
+            backend=exact_backend,
+        )  # fmt: skip
+
+    torch.autograd.gradcheck(run, leaves)
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(backend):
+    hidden, target = torch.zeros(3, 4), torch.tensor([0, 1, 49])
+    loss, nll = linear_cross_entropy(
+        hidden, torch.randn(50, 4), target, label_smoothing=0.1, reduction="sum", return_nll=True,
+        backend=backend,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(3 * math.log(50))
+    assert nll.item() == pytest.approx(3 * math.log(50))
+    assert not nll.requires_grad
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_logits_far_apart(backend, dtype):
+    """No overflow of the exponential, and exact zeros far from the largest."""
+    hidden = torch.tensor([[1.0], [-1.0]], dtype=dtype)
+    weight = torch.tensor([[3e4], [0.0], [-3e4]], dtype=dtype, requires_grad=True)
+    target = torch.tensor([0, 1])
+    loss = linear_cross_entropy(hidden, weight, target, reduction="sum", backend=backend)
+    assert loss.item() == weight[0].item()
+    loss.backward()
+    assert weight.grad.tolist() == [[0.0], [1.0], [-1.0]]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_shows(backend, value):
+    hidden, weight, target = operands(3, 4, 40, ignored=0)
+    hidden[1, 2] = value
+    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
+    assert loss.isnan()
+
+
+def test_no_target_counts(backend):
+    """nan for a mean, as torch has it; no gradient."""
+    hidden, weight, _ = operands(5, 4, 7)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    target = torch.full((5,), -100)
+    for reduction, value in (("mean", math.nan), ("sum", 0.0)):
+        loss = linear_cross_entropy(
+            *leaves, target, reduction=reduction, label_smoothing=0.1, backend=backend
+        )
+        assert loss.item() == pytest.approx(value, nan_ok=True)
+        assert not any(g.any() for g in torch.autograd.grad(loss, leaves))
+
+
+def test_ignored_rows_do_not_matter(backend):
+    hidden, weight, target = operands(6, 4, 9, ignored=0)
+    target[2] = -100
+    hidden[2] = math.nan
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, backend=backend)
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert loss.isfinite()
+    assert not grad[2].any()
+    assert grad[[0, 1, 3, 4, 5]].isfinite().all()
+
+
+def test_no_tokens(backend):
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    target = torch.empty(0, dtype=torch.int64)
+    assert linear_cross_entropy(hidden, weight, target, backend=backend).isnan()
+    loss = linear_cross_entropy(hidden, weight, target, reduction="sum", backend=backend)
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad.shape == (0, 4)
+    assert not weight.grad.any()
+
+
+def test_strided_operands(backend):
+    hidden, weight, target = operands(10, 12, 33)
+    wide = torch.randn(10, 30)
+    wide[:, 5:17] = hidden
+    views = wide[:, 5:17], weight.t().contiguous().t(), target.repeat_interleave(2)[::2]
+    assert not any(v.is_contiguous() for v in views)
+    got = linear_cross_entropy(*views, backend=backend)
+    torch.testing.assert_close(got, linear_cross_entropy(hidden, weight, target, backend=backend))
+
+
+# ---- how it behaves in a training loop ---------------------------------------------------------
+
+
+def test_bit_identical_on_any_number_of_threads(threads):
+    hidden, weight, target = operands(300, 16, 1001)
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        loss = linear_cross_entropy(*leaves, target, label_smoothing=0.1, backend="cpu")
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    for n in (1, 2):
+        with threads(n):
+            first = run()
+            assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_second_backward_with_retain_graph(backend, dtype):
+    hidden, weight, target = operands(9, 8, 33, dtype)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(*leaves, target, backend=backend) * 0.7
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    last = torch.autograd.grad(loss, leaves)
+    for a, b, c in zip(first, second, last, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradients_accumulate(backend):
+    hidden, weight, target = operands(9, 8, 33)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    once = torch.autograd.grad(linear_cross_entropy(*leaves, target, backend=backend), leaves)
+    for _ in range(3):
+        linear_cross_entropy(*leaves, target, backend=backend).backward()
+    for leaf, grad in zip(leaves, once, strict=True):
+        torch.testing.assert_close(leaf.grad, 3 * grad)
+
+
+def test_tied_weight(backend):
+    """The embedding is the projection too: its gradient is the sum of both uses."""
+    weight, tokens = torch.randn(13, 6, requires_grad=True), torch.randint(13, (5,))
+
+    def grad(project):
+        hidden = torch.tanh(F.embedding(tokens, weight))
+        return torch.autograd.grad(project(hidden), weight)[0]
+
+    got = grad(lambda h: linear_cross_entropy(h, weight, tokens.flip(0), backend=backend))
+    want = grad(lambda h: F.cross_entropy(F.linear(h, weight), tokens.flip(0)))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("trainable", [(), ("hidden",), ("weight",), ("hidden", "weight")])
+def test_only_what_is_wanted_is_computed(backend, trainable):
+    hidden, weight, target = operands(300, 8, 33)
+    leaves = {"hidden": hidden, "weight": weight}
+    for name in trainable:
+        leaves[name].requires_grad_()
+
+    def products(run):
+        with torch.autograd.profiler.profile() as profile:
+            out = run()
+        names = [event.name for event in profile.function_events]
+        return out, names.count("aten::mm") + names.count("aten::addmm_")
+
+    def run():
+        return linear_cross_entropy(*leaves.values(), target, chunk=300, backend=backend)
+
+    loss, count = products(run)
+    assert count == 1 + len(trainable)
+    assert loss.requires_grad == bool(trainable)
+    with torch.no_grad():
+        without, count = products(run)
+    assert count == 1
+    assert torch.equal(without, loss)
+    if trainable:
+        loss.backward()
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in trainable)
+
+
+def test_double_backward_is_an_error(backend):
+    hidden, weight, target = operands(3, 4, 9)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(tolerances, backend, dtype):
+    """As on the cast operands; the gradient of an fp32 weight is never rounded."""
+    hidden, weight, target = operands(37, 24, 300)
+    leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+    with torch.autocast("cpu", dtype):
+        loss = linear_cross_entropy(*leaves, target, label_smoothing=0.1, backend=backend)
+    assert loss.dtype == torch.float32
+    grads = torch.autograd.grad(loss, leaves)
+    assert {g.dtype for g in grads} == {torch.float32}
+
+    def plain(kind):
+        cast = [t.to(dtype).to(kind).requires_grad_() for t in (hidden, weight)]
+        out = reference(*cast, target, label_smoothing=0.1)[0]
+        return torch.autograd.grad(out, cast)
+
+    for got, near, exact in zip(grads, plain(dtype), plain(torch.float64), strict=True):
+        tolerances.assert_accurate(got, near, exact, dtype)
+    assert not torch.equal(grads[1], grads[1].to(dtype).float())
+
+
+def test_small_gradients_survive_float16(backend):
+    """The factor of the mean, and a loss scale, are applied in fp32 to unscaled gradients."""
+    T = 4096
+    hidden, weight, target = operands(T, 8, 40, torch.float16, ignored=0)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
+    (scaled,) = torch.autograd.grad(loss * 2.0**14, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    expected = F.cross_entropy(F.linear(exact, weight.double()), target)
+    (grad,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(scaled.double() / 2**14, grad, rtol=0, atol=1e-3 * grad.max().item())
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def test_default_chunk():
+    assert [chunk_rows(t) for t in (0, 1, 8192, 8193, 100_000)] == [256, 256, 256, 257, 3125]
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast", [False, True])
+def test_peak_memory(meter, monkeypatch, weights, cast):
+    """Beyond operands, their gradients and an accumulator in fp32: under 5% of the fp32 logits.
+
+    A quarter of T = 8192, V = 32000, D = 512 each, in as many chunks. The allocator is asked: the
+    inside of an op is hidden from `deepfast.memory.LiveBytes`.
+    """
+    T, D, V = 2048, 128, 8000
+    monkeypatch.setattr(
+        importlib.import_module("deepfast.ops.linear_cross_entropy"), "WIDENED", 500
+    )
+    hidden, weight, target = operands(T, D, V, weights)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with meter() as forward, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        loss = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk=T // 32)
+    # Nothing but the two gradients waits for backward.
+    kept = hidden.numel() * (2 if cast else weights.itemsize) + 4 * weight.numel()
+    assert kept <= forward.left < kept + 2000
+    assert forward.peak - hidden.nbytes - 4 * weight.numel() < 0.05 * 4 * T * V
+    with meter() as backward:
+        loss.backward()
+    # In fp32 what was kept became the gradient; a product of 16 bits is widened on a CPU.
+    wide = cast or weights == torch.bfloat16
+    rounded = 0 if weights == torch.float32 else weight.nbytes
+    assert backward.peak < 2000 + rounded + (8 * hidden.numel() if wide else 0)
+
+
+def test_peak_memory_without_gradients(meter):
+    T, D, V = 2048, 128, 8000
+    hidden, weight, target = operands(T, D, V)
+    with meter() as forward:
+        linear_cross_entropy(hidden, weight, target, chunk=T // 32)
+    assert forward.peak < 0.035 * 4 * T * V
+
+
+# ---- what it refuses ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": [1.0]}, TypeError, "hidden must be a tensor, got list"),
+        ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
+        ({"weight": torch.ones(7, 5)}, ValueError, r"weight must be \(V, 4\).*got \(7, 5\)"),
+        ({"weight": torch.ones(0, 4)}, ValueError, r"with V >= 1, got \(0, 4\)"),
+        ({"weight": torch.ones(7, 4).half()}, ValueError, "be torch.float32, got torch.float16"),
+        ({"weight": torch.ones(7, 4, device="meta")}, ValueError, "weight must be on cpu, got me"),
+        ({"target": [1, 2, 3]}, TypeError, "target must be a tensor, got list"),
+        ({"target": torch.ones(3)}, ValueError, r"target must be torch.int64 \(3,\), got torch.fl"),
+        ({"target": torch.ones(3, 1).long()}, ValueError, r"got torch.int64 \(3, 1\)"),
+        ({"target": torch.tensor([0, 7, 1])}, ValueError, r"target must be in \[0, 7\).*got 7"),
+        ({"target": torch.tensor([0, -1, 1])}, ValueError, r"\[0, 7\) or -100, got -1"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be between 0 and 1, got 1.5"),
+        ({"label_smoothing": math.nan}, ValueError, "label_smoothing must be between 0 and 1"),
+        ({"reduction": "none"}, ValueError, "reduction must be one of mean, sum, got 'none'"),
+        ({"chunk": 0}, ValueError, "chunk must be None or at least 1, got 0"),
+        ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
+        ({"hidden": torch.ones(3, 4).int()}, ValueError, "weight must be torch.int32"),
+    ],
+)  # fmt: skip
+def test_refuses(change, error, message):
+    args = {
+        "hidden": torch.ones(3, 4), "weight": torch.ones(7, 4), "target": torch.tensor([0, 6, 1])
+    } | change  # fmt: skip
+    operands = [args.pop(name) for name in ("hidden", "weight", "target")]
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(*operands, **args)
+
+
+def test_any_device_has_the_reference():
+    hidden = torch.empty(3, 4, device="meta", requires_grad=True)
+    target = torch.empty(3, dtype=torch.int64, device="meta")
+    with backends.record() as seen:
+        loss = linear_cross_entropy(hidden, torch.empty(7, 4, device="meta"), target)
+    assert loss.shape == ()
+    assert set(seen) == {("linear_cross_entropy", "reference")}
