@@ -14,8 +14,8 @@ from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
 
-MADE_OF = {"norm_linear": "layer_norm"}
-"""Ops without launches of their own, and the op that serves them."""
+MADE_OF = {"norm_linear": ("layer_norm",), "feed_forward": ("layer_norm", "activation")}
+"""Ops without launches of their own, and the ops that serve them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +74,12 @@ def _lines(info: dict) -> Iterator[str]:
         for name, reason in choice["refused"].items():
             if name != chosen:
                 yield f"    {names.get(name, name)}: {reason or later}"
-    for op, part in info["made_of"].items():
-        yield f"{op}: {info['ops'][part]['chosen'] or 'none'}, made of {part} and torch's linear"
+    for op, parts in info["made_of"].items():
+        served = [info["ops"][part]["chosen"] or "none" for part in parts]
+        by = ", ".join(dict.fromkeys(served))
+        yield f"{op}: {by}, made of {' and '.join(parts)} and torch's linear".replace(
+            " and ", ", ", len(parts) - 1
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
-"""Counting bytes: what a training step keeps alive."""
+"""Memory: what layers keep for backward, and counting what a training step keeps alive."""
 
 from deepfast.memory.count import LiveBytes
+from deepfast.memory.policies import POLICIES
 
-__all__ = ["LiveBytes"]
+__all__ = ["POLICIES", "LiveBytes"]

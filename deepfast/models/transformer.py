@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deepfast import ops
 from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
 from deepfast.nn.connection import CONNECTIONS
-from deepfast.nn.layers import ACTIVATIONS
+from deepfast.ops.activation import KINDS
 
 IGNORED = -100
 """A label that stands for none."""
@@ -79,7 +79,7 @@ class TransformerConfig:
             ("encoder_connection", CONNECTIONS),
             ("decoder_connection", CONNECTIONS),
             ("norm", ("pre", "post")),
-            ("activation", tuple(ACTIVATIONS)),
+            ("activation", KINDS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -1,6 +1,9 @@
 """Multi-head attention over packed sentences."""
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,9 @@ from deepfast import backend as backends
 from deepfast import ops
 from deepfast.ops import _common as common
 
+from .bare import bare
 from .packing import Packing
+from .recompute import remade
 
 
 @dataclass
@@ -31,6 +36,50 @@ class KeyValueCache:
         """Keeps sentences ``index`` (B',) of the batch."""
         if self.key is not None:
             self.key, self.value = self.key[index], self.value[index]
+
+
+class _Unkept:
+    """Inputs and results of projections that backward makes again, in place of keeping them."""
+
+    def __init__(self, recompute: bool):
+        self.eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self.recompute = recompute and self.eager
+        self.makers: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def project(
+        self,
+        linear: nn.Linear,
+        x: Tensor,
+        again: Callable[[], Tensor] | None,
+        packing: Packing | None,
+    ) -> Tensor:
+        """``W x + b``; padded where there is a packing to tell how."""
+        if again is None or not self.eager:
+            y = linear(x)
+        else:
+            with remade([(x, again)]):
+                y = linear(x)
+        dtype = y.dtype
+        y = y if packing is None else packing.unpack(y)
+        if self.recompute and bare(linear, nn.Linear):
+            again = again or partial(_itself, x.detach())
+            weight, bias = linear.weight, linear.bias
+
+            def make() -> Tensor:
+                x, w, b = (p.to(dtype) for p in (again(), weight, bias))
+                y = F.linear(x, w, b)
+                return y if packing is None else packing.unpack(y)
+
+            self.makers.append((y, make))
+        return y
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """In which attention keeps none of them."""
+        return remade(self.makers) if self.makers else contextlib.nullcontext()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class MultiheadAttention(nn.Module):
@@ -78,12 +127,10 @@ class MultiheadAttention(nn.Module):
                 nn.init.xavier_uniform_(block)
             nn.init.zeros_(linear.bias)
 
-    def _heads(self, x_TD: Tensor, packing: Packing, count: int) -> tuple[Tensor, ...]:
-        """(T, count * D) to ``count`` tensors (B, H, S, d)."""
-        width = self.dim // self.heads
-        x = packing.unpack(x_TD)
-        x = x.view(packing.batch, packing.length, count, self.heads, width)
-        return x.permute(2, 0, 3, 1, 4).unbind(0)
+    def _split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        """(T, count * D) to ``count`` tensors (T, H, d); (B, S, count * D) to (B, H, S, d)."""
+        x = x.view(*x.shape[:-1], count, self.heads, self.dim // self.heads)
+        return x.unbind(1) if x.dim() == 4 else x.permute(2, 0, 3, 1, 4).unbind(0)
 
     def _pads(self, x: Tensor, packing: Packing) -> bool:
         """Whether attention runs over padded sentences, as torch's SDPA does."""
@@ -98,9 +145,8 @@ class MultiheadAttention(nn.Module):
         """Keys and values of the sequence attended to, made once for a decoder: (B, H, S, d) where
         attention runs over padded sentences, as it does in ``decoding``, else (T, H, d)."""
         kv = self.key_value(memory_TD)
-        if decoding or self._pads(memory_TD, packing):
-            return self._heads(kv, packing, 2)
-        return kv.view(-1, 2, self.heads, self.dim // self.heads).unbind(1)
+        padded = decoding or self._pads(memory_TD, packing)
+        return self._split(packing.unpack(kv) if padded else kv, 2)
 
     def forward(
         self,
@@ -108,51 +154,63 @@ class MultiheadAttention(nn.Module):
         packing: Packing,
         *,
         causal: bool = False,
-        memory: tuple[Tensor, Tensor] | None = None,
+        memory: Tensor | tuple[Tensor, Tensor] | None = None,
         memory_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
+        again: Callable[[], Tensor] | None = None,
+        recompute: bool = False,
     ) -> Tensor:
-        """Attends from x to itself, or to ``memory`` from `project_memory`.
+        """Attends from x to itself, or to ``memory``.
 
         Args:
             x_TD: packed tokens (T, D).
             packing: of x.
             causal: a position sees itself and earlier ones. Padding must then be on the right.
-            memory, memory_packing: keys, values and packing of the sequence attended to.
+            memory: the sequence attended to, packed, or what `project_memory` made of it.
+            memory_packing: its packing.
             cache: x holds one new position per sentence; earlier ones are in the cache.
+            again: makes x again in backward, which then does not keep it.
+            recompute: backward makes queries, keys and values again; without, it keeps them.
 
         Returns:
             (T, D), before dropout and residual.
         """
-        projection = self.query if self.cross else self.query_key_value
-        qkv = projection(x_TD)
-        if memory is not None:
-            packed = memory[0].dim() == 3
+        memory_packing = memory_packing or packing
+        if isinstance(memory, tuple):
+            padded = memory[0].dim() == 4
         else:
-            packed = cache is None and not self._pads(x_TD, packing)
-        run = self._packed if packed else self._padded
-        o = run(qkv, packing, causal, memory, memory_packing or packing, cache)
+            padded = cache is not None or self._pads(x_TD, packing)
+        unkept = _Unkept(recompute)
+        linear = self.query if self.cross else self.query_key_value
+        qkv = unkept.project(linear, x_TD, again, packing if padded else None)
+        q, *kv = self._split(qkv, 1 if self.cross else 3)
+        if isinstance(memory, Tensor):
+            made = unkept.project(self.key_value, memory, None, memory_packing if padded else None)
+            kv = self._split(made, 2)
+        elif memory is not None:
+            kv = memory
+        del qkv
+        run = self._padded if padded else self._packed
+        with unkept.context():
+            o = run(q, *kv, packing, causal, memory_packing, cache)
         return self.out(o)
 
-    def _packed(self, qkv, packing, causal, memory, memory_packing, _cache) -> Tensor:
-        count = 1 if self.cross else 3
-        q, *kv = qkv.view(-1, count, self.heads, self.dim // self.heads).unbind(1)
+    def _packed(self, q, k, v, packing, causal, memory_packing, _cache) -> Tensor:
         o = ops.attention(
             q,
-            *(memory or kv),
-            cu_seqlens_q=packing.cu_seqlens(qkv.device),
-            cu_seqlens_k=memory_packing.cu_seqlens(qkv.device),
+            k,
+            v,
+            cu_seqlens_q=packing.cu_seqlens(q.device),
+            cu_seqlens_k=memory_packing.cu_seqlens(q.device),
             max_seqlen_q=packing.length,
             max_seqlen_k=memory_packing.length,
             causal=causal,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        return o.reshape(qkv.shape[0], self.dim)
+        return o.reshape(q.shape[0], self.dim)
 
-    def _padded(self, qkv, packing, causal, memory, memory_packing, cache) -> Tensor:
-        q, *kv = self._heads(qkv, packing, 1 if self.cross else 3)
-        k, v = memory or kv
+    def _padded(self, q, k, v, packing, causal, memory_packing, cache) -> Tensor:
         # With padding on the right no real query sees a padded key of the future.
         padding = None if causal else memory_packing.padding
         if cache is not None and not self.cross:

@@ -1,20 +1,27 @@
 """How layers of a stack are joined: plain residual, or DLCL."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from deepfast.memory.policies import RERUN
 from deepfast.ops import _common as common
+from deepfast.ops.boundary import mixed_again
 
+from .bare import bare
 from .dlcl import DLCL
 from .history import DepthHistory
 from .layer_norm import LayerNorm
+from .recompute import rerun
 
 CONNECTIONS = ("dlcl", "residual")
 
-Body = Callable[[Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
-"""Pre-norm: from a layer's input and its normalised form to the layer's last residual and branch.
-Post-norm: from a layer's input, and None, to its output."""
+Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
+"""Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
+to the layer's last residual and branch. Post-norm: (x, None) to the layer's output."""
 
 
 class Connection(nn.Module):
@@ -63,14 +70,20 @@ class Connection(nn.Module):
                 LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
             )
 
-    def forward(self, x: Tensor, layers: Iterable[Body]) -> Tensor:
-        """From the embedding (T, D) to the stack's output (T, D)."""
+    def forward(
+        self, x: Tensor, layers: Iterable[Body], policies: Sequence[str] | None = None
+    ) -> Tensor:
+        """From the embedding (T, D) to the stack's output (T, D).
+
+        policies: the memory policy of each layer; None: what a layer keeps is its own business.
+        """
         (x,) = common.autocast(x)
         layers = list(layers)
+        policies = policies or ("keep",) * len(layers)
         run = self._pre_norm if self.norm == "pre" else self._post_norm
-        return run(x, layers)
+        return run(x, layers, policies)
 
-    def _pre_norm(self, x: Tensor, layers: list[Body]) -> Tensor:
+    def _pre_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         last = len(layers)
         branch, residual, p = x, None, 0.0
@@ -89,16 +102,42 @@ class Connection(nn.Module):
             else:
                 n, x = norm(branch, residual=residual, dropout_p=p)
             if index < last:
-                residual, branch = layers[index](x, n)
+                # Nothing but the layer needs its input from here on.
+                branch = residual = None
+                residual, branch = self._run(layers[index], policies[index], x, n, norm, history)
                 p = self.dropout
         return n
 
-    def _post_norm(self, x: Tensor, layers: list[Body]) -> Tensor:
+    def _run(self, layer: Body, policy: str, x, n, norm: LayerNorm | None, history):
+        """One layer under its policy; ``norm`` made n of x, and is None in post-norm."""
+        if not torch.is_grad_enabled():
+            return layer(x, n)
+        if torch.compiler.is_compiling():
+            # A compiler sees through torch's checkpointing, and keeps what it likes elsewhere.
+            return checkpoint(layer, x, n, use_reentrant=False) if policy in RERUN else layer(x, n)
+        if policy == "history":
+            out_norm = None if norm is None else norm.as_output()
+            state, k = history.state, history.state.pushed - 1
+
+            def mixed() -> tuple[Tensor, Tensor | None]:
+                x, out = mixed_again(state, k, out_norm)
+                return (out, None) if norm is None and out is not None else (x, out)
+
+            return rerun(layer, (x, n), mixed)
+        kept = x.detach()
+        again = None if norm is None or not bare(norm, LayerNorm) else partial(norm.again, kept)
+        if policy == "states":
+            n_kept = None if n is None or again is not None else n.detach()
+            return rerun(layer, (x, n), lambda: (kept, n_kept if again is None else again()))
+        # DLCL keeps n, and x nowhere; without it the layer-norm keeps x.
+        return layer(x, n) if n is None or history is not None else layer(x, n, again)
+
+    def _post_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         if history is not None:
             x = self.dlcl(x, history)
-        for body in layers:
-            x = body(x, None)
+        for body, policy in zip(layers, policies, strict=True):
+            x = self._run(body, policy, x, None, None, history)
             if history is not None:
                 x = self.dlcl(x, history)
         return x

@@ -183,7 +183,7 @@ class DLCL(nn.Module):
         pre, post = self.norm == "pre", self.norm == "post"
         learning = history.grad_mode = torch.is_grad_enabled()
         _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
-        history.owner = self
+        history.owner, history.task = self, torch._C._current_graph_task_id()
         history.state = DepthState(
             weight=weight.detach().to(dtype, copy=True).contiguous(),
             gain=gain if pre else None,

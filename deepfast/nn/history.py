@@ -32,6 +32,8 @@ class DepthHistory:
         self.token: Tensor | None = None
         self.token_grad = False
         self.grad_mode = False
+        # The backward pass that the first push was part of, -1 outside of one.
+        self.task = -1
         # Shape, dtype and device of the first push.
         self.kind: tuple | None = None
         # What a traced pass keeps instead: W as applied, and the states as they are mixed.

@@ -7,44 +7,41 @@ residual add, so that the boundary between two layers, which does both, is one p
     post-norm   x              -> LN(r + feed_forward(r)) with r = LN(x + attention(x))
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from deepfast import ops
+from deepfast.memory.policies import POLICIES, RERUN
+from deepfast.ops.activation import KINDS
 
 from .attention import KeyValueCache, MultiheadAttention
+from .bare import bare
 from .layer_norm import LayerNorm
 from .packing import Packing
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
-
-
-def _bare(module: nn.Module, kind: type) -> bool:
-    """Whether calling ``module`` is its arithmetic and no more: not replaced, nothing hung on."""
-    hung = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        module._compiled_call_impl,
-        "forward" in vars(module),
-        _global_forward_hooks,
-        _global_forward_pre_hooks,
-    )
-    return type(module) is kind and not any(hung)
+Again = Callable[[], Tensor] | None
+"""Makes a tensor again in backward; None where it is kept."""
 
 
 class FeedForward(nn.Module):
     """``W_2 dropout(activation(W_1 x))``."""
 
-    def __init__(self, dim: int, ffn_dim: int, activation: str = "relu", dropout: float = 0.0):
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        *,
+        backend: str | None = None,
+    ):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
-        self.activation, self.dropout = activation, dropout
+        if activation not in KINDS:
+            raise ValueError(f"activation must be one of {', '.join(KINDS)}, got {activation!r}")
+        self.activation, self.dropout, self.backend = activation, dropout, backend
         self.up = nn.Linear(dim, ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)
         for linear in (self.up, self.down):
@@ -55,34 +52,108 @@ class FeedForward(nn.Module):
         return self._rest(self.up(x))
 
     def after_norm(
-        self, norm: LayerNorm, x: Tensor, residual: Tensor, dropout_p: float
+        self,
+        norm: LayerNorm,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        *,
+        memory: str = "keep",
+        want_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """``s = residual + dropout(x)`` and the branch of ``LN(s)``; LN's output is not kept."""
-        if not (_bare(norm, LayerNorm) and _bare(self.up, nn.Linear)):
-            n, s = norm(x, residual=residual, dropout_p=dropout_p)
-            return s, self(n)
-        h, s = ops.norm_linear(
-            x,
-            norm.weight,
-            norm.bias,
-            self.up.weight,
-            self.up.bias,
-            norm.eps,
-            residual=residual,
-            dropout_p=dropout_p,
-            training=self.training,
+        """``s = residual + dropout(x)`` and the branch of n = LN(s); n in place of s if wanted.
+
+        Neither n nor masks are kept for backward, and the hidden activation by ``memory``.
+        """
+        plain = bare(norm, LayerNorm) and bare(self.up, nn.Linear)
+        if memory in RERUN or not (plain and bare(self.down, nn.Linear)):
+            # When this runs again, it stops in front of the last product: one op could not.
+            if want_norm or not plain:
+                n, s = norm(x, residual=residual, dropout_p=dropout_p)
+                return (n if want_norm else s), self(n)
+            h, s = ops.norm_linear(
+                x, norm.weight, norm.bias, self.up.weight, self.up.bias, norm.eps,
+                residual=residual, dropout_p=dropout_p, training=self.training,
+                backend=norm.backend,
+            )  # fmt: skip
+            return s, self._rest(h)
+        branch, s = ops.feed_forward(
+            x, norm.weight, norm.bias, self.up.weight, self.up.bias, self.down.weight,
+            self.down.bias, norm.eps, residual=residual, dropout_p=dropout_p,
+            activation=self.activation, activation_dropout_p=self.dropout,
+            training=self.training, keep=memory == "keep", want_norm=want_norm,
             backend=norm.backend,
-        )
-        return s, self._rest(h)
+        )  # fmt: skip
+        return s, branch
 
     def _rest(self, h: Tensor) -> Tensor:
-        h = ACTIVATIONS[self.activation](h)
-        if self.dropout > 0:
-            h = F.dropout(h, self.dropout, self.training)
+        h = ops.activation(
+            h, self.activation, dropout_p=self.dropout, training=self.training,
+            backend=self.backend,
+        )  # fmt: skip
         return self.down(h)
 
 
-class TransformerEncoderLayer(nn.Module):
+class _Layer(nn.Module):
+    """What encoder and decoder layers share: parts, sizes, and the memory policy."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        ffn_dim: int,
+        *,
+        norm: str = "pre",
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        activation: str = "relu",
+        first_norm: bool = True,
+        memory: str = "keep",
+        backend: str | None = None,
+    ):
+        super().__init__()
+        if norm not in ("pre", "post"):
+            raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
+        if memory not in POLICIES:
+            raise ValueError(f"memory must be one of {POLICIES}, got {memory!r}")
+        self.norm, self.dropout, self.memory = norm, dropout, memory
+        self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
+        if self.crosses:
+            self.cross_attention = MultiheadAttention(
+                dim, heads, dropout=attention_dropout, cross=True, backend=backend
+            )
+        self.feed_forward = FeedForward(
+            dim, ffn_dim, activation, activation_dropout, backend=backend
+        )
+        own_first = norm == "post" or first_norm
+        self.attention_norm = LayerNorm(dim, backend=backend) if own_first else None
+        if self.crosses:
+            self.cross_attention_norm = LayerNorm(dim, backend=backend)
+        self.feed_forward_norm = LayerNorm(dim, backend=backend)
+
+    crosses = False
+
+    def _recomputes(self, attention: nn.Module, again: Again) -> dict:
+        """What to tell ``attention`` of memory; one of another make is told nothing."""
+        if not isinstance(attention, MultiheadAttention):
+            return {}
+        return {"again": again, "recompute": self.memory == "leaner"}
+
+    def _end(self, norm: LayerNorm, branch: Tensor, residual: Tensor):
+        """From the last attention's branch to the layer's last residual and branch; in post-norm
+        to the layer's output. ``norm`` is the one between attention and the feed-forward block."""
+        post = self.norm == "post"
+        x, f = self.feed_forward.after_norm(
+            norm, branch, residual, self.dropout, memory=self.memory, want_norm=post
+        )
+        if not post:
+            return x, f
+        y, _ = self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)
+        return y
+
+
+class TransformerEncoderLayer(_Layer):
     """Self-attention and feed-forward, each with residual, dropout and layer-norm.
 
     Args:
@@ -93,41 +164,21 @@ class TransformerEncoderLayer(nn.Module):
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
         first_norm: False where the surrounding stack owns and applies the first pre-norm LN.
+        memory: the policy, see `deepfast.memory`; "states" and "history" are carried out by the
+            stack around the layer.
         backend: see `deepfast.backend`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        ffn_dim: int,
-        *,
-        norm: str = "pre",
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        activation: str = "relu",
-        first_norm: bool = True,
-        backend: str | None = None,
-    ):
-        super().__init__()
-        if norm not in ("pre", "post"):
-            raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
-        self.norm, self.dropout = norm, dropout
-        self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
-        self.feed_forward = FeedForward(dim, ffn_dim, activation, activation_dropout)
-        own_first = norm == "post" or first_norm
-        self.attention_norm = LayerNorm(dim, backend=backend) if own_first else None
-        self.feed_forward_norm = LayerNorm(dim, backend=backend)
+    def body(
+        self, x: Tensor, n: Tensor | None, packing: Packing, again: Again = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output.
 
-    def body(self, x: Tensor, n: Tensor | None, packing: Packing) -> Tensor | tuple[Tensor, Tensor]:
-        """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output."""
-        a = self.attention(x if n is None else n, packing)
-        if self.norm == "pre":
-            return self.feed_forward.after_norm(self.feed_forward_norm, a, x, self.dropout)
-        x, _ = self.attention_norm(a, residual=x, dropout_p=self.dropout)
-        y, _ = self.feed_forward_norm(self.feed_forward(x), residual=x, dropout_p=self.dropout)
-        return y
+        again: makes n again in backward, which then does not keep it.
+        """
+        told = self._recomputes(self.attention, again)
+        a = self.attention(x if n is None else n, packing, **told)
+        return self._end(self.feed_forward_norm if n is not None else self.attention_norm, a, x)
 
     def forward(
         self,
@@ -136,15 +187,17 @@ class TransformerEncoderLayer(nn.Module):
         *,
         normed: Tensor | None = None,
         packing: Packing | None = None,
+        again: Again = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, S, D) to (B, S, D); True in the mask is padding.
 
         In a stack, with the packing of its tokens: x (T, D) and, in pre-norm, ``normed``, LN(x), to
-        the layer's last residual and branch; in post-norm to its output. A stack calls the module,
-        so that whatever hangs on it (hooks, compilation, sharding) is met.
+        the layer's last residual and branch; in post-norm to its output. ``again`` makes LN(x)
+        again. A stack calls the module, so that whatever hangs on it (hooks, compilation, sharding)
+        is met.
         """
         if packing is not None:
-            return self.body(x, normed, packing)
+            return self.body(x, normed, packing, again)
         x_BSD = x
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         x = packing.pack(x_BSD)
@@ -154,60 +207,33 @@ class TransformerEncoderLayer(nn.Module):
         return packing.unpack(residual + F.dropout(branch, self.dropout, self.training))
 
 
-class TransformerDecoderLayer(nn.Module):
+class TransformerDecoderLayer(_Layer):
     """Causal self-attention, attention to the encoder, feed-forward. Args as the encoder layer."""
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        ffn_dim: int,
-        *,
-        norm: str = "pre",
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        activation: str = "relu",
-        first_norm: bool = True,
-        backend: str | None = None,
-    ):
-        super().__init__()
-        if norm not in ("pre", "post"):
-            raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
-        self.norm, self.dropout = norm, dropout
-        self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
-        self.cross_attention = MultiheadAttention(
-            dim, heads, dropout=attention_dropout, cross=True, backend=backend
-        )
-        self.feed_forward = FeedForward(dim, ffn_dim, activation, activation_dropout)
-        own_first = norm == "post" or first_norm
-        self.attention_norm = LayerNorm(dim, backend=backend) if own_first else None
-        self.cross_attention_norm = LayerNorm(dim, backend=backend)
-        self.feed_forward_norm = LayerNorm(dim, backend=backend)
+    crosses = True
 
     def body(
         self,
         x: Tensor,
         n: Tensor | None,
         packing: Packing,
-        memory: tuple[Tensor, Tensor],
+        memory: Tensor | tuple[Tensor, Tensor],
         memory_packing: Packing,
         cache: KeyValueCache | None = None,
+        again: Again = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output."""
-        p = self.dropout
-        a = self.attention(x if n is None else n, packing, causal=True, cache=cache)
-        if self.norm == "pre":
-            n, x = self.cross_attention_norm(a, residual=x, dropout_p=p)
-        else:
-            n, _ = self.attention_norm(a, residual=x, dropout_p=p)
-            x = n
-        c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing)
-        if self.norm == "pre":
-            return self.feed_forward.after_norm(self.feed_forward_norm, c, x, p)
-        x, _ = self.cross_attention_norm(c, residual=x, dropout_p=p)
-        y, _ = self.feed_forward_norm(self.feed_forward(x), residual=x, dropout_p=p)
-        return y
+        told = self._recomputes(self.attention, again)
+        a = self.attention(x if n is None else n, packing, causal=True, cache=cache, **told)
+        pre = self.norm == "pre"
+        norm = self.cross_attention_norm if pre else self.attention_norm
+        n, s = norm(a, residual=x, dropout_p=self.dropout)
+        again = partial(norm.again, s.detach()) if bare(norm, LayerNorm) else None
+        told = self._recomputes(self.cross_attention, again)
+        c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing, **told)
+        if pre:
+            return self._end(self.feed_forward_norm, c, s)
+        return self._end(self.cross_attention_norm, c, n)
 
     def forward(
         self,
@@ -220,20 +246,19 @@ class TransformerDecoderLayer(nn.Module):
         packing: Packing | None = None,
         memory_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
+        again: Again = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 
-        In a stack, with the packing of its tokens: as the encoder layer, with the keys and values
-        that `MultiheadAttention.project_memory` made of the memory.
+        In a stack, with the packing of its tokens: as the encoder layer, with the packed memory, or
+        the keys and values that `MultiheadAttention.project_memory` made of it.
         """
         if packing is not None:
-            return self.body(x, normed, packing, memory, memory_packing, cache)
+            return self.body(x, normed, packing, memory, memory_packing, cache, again)
         x_BSD, memory_BSD = x, memory
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)
-        memory = self.cross_attention.project_memory(
-            memory_packing.pack(memory_BSD), memory_packing
-        )
+        memory = memory_packing.pack(memory_BSD)
         x = packing.pack(x_BSD)
         if self.norm == "post":
             return packing.unpack(self.body(x, None, packing, memory, memory_packing))

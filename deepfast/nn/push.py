@@ -54,7 +54,9 @@ def check_order(dlcl: nn.Module, history: DepthHistory, index: int | None) -> in
         )
     pushed = len(history)
     k = pushed if index is None else index
-    if index is None and torch._C._current_graph_task_id() != -1:
+    # A pass that began in this very backward is the recomputation of a whole stack.
+    began = torch._C._current_graph_task_id() if history.state is None else history.task
+    if index is None and torch._C._current_graph_task_id() not in (-1, began):
         raise RuntimeError(
             "DLCL: called again during backward (recomputation); pass index= so that the "
             "state is found again"

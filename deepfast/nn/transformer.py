@@ -1,8 +1,11 @@
 """Transformer encoder and decoder of any depth."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+
+from deepfast.memory.policies import resolve
 
 from .attention import KeyValueCache
 from .connection import Connection
@@ -10,23 +13,10 @@ from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .packing import Packing
 
 
-class TransformerEncoder(nn.Module):
-    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+class _Stack(nn.Module):
+    """What encoder and decoder share: layers of one kind, a connection, memory policies."""
 
-    Args:
-        num_layers: L >= 1.
-        dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl" or "residual".
-        norm: "pre" (with a final LN) or "post".
-        dropout: on each branch before its residual add.
-        attention_dropout: on attention weights.
-        activation_dropout: after the activation.
-        activation: "relu" or "gelu".
-        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
-        backend: see `deepfast.backend`.
-
-    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
-    """
+    layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
 
     def __init__(
         self,
@@ -42,12 +32,13 @@ class TransformerEncoder(nn.Module):
         activation_dropout: float = 0.0,
         activation: str = "relu",
         dlcl: dict | None = None,
+        memory: str | Sequence[str] | object = "keep",
         backend: str | None = None,
     ):
         super().__init__()
         self.dim = dim
         self.layers = nn.ModuleList(
-            TransformerEncoderLayer(
+            self.layer(
                 dim,
                 heads,
                 ffn_dim,
@@ -70,6 +61,42 @@ class TransformerEncoder(nn.Module):
             backend=backend,
             dlcl=dlcl,
         )
+        self.set_memory(memory)
+
+    def set_memory(self, memory: str | Sequence[str] | object) -> None:
+        """Chooses what each layer keeps for backward: a policy, one for each layer, or a plan."""
+        connection = "residual" if self.connection.dlcl is None else "dlcl"
+        policies = resolve(memory, len(self.layers), connection)
+        for layer, policy in zip(self.layers, policies, strict=True):
+            layer.memory = policy
+
+    @property
+    def policies(self) -> list[str]:
+        """The memory policy of each layer."""
+        return [layer.memory for layer in self.layers]
+
+
+class TransformerEncoder(_Stack):
+    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+
+    Args:
+        num_layers: L >= 1.
+        dim, heads, ffn_dim: D, H, F.
+        connection: "dlcl" or "residual".
+        norm: "pre" (with a final LN) or "post".
+        dropout: on each branch before its residual add.
+        attention_dropout: on attention weights.
+        activation_dropout: after the activation.
+        activation: "relu" or "gelu".
+        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
+            "lean", "leaner", "states", "history"), one for each layer, or a plan.
+        backend: see `deepfast.backend`.
+
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
+    """
+
+    layer = TransformerEncoderLayer
 
     def forward(self, x_BSD: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, S, D) to (B, S, D), zero at padding. ``key_padding_mask`` (B, S): True is padding."""
@@ -84,9 +111,9 @@ class TransformerEncoder(nn.Module):
         """Real tokens (T, D) to (T, D)."""
 
         def body(layer):
-            return lambda x, n: layer(x, normed=n, packing=packing)
+            return lambda x, n, again=None: layer(x, normed=n, packing=packing, again=again)
 
-        return self.connection(x_TD, map(body, self.layers))
+        return self.connection(x_TD, map(body, self.layers), self.policies)
 
 
 @dataclass
@@ -113,51 +140,10 @@ class DecoderCache:
         )
 
 
-class TransformerDecoder(nn.Module):
+class TransformerDecoder(_Stack):
     """A stack of decoder layers with a depth history of its own. Args as the encoder."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        dim: int,
-        heads: int,
-        ffn_dim: int,
-        *,
-        connection: str = "dlcl",
-        norm: str = "pre",
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        activation: str = "relu",
-        dlcl: dict | None = None,
-        backend: str | None = None,
-    ):
-        super().__init__()
-        self.dim = dim
-        self.layers = nn.ModuleList(
-            TransformerDecoderLayer(
-                dim,
-                heads,
-                ffn_dim,
-                norm=norm,
-                dropout=dropout,
-                attention_dropout=attention_dropout,
-                activation_dropout=activation_dropout,
-                activation=activation,
-                first_norm=False,
-                backend=backend,
-            )
-            for _ in range(num_layers)
-        )
-        self.connection = Connection(
-            num_layers,
-            dim,
-            connection=connection,
-            norm=norm,
-            dropout=dropout,
-            backend=backend,
-            dlcl=dlcl,
-        )
+    layer = TransformerDecoderLayer
 
     def forward(
         self,
@@ -181,9 +167,8 @@ class TransformerDecoder(nn.Module):
         self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing
     ) -> Tensor:
         """Real tokens (T, D) to (T, D)."""
-        caches = [None] * len(self.layers)
-        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing)
-                  for layer in self.layers]  # fmt: skip
+        # Each layer projects it, so that it decides whether keys and values are kept.
+        memory, caches = [memory_TD] * len(self.layers), [None] * len(self.layers)
         return self._run(x_TD, packing, memory, memory_packing, caches)
 
     def start(self, memory_TD: Tensor, memory_packing: Packing) -> DecoderCache:
@@ -199,8 +184,9 @@ class TransformerDecoder(nn.Module):
 
     def _run(self, x, packing, memory, memory_packing, caches) -> Tensor:
         def body(layer, kv, cache):
-            return lambda x, n: layer(
-                x, kv, normed=n, packing=packing, memory_packing=memory_packing, cache=cache
-            )
+            return lambda x, n, again=None: layer(
+                x, kv, normed=n, packing=packing, memory_packing=memory_packing, cache=cache,
+                again=again,
+            )  # fmt: skip
 
-        return self.connection(x, map(body, self.layers, memory, caches))
+        return self.connection(x, map(body, self.layers, memory, caches), self.policies)

@@ -4,6 +4,7 @@ from . import _launches as _launches  # registers what torch is told of them
 from .activation import activation
 from .attention import attention
 from .depth_mix import depth_mix
+from .feed_forward import feed_forward
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .norm_linear import norm_linear
@@ -12,6 +13,7 @@ __all__ = [
     "activation",
     "attention",
     "depth_mix",
+    "feed_forward",
     "layer_norm",
     "linear_cross_entropy",
     "norm_linear",

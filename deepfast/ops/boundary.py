@@ -194,3 +194,33 @@ def boundary(
     weight, bias, eps = (None, None, None) if out_norm is None else out_norm
     call = (state, k, want_x, dropout_p, seed, eps)
     return _apply(call, branch, residual, weight, bias, token)
+
+
+@torch.no_grad()
+def mixed_again(
+    state: DepthState, k: int, out_norm: OutNorm | None, want_x: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """(x, out) of boundary k as it gave them, (T, D), mixed again from the states below it.
+
+    Its block's partial sums are made for the block's last row and serve the others: backward, which
+    asks from the top, reads each state as often as forward did.
+    """
+    like = state.states[k]
+    x = out = w = b = mean = rstd = None
+    eps = 0.0
+    if state.own_norms[k]:
+        (w, b), eps, want_x = state.own_norm(k), state.eps, False
+    elif out_norm is not None:
+        w, b = (common.parameter(p, like.dtype) for p in out_norm[:2])
+        eps = out_norm.eps
+    if want_x:
+        x = like.new_empty(like.shape)
+    if w is not None:
+        out = like.new_empty(like.shape)
+        mean, rstd = state.out_statistics(k)
+    state.launch.boundary_forward(
+        None, None, 0.0, None, state.states, k, state.near(k), state.weight, k, state.gain,
+        state.shift, state.normalised[k], state.eps, state.partial(k), w, b, eps, x, out,
+        state.rstd[k], mean, rstd,
+    )  # fmt: skip
+    return x, out

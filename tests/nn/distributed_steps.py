@@ -1,7 +1,9 @@
 """Run by test_distributed.py under torchrun: one training step on two ranks, each form against a
 plain one in this process.
 
-    torchrun --nproc-per-node 2 distributed_steps.py ddp|fsdp pre|post
+    torchrun --nproc-per-node 2 distributed_steps.py ddp|fsdp pre|post keep|lean|...
+
+The plain one keeps everything, whatever the memory policy of the others.
 """
 
 import sys
@@ -14,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from deepfast.nn import TransformerEncoder
 
 
-def encoder(norm):
+def encoder(norm, memory="keep"):
     torch.manual_seed(0)
-    return TransformerEncoder(4, 16, 2, 24, norm=norm, dropout=0.0)
+    return TransformerEncoder(4, 16, 2, 24, norm=norm, dropout=0.0, memory=memory)
 
 
 def batch():
@@ -33,8 +35,8 @@ def averaged_grads(module):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def ddp(norm):
-    plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm))
+def ddp(norm, memory):
+    plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm, memory))
     for module in (plain, wrapped):
         module(batch()).square().sum().backward()
     expected = averaged_grads(plain)
@@ -42,9 +44,9 @@ def ddp(norm):
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def fsdp(norm):
+def fsdp(norm, memory):
     """bf16 compute, sharded layer by layer; the connection, with W, keeps its fp32 parameters."""
-    plain, module = encoder(norm), encoder(norm)
+    plain, module = encoder(norm), encoder(norm, memory)
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     full = MixedPrecisionPolicy(param_dtype=None, cast_forward_inputs=False)
     for layer in module.layers:
@@ -74,6 +76,6 @@ def fsdp(norm):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](sys.argv[2])
+    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](*sys.argv[2:])
     print(f"rank {dist.get_rank()} agrees", flush=True)
     dist.destroy_process_group()

@@ -186,3 +186,27 @@ def test_a_traced_push_out_of_order(index):
 
     with pytest.raises(Exception, match="out of order inside"):
         compiled(run)[0](torch.randn(3, DIM))
+
+
+@pytest.mark.parametrize("memory", ["lean", "leaner", "states", "history"])
+@pytest.mark.parametrize("what", ["layers", "stack"])
+def test_memory_policies_of_compiled_layers_and_stacks(memory, what):
+    plain, module = (TransformerEncoder(2, DIM, HEADS, FFN, dropout=0.0, memory=m)
+                     for m in ("keep", memory))  # fmt: skip
+    module.load_state_dict(plain.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    for part in module.layers if what == "layers" else [module]:
+        part.compile(fullgraph=True, dynamic=False, backend=counter)
+    x, frames = torch.randn(3, 5, DIM, requires_grad=True), []
+    for _ in range(3):
+        plain.zero_grad()
+        module.zero_grad()
+        for each in (plain, module):
+            each(x).square().sum().backward()
+        for (name, p), q in zip(plain.named_parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(
+                q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        frames.append(counter.frame_count)
+    assert frames[0] > 0
+    assert len(set(frames)) == 1

@@ -64,6 +64,12 @@ def case(name, backend, p, tokens=T):
     def norm_linear(x, residual, nw, nb, w, b):
         return ops.norm_linear(x, nw, nb, w, b, residual=residual, training=True, **options)
 
+    def feed_forward(x, residual, nw, nb, up, up_bias, down, down_bias):
+        return ops.feed_forward(
+            x, nw, nb, up, up_bias, down, down_bias, residual=residual, training=True,
+            activation="gelu", activation_dropout_p=p, activation_seed=SEED, **options,
+        )  # fmt: skip
+
     def attention(q, k, v):
         lengths = cu_seqlens(q.shape[0])
         return ops.attention(
@@ -93,6 +99,11 @@ def case(name, backend, p, tokens=T):
         "norm_linear": lambda: Case(
             norm_linear, [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N)],
             lambda *t: (*t, 1e-5, p, seed, backend),
+        ),
+        "feed_forward": lambda: Case(
+            feed_forward,
+            [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N), leaf(D, N), leaf(D)],
+            lambda *t: (*t, 1e-5, p, seed, "gelu", p, seed, True, False, backend),
         ),
         "attention": lambda: Case(
             attention, [leaf(tokens, 1, D) for _ in range(3)],
@@ -127,7 +138,7 @@ def operator(name):
 
 
 NAMES = [
-    "layer_norm", "activation", "depth_mix", "norm_linear", "attention",
+    "layer_norm", "activation", "depth_mix", "norm_linear", "feed_forward", "attention",
     "linear_cross_entropy",
 ]  # fmt: skip
 DROPOUT = [0.0, 0.3]

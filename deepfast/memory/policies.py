@@ -1,0 +1,55 @@
+"""Memory policies: what a layer of a stack keeps from forward for backward.
+
+Elements per token, D wide, F = 4 D, beside one state y per layer:
+
+    keep      n or x, q k v, attention's output, s, h   everything but layer-norms and masks
+    lean      without h                                 the first feed-forward product again
+    leaner    without h and q k v                       and the projections of attention
+    states    x                                         the layer again, but for its last product
+    history   nothing                                   and x mixed again from the states
+
+x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
+hidden activation. Every policy gives the same losses and gradients, to the bit in fp32 on a CPU.
+"""
+
+from collections.abc import Sequence
+
+POLICIES = ("keep", "lean", "leaner", "states", "history")
+"""From most memory to least; each recomputes more than the one before."""
+
+RERUN = ("states", "history")
+"""Policies under which backward runs a layer's forward again."""
+
+
+def resolve(memory: object, num_layers: int, connection: str) -> tuple[str, ...]:
+    """The policy of every layer.
+
+    Args:
+        memory: the name of a policy, one for each layer, or a plan (anything with ``policies``).
+        num_layers: L.
+        connection: "history" needs "dlcl", whose states x is mixed from.
+
+    Raises:
+        ValueError: for an unknown policy, another number of them than layers, or "history" where
+            nothing can be mixed again.
+    """
+    memory = getattr(memory, "policies", memory)
+    if isinstance(memory, str):
+        memory = (memory,) * num_layers
+    if not isinstance(memory, Sequence):
+        raise ValueError(
+            f"memory: expected a policy, one for each layer, or a plan, got {memory!r}"
+        )
+    for policy in memory:
+        if policy not in POLICIES:
+            raise ValueError(f"memory: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    if len(memory) != num_layers:
+        raise ValueError(
+            f"memory: expected one policy for each of {num_layers} layers, got {len(memory)}"
+        )
+    if "history" in memory and connection != "dlcl":
+        raise ValueError(
+            f"memory: 'history' mixes inputs again from DLCL's states, got connection="
+            f"{connection!r}; 'states' needs none"
+        )
+    return tuple(memory)
