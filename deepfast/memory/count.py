@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 class _Watch(TorchDispatchMode):
     """Sees every op, in forward, in backward and inside autograd functions."""
 
+    # deepfast.ops: show what an op is made of, for its scratch memory counts.
+    sees_through = True
+
     def __init__(self, count: "LiveBytes"):
         super().__init__()
         self.count = count

@@ -7,6 +7,7 @@ dispatcher's Python wrappers cost tens of microseconds a call, so plain eager co
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,11 +24,19 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 )
 
 
+def _intercepted() -> bool:
+    """Whether a mode wants to see ops; one with ``sees_through`` wants what they are made of."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and not all(
+        getattr(torch._C._get_dispatch_stack_at(i), "sees_through", False) for i in range(depth)
+    )
+
+
 def watched(x: Tensor) -> bool:
     """Whether something traces or intercepts ops on ``x``."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _intercepted()
         or torch._C._are_functorch_transforms_active()
         or type(x) not in _PLAIN
     )
@@ -90,6 +99,15 @@ def _autocast_rule(op, cast: Callable, device_type: str) -> None:
     LIBRARY.impl(op._schema.name.split("::")[1], rule, key.name)
 
 
+def _without_autograd(op, forward: Callable, *args):
+    """An op that only backward calls, with the dtypes it is given."""
+    first = args[0][0] if isinstance(args[0], list) else args[0]
+    if watched(first):
+        return op(*args)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return forward(*args)
+
+
 def register(
     schema: str,
     forward: Callable,
@@ -129,7 +147,7 @@ def register(
         for device_type in ("cpu", "cuda"):
             _autocast_rule(packet.default, cast, device_type)
     if backward is None:
-        return packet.default
+        return partial(_without_autograd, packet.default, forward)
 
     backward = first_order(name)(backward)
 
