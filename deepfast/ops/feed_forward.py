@@ -123,7 +123,7 @@ _feed_forward_grad = register(
 
 def _setup(ctx, inputs, output):
     (x, residual, norm_weight, norm_bias, up, up_bias, down, _, eps, dropout_p, seed, activation,
-     activation_p, activation_seed, _, _, backend) = inputs  # fmt: skip
+     activation_p, activation_seed, _, ctx.want_norm, backend) = inputs  # fmt: skip
     _, s, _, mean, rstd, kept = output
     ctx.changed = residual is not None or dropout_p > 0
     ctx.save_for_backward(
@@ -137,6 +137,8 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dout, dsum, dn, *_):
     if not ctx.changed:
         dsum = None
+    if not ctx.want_norm:
+        dn = None
     if dout is None and dsum is None and dn is None:
         return (None,) * 17
     (s, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, seed, activation_seed) = (
