@@ -1,0 +1,204 @@
+"""The highest point of a training step, by category.
+
+A step is walked through as it runs: up through the layers, which leave what their policy keeps; the
+head; down again, where each layer gives back what it kept and leaves its gradients. Between two
+layers of one policy every sum is linear in depth, so the peak lies at an end of a run of equal
+policies, or where a buffer comes or goes, and only these layers are looked at.
+"""
+
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+from .layer_bytes import FP32, LayerBytes, head_bytes, layer_bytes
+from .sizes import OPTIMIZERS, Sizes
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "weight copies",
+    "history",
+    "activations",
+    "transient",
+    "head",
+    "allocator margin",
+)
+"""Rows of a plan's table."""
+
+
+MARGIN, CONTEXT = 0.04, 300 * 2**20
+"""What a CUDA allocator loses to fragments, and what the device's context and libraries hold."""
+
+
+def block_rows(rows: int) -> int:
+    """Rows per block of the depth connection; `deepfast.ops.depth_state.default_block`."""
+    return 4 if rows <= 32 else 8
+
+
+def slot_bytes(tokens: int, width: int, element: int) -> int:
+    """A state in the buffer of states: padded to whole pages of 4 KiB and one line of 64 bytes."""
+    return -(-tokens * width * element // 4096) * 4096 + 64
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes alive at one point of a step, beside what is there throughout."""
+
+    gradients: int = 0
+    copies: int = 0
+    history: int = 0
+    activations: int = 0
+    transient: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return (
+            self.gradients + self.copies + self.history + self.activations + self.transient
+            + self.head
+        )  # fmt: skip
+
+
+class Stack:
+    """One stack of layers with its connection.
+
+    Args:
+        policies: one for each layer.
+    """
+
+    def __init__(self, sizes: Sizes, policies: tuple[str, ...], decoder: bool = False):
+        self.sizes, self.policies, self.decoder = sizes, policies, decoder
+        self.tokens = sizes.target_tokens if decoder else sizes.tokens
+        self.count = len(policies)
+        kinds = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
+        self.layers: list[LayerBytes] = [kinds[policy] for policy in policies]
+        self.kept = [0, *accumulate(layer.kept for layer in self.layers)]
+        self.copies = [0, *accumulate(layer.copies for layer in self.layers)]
+        kind = sizes.decoder_connection if decoder else sizes.connection
+        self.rows = self.count + 1
+        self.block = block_rows(self.rows)
+        self.dlcl = kind == "dlcl"
+        self.slot = slot_bytes(self.tokens, sizes.width, sizes.bytes)
+
+    @property
+    def state(self) -> int:
+        """(T, D) in storage."""
+        return self.tokens * self.sizes.width * self.sizes.bytes
+
+    def connection(self, *, slots: int = 0) -> int:
+        """The connection's own memory, with ``slots`` of partial or pulled sums."""
+        statistics = 2 * self.rows * self.tokens * FP32
+        if not self.dlcl:
+            return statistics
+        if self.sizes.norm == "pre":
+            statistics += self.rows * self.tokens * FP32
+        return (self.rows + 1 + slots) * self.slot + statistics
+
+    def candidates(self) -> list[int]:
+        """Layers at which the peak can lie, ascending."""
+        last = self.count - 1
+        # The pulled sums come when backward leaves the last block.
+        found = {0, last, self.block * (last // self.block) - 1, self.block - 1}
+        for index in range(1, self.count):
+            if self.policies[index] != self.policies[index - 1]:
+                found |= {index - 1, index}
+        return sorted(index for index in found if 0 <= index <= last)
+
+    def forward(self) -> list[Moment]:
+        slots = self.block if self.rows > self.block else 0
+        return [
+            Moment(
+                copies=self.copies[index + 1],
+                history=self.connection(slots=slots),
+                activations=self.kept[index + 1],
+                transient=self.layers[index].forward,
+            )
+            for index in self.candidates()
+        ]
+
+    def full(self) -> Moment:
+        """Between forward and backward."""
+        return Moment(
+            copies=self.copies[-1], history=self.connection(), activations=self.kept[-1]
+        )
+
+    def backward(self) -> list[Moment]:
+        per_layer = self.layers[0].gradients
+        norms = 2 * self.sizes.width * FP32 if self.sizes.norm == "pre" else 0
+        last_block = self.block * ((self.rows - 1) // self.block)
+        moments = []
+        for index in self.candidates():
+            pulled = self.block if index < last_block else 0
+            partial = self.block if index >= self.block else 0
+            moments.append(
+                Moment(
+                    gradients=(self.count - index) * (per_layer + norms),
+                    copies=self.copies[index + 1],
+                    history=self.connection(slots=pulled + partial),
+                    activations=self.kept[index + 1],
+                    transient=self.layers[index].backward,
+                )
+            )
+        return moments
+
+    @property
+    def gradients(self) -> int:
+        """Of every parameter."""
+        return FP32 * (
+            self.count * self.sizes.layer_parameters(self.decoder)
+            + self.sizes.connection_parameters(self.decoder)
+        )
+
+
+def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment]:
+    """Every point of a step at which the peak can lie."""
+    head = head_bytes(sizes)
+    moments = [*encoder.forward()]
+    below = encoder.full()
+    if decoder is not None:
+        moments += [_sum(below, moment) for moment in decoder.forward()]
+        below = _sum(below, decoder.full())
+    moments.append(_sum(below, Moment(head=head.working)))
+    # From here on the head's gradients are there.
+    after = Moment(gradients=head.gradients)
+    if decoder is not None:
+        waiting = _sum(encoder.full(), after)
+        moments += [_sum(waiting, moment) for moment in decoder.backward()]
+        after = _sum(after, Moment(gradients=decoder.gradients))
+    moments += [_sum(after, moment) for moment in encoder.backward()]
+    # The embedding's gradient comes last, beside the projection's.
+    moments.append(_sum(after, Moment(gradients=encoder.gradients, head=head.embedding)))
+    return moments
+
+
+def _sum(a: Moment, b: Moment) -> Moment:
+    return Moment(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(Moment)})
+
+
+def peak_table(
+    sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
+) -> dict[str, int]:
+    """Category to bytes at the highest point of a step; their sum is the peak."""
+    encoder = Stack(sizes, policies)
+    decoder = Stack(sizes, decoder_policies, True) if decoder_policies else None
+    count = sizes.parameters
+    whole = FP32 * count
+    moments = _moments(sizes, encoder, decoder)
+    if sizes.accumulate > 1:
+        # The gradients of earlier micro-batches stay while later ones run.
+        moments = [replace(moment, gradients=whole) for moment in moments]
+    top = max(moments, key=lambda moment: moment.total)
+    table = {
+        "parameters": FP32 * count,
+        "gradients": top.gradients,
+        "optimizer": OPTIMIZERS[sizes.optimizer] * count,
+        "weight copies": top.copies,
+        "history": top.history,
+        "activations": top.activations,
+        "transient": top.transient,
+        "head": top.head,
+        "allocator margin": 0,
+    }
+    if sizes.device == "cuda":
+        table["allocator margin"] = int(MARGIN * sum(table.values())) + CONTEXT
+    return table
