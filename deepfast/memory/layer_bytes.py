@@ -1,11 +1,21 @@
 """What one layer keeps for backward under each policy, and what it needs while it runs.
 
-All in bytes of one micro-batch. ``b`` bytes an element, T tokens, D, F, H as in `Sizes`.
+Elements per token, D wide, F in the feed-forward block, H heads; statistics (of softmax and
+layer-norms) are fp32, everything else is in the storage dtype:
+
+    encoder   keep     n or x, q k v, o, s, h      6 D + F      post-norm 7 D + F
+              lean     without h                   6 D          7 D
+              leaner   without q k v               3 D          4 D
+              states   x                           D            D
+              history  nothing
+    decoder   keep     and q, o, s of its second attention, and k v of the source: 2 D per token there
+
+Closed forms by counting, held to measured steps by `tests/memory/test_plan_measured.py`.
 """
 
 from dataclasses import dataclass
 
-from .policies import POLICIES
+from .policies import POLICIES, RERUN
 from .sizes import Sizes
 
 FP32 = 4
@@ -13,76 +23,129 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer of a stack under one policy."""
+    """One layer of a stack under one policy, in bytes of a micro-batch."""
 
     kept: int
     """From its forward to its backward: activations."""
     copies: int
-    """From its forward to its backward: low-precision copies of its weights."""
+    """From its forward to its backward: copies of its weights in the dtype of autocast."""
+    cached: int
+    """The same from its forward to the end of the whole forward."""
     forward: int
     """On top while its forward runs."""
     backward: int
-    """On top of what it keeps while its backward runs, made again or born there; its gradients
-    apart."""
+    """On top of what it keeps while its backward runs, made again or born there."""
     gradients: int
     """Of its parameters, from its backward on."""
 
 
 def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
-    """Closed forms, calibrated against measured steps (`tests/memory/test_plan_measured.py`)."""
-    kept = _kept(sizes, policy, decoder)
-    linear = sizes.decoder_linear if decoder else sizes.linear
+    """One layer; ``decoder`` says of which stack."""
     low = sizes.dtype == "bfloat16"
-    forward, backward = _working(sizes, policy, decoder)
+    copies = 2 * (sizes.decoder_linear if decoder else sizes.linear) if low else 0
+    kept = _kept(sizes, policy, decoder)
     return LayerBytes(
         kept=kept,
-        copies=2 * linear if low and policy not in ("states", "history") else 0,
-        forward=forward,
-        backward=backward,
+        # What runs again casts again, and autocast's own cache goes with its context.
+        copies=0 if policy in RERUN else copies,
+        cached=copies,
+        forward=_forward(sizes, decoder),
+        backward=_backward(sizes, policy, decoder) + (copies if policy in RERUN else 0),
         gradients=FP32 * sizes.layer_parameters(decoder),
     )
 
 
-def _tokens(sizes: Sizes, decoder: bool) -> int:
-    return sizes.target_tokens if decoder else sizes.tokens
+def _units(sizes: Sizes, decoder: bool) -> tuple[int, int, int]:
+    """Bytes of (T, D) and (T, F) of the stack, and of (T, D) of the source."""
+    tokens = sizes.target_tokens if decoder else sizes.tokens
+    element = sizes.bytes
+    return (
+        tokens * sizes.width * element,
+        tokens * sizes.ffn * element,
+        sizes.tokens * sizes.width * element,
+    )
 
 
 def _kept(sizes: Sizes, policy: str, decoder: bool) -> int:
-    level = POLICIES.index(policy)
-    t, b = _tokens(sizes, decoder), sizes.bytes
-    d, f = t * sizes.width * b, t * sizes.ffn * b
-    statistics, per_head = 2 * t * FP32, t * sizes.heads * FP32
+    d, f, source = _units(sizes, decoder)
     if policy == "history":
         return 0
     if policy == "states":
         return d
-    # x or its norm, attention's output, the sum behind it, and their statistics.
-    kept = 3 * d + per_head + statistics
+    tokens = sizes.target_tokens if decoder else sizes.tokens
+    attentions = 2 if decoder else 1
+    post = sizes.norm == "post"
+    level = POLICIES.index(policy)
+    # The input; of an attention its result and the sum behind it; in post-norm also that sum's norm
+    # and the sum behind the feed-forward block.
+    kept = d + 2 * attentions * d + (d if post else 0) + (d if post and decoder else 0)
+    kept += tokens * FP32 * (attentions * (sizes.heads + 2) + (2 if post else 0))
     if level < POLICIES.index("leaner"):
-        kept += 3 * d
+        kept += 3 * d + (d + 2 * source if decoder else 0)
     if level < POLICIES.index("lean"):
         kept += f
     return kept
 
 
-def _working(sizes: Sizes, policy: str, decoder: bool) -> tuple[int, int]:
-    t, b = _tokens(sizes, decoder), sizes.bytes
-    d, f = t * sizes.width * b, t * sizes.ffn * b
-    return 4 * d + 2 * f, 4 * d + 2 * f
+def _forward(sizes: Sizes, decoder: bool) -> int:
+    """Largest in the feed-forward block: the norm, the hidden activation, a branch."""
+    d, f, _ = _units(sizes, decoder)
+    return 2 * d + 2 * f
+
+
+def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
+    """The feed-forward block's backward, or an attention's where that is larger."""
+    d, f, source = _units(sizes, decoder)
+    level = POLICIES.index(policy)
+    lean, leaner = POLICIES.index("lean"), POLICIES.index("leaner")
+    projections = 3 * d + (d + 2 * source if decoder else 0)
+    weights = 2 * sizes.width * sizes.ffn * sizes.bytes
+    # What it keeps under `keep`, but for the input, is there again.
+    again = 0
+    if policy in RERUN:
+        again = _kept(sizes, "keep", decoder) - d + (d if policy == "history" else 0)
+        block = again + 2 * d + 2 * f
+    else:
+        block = 3 * d + f + (f if level >= lean else 0)
+    attention = again + 4 * d + 3 * d - (f if level < lean else 0)
+    if level == leaner:
+        attention += projections
+    return max(block + weights, attention) + (2 * source if decoder else 0)
 
 
 @dataclass(frozen=True)
 class HeadBytes:
     """Embedding and projection to the vocabulary."""
 
+    kept: int
+    """From the embedding to its backward, of one side."""
     working: int
     """While the loss and its gradients are made."""
     gradients: int
-    """Of the embedding, from the loss on."""
+    """Of the shared weight, from the loss on."""
     embedding: int
     """While the embedding's gradient is added to the projection's."""
 
 
+SHARE, LEAST_ROWS = 32, 256
+"""Chunks of `deepfast.ops.linear_cross_entropy`: a share of all tokens, and at least so many."""
+
+
 def head_bytes(sizes: Sizes) -> HeadBytes:
-    v = sizes.vocabulary * sizes.width * FP32
-    return HeadBytes(working=v, gradients=v, embedding=v)
+    """Closed forms; all zero where there is no vocabulary."""
+    if not sizes.vocabulary:
+        return HeadBytes(kept=0, working=0, gradients=0, embedding=0)
+    tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
+    chunk = min(max(LEAST_ROWS, -(-tokens // SHARE)), tokens)
+    table = sizes.vocabulary * sizes.width
+    working = chunk * sizes.vocabulary * sizes.bytes + 2 * tokens * sizes.width * sizes.bytes
+    if sizes.dtype == "bfloat16":
+        working += 2 * table
+    # Dropout of embeddings: a byte an element on CUDA, a factor in fp32 on the CPU.
+    mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
+    return HeadBytes(
+        kept=mask,
+        working=working,
+        gradients=FP32 * table,
+        embedding=FP32 * table + 2 * FP32 * sizes.tokens * sizes.width,
+    )

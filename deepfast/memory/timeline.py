@@ -69,72 +69,78 @@ class Stack:
     def __init__(self, sizes: Sizes, policies: tuple[str, ...], decoder: bool = False):
         self.sizes, self.policies, self.decoder = sizes, policies, decoder
         self.tokens = sizes.target_tokens if decoder else sizes.tokens
-        self.count = len(policies)
+        self.count, self.rows = len(policies), len(policies) + 1
         kinds = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
         self.layers: list[LayerBytes] = [kinds[policy] for policy in policies]
         self.kept = [0, *accumulate(layer.kept for layer in self.layers)]
         self.copies = [0, *accumulate(layer.copies for layer in self.layers)]
+        self.cached = [0, *accumulate(layer.cached for layer in self.layers)]
         kind = sizes.decoder_connection if decoder else sizes.connection
-        self.rows = self.count + 1
-        self.block = block_rows(self.rows)
-        self.dlcl = kind == "dlcl"
+        self.dlcl, self.block = kind == "dlcl", block_rows(self.rows)
+        self.last_block = self.block * ((self.rows - 1) // self.block)
         self.slot = slot_bytes(self.tokens, sizes.width, sizes.bytes)
+        self.state = self.tokens * sizes.width * sizes.bytes
 
-    @property
-    def state(self) -> int:
-        """(T, D) in storage."""
-        return self.tokens * self.sizes.width * self.sizes.bytes
-
-    def connection(self, *, slots: int = 0) -> int:
-        """The connection's own memory, with ``slots`` of partial or pulled sums."""
-        statistics = 2 * self.rows * self.tokens * FP32
+    def connection(self, slots: int = 0) -> int:
+        """The connection's own memory, with ``slots`` of partial and pulled sums."""
+        # A row's norm has a mean and a standard deviation, a state's norm the latter.
+        pre = self.sizes.norm == "pre"
+        statistics = self.rows * self.tokens * FP32
         if not self.dlcl:
-            return statistics
-        if self.sizes.norm == "pre":
-            statistics += self.rows * self.tokens * FP32
-        return (self.rows + 1 + slots) * self.slot + statistics
+            return 2 * statistics if pre else 0
+        # Slots of states, one more for the last gradient, and W as it is applied, with gradient.
+        weights = 3 * FP32 * self.rows * (
+            self.rows * self.sizes.depth_channels + 2 * self.sizes.width
+        )  # fmt: skip
+        statistics *= 3 if pre else 2
+        return (self.rows + 1 + slots) * self.slot + statistics + weights
+
+    def partial(self) -> int:
+        """Slots of partial sums, where there is more than one block."""
+        return self.block if self.rows > self.block else 0
 
     def candidates(self) -> list[int]:
         """Layers at which the peak can lie, ascending."""
-        last = self.count - 1
         # The pulled sums come when backward leaves the last block.
-        found = {0, last, self.block * (last // self.block) - 1, self.block - 1}
+        found = {0, self.count - 1, self.last_block - 2}
         for index in range(1, self.count):
             if self.policies[index] != self.policies[index - 1]:
                 found |= {index - 1, index}
-        return sorted(index for index in found if 0 <= index <= last)
+        return sorted(index for index in found if 0 <= index < self.count)
 
     def forward(self) -> list[Moment]:
-        slots = self.block if self.rows > self.block else 0
         return [
             Moment(
-                copies=self.copies[index + 1],
-                history=self.connection(slots=slots),
+                copies=self.cached[index + 1],
+                history=self.connection(self.partial()),
                 activations=self.kept[index + 1],
                 transient=self.layers[index].forward,
             )
             for index in self.candidates()
         ]
 
-    def full(self) -> Moment:
-        """Between forward and backward."""
+    def full(self, *, cached: bool = False) -> Moment:
+        """Between forward and backward: everything kept, and the stack's result."""
         return Moment(
-            copies=self.copies[-1], history=self.connection(), activations=self.kept[-1]
+            copies=(self.cached if cached else self.copies)[-1],
+            history=self.connection(),
+            activations=self.kept[-1],
+            transient=self.state,
         )
 
     def backward(self) -> list[Moment]:
+        # A layer's first norm is the connection's.
         per_layer = self.layers[0].gradients
-        norms = 2 * self.sizes.width * FP32 if self.sizes.norm == "pre" else 0
-        last_block = self.block * ((self.rows - 1) // self.block)
+        if self.sizes.norm == "pre":
+            per_layer += 2 * FP32 * self.sizes.width
         moments = []
         for index in self.candidates():
-            pulled = self.block if index < last_block else 0
-            partial = self.block if index >= self.block else 0
+            pulled = self.block if index < self.last_block - 1 else 0
             moments.append(
                 Moment(
-                    gradients=(self.count - index) * (per_layer + norms),
+                    gradients=(self.count - 1 - index) * per_layer,
                     copies=self.copies[index + 1],
-                    history=self.connection(slots=pulled + partial),
+                    history=self.connection(self.partial() + pulled),
                     activations=self.kept[index + 1],
                     transient=self.layers[index].backward,
                 )
@@ -153,26 +159,31 @@ class Stack:
 def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment]:
     """Every point of a step at which the peak can lie."""
     head = head_bytes(sizes)
-    moments = [*encoder.forward()]
-    below = encoder.full()
+    source = Moment(head=head.kept * sizes.tokens)
+    moments = [_sum(source, moment) for moment in encoder.forward()]
+    # Until autocast's context ends it holds every copy it made.
+    below, waiting = (_sum(source, encoder.full(cached=cached)) for cached in (True, False))
     if decoder is not None:
+        target = Moment(head=head.kept * sizes.target_tokens)
+        below, waiting = _sum(below, target), _sum(waiting, target)
         moments += [_sum(below, moment) for moment in decoder.forward()]
-        below = _sum(below, decoder.full())
-    moments.append(_sum(below, Moment(head=head.working)))
-    # From here on the head's gradients are there.
-    after = Moment(gradients=head.gradients)
+        below = _sum(below, decoder.full(cached=True))
+    projection = Moment(gradients=head.gradients)
+    moments.append(_sum(below, projection, Moment(head=head.working)))
+    done = projection
     if decoder is not None:
-        waiting = _sum(encoder.full(), after)
-        moments += [_sum(waiting, moment) for moment in decoder.backward()]
-        after = _sum(after, Moment(gradients=decoder.gradients))
-    moments += [_sum(after, moment) for moment in encoder.backward()]
+        moments += [_sum(waiting, done, moment) for moment in decoder.backward()]
+        done = _sum(done, Moment(gradients=decoder.gradients))
+    moments += [_sum(source, done, moment) for moment in encoder.backward()]
     # The embedding's gradient comes last, beside the projection's.
-    moments.append(_sum(after, Moment(gradients=encoder.gradients, head=head.embedding)))
-    return moments
+    last = Moment(gradients=encoder.gradients, head=head.embedding)
+    return [*moments, _sum(done, last)]
 
 
-def _sum(a: Moment, b: Moment) -> Moment:
-    return Moment(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(Moment)})
+def _sum(*moments: Moment) -> Moment:
+    return Moment(
+        **{f.name: sum(getattr(moment, f.name) for moment in moments) for f in fields(Moment)}
+    )
 
 
 def peak_table(
