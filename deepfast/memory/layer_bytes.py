@@ -49,7 +49,7 @@ def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
         # What runs again casts again, and autocast's own cache goes with its context.
         copies=0 if policy in RERUN else copies,
         cached=copies,
-        forward=_forward(sizes, decoder),
+        forward=_forward(sizes, policy, decoder),
         backward=_backward(sizes, policy, decoder) + (copies if policy in RERUN else 0),
         gradients=FP32 * sizes.layer_parameters(decoder),
     )
@@ -87,30 +87,39 @@ def _kept(sizes: Sizes, policy: str, decoder: bool) -> int:
     return kept
 
 
-def _forward(sizes: Sizes, decoder: bool) -> int:
-    """Largest in the feed-forward block: the norm, the hidden activation, a branch."""
+def _forward(sizes: Sizes, policy: str, decoder: bool) -> int:
+    """Largest in the feed-forward block: a norm, the hidden activation, a branch."""
     d, f, _ = _units(sizes, decoder)
-    return 2 * d + 2 * f
+    if policy in RERUN:
+        return 3 * d + 2 * f
+    return 2 * d + (0 if policy == "keep" else f)
 
 
 def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
     """The feed-forward block's backward, or an attention's where that is larger."""
     d, f, source = _units(sizes, decoder)
-    level = POLICIES.index(policy)
-    lean, leaner = POLICIES.index("lean"), POLICIES.index("leaner")
-    projections = 3 * d + (d + 2 * source if decoder else 0)
-    weights = 2 * sizes.width * sizes.ffn * sizes.bytes
-    # What it keeps under `keep`, but for the input, is there again.
-    again = 0
+    level, post = POLICIES.index(policy), sizes.norm == "post"
+    weights = 2 * sizes.width * sizes.ffn
+    # Gradients of the layer's last residual and branch, and the norm made again; in post-norm the
+    # sum behind the block is given back first.
+    block = (2 * d if post else 3 * d) + f
+    attention = (3 * d if post else 4 * d) + FP32 * weights
     if policy in RERUN:
-        again = _kept(sizes, "keep", decoder) - d + (d if policy == "history" else 0)
-        block = again + 2 * d + 2 * f
+        # All that `keep` keeps is there again; the input that was kept is one of its parts in
+        # post-norm, where pre-norm's is the norm of it.
+        again = _kept(sizes, "keep", decoder)
+        again -= d if post and policy == "states" else 0
+        # As a module of its own the activation keeps what it reads, and the product its result.
+        again += f if sizes.activation == "gelu" else 0
+        block = again + d + 2 * f
+        attention += again - f
+    elif policy == "keep":
+        attention -= f
     else:
-        block = 3 * d + f + (f if level >= lean else 0)
-    attention = again + 4 * d + 3 * d - (f if level < lean else 0)
-    if level == leaner:
-        attention += projections
-    return max(block + weights, attention) + (2 * source if decoder else 0)
+        block += f
+        if level == POLICIES.index("leaner"):
+            attention += 3 * d + (d + 2 * source if decoder else 0)
+    return max(block + sizes.bytes * weights, attention) + (2 * source if decoder else 0)
 
 
 @dataclass(frozen=True)

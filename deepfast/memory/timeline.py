@@ -121,11 +121,13 @@ class Stack:
 
     def full(self, *, cached: bool = False) -> Moment:
         """Between forward and backward: everything kept, and the stack's result."""
+        # Without DLCL the last norm keeps its input.
+        states = 2 if self.sizes.norm == "pre" and not self.dlcl else 1
         return Moment(
             copies=(self.cached if cached else self.copies)[-1],
             history=self.connection(),
             activations=self.kept[-1],
-            transient=self.state,
+            transient=states * self.state,
         )
 
     def backward(self) -> list[Moment]:
@@ -174,6 +176,9 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
     if decoder is not None:
         moments += [_sum(waiting, done, moment) for moment in decoder.backward()]
         done = _sum(done, Moment(gradients=decoder.gradients))
+    if not sizes.vocabulary:
+        # Whoever calls a bare stack holds its result.
+        source = Moment(transient=encoder.state)
     moments += [_sum(source, done, moment) for moment in encoder.backward()]
     # The embedding's gradient comes last, beside the projection's.
     last = Moment(gradients=encoder.gradients, head=head.embedding)
