@@ -280,6 +280,16 @@ def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
     return sum(peak_table(sizes, *pair).values())
 
 
+def uniform_peak(sizes: Sizes, policy: str) -> int:
+    """The peak with one policy for all layers; a decoder without DLCL has "states" for "history"."""
+    kinds = (sizes.layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
+    encoder, decoder = (
+        ("states" if policy == "history" and kind != "dlcl" else policy,) * count
+        for count, kind in kinds
+    )
+    return _peak(sizes, (encoder, decoder))
+
+
 def _mixed(sizes: Sizes, top, bottom, limit: int):
     """The mix of two choices with the fewest bottom layers of the more frugal one that fits."""
     count = sizes.layers + sizes.decoder_layers
