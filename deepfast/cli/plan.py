@@ -9,10 +9,10 @@ import argparse
 import json
 from pathlib import Path
 
-from deepfast.memory.plan import Plan, describe, plan
+from deepfast.memory.plan import plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import CHOICES
-from deepfast.memory.units import format_bytes
+from deepfast.memory.table import lines
 
 EXAMPLE = "deepfast plan --budget 24GiB --width 512 --tokens 8192"
 
@@ -61,28 +61,6 @@ def _options(args: argparse.Namespace) -> dict:
         if options[name] and "," in options[name]:
             options[name] = options[name].split(",")
     return {name: value for name, value in options.items() if value is not None}
-
-
-def lines(result: Plan) -> list[str]:
-    """A plan as text for people."""
-    sizes = result.sizes
-    decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
-    policies = describe(result.policies, result.decoder_policies)
-    peak = max(result.peak, 1)
-    table = [*result.table.items(), ("peak", result.peak), ("budget", result.budget)]
-    return [
-        f"{sizes.layers} encoder layers ({sizes.connection})"
-        f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
-        f"{sizes.heads} heads, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
-        f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
-        f"{sizes.optimizer}, {sizes.device}",
-        f"memory policies: {policies}",
-        f"step time: {result.time:.2f} times that of keep, by floating-point operations",
-        "",
-        *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),
-        "",
-        "it fits" if result.fits else f"it does not fit: {result.advice}",
-    ]
 
 
 def run(args: argparse.Namespace) -> int:

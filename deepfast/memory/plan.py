@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from .flops import relative_time
 from .policies import POLICIES, resolve
 from .sizes import Sizes
+from .table import describe
 from .timeline import peak_table
 from .units import format_bytes, parse_bytes
 
@@ -191,9 +192,7 @@ def _largest(
     return sized(**{free: low * step})
 
 
-def _advice(
-    sizes: Sizes, search: "_Search", limit: int, sized: Callable[..., Sizes]
-) -> str:
+def _advice(sizes: Sizes, search: "_Search", limit: int, sized: Callable[..., Sizes]) -> str:
     """One sentence: what would fit."""
     frugal = _Search(None, None)
     if frugal.smallest(sizes) <= limit:
@@ -213,23 +212,6 @@ def _advice(
     return f"what fits is {' or '.join(parts)}, and as it is a budget of {needed}"
 
 
-def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
-    """Policies in words: "bottom 12 layers history, 18 lean; decoder keep"."""
-
-    def side(names: tuple[str, ...]) -> str:
-        runs: list[list] = []
-        for name in names:
-            if runs and runs[-1][1] == name:
-                runs[-1][0] += 1
-            else:
-                runs.append([1, name])
-        if len(runs) == 1:
-            return runs[0][1]
-        return "from the bottom " + ", ".join(f"{count} {name}" for count, name in runs)
-
-    return side(policies) + (f"; decoder {side(decoder)}" if decoder else "")
-
-
 class _Search:
     """Which policies may be chosen, and the best of them.
 
@@ -237,9 +219,7 @@ class _Search:
         encoder, decoder: a name, one for each layer, or None where the choice is free.
     """
 
-    def __init__(
-        self, encoder: str | Sequence[str] | None, decoder: str | Sequence[str] | None
-    ):
+    def __init__(self, encoder: str | Sequence[str] | None, decoder: str | Sequence[str] | None):
         self.wanted = encoder, decoder
 
     def _sides(self, sizes: Sizes):

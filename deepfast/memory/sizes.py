@@ -80,9 +80,7 @@ class Sizes:
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
         if self.width % self.heads:
-            raise ValueError(
-                f"heads: expected a divisor of width {self.width}, got {self.heads}"
-            )
+            raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
         if self.decoder_layers and not self.vocabulary:
             raise ValueError("vocabulary: expected at least 1 beside a decoder, got 0")
 
