@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 # Where `deepfast.ops` registers an op that is made of others.
 _PYTHON = torch._C.DispatchKey.CompositeExplicitAutograd
 

@@ -8,7 +8,7 @@ layer-norms) are fp32, everything else is in the storage dtype:
               leaner   without q k v               3 D          4 D
               states   x                           D            D
               history  nothing
-    decoder   keep     and q, o, s of its second attention, and k v of the source: 2 D per token there
+    decoder   keep     and q, o, s of its second attention, and k v: 2 D per source token
 
 Closed forms by counting, held to measured steps by `tests/memory/test_plan_measured.py`.
 """

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from .flops import relative_time
 from .policies import POLICIES, resolve
@@ -86,13 +86,13 @@ def plan(
     """Predicts the peak memory of a training step, solves for what is left out, and chooses for
     every layer what it keeps.
 
-    Of ``budget``, ``layers``, ``width`` and ``tokens`` three are given, and the fourth is found: the
-    most layers, the widest model (a multiple of 64, with heads of 64 where ``heads`` is None) or the
-    most tokens that fit under the most frugal policy, or the smallest budget, again that of the
-    most frugal policy (of ``policies`` where they are given). With all four, the plan tells
+    Of ``budget``, ``layers``, ``width`` and ``tokens`` three are given, and the fourth is found:
+    the most layers, the widest model (a multiple of 64, with heads of 64 where ``heads`` is None)
+    or the most tokens that fit under the most frugal policy, or the smallest budget, again that
+    of the most frugal policy (of ``policies`` where they are given). With all four, the plan tells
     whether they fit. Then, within the budget, policies with the least recomputation are chosen:
-    the bottom layers of a stack may have a more frugal one than its top, which costs less than the
-    other way round, as what is made again at the top comes on top of everything kept below.
+    the bottom layers of a stack may have a more frugal one than its top. Gradients grow in
+    backward while what layers keep goes, from the top, so what lies at the bottom is there last.
 
     Args:
         budget: bytes, or text such as "24GiB".
@@ -261,7 +261,7 @@ def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
 
 
 def uniform_peak(sizes: Sizes, policy: str) -> int:
-    """The peak with one policy for all layers; a decoder without DLCL has "states" for "history"."""
+    """The peak with one policy for all layers; where there is no DLCL "history" is "states"."""
     kinds = (sizes.layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
     encoder, decoder = (
         ("states" if policy == "history" and kind != "dlcl" else policy,) * count

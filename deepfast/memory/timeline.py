@@ -7,7 +7,7 @@ policies, or where a buffer comes or goes, and only these layers are looked at.
 """
 
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import groupby
 
 from .layer_bytes import FP32, LayerBytes, head_bytes, layer_bytes
 from .sizes import OPTIMIZERS, Sizes
@@ -67,14 +67,13 @@ class Stack:
     """
 
     def __init__(self, sizes: Sizes, policies: tuple[str, ...], decoder: bool = False):
-        self.sizes, self.policies, self.decoder = sizes, policies, decoder
+        self.sizes, self.decoder = sizes, decoder
         self.tokens = sizes.target_tokens if decoder else sizes.tokens
         self.count, self.rows = len(policies), len(policies) + 1
-        kinds = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
-        self.layers: list[LayerBytes] = [kinds[policy] for policy in policies]
-        self.kept = [0, *accumulate(layer.kept for layer in self.layers)]
-        self.copies = [0, *accumulate(layer.copies for layer in self.layers)]
-        self.cached = [0, *accumulate(layer.cached for layer in self.layers)]
+        self.runs = [
+            (layer_bytes(sizes, policy, decoder), sum(1 for _ in run))
+            for policy, run in groupby(policies)
+        ]
         kind = sizes.decoder_connection if decoder else sizes.connection
         self.dlcl, self.block = kind == "dlcl", block_rows(self.rows)
         self.last_block = self.block * ((self.rows - 1) // self.block)
@@ -102,19 +101,35 @@ class Stack:
     def candidates(self) -> list[int]:
         """Layers at which the peak can lie, ascending."""
         # The pulled sums come when backward leaves the last block.
-        found = {0, self.count - 1, self.last_block - 2}
-        for index in range(1, self.count):
-            if self.policies[index] != self.policies[index - 1]:
-                found |= {index - 1, index}
+        found = {self.last_block - 2}
+        end = 0
+        for _, length in self.runs:
+            found |= {end, end + length - 1}
+            end += length
         return sorted(index for index in found if 0 <= index < self.count)
+
+    def layer(self, index: int) -> LayerBytes:
+        for layer, length in self.runs:
+            if index < length:
+                return layer
+            index -= length
+        raise IndexError(index)
+
+    def below(self, end: int, field: str) -> int:
+        """The sum of a field of `LayerBytes` over layers 0 .. end - 1."""
+        total = 0
+        for layer, length in self.runs:
+            total += min(max(end, 0), length) * getattr(layer, field)
+            end -= length
+        return total
 
     def forward(self) -> list[Moment]:
         return [
             Moment(
-                copies=self.cached[index + 1],
+                copies=self.below(index + 1, "cached"),
                 history=self.connection(self.partial()),
-                activations=self.kept[index + 1],
-                transient=self.layers[index].forward,
+                activations=self.below(index + 1, "kept"),
+                transient=self.layer(index).forward,
             )
             for index in self.candidates()
         ]
@@ -124,15 +139,15 @@ class Stack:
         # Without DLCL the last norm keeps its input.
         states = 2 if self.sizes.norm == "pre" and not self.dlcl else 1
         return Moment(
-            copies=(self.cached if cached else self.copies)[-1],
+            copies=self.below(self.count, "cached" if cached else "copies"),
             history=self.connection(),
-            activations=self.kept[-1],
+            activations=self.below(self.count, "kept"),
             transient=states * self.state,
         )
 
     def backward(self) -> list[Moment]:
         # A layer's first norm is the connection's.
-        per_layer = self.layers[0].gradients
+        per_layer = self.layer(0).gradients
         if self.sizes.norm == "pre":
             per_layer += 2 * FP32 * self.sizes.width
         moments = []
@@ -141,10 +156,10 @@ class Stack:
             moments.append(
                 Moment(
                     gradients=(self.count - 1 - index) * per_layer,
-                    copies=self.copies[index + 1],
+                    copies=self.below(index + 1, "copies"),
                     history=self.connection(self.partial() + pulled),
-                    activations=self.kept[index + 1],
-                    transient=self.layers[index].backward,
+                    activations=self.below(index + 1, "kept"),
+                    transient=self.layer(index).backward,
                 )
             )
         return moments

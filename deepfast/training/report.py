@@ -23,8 +23,8 @@ class Report:
     """Writes `metrics.jsonl` and TensorBoard events into the run's folder, and talks on stdout.
 
     Every line of `metrics.jsonl` is an object with `event` ("memory", "train", "valid", "average",
-    "test"), `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are nats per
-    target token, eos included.
+    "test"), `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are
+    nats per target token, eos included.
     """
 
     def __init__(
