@@ -76,9 +76,9 @@ def _kept(sizes: Sizes, policy: str, decoder: bool) -> int:
     attentions = 2 if decoder else 1
     post = sizes.norm == "post"
     level = POLICIES.index(policy)
-    # The input; of an attention its result and the sum behind it; in post-norm also that sum's norm
-    # and the sum behind the feed-forward block.
-    kept = d + 2 * attentions * d + (d if post else 0) + (d if post and decoder else 0)
+    # The input; of an attention its result and the sum behind it; in post-norm also the sum behind
+    # the feed-forward block.
+    kept = d + 2 * attentions * d + (d if post else 0)
     kept += tokens * FP32 * (attentions * (sizes.heads + 2) + (2 if post else 0))
     if level < POLICIES.index("leaner"):
         kept += 3 * d + (d + 2 * source if decoder else 0)
@@ -109,6 +109,7 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
         # post-norm, where pre-norm's is the norm of it.
         again = _kept(sizes, "keep", decoder)
         again -= d if post and policy == "states" else 0
+        again += d if decoder else 0
         # As a module of its own the activation keeps what it reads, and the product its result.
         again += f if sizes.activation == "gelu" else 0
         block = again + d + 2 * f
@@ -119,7 +120,7 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
         block += f
         if level == POLICIES.index("leaner"):
             attention += 3 * d + (d + 2 * source if decoder else 0)
-    return max(block + sizes.bytes * weights, attention) + (2 * source if decoder else 0)
+    return max(block + sizes.bytes * weights, attention)
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ class HeadBytes:
     """While the embedding's gradient is added to the projection's."""
 
 
-SHARE, LEAST_ROWS = 32, 256
-"""Chunks of `deepfast.ops.linear_cross_entropy`: a share of all tokens, and at least so many."""
+SHARE, LEAST_ROWS, WIDENED = 32, 256, 4096
+"""Chunks of `deepfast.ops.linear_cross_entropy`: a share of all tokens, and at least so many; and
+the columns of a chunk that a CPU widens at once."""
 
 
 def head_bytes(sizes: Sizes) -> HeadBytes:
@@ -150,6 +152,9 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
     working = chunk * sizes.vocabulary * sizes.bytes + 2 * tokens * sizes.width * sizes.bytes
     if sizes.dtype == "bfloat16":
         working += 2 * table
+        if sizes.device == "cpu":
+            # The gradient of the weight is summed in fp32 from widened operands, part by part.
+            working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
     # Dropout of embeddings: a byte an element on CUDA, a factor in fp32 on the CPU.
     mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
     return HeadBytes(
