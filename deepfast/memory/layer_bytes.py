@@ -102,7 +102,7 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
     weights = 2 * sizes.width * sizes.ffn
     # Gradients of the layer's last residual and branch, and the norm made again; in post-norm the
     # sum behind the block is given back first.
-    block = (2 * d if post else 3 * d) + f
+    block = (2 * d if post else 3 * d) + f + sizes.bytes * weights
     attention = (3 * d if post else 4 * d) + FP32 * weights
     if policy in RERUN:
         # All that `keep` keeps is there again; the input that was kept is one of its parts in
@@ -112,7 +112,8 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
         again += d if decoder else 0
         # As a module of its own the activation keeps what it reads, and the product its result.
         again += f if sizes.activation == "gelu" else 0
-        block = again + d + 2 * f
+        # One of the block's two matrices has its gradient by then.
+        block = again + d + 2 * f + sizes.bytes * weights // 2
         attention += again - f
     elif policy == "keep":
         attention -= f
@@ -120,7 +121,7 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
         block += f
         if level == POLICIES.index("leaner"):
             attention += 3 * d + (d + 2 * source if decoder else 0)
-    return max(block + sizes.bytes * weights, attention)
+    return max(block, attention)
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class HeadBytes:
     """While the embedding's gradient is added to the projection's."""
 
 
-SHARE, LEAST_ROWS, WIDENED = 32, 256, 4096
+SHARE, LEAST_ROWS, WIDENED = 32, 256, 2048
 """Chunks of `deepfast.ops.linear_cross_entropy`: a share of all tokens, and at least so many; and
 the columns of a chunk that a CPU widens at once."""
 
