@@ -3,9 +3,26 @@
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.models   whole models
+deepfast.memory   what a training step keeps alive, counted and planned
 """
 
-from . import nn, ops
+import importlib
+from typing import TYPE_CHECKING
+
 from .version import __version__
 
-__all__ = ["__version__", "nn", "ops"]
+if TYPE_CHECKING:
+    from . import memory, models, nn, ops
+
+__all__ = ["__version__", "memory", "models", "nn", "ops"]
+
+
+def __getattr__(name: str):
+    # Loaded when first used: torch takes seconds, and planning does without.
+    if name in __all__:
+        return importlib.import_module(f"deepfast.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

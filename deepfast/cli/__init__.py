@@ -13,6 +13,7 @@ from deepfast.version import __version__
 
 COMMANDS = {
     "info": "versions, build, and which backend serves each op",
+    "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
     "score": "BLEU of translations against references",

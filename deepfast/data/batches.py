@@ -196,6 +196,14 @@ class TokenBatches:
             yield make_batch(self.pairs, indices, **self._ids)
         self._turn_page()
 
+    def largest(self) -> Batch:
+        """This epoch's batch with the most tokens on both sides; the place of the run stays."""
+        pairs = self.pairs
+        counts = [sum(len(side) + 1 for i in batch for side in pairs[i])
+                  for batch in self.order(self.epoch)]  # fmt: skip
+        indices = self.order(self.epoch)[counts.index(max(counts))]
+        return make_batch(pairs, indices, **self._ids)
+
     def _turn_page(self) -> None:
         if self.position == len(self):
             self.epoch, self.position = self.epoch + 1, 0

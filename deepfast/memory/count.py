@@ -7,6 +7,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Where `deepfast.ops` registers an op that is made of others.
+_PYTHON = torch._C.DispatchKey.CompositeExplicitAutograd
+
 
 class _Watch(TorchDispatchMode):
     """Sees every op, in forward, in backward and inside autograd functions."""
@@ -22,7 +25,12 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # A storage first met as an input was there before the block; its views are not new.
         before = self.count._storages((args, kwargs))
-        out = func(*args, **kwargs)
+        if func.namespace == "deepfast" and func.has_kernel_for_dispatch_key(_PYTHON):
+            # Made of other ops, in Python: what those make is seen too.
+            with self:
+                out = func._op_dk(_PYTHON, *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         self.count._see(out, before)
         return out
 
@@ -34,8 +42,8 @@ class LiveBytes:
     counts as zero, and counts nothing when it goes. Views and in-place results share a storage
     and count once. On the CPU every op is watched: a storage counts from the op that returns it
     until the last tensor on it is gone, which is what the allocator sees too, but for scratch
-    memory inside a single op and for the inside of a compiled graph. On a GPU the numbers are the
-    caching allocator's and include both.
+    memory inside a single op of torch and for the inside of a compiled graph; deepfast's own ops
+    are looked into. On a GPU the numbers are the caching allocator's and include all of these.
 
     The CPU's watch costs some microseconds per op: take times in another run.
 

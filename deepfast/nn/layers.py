@@ -228,7 +228,9 @@ class TransformerDecoderLayer(_Layer):
         pre = self.norm == "pre"
         norm = self.cross_attention_norm if pre else self.attention_norm
         n, s = norm(a, residual=x, dropout_p=self.dropout)
-        again = partial(norm.again, s.detach()) if bare(norm, LayerNorm) else None
+        # What runs again makes n with everything else; a maker would keep s for it.
+        made = bare(norm, LayerNorm) and self.memory not in RERUN
+        again = partial(norm.again, s.detach()) if made else None
         told = self._recomputes(self.cross_attention, again)
         c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing, **told)
         if pre:

@@ -84,7 +84,9 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
     return places
 
 
-def _label_ends(figure, axes, curves: dict[str, Curve], colors: dict[str, str]) -> None:
+def _label_ends(
+    figure, axes, curves: dict[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
+) -> None:
     """The name of each curve right of its last point, moved apart where they would touch."""
     figure.canvas.draw()
     to_pixels = axes.transData.transform
@@ -98,24 +100,33 @@ def _label_ends(figure, axes, curves: dict[str, Curve], colors: dict[str, str]) 
         anchor = back((max(right, x) + 8, place))
         axes.annotate(
             name, back((x, y)), anchor, color=colors[name], va="center", annotation_clip=False,
-            fontweight="bold" if name == "deepfast" else "normal",
+            fontweight="bold" if name in strong else "normal",
             arrowprops={"arrowstyle": "-", "color": colors[name], "lw": 0.5, "alpha": 0.6,
                         "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
-def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) -> str | None:
-    """Numbers over depth on two logarithmic axes, one curve for each variant."""
-    curves = {v: sorted(points) for v, points in curves.items() if points}
-    if not curves:
-        return None
+def depth_figure(
+    curves: dict[str, Curve],
+    colors: dict[str, str],
+    *,
+    title: str,
+    strong: Sequence[str],
+    dashed: Sequence[str] = (),
+    line: tuple[str, float] | None = None,
+):
+    """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
+
+    strong, dashed: names of thick and of broken curves.
+    line: a name and a number, drawn across.
+    """
     figure, axes = _figure()
-    for variant, points in curves.items():
-        main = variant == "deepfast"
+    for name, points in curves.items():
+        main = name in strong
         axes.plot(
-            *zip(*points, strict=True), color=COLORS[variant], marker="o",
+            *zip(*points, strict=True), color=colors[name], marker="o",
             markersize=5 if main else 3.5, linewidth=2.4 if main else 1.4,
-            zorder=3 if main else 2, linestyle="--" if variant == RESIDUAL else "-",
+            zorder=3 if main else 2, linestyle="--" if name in dashed else "-",
         )  # fmt: skip
     depths = sorted({x for points in curves.values() for x, _ in points})
     axes.set_xscale("log")
@@ -126,8 +137,25 @@ def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) ->
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
     axes.set_xlabel("encoder layers")
-    axes.set_title(f"{title}, {unit}", loc="left", fontsize=10)
-    _label_ends(figure, axes, curves, COLORS)
+    axes.set_title(title, loc="left", fontsize=10)
+    if line is not None:
+        axes.axhline(line[1], color="#555555", linestyle=":", linewidth=1)
+        axes.annotate(
+            line[0], (0.01, line[1]), (0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", color="#555555", fontsize=8.5,
+        )  # fmt: skip
+    _label_ends(figure, axes, curves, colors, strong)
+    return figure
+
+
+def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) -> str | None:
+    """Numbers over depth, one curve for each variant, as SVG text."""
+    curves = {v: sorted(points) for v, points in curves.items() if points}
+    if not curves:
+        return None
+    figure = depth_figure(
+        curves, COLORS, title=f"{title}, {unit}", strong=("deepfast",), dashed=(RESIDUAL,)
+    )
     return _svg(figure, name, f"{title} over encoder layers, all variants")
 
 

@@ -9,6 +9,8 @@ import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.units import parse_bytes
 from deepfast.models import Transformer, TransformerConfig, base, big
 from deepfast.nn import DLCL
 from deepfast.training.errors import RecipeError
@@ -232,6 +234,9 @@ class Recipe:
     """Adam, its schedule, and the loss."""
     train: TrainSection = field(default_factory=TrainSection)
     """How long, how, and what to keep."""
+    memory: str | None = None
+    """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
+    into it; or the name of a memory policy for all layers; None: "keep"."""
     output: str = "runs/deepfast"
     """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
     resume: bool | str = False
@@ -240,7 +245,9 @@ class Recipe:
 
     def __post_init__(self):
         # A model that cannot be built is refused before any data is read.
-        self.model_config(vocab_size=8)
+        config = self.model_config(vocab_size=8)
+        if self.memory is not None:
+            self._check_memory(config)
         if self.train.patience is not None and not self.data.validates:
             raise RecipeError("train.patience: expected dev pairs to validate on, got none")
         if self.train.validate_bleu and not self.data.validates:
@@ -248,6 +255,18 @@ class Recipe:
         if self.train.test_bleu and not self.data.tests:
             raise RecipeError("train.test_bleu: expected test pairs to translate, got none")
         _expect(bool(self.output), "output", "a folder", self.output)
+
+    def _check_memory(self, config: TransformerConfig) -> None:
+        if self.memory in POLICIES:
+            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+            expected = "another policy where model.encoder_connection is not dlcl"
+            _expect(mixes, "memory", expected, self.memory)
+            return
+        try:
+            parse_bytes(self.memory)
+        except ValueError as error:
+            expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
+            raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
 
     def model_config(self, vocab_size: int, padding_idx: int = 0) -> TransformerConfig:
         """The model's sizes for a vocabulary."""

@@ -24,7 +24,7 @@ from deepfast.training.recipe import (
 )
 
 SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
-TOP = {"output": str, "resume": bool | str}
+TOP = {"memory": str | None, "output": str, "resume": bool | str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          dict: "keys and values", types.NoneType: "null"}  # fmt: skip
 

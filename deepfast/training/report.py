@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepfast.data.text import write_atomically
+from deepfast.memory.units import format_bytes
 from deepfast.training.errors import TrainingError
 
 METRICS = "metrics.jsonl"
@@ -21,9 +22,9 @@ LAST_EVENTS = ("average", "test")
 class Report:
     """Writes `metrics.jsonl` and TensorBoard events into the run's folder, and talks on stdout.
 
-    Every line of `metrics.jsonl` is an object with `event` ("train", "valid", "average", "test"),
-    `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are nats per
-    target token, eos included.
+    Every line of `metrics.jsonl` is an object with `event` ("memory", "train", "valid", "average",
+    "test"), `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are
+    nats per target token, eos included.
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class Report:
 def describe(row: dict[str, Any]) -> str:
     """A row of metrics as one line with units."""
     head = f"step {row['step']:>6}"
+    if row["event"] == "memory":
+        predicted, measured = (format_bytes(row[f"{k}_bytes"]) for k in ("predicted", "measured"))
+        return f"{head}  memory {predicted} predicted, {measured} measured, {row['policies']}"
     if row["event"] != "train":
         parts = []
         if "nll" in row:

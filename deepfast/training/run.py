@@ -13,6 +13,7 @@ import torch
 
 from deepfast.data import Vocabulary
 from deepfast.data.text import write_atomically
+from deepfast.memory.units import format_bytes
 from deepfast.models.checkpoint import load_model
 from deepfast.training.checkpoint import (
     STEP_FILE,
@@ -23,8 +24,9 @@ from deepfast.training.checkpoint import (
     step_checkpoints,
 )
 from deepfast.training.corpus import load_corpus
-from deepfast.training.environment import StopSignal, resolve_device, settings
+from deepfast.training.environment import StopSignal, peak_bytes, resolve_device, settings
 from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
+from deepfast.training.memory import fit_memory
 from deepfast.training.recipe import Recipe
 from deepfast.training.recipe_file import differences, dump_recipe
 from deepfast.training.report import METRICS, Report
@@ -105,6 +107,8 @@ class _Run:
                 recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
             )
             self.trainer = Trainer(recipe, corpus, device)
+        self.measured: int | None = None
+        """Peak bytes of a step, of the trial before the first."""
         self.changed: list[str] = []
         if content is not None:
             try:
@@ -130,6 +134,7 @@ class _Run:
     def go(self) -> TrainResult:
         try:
             self._introduce()
+            self._fit_memory()
             with StopSignal() as signal:
                 stopped = self._loop(signal)
                 if stopped not in SIGNALS:
@@ -142,7 +147,8 @@ class _Run:
                     f"{self.saved} with resume=true"
                 )
                 return self._result(stopped)
-            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s")
+            peak = format_bytes(self.measured or peak_bytes(self.trainer.device))
+            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, peak memory {peak}")
             return self._finish(stopped)
         finally:
             self.report.close()
@@ -165,6 +171,13 @@ class _Run:
             say(f"resumed from {self.saved} at step {trainer.step}")
             for line in self.changed:
                 say(f"      changed since: {line}")
+
+    def _fit_memory(self) -> None:
+        if self.recipe.memory is None:
+            return
+        row = fit_memory(self.trainer, self.report.say)
+        self.measured = row["measured_bytes"]
+        self.report.log("memory", row, seconds=self.seconds)
 
     def _loop(self, signal: StopSignal) -> str:
         """Trains until something says stop; returns what."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from deepfast.data import Batch
+from deepfast.memory.count import LiveBytes
+from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.training.checkpoint import check_config, load_weights
 from deepfast.training.corpus import Corpus
 from deepfast.training.environment import memory_bytes, random_state, set_random_state
@@ -116,6 +118,32 @@ class Trainer:
         window.source_tokens += sum(batch.source_tokens for batch in batches)
         window.target_tokens += target_tokens
         window.seconds += time.perf_counter() - began
+
+    def measure(self) -> float:
+        """Peak bytes of a step on the largest micro-batch: parameters, gradients, the optimizer's
+        state, and what forward and backward keep alive. Infinity where a GPU has not so much.
+
+        No parameter changes, and generators are where they were.
+        """
+        batch = self.corpus.batches.largest().to(self.device)
+        generators = random_state(self.device)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with LiveBytes(self.device) as live:
+                # With accumulation gradients are there while a later micro-batch runs.
+                for _ in range(min(self.recipe.optim.accumulate, 2)):
+                    loss = self._sums(batch, self.recipe.optim.label_smoothing)[0]
+                    (loss / batch.target_tokens).backward()
+                    del loss
+        except torch.cuda.OutOfMemoryError:
+            return math.inf
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            set_random_state(generators, self.device)
+        state = OPTIMIZERS["adam"] * sum(p.numel() for p in self.parameters)
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return live.peak + weights + state
 
     def take_metrics(self) -> dict[str, Any]:
         """Means since the last call, per target token in nats; starts a new window."""

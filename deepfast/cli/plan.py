@@ -1,0 +1,80 @@
+"""How deep, how wide, how many tokens: predicts the peak memory of a training step.
+
+Of --budget, --layers, --width and --tokens give three, and the fourth is solved for; with all four
+it is told whether they fit. What each layer keeps for backward (its memory policy) is chosen so
+that the step fits and as little as can be is computed again. Exit code 0: it fits; 3: it does not,
+and a sentence says what would."""
+
+import argparse
+import json
+from pathlib import Path
+
+from deepfast.memory.plan import plan
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.sizes import CHOICES
+from deepfast.memory.table import lines
+
+EXAMPLE = "deepfast plan --budget 24GiB --width 512 --tokens 8192"
+
+DOES_NOT_FIT = 3
+
+NUMBERS = {
+    "layers": "L of the encoder",
+    "width": "D",
+    "tokens": "T of a micro-batch, on the encoder's side",
+    "heads": "H; default: heads of 64",
+    "ffn": "F; default: 4 D",
+    "vocabulary": "V; 0: a stack without embedding and loss; default: 32000",
+    "decoder-layers": "0: an encoder alone; default: 6",
+    "target-tokens": "T on the decoder's side; default: --tokens",
+    "accumulate": "micro-batches per step; default: 1",
+    "length": "tokens per sentence; default: 128",
+}
+PICTURES = (".svg", ".png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", help="bytes, such as 24GiB or 80GB")
+    for name, text in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, help=text)
+    for name, allowed in CHOICES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"one of {', '.join(allowed)}")
+    names = ", ".join(POLICIES)
+    parser.add_argument(
+        "--policies", help=f"of the encoder, one of {names}, or a list with commas; default: chosen"
+    )
+    parser.add_argument("--decoder-policies", help="of the decoder, likewise")
+    parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory over depth as .svg or .png: every policy, and "
+        "the same model in plain PyTorch",
+    )  # fmt: skip
+
+
+def _options(args: argparse.Namespace) -> dict:
+    """What was given, as `plan` takes it."""
+    names = ["budget", "policies", "decoder_policies", "dropout", *CHOICES]
+    names += [name.replace("-", "_") for name in NUMBERS]
+    options = {name: getattr(args, name) for name in names}
+    for name in ("policies", "decoder_policies"):
+        if options[name] and "," in options[name]:
+            options[name] = options[name].split(",")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def run(args: argparse.Namespace) -> int:
+    picture = None if args.plot is None else Path(args.plot)
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ValueError(f"--plot: expected a file ending in .svg or .png, got {args.plot!r}")
+    result = plan(**_options(args))
+    if args.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        print(*lines(result), sep="\n")
+    if picture is not None:
+        # matplotlib takes a second to import.
+        from deepfast.profiling.depth_picture import draw
+
+        draw(result, picture)
+    return 0 if result.fits else DOES_NOT_FIT

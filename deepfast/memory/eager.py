@@ -1,0 +1,79 @@
+"""The same models in plain PyTorch, to compare with: what their training steps keep alive.
+
+A layer in plain PyTorch keeps, for each token, in fp32 its input, the sum before its feed-forward
+block and what layer-norm reads, and in the storage dtype the operands of its matrix products, and
+the masks of dropout. DLCL adds y_k and LN_k(y_k), in fp32; stacking adds all states below, for each
+layer again. Under autocast the residual stream stays in fp32, as layer-norm returns it.
+"""
+
+from .layer_bytes import FP32
+from .sizes import OPTIMIZERS, Sizes
+
+STACK, LOOP, RESIDUAL, CHECKPOINTED = (
+    "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"
+)  # fmt: skip
+EAGER = (STACK, LOOP, RESIDUAL, CHECKPOINTED)
+"""DLCL as the paper's code has it; DLCL as a sum of terms; no depth connection; the same with
+`torch.utils.checkpoint` around each layer."""
+
+
+def _layer(sizes: Sizes, decoder: bool) -> int:
+    """Bytes per token of one layer, all of it kept."""
+    d, b = sizes.width, sizes.bytes
+    # CUDA keeps a byte for an element's mask; on the CPU a mask is a factor in its dtype.
+    mask = (1 if sizes.device == "cuda" else b) if sizes.dropout else 0
+    attention = FP32 * d + 2 * FP32 + b * 5 * d + FP32 * sizes.heads + mask * d
+    block = FP32 * d + 2 * FP32 + b * (d + sizes.ffn) + mask * d
+    return block + attention * (2 if decoder else 1)
+
+
+def _low(sizes: Sizes, form: str) -> int:
+    """Autocast's copies of weights that are alive after forward."""
+    if sizes.dtype != "bfloat16":
+        return 0
+    weights = sizes.vocabulary * sizes.width
+    if form != CHECKPOINTED:
+        weights += sizes.layers * sizes.linear + sizes.decoder_layers * sizes.decoder_linear
+    return 2 * weights
+
+
+def eager_peak(sizes: Sizes, form: str) -> int:
+    """Peak bytes of a training step in plain PyTorch; an allocator's margin apart.
+
+    Args:
+        form: one of `EAGER`; the decoder is plain residual in each.
+    """
+    if form not in EAGER:
+        raise ValueError(f"form: expected one of {', '.join(EAGER)}, got {form!r}")
+    d, t, target = sizes.width, sizes.tokens, sizes.target_tokens
+    checkpointed = form == CHECKPOINTED
+    per_layer = (FP32 * d if checkpointed else _layer(sizes, False)) * t
+    if form in (STACK, LOOP):
+        per_layer += 2 * (FP32 * d + 2 * FP32) * t
+    kept = sizes.layers * per_layer
+    if form == STACK:
+        kept += FP32 * d * t * (sizes.layers + 1) * (sizes.layers + 2) // 2
+    predicted = t
+    if sizes.decoder_layers:
+        kept += sizes.decoder_layers * target * (
+            FP32 * d if checkpointed else _layer(sizes, True)
+        )  # fmt: skip
+        predicted = target
+    # Embedding, its mask, the final norm and the operand of the projection.
+    kept += (3 * FP32 * d) * (t + (target if sizes.decoder_layers else 0))
+    logits = FP32 * predicted * sizes.vocabulary
+    decoder = bool(sizes.decoder_layers)
+    top = (target if decoder else t) * _layer(sizes, decoder) if checkpointed else 0
+    working = 2 * FP32 * (2 * sizes.ffn) * predicted // (4 // sizes.bytes)
+    if form == STACK:
+        # The gradient of the largest stack, and its product with a weight.
+        working = max(working, 2 * FP32 * d * t * (sizes.layers + 1))
+    gradients = FP32 * sizes.parameters
+    copies = _low(sizes, form)
+    full = kept + copies
+    moments = (
+        full + 3 * logits,
+        full + FP32 * sizes.vocabulary * d + top + working,
+        gradients + (t * _layer(sizes, False) if checkpointed else per_layer) + working,
+    )
+    return (FP32 + OPTIMIZERS[sizes.optimizer]) * sizes.parameters + max(moments)

@@ -1,0 +1,78 @@
+"""What a training step computes, and what each policy computes again.
+
+Floating-point operations of a whole step, forward and backward, T tokens of sentences S long:
+
+    matrix products   forward 2 per weight and token, backward twice that
+    attention         forward 4 S D per token, half of it where causal; backward 2.5 times that
+    mixing over depth forward 2 D per token, row and source; backward the input of every row again,
+                      the gradients of the states, and those of the weights
+"""
+
+from .policies import POLICIES
+from .sizes import Sizes
+
+
+def _attention(sizes: Sizes, causal: bool = False) -> float:
+    """One attention, forward, per token that asks."""
+    return 4 * sizes.length * sizes.width * (0.5 if causal else 1)
+
+
+def _mix(sizes: Sizes, decoder: bool) -> float:
+    """One row, forward, per token: over all rows half of the sources are read."""
+    kind = sizes.decoder_connection if decoder else sizes.connection
+    rows = (sizes.decoder_layers if decoder else sizes.layers) + 1
+    return sizes.width * (rows + 1) if kind == "dlcl" else 0.0
+
+
+def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
+    """One layer with `keep`, forward and backward, its row of the mixing included."""
+    d, f = sizes.width, sizes.ffn
+    tokens = sizes.target_tokens if decoder else sizes.tokens
+    products = tokens * (8 * d * d + 4 * d * f)
+    attention = tokens * _attention(sizes, decoder)
+    if decoder:
+        products += tokens * 4 * d * d + sizes.tokens * 4 * d * d
+        attention += tokens * _attention(sizes)
+    return 3 * products + 3.5 * attention + 4 * tokens * _mix(sizes, decoder)
+
+
+def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
+    """What one layer's backward computes again under a policy."""
+    d, f = sizes.width, sizes.ffn
+    tokens = sizes.target_tokens if decoder else sizes.tokens
+    level = POLICIES.index(policy)
+    if level == 0:
+        return 0.0
+    flops = tokens * 2 * d * f
+    if level >= POLICIES.index("leaner"):
+        flops += tokens * 6 * d * d
+        if decoder:
+            flops += tokens * 2 * d * d + sizes.tokens * 4 * d * d
+    if level >= POLICIES.index("states"):
+        flops += tokens * (2 * d * d + _attention(sizes, decoder))
+        if decoder:
+            flops += tokens * (2 * d * d + _attention(sizes))
+    if policy == "history":
+        flops += tokens * _mix(sizes, decoder)
+    return flops
+
+
+def step_flops(sizes: Sizes) -> float:
+    """A whole step with `keep`: both stacks and the projection to the vocabulary."""
+    total = sizes.layers * layer_flops(sizes)
+    if sizes.decoder_layers:
+        total += sizes.decoder_layers * layer_flops(sizes, True)
+    predicted = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
+    return total + 6 * predicted * sizes.width * sizes.vocabulary
+
+
+def relative_time(
+    sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
+) -> float:
+    """Predicted time of a step over that of `keep`: 1 and what is computed again, by FLOPs."""
+    extra = sum(
+        side.count(policy) * recomputed_flops(sizes, policy, decoder)
+        for decoder, side in enumerate((policies, decoder_policies))
+        for policy in set(side)
+    )
+    return 1 + extra / step_flops(sizes)

@@ -1,0 +1,129 @@
+"""The sizes of a model and of a training step, and the numbers of parameters that follow."""
+
+from dataclasses import dataclass
+
+CONNECTIONS = ("dlcl", "residual")
+OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
+"""Bytes of state per parameter; "sgd" is without momentum."""
+CHOICES = {
+    "connection": CONNECTIONS,
+    "decoder_connection": CONNECTIONS,
+    "norm": ("pre", "post"),
+    "weight": ("scalar", "vector"),
+    "dtype": ("bfloat16", "float32"),
+    "optimizer": tuple(OPTIMIZERS),
+    "device": ("cuda", "cpu"),
+    "activation": ("relu", "gelu"),
+}
+AT_LEAST = {
+    "layers": 1,
+    "width": 1,
+    "tokens": 1,
+    "heads": 1,
+    "ffn": 1,
+    "vocabulary": 0,
+    "decoder_layers": 0,
+    "target_tokens": 1,
+    "accumulate": 1,
+    "length": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model and one training step of it."""
+
+    layers: int
+    """L of the encoder."""
+    width: int
+    """D."""
+    tokens: int
+    """T of a micro-batch, on the encoder's side."""
+    heads: int
+    """H."""
+    ffn: int
+    """F."""
+    vocabulary: int
+    """V of the embedding, shared with the output projection; 0: a stack without either."""
+    decoder_layers: int
+    """0: an encoder alone."""
+    target_tokens: int
+    """Tokens of a micro-batch on the decoder's side."""
+    connection: str
+    """"dlcl" or "residual", of the encoder."""
+    decoder_connection: str
+    norm: str
+    """"pre" or "post"."""
+    weight: str
+    """Kind of the depth weights: "scalar" or "vector" (a group is counted as "vector")."""
+    dtype: str
+    """"bfloat16": autocast over fp32 parameters; "float32"."""
+    optimizer: str
+    device: str
+    activation: str
+    dropout: bool
+    """Whether there is dropout on branches."""
+    accumulate: int
+    """Micro-batches per step."""
+    length: int
+    """Tokens per sentence, for the cost of attention."""
+
+    def __post_init__(self):
+        for name, least in AT_LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"{name}: expected a whole number of at least {least}, got {value!r}"
+                )
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+        if self.width % self.heads:
+            raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
+        if self.decoder_layers and not self.vocabulary:
+            raise ValueError("vocabulary: expected at least 1 beside a decoder, got 0")
+
+    @property
+    def bytes(self) -> int:
+        """Of an element in storage."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def linear(self) -> int:
+        """Parameters of an encoder layer's linear maps, which autocast copies."""
+        d, f = self.width, self.ffn
+        return 4 * (d * d + d) + 2 * d * f + f + d
+
+    @property
+    def decoder_linear(self) -> int:
+        return self.linear + 4 * (self.width**2 + self.width)
+
+    def layer_parameters(self, decoder: bool = False) -> int:
+        """Of one layer; a pre-norm layer's first norm belongs to the connection."""
+        norms = (2 if decoder else 1) + (self.norm == "post")
+        return (self.decoder_linear if decoder else self.linear) + 2 * norms * self.width
+
+    def connection_parameters(self, decoder: bool = False) -> int:
+        """Between the layers: depth weights, their norms, and pre-norm layers' first norms."""
+        kind = self.decoder_connection if decoder else self.connection
+        rows = (self.decoder_layers if decoder else self.layers) + 1
+        count = 2 * rows * self.width if self.norm == "pre" else 0
+        if kind == "dlcl":
+            count += rows * rows * self.depth_channels + 2 * rows * self.width
+        return count
+
+    @property
+    def depth_channels(self) -> int:
+        """Depth weights per row and source."""
+        return self.width if self.weight == "vector" else 1
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        count = self.vocabulary * self.width
+        count += self.layers * self.layer_parameters() + self.connection_parameters()
+        if self.decoder_layers:
+            count += self.decoder_layers * self.layer_parameters(True)
+            count += self.connection_parameters(True)
+        return count

@@ -1,0 +1,45 @@
+"""Bytes as people write them: "24GiB" to a number and back."""
+
+import re
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)},
+}
+_NAMES = {name.lower(): factor for name, factor in UNITS.items()}
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """A number of bytes; text may end in KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB
+    (powers of 1000), in letters of either case, with or without a space.
+
+    Raises:
+        ValueError: for anything else, and for a size below 1 byte.
+    """
+    expected = "budget: expected bytes such as 24GiB, 80GB or a number"
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise ValueError(f"{expected}, got {text!r}")
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
+        if found is None or found[2] not in _NAMES:
+            raise ValueError(f"{expected}, got {text!r}")
+        size = float(found[1]) * _NAMES[found[2]]
+    else:
+        size = text
+    # Not a number is neither.
+    if not 1 <= size < 2**63:
+        raise ValueError(f"{expected} of at least 1, got {text!r}")
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """Three digits or more with a power of 1024: "24.0 GiB", "512 B"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        # What would round to 1024 of a unit is 1.00 of the next.
+        if abs(size) >= 2 ** (10 * power) * 0.9995:
+            value = size / 2 ** (10 * power)
+            digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            return f"{value:.{digits}f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,125 @@
+"""A run inside a budget of memory: the plan, and a trial of the largest micro-batch before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deepfast.memory.plan import Plan, plan
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.table import describe, lines
+from deepfast.memory.units import format_bytes
+from deepfast.training.errors import TrainingError
+from deepfast.training.recipe import Recipe
+from deepfast.training.trainer import Trainer
+
+
+def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
+    """Plans by the recipe's key ``memory``, which is not None, sets the policies on the model, and
+    tries the largest micro-batch.
+
+    Neither a parameter nor the model's configuration changes.
+
+    Returns:
+        A row of metrics: bytes that were predicted and measured, and the policies in words.
+
+    Raises:
+        TrainingError: a step does not fit; the message says what would.
+    """
+    planned = plan_run(trainer.recipe, trainer)
+    for line in lines(planned):
+        say(line)
+    if not planned.fits:
+        raise TrainingError(
+            f"memory: expected a step within {format_bytes(planned.budget)}, got one of "
+            f"{format_bytes(planned.peak)} for data.max_tokens={trainer.recipe.data.max_tokens}: "
+            f"{planned.advice}"
+        )
+    trainer.model.encoder.set_memory(planned.policies)
+    trainer.model.decoder.set_memory(planned.decoder_policies)
+    return {
+        "step": trainer.step,
+        "predicted_bytes": planned.peak,
+        "measured_bytes": _try_out(trainer, planned),
+        "policies": describe(planned.policies, planned.decoder_policies),
+    }
+
+
+def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Plan:
+    """The plan of a recipe's model and ``data.max_tokens``, under its key ``memory``.
+
+    Args:
+        budget: bytes, in place of the recipe's.
+    """
+    config, named = trainer.model.config, recipe.memory in POLICIES
+    decoder = None
+    if named:
+        # Where nothing can be mixed again the nearest policy takes its place.
+        mixes = config.decoder_connection == "dlcl" or recipe.memory != "history"
+        decoder = recipe.memory if mixes else "states"
+    if budget is None and not named:
+        budget = recipe.memory
+    scalar = config.dlcl.get("weight", "scalar") == "scalar"
+    return plan(
+        budget=budget,
+        layers=config.encoder_layers,
+        width=config.dim,
+        tokens=recipe.data.max_tokens,
+        heads=config.heads,
+        ffn=config.ffn_dim,
+        vocabulary=config.vocab_size,
+        decoder_layers=config.decoder_layers,
+        connection=config.encoder_connection,
+        decoder_connection=config.decoder_connection,
+        norm=config.norm,
+        weight="scalar" if scalar else "vector",
+        dtype=recipe.train.precision,
+        device=trainer.device.type,
+        activation=config.activation,
+        dropout=config.dropout > 0,
+        accumulate=recipe.optim.accumulate,
+        length=min(recipe.data.max_length, 128),
+        policies=recipe.memory if named else None,
+        decoder_policies=decoder,
+    )
+
+
+def _try_out(trainer: Trainer, planned: Plan) -> int:
+    """Measured peak of a step on the largest micro-batch, on the rank that needs most."""
+    measured = _largest_of_ranks(trainer.measure(), trainer.device)
+    # A policy by name sets no limit but the device's own.
+    budget = math.inf if trainer.recipe.memory in POLICIES else planned.budget
+    if measured <= budget and measured < math.inf:
+        return int(measured)
+    got = format_bytes(measured) if measured < math.inf else "more than the GPU has"
+    if measured == math.inf:
+        total = torch.cuda.get_device_properties(trainer.device).total_memory
+        budget = min(budget, total)
+    policies = describe(planned.policies, planned.decoder_policies)
+    raise TrainingError(
+        f"memory: expected a step within {format_bytes(budget)}, got {got} with memory policies "
+        f"{policies}: {_what_fits(trainer, planned, budget, measured)}"
+    )
+
+
+def _largest_of_ranks(value: float, device: torch.device) -> float:
+    """The same on every rank: all stop together, or none does."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    gpu = torch.distributed.get_backend() == "nccl"
+    shared = torch.tensor(value, dtype=torch.float64, device=device if gpu else "cpu")
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+    return shared.item()
+
+
+def _what_fits(trainer: Trainer, planned: Plan, budget: float, measured: float) -> str:
+    """What would fit, by the plan for a budget that is short by as much as this one was wrong."""
+    wrong = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
+    other = plan_run(replace(trainer.recipe, memory=None), trainer, int(budget / wrong))
+    if other.fits:
+        return f"memory policies {describe(other.policies, other.decoder_policies)} would fit"
+    return other.advice

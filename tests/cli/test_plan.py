@@ -1,0 +1,101 @@
+"""`deepfast plan`: the table, JSON, exit codes, the picture, and how soon it answers."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from deepfast.cli import main
+from deepfast.memory import POLICIES
+from deepfast.memory.eager import EAGER
+from deepfast.memory.timeline import CATEGORIES
+
+ARGUMENTS = ["plan", "--budget", "24GiB", "--width", "512", "--tokens", "8192"]
+
+
+def test_the_table_is_printed(capsys):
+    assert main([*ARGUMENTS, "--layers", "30"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("30 encoder layers (dlcl), 6 decoder layers (residual), pre-norm, 512 ")
+    assert "\nmemory policies: keep; decoder keep\nstep time: 1.00 times" in text
+    for name in (*CATEGORIES, "peak", "budget"):
+        assert f"\n{name} " in text
+    assert text.endswith("it fits\n")
+
+
+def test_what_is_left_out_is_solved_for_and_json_says_the_same(capsys):
+    assert main([*ARGUMENTS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["layers"] > 100
+    assert found["peak"] == sum(found["table"].values()) <= found["budget"] == 24 * 2**30
+    assert main([*ARGUMENTS, "--layers", str(found["layers"] + 1)]) == 3
+
+
+def test_what_does_not_fit_has_an_exit_code_and_advice(capsys):
+    assert main([*ARGUMENTS, "--layers", "5000"]) == 3
+    assert "it does not fit: what fits is " in capsys.readouterr().out
+    assert main([*ARGUMENTS, "--layers", "200", "--policies", "keep"]) == 3
+    assert "it does not fit: it fits with memory policies " in capsys.readouterr().out
+
+
+def test_options_are_those_of_plan(capsys):
+    options = ["--layers", "4", "--heads", "4", "--ffn", "100", "--vocabulary", "0",
+               "--decoder-layers", "0", "--connection", "residual", "--norm", "post", "--dtype",
+               "float32", "--optimizer", "sgd", "--device", "cpu", "--activation", "gelu",
+               "--accumulate", "2", "--length", "9", "--no-dropout", "--policies",
+               "keep,lean,leaner,states", "--json"]  # fmt: skip
+    assert main([*ARGUMENTS, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policies"] == ["keep", "lean", "leaner", "states"]
+    wanted = {"heads": 4, "ffn": 100, "vocabulary": 0, "decoder_layers": 0, "norm": "post",
+              "connection": "residual", "dtype": "float32", "optimizer": "sgd", "device": "cpu",
+              "activation": "gelu", "accumulate": 2, "length": 9, "dropout": False}  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "512"], "deepfast plan: plan: expected at least three of budget, layers, "),
+        ([*ARGUMENTS[1:], "--layers", "0"], "layers: expected a whole number of at least 1, got 0"),
+        (["--budget", "lots", "--width", "512", "--tokens", "9"], "got 'lots'"),
+        ([*ARGUMENTS[1:], "--plot", "memory.pdf"], "--plot: expected a file ending in .svg or "),
+        ([*ARGUMENTS[1:], "--norm", "rms"], "norm: expected one of pre, post, got 'rms'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, message, capsys):
+    assert main(["plan", *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png"])
+def test_the_picture_shows_every_policy_and_plain_form(tmp_path, ending, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"memory{ending}"
+    assert main([*ARGUMENTS, "--layers", "30", "--plot", str(path)]) == 0
+    content = path.read_bytes()
+    if ending == ".png":
+        assert content.startswith(b"\x89PNG")
+        return
+    text = content.decode()
+    for name in (*POLICIES, *EAGER, "budget 24.0 GiB"):
+        assert f">{name}</text>" in text
+
+
+def test_it_answers_at_once_without_torch(python):
+    script = (
+        "import sys\nfrom deepfast.cli import main\n"
+        f"assert main({ARGUMENTS!r}) == 0\n"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    began = time.perf_counter()
+    python("-c", script)
+    planned = time.perf_counter() - began
+    began = time.perf_counter()
+    python("-c", "pass")
+    # Beside the interpreter's own start, on a machine that others use too.
+    assert planned - (time.perf_counter() - began) < 1.0, sys.version

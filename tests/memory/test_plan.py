@@ -1,0 +1,237 @@
+"""The planner's arithmetic: what it solves inverts, is monotone, and refuses in one sentence."""
+
+import itertools
+import json
+import time
+
+import pytest
+
+from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
+from deepfast.memory.eager import EAGER, eager_peak
+from deepfast.memory.flops import recomputed_flops
+from deepfast.memory.plan import uniform_peak
+from deepfast.memory.table import describe, lines
+from deepfast.memory.timeline import CATEGORIES, Stack, peak_table
+
+MODEL = {"width": 512, "tokens": 8192}
+KINDS = [
+    {"connection": connection, "norm": norm, "dtype": dtype, "decoder_layers": decoder}
+    for connection, norm, dtype, decoder in itertools.product(
+        ("dlcl", "residual"), ("pre", "post"), ("bfloat16", "float32"), (0, 6)
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30), ("24 gib", 24 * 2**30), (" 24GB ", 24 * 10**9),
+        ("1.5KiB", 1536), (".5MB", 500_000), ("7", 7), ("7B", 7), (7, 7), (2.0**40, 2**40),
+    ],
+)  # fmt: skip
+def test_bytes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24G", "24 GiBs", "-1GiB", "1e3", 0, -5, True, None,
+                                  "0.1B", float("nan"), float("inf"), "9" * 30])  # fmt: skip
+def test_what_is_no_size_is_one_sentence(text):
+    with pytest.raises(ValueError, match=r"budget: expected bytes such as 24GiB.*, got "):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1024, "1.00 KiB"), (24 * 2**30, "24.0 GiB"),
+     (2**30 - 1, "1.00 GiB"), (345 * 2**20, "345 MiB"), (3 * 2**50, "3072 TiB")],
+)  # fmt: skip
+def test_bytes_are_written(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize("size", [1000, 12345, 10**7, 123456789, 2**33 + 12345])
+def test_what_is_written_is_read_again(size):
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("free", ["layers", "width", "tokens"])
+def test_solving_inverts(free, kind):
+    sizes = {"layers": 30, "width": 512, "tokens": 4096}
+    budget = plan(**sizes, **kind).budget
+    given = {name: value for name, value in sizes.items() if name != free}
+    found = plan(budget=budget, **given, **kind)
+    assert getattr(found.sizes, free) == sizes[free]
+    assert found.fits
+    # One more does not fit, and the plan says so.
+    step = 64 if free == "width" else 1
+    more = plan(budget=budget, **given, **{free: sizes[free] + step}, **kind)
+    assert not more.fits
+    assert more.advice
+
+
+def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
+    sizes = {"layers": 40, **MODEL}
+    smallest = plan(**sizes)
+    assert smallest.fits
+    assert smallest.budget == min(
+        plan(**sizes, budget="1TiB", policies=p, decoder_policies=d).peak
+        for p in POLICIES
+        for d in POLICIES[:-1]
+    )
+    assert plan(**sizes, policies="lean", decoder_policies="keep").budget > smallest.budget
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_more_of_anything_takes_more(kind):
+    base = {"layers": 20, "width": 256, "tokens": 2048, "budget": "1TiB", "policies": "lean",
+            "decoder_policies": "lean"}  # fmt: skip
+    peak = plan(**base, **kind).peak
+    for name in ("layers", "width", "tokens"):
+        assert plan(**base | {name: 2 * base[name]}, **kind).peak > peak
+    assert plan(**base, **kind, ffn=2048).peak > peak
+    assert plan(**base, **kind, vocabulary=64_000).peak > peak
+    assert plan(**base, **kind, accumulate=2).peak > peak
+    assert plan(**base, **kind, optimizer="sgd").peak < peak
+    assert plan(**base, **kind, device="cpu").peak < peak
+
+
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
+    sizes = {"layers": 60, **MODEL, "connection": connection}
+    smallest = plan(**sizes).budget
+    most = plan(**sizes, budget="1TiB").peak
+    before = 1.0
+    for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0):
+        found = plan(**sizes, budget=int(smallest + part * (most - smallest)))
+        assert found.fits
+        assert found.time >= before
+        before = found.time
+    assert before > 1.1
+
+
+def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
+    sizes = {"layers": 60, **MODEL, "decoder_layers": 0}
+    pure = [plan(**sizes, budget="1TiB", policies=p) for p in POLICIES]
+    between = (pure[0].peak + pure[1].peak) // 2
+    mixed = plan(**sizes, budget=between)
+    assert mixed.fits
+    assert len(set(mixed.policies)) == 2
+    assert pure[0].time < mixed.time < min(p.time for p in pure if p.peak <= between)
+    # The more frugal policy lies at the bottom, in one piece.
+    levels = [POLICIES.index(p) for p in mixed.policies]
+    assert levels == sorted(levels, reverse=True)
+    # One layer fewer of it does not fit.
+    changed = list(mixed.policies)
+    changed[levels.count(max(levels)) - 1] = mixed.policies[-1]
+    assert plan(**sizes, budget=between, policies=changed).peak > between
+
+
+def test_given_policies_are_kept():
+    names = ["history"] * 5 + ["states"] * 5 + ["keep"] * 5
+    found = plan(budget="40GiB", layers=15, **MODEL, policies=names, decoder_policies="leaner")
+    assert found.policies == tuple(names)
+    assert found.decoder_policies == ("leaner",) * 6
+    assert describe(found.policies, found.decoder_policies) == (
+        "5 history, 5 states, 5 keep from the bottom; decoder leaner"
+    )
+
+
+def test_the_peak_of_a_mix_is_looked_for_where_it_can_be():
+    """Looking at every layer finds no higher point than looking at the ends of runs."""
+    sizes = plan(budget="1TiB", layers=45, width=128, tokens=999, decoder_layers=0).sizes
+    for names in (("keep",) * 45, ("history",) * 20 + ("lean",) * 25,
+                  ("states",) * 3 + ("keep",) * 30 + ("history",) * 12):  # fmt: skip
+        stack = Stack(sizes, names)
+        few = max(moment.total for moment in (*stack.forward(), *stack.backward()))
+        stack.candidates = lambda: list(range(45))
+        assert max(m.total for m in (*stack.forward(), *stack.backward())) == few
+
+
+def test_the_table_adds_up():
+    found = plan(budget="24GiB", layers=30, **MODEL)
+    assert tuple(found.table) == CATEGORIES
+    assert found.peak == sum(found.table.values())
+    assert all(size >= 0 for size in found.table.values())
+    assert found.table["parameters"] == 4 * found.sizes.parameters
+    assert found.table["optimizer"] == 8 * found.sizes.parameters
+    assert plan(budget="24GiB", layers=30, **MODEL, device="cpu").table["allocator margin"] == 0
+    assert peak_table(found.sizes, found.policies, found.decoder_policies) == found.table
+
+
+def test_recomputation_is_that_of_the_design():
+    """Of the matrix work of an encoder layer, F = 4 D: 11%, 19%, and 22% with attention beside."""
+    sizes = plan(budget="1TiB", layers=30, **MODEL, length=1).sizes
+    work = 72 * sizes.width**2 * sizes.tokens
+    shares = [recomputed_flops(sizes, policy) / work for policy in POLICIES]
+    assert shares == pytest.approx([0, 8 / 72, 14 / 72, 16 / 72, 16 / 72], abs=0.02)
+    assert shares[-1] > shares[-2]
+    long = plan(budget="1TiB", layers=30, **MODEL, length=512).sizes
+    assert recomputed_flops(long, "states") > recomputed_flops(sizes, "states")
+    assert recomputed_flops(long, "leaner") == recomputed_flops(sizes, "leaner")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": None, "width": None}, "at least three of budget, layers, width, tokens, got "
+         "none for layers and width"),
+        ({"layers": 0}, "layers: expected a whole number of at least 1, got 0"),
+        ({"width": 2.5}, r"width: expected a whole number of at least 1, got 2\.5"),
+        ({"tokens": True}, "tokens: expected a whole number of at least 1, got True"),
+        ({"width": "wide"}, "width: expected a whole number of at least 1, got 'wide'"),
+        ({"heads": 7}, "heads: expected a divisor of width 512, got 7"),
+        ({"vocabulary": 0}, "vocabulary: expected at least 1 beside a decoder, got 0"),
+        ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
+        ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
+        ({"policies": "less"}, "memory: expected one of keep, lean, .*, got 'less'"),
+        ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
+        ({"policies": "history", "connection": "residual"}, "'history' mixes inputs again"),
+        ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
+        ({"layers": None, "budget": "1MiB"}, r"budget: expected at least .* for layers 1, got 1\."),
+    ],
+)  # fmt: skip
+def test_errors_say_what_expected_got(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**{"budget": "24GiB", "layers": 30, **MODEL} | changes)
+
+
+def test_advice_names_what_fits():
+    tight = plan(budget="8GiB", layers=60, **MODEL, policies="keep", decoder_policies="keep")
+    assert not tight.fits
+    assert tight.advice.startswith("it fits with memory policies ")
+    deep = plan(budget="8GiB", layers=300, **MODEL)
+    assert not deep.fits
+    layers = int(deep.advice.removeprefix("what fits is ").split()[0])
+    assert plan(budget="8GiB", layers=layers, **MODEL).fits
+    assert not plan(budget="8GiB", layers=layers + 1, **MODEL).fits
+    none = plan(budget="1MiB", layers=2, **MODEL)
+    assert none.advice.startswith("it needs a budget of ")
+
+
+def test_a_plan_is_plain_values_and_lines():
+    found = plan(budget="24GiB", layers=30, **MODEL)
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["peak"] == found.peak
+    assert again["policies"] == list(found.policies)
+    text = "\n".join(lines(found))
+    for name in CATEGORIES:
+        assert f"\n{name} " in text
+    assert text.endswith("it fits")
+
+
+def test_plain_forms_take_more_than_policies():
+    sizes = plan(budget="1TiB", layers=60, **MODEL).sizes
+    stack, loop, residual, checkpointed = (eager_peak(sizes, form) for form in EAGER)
+    keep, *_, states, history = (uniform_peak(sizes, policy) for policy in POLICIES)
+    assert stack > loop > residual > keep > states >= history
+    assert residual > checkpointed > history
+    with pytest.raises(ValueError, match=r"form: expected one of stack and sum, .*, got 'eager'"):
+        eager_peak(sizes, "eager")
+
+
+def test_planning_takes_no_time():
+    began = time.process_time()
+    plan(budget="24GiB", **MODEL)
+    assert plan(budget="80GiB", width=256, tokens=512).sizes.layers > 3000
+    assert time.process_time() - began < 5

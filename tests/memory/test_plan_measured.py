@@ -1,0 +1,147 @@
+"""What the planner predicts, against training steps that are run and counted."""
+
+import random
+
+import pytest
+import torch
+
+from deepfast.memory import POLICIES, LiveBytes, plan
+from deepfast.memory.timeline import block_rows, slot_bytes
+from deepfast.models import Transformer, TransformerConfig
+from deepfast.nn import Packing, TransformerEncoder
+from deepfast.ops.depth_state import default_block, empty_slots
+
+LENGTH = 16
+ADAM = 8
+
+
+def close(predicted, measured):
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def autocast(dtype):
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def encoder_step(sizes, policies, dtype):
+    """Measured peak of forward and backward of an encoder, its parameters included."""
+    layers, width, heads, ffn, tokens, options = sizes
+    encoder = TransformerEncoder(layers, width, heads, ffn, dropout=0.1, **options)
+    encoder.set_memory(policies)
+    packing = Packing(tokens // LENGTH, LENGTH)
+    x = torch.randn(tokens, width, requires_grad=True)
+    gradient = torch.ones(tokens, width, dtype=getattr(torch, dtype))
+    with LiveBytes() as live:
+        with autocast(dtype):
+            y = encoder.forward_packed(x * 1, packing)
+        y.backward(gradient)
+    return live.peak + sum(4 * p.numel() for p in encoder.parameters())
+
+
+def drawn(seed, layers):
+    """Sizes of an encoder: of a few layers wide ones, of many narrow ones."""
+    draw = random.Random(seed)
+    heads = draw.choice([1, 2, 4])
+    width = heads * draw.choice([11, 12, 15] if layers > 10 else [12, 17, 32, 40])
+    tokens = LENGTH * draw.choice([8, 13, 24])
+    ffn = draw.choice([width, 2 * width + 1, 4 * width])
+    options = {"connection": draw.choice(["dlcl", "residual"]),
+               "norm": draw.choice(["pre", "post"]),
+               "activation": draw.choice(["relu", "gelu"])}  # fmt: skip
+    return (layers, width, heads, ffn, tokens, options), draw.choice(["float32", "bfloat16"])
+
+
+def check_encoder(sizes, policies, dtype):
+    layers, width, heads, ffn, tokens, options = sizes
+    found = plan(
+        budget="1TiB", layers=layers, width=width, tokens=tokens, heads=heads, ffn=ffn,
+        vocabulary=0, decoder_layers=0, dtype=dtype, optimizer="none", device="cpu",
+        policies=policies, **options,
+    )  # fmt: skip
+    close(found.peak, encoder_step(sizes, policies, dtype))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+@pytest.mark.parametrize("layers", [6, 30])
+def test_every_policy_is_predicted_within_5_percent(layers, connection, policy):
+    if policy == "history" and connection == "residual":
+        pytest.skip("there are no states to mix from")
+    sizes, dtype = drawn(f"{layers} {connection} {policy}", layers)
+    sizes[-1].update(connection=connection)
+    check_encoder(sizes, policy, dtype)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_policies_are_predicted_within_5_percent(seed):
+    sizes, dtype = drawn(seed, 10)
+    names = POLICIES if sizes[-1]["connection"] == "dlcl" else POLICIES[:-1]
+    bottom, top = random.Random(seed).sample(names, 2)
+    check_encoder(sizes, [bottom] * 6 + [top] * 4, dtype)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_wide_encoder_is_predicted_within_5_percent(policy):
+    check_encoder(*((6, 256, 4, 1024, 384, {"connection": "dlcl"}), policy), dtype="float32")
+
+
+MODELS = {
+    "keep": {},
+    "lean, bfloat16": {"policies": "lean", "dtype": "bfloat16"},
+    "leaner, post-norm": {"policies": "leaner", "norm": "post"},
+    "history, bfloat16": {"policies": "history", "dtype": "bfloat16", "decoder_policies": "states"},
+    "states, gelu": {"policies": "states", "activation": "gelu"},
+    "two, and states": {"accumulate": 2, "policies": "states"},
+    "dlcl on both sides": {"decoder_connection": "dlcl", "policies": "history"},
+    "a long target": {"decoder_policies": "leaner", "target": 3 * LENGTH},
+    "two micro-batches": {"accumulate": 2, "policies": "lean"},
+    "a vocabulary that outweighs the rest": {"vocabulary": 6000, "policies": "states"},
+    "one weight per channel": {"weight": "vector", "policies": "lean"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_is_predicted_within_5_percent(name):
+    case = {"policies": "keep", "dtype": "float32", "norm": "pre", "activation": "relu",
+            "decoder_connection": "residual", "target": LENGTH, "accumulate": 1,
+            "vocabulary": 300, "weight": "scalar"} | MODELS[name]  # fmt: skip
+    accumulate, dtype, batch = case["accumulate"], case["dtype"], 24
+    decoder = case.get("decoder_policies", case["policies"])
+    model = Transformer(TransformerConfig(
+        vocab_size=case["vocabulary"], dim=64, heads=2, ffn_dim=192, encoder_layers=5,
+        decoder_layers=3, decoder_connection=case["decoder_connection"], norm=case["norm"],
+        activation=case["activation"], dlcl={"weight": case["weight"]},
+    ))  # fmt: skip
+    model.encoder.set_memory(case["policies"])
+    model.decoder.set_memory(decoder)
+    source = torch.randint(1, case["vocabulary"], (batch, LENGTH))
+    target = torch.randint(1, case["vocabulary"], (batch, case["target"]))
+    with LiveBytes() as live:
+        for _ in range(accumulate):
+            with autocast(dtype):
+                loss, _ = model.loss(source, target, target, 0.1)
+            loss.backward()
+            del loss
+    found = plan(
+        budget="1TiB", layers=5, width=64, tokens=batch * LENGTH, heads=2, ffn=192,
+        vocabulary=case["vocabulary"], decoder_layers=3, device="cpu", dtype=dtype,
+        decoder_policies=decoder, target_tokens=batch * case["target"],
+        **{key: case[key] for key in ("decoder_connection", "norm", "weight", "policies",
+                                      "activation", "accumulate")},
+    )  # fmt: skip
+    count = sum(p.numel() for p in model.parameters())
+    assert found.sizes.parameters == count
+    close(found.peak, live.peak + (4 + ADAM) * count)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 33, 200])
+def test_blocks_are_those_of_the_engine(rows):
+    assert block_rows(rows) == default_block(rows)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (16, 64), (999, 130), (1024, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_are_those_of_the_engine(tokens, width, dtype):
+    like = torch.empty(tokens, width, dtype=dtype)
+    slots = empty_slots(5, like)
+    assert slots.untyped_storage().nbytes() == 5 * slot_bytes(tokens, width, like.element_size())
