@@ -110,8 +110,8 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
         again = _kept(sizes, "keep", decoder)
         again -= d if post and policy == "states" else 0
         again += d if decoder else 0
-        # As a module of its own the activation keeps what it reads, and the product its result.
-        again += f if sizes.activation == "gelu" else 0
+        # GELU keeps what it reads: the last product's operand goes before its gradient comes.
+        again += d if sizes.activation == "gelu" else 0
         # One of the block's two matrices has its gradient by then.
         block = again + d + 2 * f + sizes.bytes * weights // 2
         attention += again - f
