@@ -145,7 +145,8 @@ def launches() -> dict[str, tuple[int, int]]:
         log = Path(folder, "launches")
         subprocess.run(
             [sys.executable, "-c", LAUNCHES, library],
-            env=os.environ | {"EMULATOR_LOG": str(log), "OMP_NUM_THREADS": "1"}, check=True,
+            env=os.environ | {"EMULATOR_LOG": str(log), "EMULATOR_BLOCKS": "0",
+                              "OMP_NUM_THREADS": "1"}, check=True,
         )  # fmt: skip
         lines = [line.split() for line in log.read_text().splitlines()]
     listed = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True)
