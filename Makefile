@@ -20,13 +20,17 @@ help:
 setup: $(VENV)/.installed
 
 # An installed torch is kept, with the triton it came with: pip's constraints apply only where
-# none is there yet.
+# none is there yet. The ops compile while pip fetches what only tests and training need; the
+# install then links them, or tells why they do not compile.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(extras.values(), []), sep="\n")' > $(VENV)/extras.txt
+	$(BIN)/python setup.py build_ext --inplace > $(VENV)/build.log 2>&1 & \
+	  $(BIN)/pip install -q -c $(VENV)/constraints.txt -r $(VENV)/extras.txt; status=$$?; wait; exit $$status
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'
 	$(BIN)/deepfast info
 	touch $@

@@ -29,7 +29,10 @@ def pytest_configure(config):
 
 
 # Minutes in a compiler, or in processes of their own: workers that start with these end together.
-LONG = ("test_aot.py", "test_ptxas.py", "test_gpu_command.py", "test_compile.py", "test_report.py")
+LONG = (
+    "test_ptxas.py", "test_aot.py", "test_gpu_command.py", "test_compile.py", "test_registered.py",
+    "test_build.py", "test_report.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
@@ -157,7 +160,7 @@ def meter():
     return count
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def python():
     """Runs a program in a fresh interpreter with further environment variables."""
 

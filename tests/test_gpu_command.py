@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
         started[name] = folder, start(folder, *options)
     results = {}
     for name, (folder, process) in started.items():
-        output, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=1500)
         (data,), (page,) = folder.glob("*.json"), folder.glob("*.md")
         assert sorted(p.name for p in (folder / "out").iterdir()) == [data.name, page.name]
         results[name] = process.returncode, output, json.loads(data.read_text()), page.read_text()

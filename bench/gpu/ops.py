@@ -62,7 +62,7 @@ def ours(by: str) -> str:
 
 def layer_norm(bench: Bench) -> None:
     for measure in (_layer_norm, _fused_layer_norm):
-        for dim in LAYER_NORM["triton"]:
+        for dim in bench.size(tuple(LAYER_NORM["triton"]), (512,)):
             bench.attempt(measure, dim)
 
 
@@ -258,7 +258,7 @@ def _functional_depth_mix(bench: Bench) -> None:
 
 
 def boundary(bench: Bench) -> None:
-    for dim in (512, 1024):
+    for dim in bench.size((512, 1024), (512,)):
         bench.attempt(_boundary, dim)
 
 

@@ -192,10 +192,8 @@ ATTENTION = ("attention", attention_forward, attention_backward)
 
 CASES = [
     *every(*NORM, D=512, fused=True),
-    *hopper(*NORM, D=1024, fused=True),
     *hopper(*NORM, D=4096, fused=True),
     *hopper(*NORM, D=512),
-    *hopper(*NORM, D=4096),
     *hopper(*NORM, D=512, fused=True, dtype=FP32),
     *every(*ACTIVATION, kind="gelu", F=2048),
     *hopper(*ACTIVATION, kind="relu", F=2048),
@@ -207,7 +205,6 @@ CASES = [
     *hopper(*ENGINE, B=16, D=512),
     *hopper(*ENGINE, B=8, D=512, dtype=FP32),
     *every(*BOUNDARY, near=8, D=512),
-    *hopper(*BOUNDARY, near=8, D=1024),
     *hopper(*BOUNDARY, near=8, D=4096),
     *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
     *hopper(*ATTENTION, length=64),

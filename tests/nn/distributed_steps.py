@@ -1,7 +1,7 @@
 """Run by test_distributed.py under torchrun: one training step on two ranks, each form against a
 plain one in this process.
 
-    torchrun --nproc-per-node 2 distributed_steps.py ddp|fsdp pre|post keep|lean|...
+    torchrun --nproc-per-node 2 distributed_steps.py ddp-pre-keep fsdp-post-states ...
 
 The plain one keeps everything, whatever the memory policy of the others.
 """
@@ -76,6 +76,8 @@ def fsdp(norm, memory):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](*sys.argv[2:])
-    print(f"rank {dist.get_rank()} agrees", flush=True)
+    for name in sys.argv[1:]:
+        form, norm, memory = name.split("-")
+        {"ddp": ddp, "fsdp": fsdp}[form](norm, memory)
+        print(f"{name}: rank {dist.get_rank()} agrees", flush=True)
     dist.destroy_process_group()

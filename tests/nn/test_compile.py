@@ -70,8 +70,10 @@ def test_a_decoder_layer_is_one_graph():
     compare(layer, run, layer, x, memory)
 
 
-@pytest.mark.parametrize("connection", ["dlcl", "residual"])
-@pytest.mark.parametrize("norm", ["pre", "post"])
+# A residual stack compiles no other layers than a DLCL stack of its norm: one of them is enough.
+@pytest.mark.parametrize(
+    ("norm", "connection"), [("pre", "dlcl"), ("post", "dlcl"), ("pre", "residual")]
+)
 def test_twelve_layers_around_a_live_history(norm, connection):
     """Each layer compiled by itself, the boundaries eager: the engine runs as ever."""
     encoder = TransformerEncoder(12, DIM, HEADS, FFN, norm=norm, connection=connection, dropout=0.0)
@@ -125,7 +127,7 @@ KINDS = [
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_whole_stack_traces_to_one_graph(options):
     """Inside a compiler's reach DLCL is a functional form over registered ops."""
-    layers, seed = 4, 9
+    layers, seed = 3, 9
     dlcl = DLCL(layers, DIM, **options)
     for p in dlcl.parameters():
         p.data += 0.1 * torch.randn_like(p)
@@ -143,7 +145,7 @@ def test_a_whole_stack_traces_to_one_graph(options):
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_a_whole_encoder_traces_to_one_graph(norm):
-    encoder = TransformerEncoder(3, DIM, HEADS, FFN, norm=norm, dropout=0.0)
+    encoder = TransformerEncoder(2, DIM, HEADS, FFN, norm=norm, dropout=0.0)
     run, counter = compiled(encoder)
     for length in (4, 6):
         compare(encoder, run, encoder, torch.randn(2, length, DIM, requires_grad=True))
