@@ -34,7 +34,7 @@ ALLOWED = {
     "profiling": MODELS | {"search", "training", "bench"},
     "cli": MODELS | {"search", "training", "profiling", "bench"},
     # deepfast/__init__.py shows what most users need.
-    "": {"nn", "ops", "models", "version"},
+    "": {"nn", "ops", "models", "memory", "version"},
 }
 
 
@@ -141,7 +141,7 @@ def extras():
 
 
 # numpy and triton are torch's own optional dependencies: torch imports them where they are there.
-@pytest.mark.parametrize("module", ["deepfast", "deepfast.models", "deepfast.backend"])
+@pytest.mark.parametrize("module", ["deepfast.ops", "deepfast.models", "deepfast.backend"])
 def test_importing_needs_torch_alone(python, module):
     script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = set(python("-c", script).stdout.split())
@@ -150,9 +150,21 @@ def test_importing_needs_torch_alone(python, module):
     assert "kernels" not in loaded
 
 
+def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
+    """`deepfast plan` answers before torch would be there."""
+    script = (
+        "import sys, deepfast, deepfast.memory\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert {'nn', 'ops', 'models', 'memory'} <= set(dir(deepfast))\n"
+        "deepfast.nn.DLCL, deepfast.ops.layer_norm, deepfast.models.Transformer\n"
+        "assert 'torch' in sys.modules and not hasattr(deepfast, 'training_')"
+    )
+    python("-c", script)
+
+
 def test_importing_loads_no_kernels(python):
     """Triton's kernels are loaded when the first of them is asked for."""
-    script = "import sys, deepfast; print(*sys.modules)"
+    script = "import sys, deepfast.models; print(*sys.modules)"
     loaded = python("-c", script).stdout.split()
     assert not [name for name in loaded if name.startswith("deepfast.kernels")]
 
@@ -164,7 +176,7 @@ def test_importing_changes_nothing(python):
         "def state(): return (dict(os.environ), torch.get_default_dtype(), "
         "torch.get_num_threads(), torch.get_rng_state().tolist())\n"
         "before = state()\n"
-        "import deepfast\n"
+        "import deepfast.models, deepfast.training\n"
         "assert state() == before"
     )
     python("-c", script)
