@@ -8,6 +8,7 @@ layer again. Under autocast the residual stream stays in fp32, as layer-norm ret
 
 from .layer_bytes import FP32
 from .sizes import OPTIMIZERS, Sizes
+from .timeline import margin
 
 STACK, LOOP, RESIDUAL, CHECKPOINTED = (
     "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"
@@ -38,7 +39,7 @@ def _low(sizes: Sizes, form: str) -> int:
 
 
 def eager_peak(sizes: Sizes, form: str) -> int:
-    """Peak bytes of a training step in plain PyTorch; an allocator's margin apart.
+    """Peak bytes of a training step in plain PyTorch.
 
     Args:
         form: one of `EAGER`; the decoder is plain residual in each.
@@ -64,7 +65,7 @@ def eager_peak(sizes: Sizes, form: str) -> int:
     logits = FP32 * predicted * sizes.vocabulary
     decoder = bool(sizes.decoder_layers)
     top = (target if decoder else t) * _layer(sizes, decoder) if checkpointed else 0
-    working = 2 * FP32 * (2 * sizes.ffn) * predicted // (4 // sizes.bytes)
+    working = 2 * sizes.bytes * sizes.ffn * predicted
     if form == STACK:
         # The gradient of the largest stack, and its product with a weight.
         working = max(working, 2 * FP32 * d * t * (sizes.layers + 1))
@@ -76,4 +77,5 @@ def eager_peak(sizes: Sizes, form: str) -> int:
         full + FP32 * sizes.vocabulary * d + top + working,
         gradients + (t * _layer(sizes, False) if checkpointed else per_layer) + working,
     )
-    return (FP32 + OPTIMIZERS[sizes.optimizer]) * sizes.parameters + max(moments)
+    peak = (FP32 + OPTIMIZERS[sizes.optimizer]) * sizes.parameters + max(moments)
+    return peak + margin(sizes, peak)

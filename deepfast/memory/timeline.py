@@ -230,6 +230,10 @@ def peak_table(
         "head": top.head,
         "allocator margin": 0,
     }
-    if sizes.device == "cuda":
-        table["allocator margin"] = int(MARGIN * sum(table.values())) + CONTEXT
+    table["allocator margin"] = margin(sizes, sum(table.values()))
     return table
+
+
+def margin(sizes: Sizes, peak: int) -> int:
+    """What a device takes beside the tensors of a step."""
+    return int(MARGIN * peak) + CONTEXT if sizes.device == "cuda" else 0
