@@ -7,9 +7,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Where `deepfast.ops` registers an op that is made of others.
-_PYTHON = torch._C.DispatchKey.CompositeExplicitAutograd
-
 
 class _Watch(TorchDispatchMode):
     """Sees every op, in forward, in backward and inside autograd functions."""
@@ -25,12 +22,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # A storage first met as an input was there before the block; its views are not new.
         before = self.count._storages((args, kwargs))
-        if func.namespace == "deepfast" and func.has_kernel_for_dispatch_key(_PYTHON):
-            # Made of other ops, in Python: what those make is seen too.
-            with self:
-                out = func._op_dk(_PYTHON, *args, **kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self.count._see(out, before)
         return out
 
