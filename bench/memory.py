@@ -1,0 +1,153 @@
+"""What memory policies save and cost: `python -m deepfast.bench.memory --output FILE`.
+
+Bytes are counted, parameters and their gradients aside; times are medians of rounds in which the
+policies take turns, on 2 threads.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepfast.bench.gpu.peers import PlainEncoder
+from deepfast.bench.harness import interleave, ratio
+from deepfast.bench.peers import StackAndSum
+from deepfast.memory import POLICIES, LiveBytes, plan
+from deepfast.nn import DLCL, Packing, TransformerEncoder
+
+GIB = 1 << 30
+LENGTH, DIM, HEADS = 32, 512, 8
+DROPOUT = 0.1
+
+
+class EagerDLCL(nn.Module):
+    """Plain torch layers, joined by stacking and summing."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.stack = PlainEncoder(layers, DIM, HEADS, 4 * DIM, DROPOUT)
+        self.dlcl = DLCL(layers, DIM)
+
+    def forward(self, x):
+        connect = StackAndSum(self.dlcl)
+        x = connect(x)
+        for layer in self.stack.layers:
+            x = connect(layer(x))
+        return self.stack.norm(x)
+
+
+class Checkpointed(nn.Module):
+    """Plain residual, torch's checkpointing around each layer."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.stack = PlainEncoder(layers, DIM, HEADS, 4 * DIM, DROPOUT)
+
+    def forward(self, x):
+        for layer in self.stack.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.stack.norm(x)
+
+
+def activations(module: nn.Module, tokens: int) -> int:
+    """Peak bytes of a step in bf16 on ``tokens`` of `LENGTH` each, parameters and their gradients,
+    which are there before, aside."""
+    module.bfloat16()
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(tokens // LENGTH, LENGTH, DIM, dtype=torch.bfloat16)
+    with LiveBytes() as live:
+        module(x).sum().backward()
+    return live.peak
+
+
+def _row(what: str, value: float, reach: float, *, at_most: bool, unit: str, **more) -> dict:
+    met = value <= reach if at_most else value >= reach
+    side = "at most" if at_most else "at least"
+    print(f"{'ok  ' if met else 'MISS'} {what}: {value:.3f} {unit} ({side} {reach})  {more}",
+          flush=True)  # fmt: skip
+    return {"what": what, "value": round(value, 4), "unit": unit, "reach": f"{side} {reach}",
+            "met": met, **more}  # fmt: skip
+
+
+def bytes_rows(layers: int, tokens: int, fewer: int) -> list[dict]:
+    """Counts of a deep encoder; the plain forms at ``fewer`` tokens, where they fit."""
+    where = f"L={layers}, D={DIM}, bf16, dropout {DROPOUT}"
+
+    def history():
+        return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history")
+
+    count = activations(history(), tokens)
+    rows = [_row(f"activations under history, {where}, T={tokens}", count / GIB, 1.1,
+                 at_most=True, unit="GiB")]  # fmt: skip
+    ours = activations(history(), fewer)
+    stacked, saved = (activations(make(layers), fewer) for make in (EagerDLCL, Checkpointed))
+    more = {"bytes": {"history": ours, "stack and sum": stacked, "checkpointed": saved}}
+    rows.append(_row(f"eager stack and sum over history, {where}, T={fewer}", stacked / ours, 90,
+                     at_most=False, unit="x", **more))  # fmt: skip
+    rows.append(_row(f"history over plain residual, checkpointed, {where}, T={fewer}",
+                     ours / saved, 1.0, at_most=True, unit="x"))  # fmt: skip
+    return rows
+
+
+def time_rows(layers: int, tokens: int, dim: int, rounds: int) -> list[dict]:
+    """Steps of every policy over those of keep, fp32."""
+    encoder = TransformerEncoder(layers, dim, dim // 64, 4 * dim, dropout=DROPOUT)
+    packing, x = Packing(tokens // LENGTH, LENGTH), torch.randn(tokens, dim)
+
+    def step(policy: str):
+        def run():
+            encoder.set_memory(policy)
+            encoder.forward_packed(x, packing).sum().backward()
+            encoder.zero_grad(set_to_none=True)
+
+        return run
+
+    timings = interleave({policy: step(policy) for policy in POLICIES}, repeats=rounds)
+    seconds = {policy: round(t.median, 3) for policy, t in timings.items()}
+    reach = {"lean": 1.15, "history": 1.4}
+    return [
+        _row(f"step of {policy} over keep, L={layers}, T={tokens}, D={dim}, fp32",
+             ratio(timings[policy], timings["keep"]), reach.get(policy, 1.4), at_most=True,
+             unit="x", seconds=seconds)
+        for policy in POLICIES[1:]
+    ]  # fmt: skip
+
+
+def plan_row() -> dict:
+    found = plan(budget="24GiB", width=DIM, tokens=8192)
+    return _row("deepest encoder in 24 GiB by plan, D=512, T=8192, Adam, 6 decoder layers, V=32000",
+                found.sizes.layers, 340, at_most=False, unit="layers")  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--fewer", type=int, default=512, help="tokens of the plain forms")
+    parser.add_argument("--timed-layers", type=int, default=60)
+    parser.add_argument("--timed-tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("plan", "time", "bytes"))
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    rows = []
+    if args.only in (None, "plan"):
+        rows.append(plan_row())
+    if args.only in (None, "time"):
+        rows += time_rows(args.timed_layers, args.timed_tokens, 256, args.rounds)
+    if args.only in (None, "bytes"):
+        rows += bytes_rows(args.layers, args.tokens, args.fewer)
+    if args.output is not None:
+        args.output.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
