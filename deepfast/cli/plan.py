@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decoder-policies", help="of the decoder, likewise")
     parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
+    parser.add_argument(
+        "--padding", action="store_true", default=None,
+        help="sentences differ in length; tokens count the padding",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory over depth as .svg or .png: every policy, and "
@@ -54,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> dict:
     """What was given, as `plan` takes it."""
-    names = ["budget", "policies", "decoder_policies", "dropout", *CHOICES]
+    names = ["budget", "policies", "decoder_policies", "dropout", "padding", *CHOICES]
     names += [name.replace("-", "_") for name in NUMBERS]
     options = {name: getattr(args, name) for name in names}
     for name in ("policies", "decoder_policies"):

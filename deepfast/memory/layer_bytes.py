@@ -80,6 +80,8 @@ def _kept(sizes: Sizes, policy: str, decoder: bool) -> int:
     # the feed-forward block.
     kept = d + 2 * attentions * d + (d if post else 0)
     kept += tokens * FP32 * (attentions * (sizes.heads + 2) + (2 if post else 0))
+    # Attention's result, padded and packed.
+    kept += attentions * d if sizes.padding else 0
     if level < POLICIES.index("leaner"):
         kept += 3 * d + (d + 2 * source if decoder else 0)
     if level < POLICIES.index("lean"):
@@ -104,6 +106,8 @@ def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
     # sum behind the block is given back first.
     block = (2 * d if post else 3 * d) + f + sizes.bytes * weights
     attention = (3 * d if post else 4 * d) + FP32 * weights
+    # Gradients of q k v, padded and packed.
+    attention += 3 * d if sizes.padding else 0
     if policy in RERUN:
         # All that `keep` keeps is there again; the input that was kept is one of its parts in
         # post-norm, where pre-norm's is the norm of it.

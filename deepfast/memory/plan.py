@@ -80,6 +80,7 @@ def plan(
     dropout: bool = True,
     accumulate: int = 1,
     length: int = 128,
+    padding: bool = False,
     policies: str | Sequence[str] | None = None,
     decoder_policies: str | Sequence[str] | None = None,
 ) -> Plan:
@@ -114,6 +115,8 @@ def plan(
         dropout: whether branches are dropped out.
         accumulate: micro-batches per step.
         length: tokens per sentence; it decides what attention costs.
+        padding: whether sentences differ in length where attention is torch's SDPA, which works
+            on padded copies; sizes are then counted with the padding.
         policies, decoder_policies: of the layers, a name or one for each; None: chosen. "history"
             needs "dlcl".
 
@@ -133,7 +136,7 @@ def plan(
         "vocabulary": vocabulary, "decoder_layers": decoder_layers, "connection": connection,
         "decoder_connection": decoder_connection, "norm": norm, "weight": weight, "dtype": dtype,
         "optimizer": optimizer, "device": device, "activation": activation, "dropout": dropout,
-        "accumulate": accumulate, "length": length,
+        "accumulate": accumulate, "length": length, "padding": padding,
     }  # fmt: skip
 
     def sized(**free: int) -> Sizes:

@@ -67,6 +67,8 @@ class Sizes:
     """Micro-batches per step."""
     length: int
     """Tokens per sentence, for the cost of attention."""
+    padding: bool = False
+    """Whether sentences differ in length, and torch's attention works on padded copies."""
 
     def __post_init__(self):
         for name, least in AT_LEAST.items():

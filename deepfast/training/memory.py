@@ -17,10 +17,13 @@ from deepfast.training.errors import TrainingError
 from deepfast.training.recipe import Recipe
 from deepfast.training.trainer import Trainer
 
+TRIES = 3
+"""Plans tried out, each for a budget that is short by as much as the one before was wrong."""
+
 
 def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     """Plans by the recipe's key ``memory``, which is not None, sets the policies on the model, and
-    tries the largest micro-batch.
+    tries the largest micro-batch; where that takes more than was predicted, plans again.
 
     Neither a parameter nor the model's configuration changes.
 
@@ -30,7 +33,10 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         TrainingError: a step does not fit; the message says what would.
     """
+    named = trainer.recipe.memory in POLICIES
     planned = plan_run(trainer.recipe, trainer)
+    # A policy by name sets no limit but the device's own.
+    limit = math.inf if named else planned.budget
     for line in lines(planned):
         say(line)
     if not planned.fits:
@@ -39,13 +45,39 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
             f"{format_bytes(planned.peak)} for data.max_tokens={trainer.recipe.data.max_tokens}: "
             f"{planned.advice}"
         )
-    trainer.model.encoder.set_memory(planned.policies)
-    trainer.model.decoder.set_memory(planned.decoder_policies)
+    for _ in range(1 if named else TRIES):
+        trainer.model.encoder.set_memory(planned.policies)
+        trainer.model.decoder.set_memory(planned.decoder_policies)
+        measured = _largest_of_ranks(trainer.measure(), trainer.device)
+        policies = describe(planned.policies, planned.decoder_policies)
+        if measured <= limit and measured < math.inf:
+            break
+        got = format_bytes(measured) if measured < math.inf else "more than the GPU has"
+        if measured == math.inf:
+            total = torch.cuda.get_device_properties(trainer.device).total_memory
+            limit = min(limit, total)
+        other = _what_fits(trainer, planned, limit, measured)
+        if not other.fits:
+            break
+        instead = describe(other.policies, other.decoder_policies)
+        say(f"a trial with memory policies {policies} took {got}; {instead} instead")
+        planned = other
+    else:
+        raise TrainingError(
+            f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
+            f"policies {policies}: memory policies {instead} would fit"
+        )
+    if measured > limit or measured == math.inf:
+        raise TrainingError(
+            f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
+            # The budget it names is one of predictions, which were wrong here.
+            f"policies {policies}: {other.advice.partition(', and as it is')[0]}"
+        )
     return {
         "step": trainer.step,
         "predicted_bytes": planned.peak,
-        "measured_bytes": _try_out(trainer, planned),
-        "policies": describe(planned.policies, planned.decoder_policies),
+        "measured_bytes": int(measured),
+        "policies": policies,
     }
 
 
@@ -83,26 +115,9 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         dropout=config.dropout > 0,
         accumulate=recipe.optim.accumulate,
         length=min(recipe.data.max_length, 128),
+        padding=True,
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
-    )
-
-
-def _try_out(trainer: Trainer, planned: Plan) -> int:
-    """Measured peak of a step on the largest micro-batch, on the rank that needs most."""
-    measured = _largest_of_ranks(trainer.measure(), trainer.device)
-    # A policy by name sets no limit but the device's own.
-    budget = math.inf if trainer.recipe.memory in POLICIES else planned.budget
-    if measured <= budget and measured < math.inf:
-        return int(measured)
-    got = format_bytes(measured) if measured < math.inf else "more than the GPU has"
-    if measured == math.inf:
-        total = torch.cuda.get_device_properties(trainer.device).total_memory
-        budget = min(budget, total)
-    policies = describe(planned.policies, planned.decoder_policies)
-    raise TrainingError(
-        f"memory: expected a step within {format_bytes(budget)}, got {got} with memory policies "
-        f"{policies}: {_what_fits(trainer, planned, budget, measured)}"
     )
 
 
@@ -116,10 +131,7 @@ def _largest_of_ranks(value: float, device: torch.device) -> float:
     return shared.item()
 
 
-def _what_fits(trainer: Trainer, planned: Plan, budget: float, measured: float) -> str:
-    """What would fit, by the plan for a budget that is short by as much as this one was wrong."""
+def _what_fits(trainer: Trainer, planned: Plan, limit: float, measured: float) -> Plan:
+    """The plan for a budget that is short by as much as this one was wrong."""
     wrong = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
-    other = plan_run(replace(trainer.recipe, memory=None), trainer, int(budget / wrong))
-    if other.fits:
-        return f"memory policies {describe(other.policies, other.decoder_policies)} would fit"
-    return other.advice
+    return plan_run(replace(trainer.recipe, memory=None), trainer, int(limit / wrong))

@@ -85,6 +85,24 @@ def test_a_wide_encoder_is_predicted_within_5_percent(policy):
     check_encoder(*((6, 256, 4, 1024, 384, {"connection": "dlcl"}), policy), dtype="float32")
 
 
+@pytest.mark.parametrize(("policy", "connection"), [("keep", "residual"), ("leaner", "dlcl")])
+def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
+    """Attention works on padded copies, and its result is kept padded and packed."""
+    encoder = TransformerEncoder(8, 64, 2, 256, connection=connection, memory=policy)
+    x = torch.randn(32, LENGTH, 64, requires_grad=True)
+    mask = torch.zeros(32, LENGTH, dtype=torch.bool)
+    mask[1, -2:] = True
+    with LiveBytes() as live:
+        y = encoder(x, mask)
+        y.backward(torch.ones_like(y))
+    found = plan(
+        budget="1TiB", layers=8, width=64, tokens=32 * LENGTH, heads=2, ffn=256, vocabulary=0,
+        decoder_layers=0, dtype="float32", optimizer="none", device="cpu", policies=policy,
+        connection=connection, padding=True,
+    )  # fmt: skip
+    close(found.peak, live.peak + sum(4 * p.numel() for p in encoder.parameters()))
+
+
 MODELS = {
     "keep": {},
     "lean, bfloat16": {"policies": "lean", "dtype": "bfloat16"},
