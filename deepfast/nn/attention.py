@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from deepfast.ops import _common as common
 
 from .bare import bare
 from .packing import Packing
-from .recompute import remade
+from .recompute import Kept, remade
 
 
 @dataclass
@@ -62,11 +61,10 @@ class _Unkept:
         dtype = y.dtype
         y = y if packing is None else packing.unpack(y)
         if self.recompute and bare(linear, nn.Linear):
-            again = again or partial(_itself, x.detach())
-            weight, bias = linear.weight, linear.bias
+            parts = again or Kept(x), Kept(linear.weight), Kept(linear.bias)
 
             def make() -> Tensor:
-                x, w, b = (p.to(dtype) for p in (again(), weight, bias))
+                x, w, b = (part().to(dtype) for part in parts)
                 y = F.linear(x, w, b)
                 return y if packing is None else packing.unpack(y)
 
@@ -76,10 +74,6 @@ class _Unkept:
     def context(self) -> contextlib.AbstractContextManager:
         """In which attention keeps none of them."""
         return remade(self.makers) if self.makers else contextlib.nullcontext()
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class MultiheadAttention(nn.Module):

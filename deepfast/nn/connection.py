@@ -15,13 +15,17 @@ from .bare import bare
 from .dlcl import DLCL
 from .history import DepthHistory
 from .layer_norm import LayerNorm
-from .recompute import rerun
+from .recompute import Kept, rerun
 
 CONNECTIONS = ("dlcl", "residual")
 
 Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
 to the layer's last residual and branch. Post-norm: (x, None) to the layer's output."""
+
+
+def _again(norm: LayerNorm, x: Kept) -> Tensor:
+    return norm.again(x())
 
 
 class Connection(nn.Module):
@@ -124,11 +128,13 @@ class Connection(nn.Module):
                 return (out, None) if norm is None and out is not None else (x, out)
 
             return rerun(layer, (x, n), mixed)
-        kept = x.detach()
-        again = None if norm is None or not bare(norm, LayerNorm) else partial(norm.again, kept)
+        kept = Kept(x)
+        again = None
+        if norm is not None and bare(norm, LayerNorm):
+            again = partial(_again, norm, kept)
         if policy == "states":
-            n_kept = None if n is None or again is not None else n.detach()
-            return rerun(layer, (x, n), lambda: (kept, n_kept if again is None else again()))
+            kept_n = again or (None if n is None else Kept(n))
+            return rerun(layer, (x, n), lambda: (kept(), None if kept_n is None else kept_n()))
         # DLCL keeps n, and x nowhere; without it the layer-norm keeps x.
         return layer(x, n) if n is None or history is not None else layer(x, n, again)
 

@@ -14,6 +14,33 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
+class Kept:
+    """A tensor kept for backward, where autograd does not: as it was, or an error."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor):
+        # Not the tensor itself: an output that is saved would refer to its own node.
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def __call__(self) -> Tensor:
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "memory policy: a tensor that backward needs has been modified by an inplace operation "
+            f"since forward: {tuple(tensor.shape)} is at version {tensor._version}, expected "
+            f"version {version}"
+        )
+
+
+def _words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{dtype} {tuple(shape)}"
+
+
 class _Enough(Exception):
     """Everything that backward needs has been made again."""
 
@@ -21,10 +48,11 @@ class _Enough(Exception):
 class _Slot:
     """Stands in the graph for a tensor that was not kept."""
 
-    __slots__ = ("__weakref__", "rerun", "value")
+    __slots__ = ("__weakref__", "kind", "rerun", "value", "version")
 
-    def __init__(self, rerun: "_Rerun"):
+    def __init__(self, rerun: "_Rerun", tensor: Tensor):
         self.rerun, self.value = rerun, None
+        self.kind, self.version = (tensor.shape, tensor.dtype), tensor._version
 
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
@@ -55,7 +83,7 @@ class _Rerun:
         self.task = None
 
     def pack(self, tensor: Tensor) -> "_Slot":
-        slot = _Slot(self)
+        slot = _Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
@@ -84,6 +112,14 @@ class _Rerun:
             nonlocal found
             slot = self.slots[found]()
             if slot is not None:
+                if slot.kind != (tensor.shape, tensor.dtype):
+                    raise RuntimeError(
+                        f"memory policy: a layer saved {_words(*slot.kind)} in forward and "
+                        f"{_words(tensor.shape, tensor.dtype)} when it ran again; it must do the "
+                        "same both times"
+                    )
+                # A weight may have changed since; what was computed is as new as it was then.
+                _check_version(tensor, slot.version)
                 slot.value = tensor.detach()
             found += 1
             if found == len(self.slots):
@@ -149,8 +185,7 @@ class remade(saved_tensors_hooks):
         def pack(tensor: Tensor):
             source = made.get(_storage(tensor))
             if source is None:
-                # Not the tensor itself: an output that is saved would refer to its own node.
-                return tensor.detach()
+                return Kept(tensor)
             source.readers += 1
             return source, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -162,8 +197,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _unpack(packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+    if isinstance(packed, Kept):
+        return packed()
     source, size, stride, offset = packed
     value = source.read()
     return value.as_strided(size, stride, offset - source.offset + value.storage_offset())
