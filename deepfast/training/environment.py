@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -110,6 +111,16 @@ def memory_bytes(device: torch.device) -> int:
             return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_bytes(device)
+
+
+def release_freed_memory() -> None:
+    """Gives freed memory that the C library keeps for later back to the system; glibc alone can.
+
+    Batches of many sizes leave holes: without this a process grows to twice what is ever alive.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:

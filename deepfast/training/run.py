@@ -24,7 +24,13 @@ from deepfast.training.checkpoint import (
     step_checkpoints,
 )
 from deepfast.training.corpus import load_corpus
-from deepfast.training.environment import StopSignal, peak_bytes, resolve_device, settings
+from deepfast.training.environment import (
+    StopSignal,
+    peak_bytes,
+    release_freed_memory,
+    resolve_device,
+    settings,
+)
 from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
 from deepfast.training.memory import fit_memory
 from deepfast.training.recipe import Recipe
@@ -188,6 +194,8 @@ class _Run:
             except NotFiniteError as error:
                 last = self.saved or "none"
                 raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
+            if self.recipe.memory is not None and trainer.device.type == "cpu":
+                release_freed_memory()
             if trainer.step % section.log_every == 0:
                 self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
             if trainer.step % section.validate_every == 0:
