@@ -53,16 +53,27 @@ class Checkpointed(nn.Module):
         return self.stack.norm(x)
 
 
-def activations(module: nn.Module, tokens: int) -> int:
-    """Peak bytes of a step in bf16 on ``tokens`` of `LENGTH` each, parameters and their gradients,
-    which are there before, aside."""
-    module.bfloat16()
+def activations(module: nn.Module, tokens: int, autocast: bool = False) -> int:
+    """Peak bytes of a step on ``tokens``, in bf16 or under its autocast; parameters and their
+    gradients, which are there before, aside."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    module.to(dtype)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
-    x = torch.randn(tokens // LENGTH, LENGTH, DIM, dtype=torch.bfloat16)
+    x = torch.randn(tokens // LENGTH, LENGTH, DIM, dtype=dtype)
     with LiveBytes() as live:
-        module(x).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = module(x)
+        y.sum().backward()
+        del y
     return live.peak
+
+
+def per_token(module: nn.Module, tokens: int) -> float:
+    """Bytes of activations a token under autocast: what does not grow with tokens, such as copies
+    of weights, drops out."""
+    more, less = (activations(module, n, autocast=True) for n in (tokens, tokens // 2))
+    return (more - less) / (tokens - tokens // 2)
 
 
 def _row(what: str, value: float, reach: float, *, at_most: bool, unit: str, **more) -> dict:
@@ -74,23 +85,36 @@ def _row(what: str, value: float, reach: float, *, at_most: bool, unit: str, **m
             "met": met, **more}  # fmt: skip
 
 
-def bytes_rows(layers: int, tokens: int, fewer: int) -> list[dict]:
-    """Counts of a deep encoder; the plain forms at ``fewer`` tokens, where they fit."""
-    where = f"L={layers}, D={DIM}, bf16, dropout {DROPOUT}"
+def _forms(layers: int) -> dict[str, nn.Module]:
+    return {
+        "history": TransformerEncoder(
+            layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history"
+        ),
+        "stack and sum": EagerDLCL(layers),
+        "checkpointed": Checkpointed(layers),
+    }
 
-    def history():
-        return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history")
 
-    count = activations(history(), tokens)
-    rows = [_row(f"activations under history, {where}, T={tokens}", count / GIB, 1.1,
-                 at_most=True, unit="GiB")]  # fmt: skip
-    ours = activations(history(), fewer)
-    stacked, saved = (activations(make(layers), fewer) for make in (EagerDLCL, Checkpointed))
-    more = {"bytes": {"history": ours, "stack and sum": stacked, "checkpointed": saved}}
-    rows.append(_row(f"eager stack and sum over history, {where}, T={fewer}", stacked / ours, 90,
-                     at_most=False, unit="x", **more))  # fmt: skip
-    rows.append(_row(f"history over plain residual, checkpointed, {where}, T={fewer}",
-                     ours / saved, 1.0, at_most=True, unit="x"))  # fmt: skip
+def history_row(layers: int, tokens: int) -> dict:
+    count = activations(_forms(layers)["history"], tokens)
+    what = f"activations under history, L={layers}, T={tokens}, D={DIM}, bf16, dropout {DROPOUT}"
+    return _row(what, count / GIB, 1.1, at_most=True, unit="GiB")
+
+
+def ratio_rows(layers: int, tokens: int) -> list[dict]:
+    """Against plain forms, which fit at fewer tokens: bytes a token under bf16 autocast, where the
+    residual stream of plain PyTorch is fp32; and in pure bf16."""
+    rows = []
+    for how, count in (("bf16 autocast", per_token), ("pure bf16", activations)):
+        found = {name: count(form, tokens) for name, form in _forms(layers).items()}
+        where = f"L={layers}, D={DIM}, {how}, dropout {DROPOUT}, T={tokens}"
+        bytes_ = {name: round(value) for name, value in found.items()}
+        rows.append(_row(f"eager stack and sum over history, {where}",
+                         found["stack and sum"] / found["history"], 90, at_most=False, unit="x",
+                         bytes=bytes_))  # fmt: skip
+        rows.append(_row(f"history over plain residual, checkpointed, {where}",
+                         found["history"] / found["checkpointed"], 1.0, at_most=True, unit="x",
+                         bytes=bytes_))  # fmt: skip
     return rows
 
 
@@ -133,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timed-layers", type=int, default=60)
     parser.add_argument("--timed-tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("plan", "time", "bytes"))
+    parser.add_argument("--only", choices=("plan", "time", "bytes", "ratios"))
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(2)
@@ -143,7 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.only in (None, "time"):
         rows += time_rows(args.timed_layers, args.timed_tokens, 256, args.rounds)
     if args.only in (None, "bytes"):
-        rows += bytes_rows(args.layers, args.tokens, args.fewer)
+        rows.append(history_row(args.layers, args.tokens))
+    if args.only in (None, "ratios"):
+        rows += ratio_rows(args.layers, args.fewer)
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=2) + "\n")
     return 0

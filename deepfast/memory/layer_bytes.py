@@ -166,5 +166,6 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
         kept=mask,
         working=working,
         gradients=FP32 * table,
-        embedding=FP32 * table + 2 * FP32 * sizes.tokens * sizes.width,
+        # The decoder's side, or the encoder's, and the sum of what is there.
+        embedding=FP32 * table * 2 + 2 * FP32 * sizes.tokens * sizes.width,
     )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from .flops import relative_time
 from .policies import POLICIES, resolve
-from .sizes import Sizes
+from .sizes import MOST, Sizes
 from .table import describe
 from .timeline import peak_table
 from .units import format_bytes, parse_bytes
@@ -183,12 +183,15 @@ def _largest(
     if not fits(1):
         smallest = search.smallest(sized(**{free: step}))
         raise ValueError(
-            f"budget: expected at least {format_bytes(smallest)} for {free} {step}, got "
+            f"budget: expected at least {format_bytes(smallest, up=True)} for {free} {step}, got "
             f"{format_bytes(limit)}"
         )
+    most = MOST[free] // step
     low, high = 1, 2
-    while fits(high):
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    # Beyond every machine it is not looked for.
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -210,8 +213,8 @@ def _advice(sizes: Sizes, search: "_Search", limit: int, sized: Callable[..., Si
             continue
         parts.append(f"{getattr(most, name)} {noun}")
     if not parts:
-        return f"it needs a budget of {format_bytes(frugal.smallest(sizes))}"
-    needed = format_bytes(frugal.smallest(sizes))
+        return f"it needs a budget of {format_bytes(frugal.smallest(sizes), up=True)}"
+    needed = format_bytes(frugal.smallest(sizes), up=True)
     return f"what fits is {' or '.join(parts)}, and as it is a budget of {needed}"
 
 

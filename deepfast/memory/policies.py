@@ -25,7 +25,7 @@ def resolve(memory: object, num_layers: int, connection: str) -> tuple[str, ...]
     """The policy of every layer.
 
     Args:
-        memory: the name of a policy, one for each layer, or a plan (anything with ``policies``).
+        memory: the name of a policy, or one for each layer.
         num_layers: L.
         connection: "history" needs "dlcl", whose states x is mixed from.
 
@@ -33,7 +33,6 @@ def resolve(memory: object, num_layers: int, connection: str) -> tuple[str, ...]
         ValueError: for an unknown policy, another number of them than layers, or "history" where
             nothing can be mixed again.
     """
-    memory = getattr(memory, "policies", memory)
     if isinstance(memory, str):
         memory = (memory,) * num_layers
     if not isinstance(memory, Sequence):

@@ -28,6 +28,9 @@ AT_LEAST = {
     "length": 1,
 }
 
+MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000}
+"""Beyond every machine; policies are chosen layer by layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -77,6 +80,8 @@ class Sizes:
                 raise ValueError(
                     f"{name}: expected a whole number of at least {least}, got {value!r}"
                 )
+            if value > MOST[name]:
+                raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {value:,}")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -185,7 +185,8 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
         below, waiting = _sum(below, target), _sum(waiting, target)
         moments += [_sum(below, moment) for moment in decoder.forward()]
         below = _sum(below, decoder.full(cached=True))
-    projection = Moment(gradients=head.gradients)
+    # Until the embedding's own arrives and both are added up.
+    projection = Moment(head=head.gradients)
     moments.append(_sum(below, projection, Moment(head=head.working)))
     done = projection
     if decoder is not None:

@@ -1,5 +1,6 @@
 """Bytes as people write them: "24GiB" to a number and back."""
 
+import math
 import re
 
 UNITS = {
@@ -34,12 +35,13 @@ def parse_bytes(text: str | int | float) -> int:
     return int(size)
 
 
-def format_bytes(size: float) -> str:
-    """Three digits or more with a power of 1024: "24.0 GiB", "512 B"."""
+def format_bytes(size: float, *, up: bool = False) -> str:
+    """Three digits or more with a power of 1024: "24.0 GiB", "512 B"; ``up`` never says less."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         # What would round to 1024 of a unit is 1.00 of the next.
         if abs(size) >= 2 ** (10 * power) * 0.9995:
             value = size / 2 ** (10 * power)
             digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            value = math.ceil(value * 10**digits) / 10**digits if up else value
             return f"{value:.{digits}f} {unit}"
     return f"{size:.0f} B"

@@ -14,7 +14,7 @@ from deepfast.ops import _common as common
 
 from .bare import bare
 from .packing import Packing
-from .recompute import Kept, remade
+from .recompute import Again, Kept, remade
 
 
 @dataclass
@@ -49,18 +49,21 @@ class _Unkept:
         self,
         linear: nn.Linear,
         x: Tensor,
-        again: Callable[[], Tensor] | None,
+        again: Again | None,
         packing: Packing | None,
     ) -> Tensor:
         """``W x + b``; padded where there is a packing to tell how."""
-        if again is None or not self.eager:
+        plain = bare(linear, nn.Linear)
+        if again is not None and not (self.eager and plain and again.makes(x)):
+            again = None
+        if again is None:
             y = linear(x)
         else:
             with remade([(x, again)]):
                 y = linear(x)
         dtype = y.dtype
         y = y if packing is None else packing.unpack(y)
-        if self.recompute and bare(linear, nn.Linear):
+        if self.recompute and plain:
             parts = again or Kept(x), Kept(linear.weight), Kept(linear.bias)
 
             def make() -> Tensor:
@@ -151,7 +154,7 @@ class MultiheadAttention(nn.Module):
         memory: Tensor | tuple[Tensor, Tensor] | None = None,
         memory_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        again: Callable[[], Tensor] | None = None,
+        again: Again | None = None,
         recompute: bool = False,
     ) -> Tensor:
         """Attends from x to itself, or to ``memory``.

@@ -1,7 +1,6 @@
 """How layers of a stack are joined: plain residual, or DLCL."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,6 @@ CONNECTIONS = ("dlcl", "residual")
 Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
 to the layer's last residual and branch. Post-norm: (x, None) to the layer's output."""
-
-
-def _again(norm: LayerNorm, x: Kept) -> Tensor:
-    return norm.again(x())
 
 
 class Connection(nn.Module):
@@ -119,6 +114,10 @@ class Connection(nn.Module):
         if torch.compiler.is_compiling():
             # A compiler sees through torch's checkpointing, and keeps what it likes elsewhere.
             return checkpoint(layer, x, n, use_reentrant=False) if policy in RERUN else layer(x, n)
+        # Below the lowest layer that learns the states may be gone when this one runs again.
+        learning = x.requires_grad or (n is not None and n.requires_grad)
+        if policy == "history" and not learning:
+            policy = "states"
         if policy == "history":
             out_norm = None if norm is None else norm.as_output()
             state, k = history.state, history.state.pushed - 1
@@ -128,15 +127,16 @@ class Connection(nn.Module):
                 return (out, None) if norm is None and out is not None else (x, out)
 
             return rerun(layer, (x, n), mixed)
-        kept = Kept(x)
-        again = None
-        if norm is not None and bare(norm, LayerNorm):
-            again = partial(_again, norm, kept)
+        # DLCL keeps n, and x nowhere; without it the layer-norm keeps x.
+        if n is not None and bare(norm, LayerNorm):
+            again = norm.again(n, x) if policy == "states" or history is None else None
+        else:
+            again = None
         if policy == "states":
+            kept = Kept(x)
             kept_n = again or (None if n is None else Kept(n))
             return rerun(layer, (x, n), lambda: (kept(), None if kept_n is None else kept_n()))
-        # DLCL keeps n, and x nowhere; without it the layer-norm keeps x.
-        return layer(x, n) if n is None or history is not None else layer(x, n, again)
+        return layer(x, n) if again is None else layer(x, n, again)
 
     def _post_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None

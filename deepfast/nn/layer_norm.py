@@ -7,6 +7,8 @@ from deepfast import ops
 from deepfast.ops.boundary import OutNorm
 from deepfast.ops.layer_norm import compute
 
+from .recompute import Again, Kept
+
 
 class LayerNorm(nn.Module):
     """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros."""
@@ -36,10 +38,16 @@ class LayerNorm(nn.Module):
         """For a DLCL boundary that applies this norm in its own pass."""
         return OutNorm(self.weight, self.bias, self.eps)
 
-    @torch.no_grad()
-    def again(self, x: Tensor) -> Tensor:
-        """LN(x), the same bits as in a forward that gave x as its sum."""
-        return compute(x, None, self.weight, self.bias, self.eps, 0.0, None, self.backend)[0]
+    def again(self, n: Tensor, x: Tensor) -> Again:
+        """What makes n = LN(x) again, the same bits as in a forward that gave x as its sum."""
+        x, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
+        eps, backend = self.eps, self.backend
+
+        @torch.no_grad()
+        def make() -> Tensor:
+            return compute(x(), None, weight(), bias(), eps, 0.0, None, backend)[0]
+
+        return Again(n, make)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

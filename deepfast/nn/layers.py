@@ -7,9 +7,6 @@ residual add, so that the boundary between two layers, which does both, is one p
     post-norm   x              -> LN(r + feed_forward(r)) with r = LN(x + attention(x))
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,9 +18,7 @@ from .attention import KeyValueCache, MultiheadAttention
 from .bare import bare
 from .layer_norm import LayerNorm
 from .packing import Packing
-
-Again = Callable[[], Tensor] | None
-"""Makes a tensor again in backward; None where it is kept."""
+from .recompute import Again
 
 
 class FeedForward(nn.Module):
@@ -134,7 +129,7 @@ class _Layer(nn.Module):
 
     crosses = False
 
-    def _recomputes(self, attention: nn.Module, again: Again) -> dict:
+    def _recomputes(self, attention: nn.Module, again: Again | None) -> dict:
         """What to tell ``attention`` of memory; one of another make is told nothing."""
         if not isinstance(attention, MultiheadAttention):
             return {}
@@ -170,7 +165,7 @@ class TransformerEncoderLayer(_Layer):
     """
 
     def body(
-        self, x: Tensor, n: Tensor | None, packing: Packing, again: Again = None
+        self, x: Tensor, n: Tensor | None, packing: Packing, again: Again | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output.
 
@@ -187,7 +182,7 @@ class TransformerEncoderLayer(_Layer):
         *,
         normed: Tensor | None = None,
         packing: Packing | None = None,
-        again: Again = None,
+        again: Again | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, S, D) to (B, S, D); True in the mask is padding.
 
@@ -220,7 +215,7 @@ class TransformerDecoderLayer(_Layer):
         memory: Tensor | tuple[Tensor, Tensor],
         memory_packing: Packing,
         cache: KeyValueCache | None = None,
-        again: Again = None,
+        again: Again | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output."""
         told = self._recomputes(self.attention, again)
@@ -230,7 +225,7 @@ class TransformerDecoderLayer(_Layer):
         n, s = norm(a, residual=x, dropout_p=self.dropout)
         # What runs again makes n with everything else; a maker would keep s for it.
         made = bare(norm, LayerNorm) and self.memory not in RERUN
-        again = partial(norm.again, s.detach()) if made else None
+        again = norm.again(n, s) if made else None
         told = self._recomputes(self.cross_attention, again)
         c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing, **told)
         if pre:
@@ -248,7 +243,7 @@ class TransformerDecoderLayer(_Layer):
         packing: Packing | None = None,
         memory_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        again: Again = None,
+        again: Again | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 

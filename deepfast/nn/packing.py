@@ -39,6 +39,8 @@ class Packing:
         if torch.compiler.is_compiling():
             # The number of real tokens is not known to a compiler: padding is computed, and zeroed.
             return cls(batch, length, None, padding)
+        # A copy: backward reads it again, and whoever made it may write the next batch into it.
+        padding = padding.clone()
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
             return cls(batch, length)

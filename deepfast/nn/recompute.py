@@ -28,6 +28,21 @@ class Kept:
         return self.tensor
 
 
+class Again:
+    """Makes a certain tensor again: valid for that one alone, as it was when this was made."""
+
+    def __init__(self, tensor: Tensor, make: Callable[[], Tensor]):
+        # Not the tensor, which is not to be kept.
+        self.tensor, self.version, self.make = weakref.ref(tensor), tensor._version, make
+
+    def makes(self, x: Tensor) -> bool:
+        """A hook or a module of another make may have put something else in its place."""
+        return self.tensor() is x and x._version == self.version
+
+    def __call__(self) -> Tensor:
+        return self.make()
+
+
 def _check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
@@ -41,7 +56,7 @@ def _words(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{dtype} {tuple(shape)}"
 
 
-class _Enough(Exception):
+class _Enough(BaseException):
     """Everything that backward needs has been made again."""
 
 
@@ -52,7 +67,10 @@ class _Slot:
 
     def __init__(self, rerun: "_Rerun", tensor: Tensor):
         self.rerun, self.value = rerun, None
-        self.kind, self.version = (tensor.shape, tensor.dtype), tensor._version
+        self.kind = tensor.shape, tensor.dtype
+        # A weight, or a view of one. What is made on the way may be changed on the way.
+        source = tensor if tensor._base is None else tensor._base
+        self.version = tensor._version if source.is_leaf and source.requires_grad else None
 
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
@@ -118,8 +136,8 @@ class _Rerun:
                         f"{_words(tensor.shape, tensor.dtype)} when it ran again; it must do the "
                         "same both times"
                     )
-                # A weight may have changed since; what was computed is as new as it was then.
-                _check_version(tensor, slot.version)
+                if slot.version is not None:
+                    _check_version(tensor, slot.version)
                 slot.value = tensor.detach()
             found += 1
             if found == len(self.slots):

@@ -16,6 +16,9 @@ from .packing import Packing
 class _Stack(nn.Module):
     """What encoder and decoder share: layers of one kind, a connection, memory policies."""
 
+    planned: str
+    """Where a plan has this side's policies."""
+
     layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
 
     def __init__(
@@ -64,16 +67,27 @@ class _Stack(nn.Module):
         self.set_memory(memory)
 
     def set_memory(self, memory: str | Sequence[str] | object) -> None:
-        """Chooses what each layer keeps for backward: a policy, one for each layer, or a plan."""
-        connection = "residual" if self.connection.dlcl is None else "dlcl"
-        policies = resolve(memory, len(self.layers), connection)
-        for layer, policy in zip(self.layers, policies, strict=True):
-            layer.memory = policy
+        """Chooses what each layer keeps for backward, from the next forward on.
 
-    @property
-    def policies(self) -> list[str]:
+        Args:
+            memory: a policy of `deepfast.memory.POLICIES`, one for each layer from the bottom, or
+                a `deepfast.memory.Plan`, of which an encoder takes ``policies`` and a decoder
+                ``decoder_policies``.
+
+        Raises:
+            ValueError: for an unknown policy, another number of them than layers, or "history"
+                without DLCL.
+        """
+        connection = "residual" if self.connection.dlcl is None else "dlcl"
+        # Of a plan its own side.
+        memory = getattr(memory, self.planned, memory)
+        self.policies = resolve(memory, len(self.layers), connection)
         """The memory policy of each layer."""
-        return [layer.memory for layer in self.layers]
+        for layer, policy in zip(self.layers, self.policies, strict=True):
+            # A layer may stand inside a wrapper.
+            for part in layer.modules():
+                if isinstance(part, self.layer):
+                    part.memory = policy
 
 
 class TransformerEncoder(_Stack):
@@ -96,7 +110,7 @@ class TransformerEncoder(_Stack):
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
     """
 
-    layer = TransformerEncoderLayer
+    layer, planned = TransformerEncoderLayer, "policies"
 
     def forward(self, x_BSD: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, S, D) to (B, S, D), zero at padding. ``key_padding_mask`` (B, S): True is padding."""
@@ -143,7 +157,7 @@ class DecoderCache:
 class TransformerDecoder(_Stack):
     """A stack of decoder layers with a depth history of its own. Args as the encoder."""
 
-    layer = TransformerDecoderLayer
+    layer, planned = TransformerDecoderLayer, "decoder_policies"
 
     def forward(
         self,

@@ -114,6 +114,6 @@ def check_parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) 
         raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
 
 
-def check_dropout(op: str, p: float) -> None:
+def check_dropout(op: str, p: float, *, argument: str = "dropout_p") -> None:
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: dropout_p must be between 0 and 1, got {p}")
+        raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p}")

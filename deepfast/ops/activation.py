@@ -89,9 +89,9 @@ _activation = register(
 )
 
 
-def check_kind(op: str, kind: str) -> None:
+def check_kind(op: str, kind: str, *, argument: str = "kind") -> None:
     if kind not in KINDS:
-        raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"{op}: {argument} must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
 def activation(

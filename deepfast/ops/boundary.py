@@ -205,6 +205,7 @@ def mixed_again(
     Its block's partial sums are made for the block's last row and serve the others: backward, which
     asks from the top, reads each state as often as forward did.
     """
+    state.check_readable(k)
     like = state.states[k]
     x = out = w = b = mean = rstd = None
     eps = 0.0

@@ -240,6 +240,15 @@ class DepthState:
             self.dgain = self.weight.new_zeros(self.rows, self.states.shape[2])
             self.dshift = torch.zeros_like(self.dgain)
 
+    def check_readable(self, k: int) -> None:
+        """Row k can be mixed again: no gradient has taken the slot of a state up to k."""
+        if self.released or (self.inplace and any(self._consumed[: k + 1])):
+            raise RuntimeError(
+                "DepthHistory: a second backward through one forward pass needs its states, and "
+                "gradients have taken their slots; use DepthHistory(inplace=False), or the memory "
+                "policy 'states'"
+            )
+
     def norm_grads(
         self, k: int, has_out: bool, need_weight: bool, need_bias: bool
     ) -> tuple[Tensor | None, ...]:

@@ -104,7 +104,7 @@ def _flops(x, residual, norm_weight, norm_bias, up, up_bias, down, *_, **__) -> 
 
 
 def _grad_flops(s, dout, dsum, dn, nw, nb, up, up_bias, down, mean, rstd, kept, *_, **__) -> int:
-    again = 2 * math.prod(s) * up[0] if kept == (0,) or list(kept) == [0] else 0
+    again = 2 * math.prod(s) * up[0] if list(kept) == [0] else 0
     return again + 2 * _flops(s, None, nw, nb, up, up_bias, down)
 
 
@@ -239,13 +239,15 @@ def feed_forward(
     """
     name = "feed_forward"
     x, residual, dim = check(name, x, residual, norm_weight, norm_bias, dropout_p)
-    check_kind(name, activation)
-    common.check_dropout(name, activation_dropout_p)
+    check_kind(name, activation, argument="activation")
+    common.check_dropout(name, activation_dropout_p, argument="activation_dropout_p")
     common.check_tensor(name, "up", up)
     common.check_tensor(name, "down", down)
-    for label, weight, wanted in (("up", up, dim), ("down", down, up.shape[0])):
+    for label, rows, weight, wanted in (("up", "F", up, dim), ("down", "N", down, up.shape[0])):
         if weight.dim() != 2 or weight.shape[1] != wanted:
-            raise ValueError(f"{name}: {label} must be (N, {wanted}), got {tuple(weight.shape)}")
+            raise ValueError(
+                f"{name}: {label} must be ({rows}, {wanted}), got {tuple(weight.shape)}"
+            )
     common.check_parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
     common.check_parameter(name, "down_bias", down_bias, (down.shape[0],), x.device)
     up, up_bias, down, down_bias = common.autocast(up, up_bias, down, down_bias)

@@ -138,6 +138,9 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> T
 def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
+    # A hook on saved tensors may hold on to them.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ctx.bare = ctx.bare and hooks is None
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
 
@@ -196,6 +199,9 @@ def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chu
         raise ValueError(
             f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
         )
+    for name, value in (("chunk", chunk), ("ignore_index", ignore_index)):
+        if (value is not None or name != "chunk") and type(value) is not int:
+            raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: chunk must be None or at least 1, got {chunk}")
 

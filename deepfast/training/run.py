@@ -153,8 +153,10 @@ class _Run:
                     f"{self.saved} with resume=true"
                 )
                 return self._result(stopped)
-            peak = format_bytes(self.measured or peak_bytes(self.trainer.device))
-            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, peak memory {peak}")
+            peak = f"peak memory {format_bytes(peak_bytes(self.trainer.device))}"
+            if self.measured is not None:
+                peak = f"peak of live tensors {format_bytes(self.measured)}, process {peak}"
+            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
             return self._finish(stopped)
         finally:
             self.report.close()

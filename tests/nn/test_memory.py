@@ -79,7 +79,7 @@ def test_the_same_bits_as_keep(case):
     expected = step(stack("keep", **CASES[case]), padding=padding)
     for policy in allowed(case):
         module = stack(policy, **CASES[case])
-        assert module.policies == [policy] * LAYERS
+        assert module.policies == (policy,) * LAYERS
         assert_same(step(module, padding=padding), expected)
 
 
@@ -103,7 +103,7 @@ def test_every_layer_its_own_policy():
     plan = SimpleNamespace(policies=("history", "states", "states", "keep", "lean"))
     module = stack("keep")
     module.set_memory(plan)
-    assert module.policies == list(plan.policies)
+    assert module.policies == plan.policies
     assert_same(step(module), expected)
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused():
     module = stack("lean")
     with pytest.raises(ValueError, match="got 'most'"):
         module.set_memory("most")
-    assert module.policies == ["lean"] * LAYERS
+    assert module.policies == ("lean",) * LAYERS
 
 
 def kept(connection, policy, layers, norm):
@@ -352,3 +352,82 @@ def test_a_weight_changed_before_backward_is_an_error(policy, connection, part):
         module.layers[2].get_submodule(part).weight.mul_(1.01)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", ["residual", "decoder", "decoder, residual"])
+def test_an_attention_may_be_given_something_else(case, policy):
+    """What makes LN(x) again is not used for what a hook has made of it."""
+    if policy == "history" and "connection" in CASES[case]:
+        pytest.skip("there are no states to mix from")
+    results = []
+    for again in (False, True):
+        module = stack(policy if again else "keep", **CASES[case]).double().eval()
+        for layer in module.layers:
+            name = "cross_attention" if "decoder" in CASES[case] else "attention"
+            part = getattr(layer, name)
+            part.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+            if not again:
+                # Has the plain path serve.
+                layer.register_forward_pre_hook(lambda *_: None)
+                linear = part.query if part.cross else part.query_key_value
+                linear.register_forward_hook(lambda *_: None)
+        torch.manual_seed(2)
+        inputs = [torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64, requires_grad=True)]
+        if "decoder" in CASES[case]:
+            inputs.append(inputs[0].detach() * 0.5)
+        module(*inputs).pow(3).sum().backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    for name, grad in results[0].items():
+        torch.testing.assert_close(results[1][name], grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("learning", ["layers.2.", "layers.0.", "layers.4.feed_forward"])
+def test_history_with_all_but_a_part_frozen(learning, norm):
+    results = []
+    for memory in ("keep", "history"):
+        module = stack(memory, norm=norm)
+        for name, p in module.named_parameters():
+            p.requires_grad_(name.startswith(learning))
+        torch.manual_seed(3)
+        module(torch.randn(BATCH, LENGTH, DIM)).square().sum().backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def test_history_after_its_states_are_gone_is_an_error():
+    module, seen = stack("history"), []
+    module.layers[3].register_forward_hook(lambda _m, _a, out: seen.append(out))
+    _, y = forward(module)
+    weight = module.layers[1].feed_forward.up.weight
+    torch.autograd.grad(y.square().sum(), [weight], retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradients have taken their slots"):
+        seen[0][1].square().sum().backward()
+
+
+def test_a_mask_may_be_written_to_after_forward():
+    results = []
+    for written in (False, True):
+        module, mask = stack("states"), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        mask[1, 3:] = True
+        torch.manual_seed(2)
+        y = module(torch.randn(BATCH, LENGTH, DIM), mask)
+        if written:
+            mask.zero_()
+        y.square().sum().backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def test_a_plan_has_policies_for_either_side():
+    plan = SimpleNamespace(policies=("history",) * LAYERS, decoder_policies=("lean",) * LAYERS)
+    assert stack(plan).policies == plan.policies
+    assert stack(plan, decoder=True).policies == plan.decoder_policies
+
+
+def test_wrapped_layers_get_their_policy():
+    module = stack("keep")
+    module.layers[1] = nn.Sequential(module.layers[1])
+    module.set_memory("lean")
+    assert module.layers[1][0].memory == "lean"

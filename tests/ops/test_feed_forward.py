@@ -164,7 +164,7 @@ def test_bad_operands_are_one_sentence():
     def run(**changes):
         return fused_form(*(leaves | changes).values(), p=0.0, kind="relu")
 
-    with pytest.raises(ValueError, match=r"feed_forward: up must be \(N, 6\), got \(21, 5\)"):
+    with pytest.raises(ValueError, match=r"feed_forward: up must be \(F, 6\), got \(21, 5\)"):
         run(up=torch.randn(21, 5))
     with pytest.raises(ValueError, match=r"feed_forward: down must be \(N, 21\), got \(11, 20\)"):
         run(down=torch.randn(11, 20))
@@ -174,7 +174,7 @@ def test_bad_operands_are_one_sentence():
         run(down=torch.randn(11, 21).double())
     with pytest.raises(TypeError, match="feed_forward: x must be a tensor"):
         run(x=3)
-    with pytest.raises(ValueError, match="kind must be one of relu, gelu, got 'silu'"):
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, got 'silu'"):
         fused_form(*leaves.values(), p=0.0, kind="silu")
     with pytest.raises(ValueError, match="dropout_p must be between 0 and 1, got 2"):
         fused_form(*leaves.values(), p=2, kind="relu")
