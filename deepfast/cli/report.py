@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=6.2, help="wall time of the whole report")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
+    parser.add_argument("--no-memory", action="store_true", help="leave memory policies out")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--depths", type=int, nargs="+", metavar="L", help="default 6 30 60 100")
     parser.add_argument("--rounds", type=int, help="timed runs where affordable, default 5")
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     settings = replace(
         settings,
         training=not args.no_training,
+        memory=not args.no_memory,
         compiled=settings.compiled and not args.no_compile,
         memory_bytes=None if args.memory_gib is None else int(args.memory_gib * 2**30),
     )
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def command_line(args: argparse.Namespace) -> str:
     """The command that asks for the same report, without the place of the output."""
     words = ["deepfast", "report", "--minutes", f"{args.minutes:g}"]
-    for name in ("quick", "no_training", "no_compile"):
+    for name in ("quick", "no_training", "no_memory", "no_compile"):
         words += [f"--{name.replace('_', '-')}"] if getattr(args, name) else []
     if args.depths:
         words += ["--depths", *map(str, args.depths)]

@@ -3,43 +3,65 @@
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib
-
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import Plan, uniform_peak
 from deepfast.memory.policies import POLICIES
+from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
-from deepfast.profiling.pictures import COLORS, STYLE, depth_figure
+from deepfast.profiling.pictures import COLORS, STYLE, Curve, depth_figure, inline
 
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
-GREENS = ("#7cc8a5", "#4fae85", "#2b9369", COLORS["deepfast"], "#07402e")
+GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
 PLAIN = ("stack and sum", "loop of adds", "plain residual", "loop of adds, compiled")
-PICTURE_COLORS = dict(zip(POLICIES, GREENS, strict=True)) | {
+NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
+"""Policy -> its curve."""
+PICTURE_COLORS = dict(zip(NAMES.values(), GREENS, strict=True)) | {
     form: COLORS[like] for form, like in zip(EAGER, PLAIN, strict=True)
 }
+HEIGHT = 3.9
+"""Nine names stand below each other."""
 
 
-def curves(plan: Plan) -> dict[str, list[tuple[int, float]]]:
-    """Name to (layers, GiB): each policy on all layers alike, and each plain form."""
-    dlcl = plan.sizes.connection == "dlcl"
+def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
+    """Name to (layers, GiB): each policy on all layers alike, and each plain form; all of them with
+    the same margin for a device's allocator."""
+    dlcl = sizes.connection == "dlcl"
     found: dict[str, list[tuple[int, float]]] = {}
     for layers in DEPTHS:
-        sizes = replace(plan.sizes, layers=layers)
-        peaks = {form: eager_peak(sizes, form) for form in EAGER}
-        peaks |= {p: uniform_peak(sizes, p) for p in POLICIES if dlcl or p != "history"}
+        deep = replace(sizes, layers=layers)
+        peaks = {form: eager_peak(deep, form) for form in EAGER}
+        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if dlcl or p != "history"}
         for name, peak in peaks.items():
             found.setdefault(name, []).append((layers, peak / 2**30))
     return found
 
 
+def _figure(found: dict[str, Curve], title: str, budget: int | None):
+    line = None if budget is None else (f"budget {format_bytes(budget)}", budget / 2**30)
+    return depth_figure(
+        found, PICTURE_COLORS, title=title, strong=(NAMES["keep"], NAMES["history"]),
+        dashed=("plain residual",), line=line, height=HEIGHT,
+    )  # fmt: skip
+
+
+def title_of(sizes: Sizes) -> str:
+    """What a picture of ``sizes`` shows, in a line."""
+    return f"predicted peak of a step, GiB: {sizes.width} wide, {sizes.tokens:,} tokens"
+
+
 def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending."""
-    budget = plan.budget / 2**30
-    figure = depth_figure(
-        curves(plan), PICTURE_COLORS,
-        title=f"peak GiB, {plan.sizes.width} wide, {plan.sizes.tokens:,} tokens",
-        strong=POLICIES, dashed=("plain residual",),
-        line=(f"budget {format_bytes(plan.budget)}", budget),
-    )  # fmt: skip
+    import matplotlib
+
+    figure = _figure(curves(plan.sizes), title_of(plan.sizes), plan.budget)
+    # Nothing of the day: the same command writes the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=200, bbox_inches="tight", facecolor="white")
+        figure.savefig(
+            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
+        )  # fmt: skip
+
+
+def inline_svg(found: dict[str, Curve], title: str) -> str:
+    """The picture of `curves` as text for a page."""
+    return inline(_figure(found, title, None), "depth-memory", title)

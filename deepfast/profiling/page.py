@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deepfast.data.errors import require
 from deepfast.data.text import write_atomically
-from deepfast.profiling import pictures, results
+from deepfast.profiling import memory_chapter, memory_pictures, pictures, results
 
 TEMPLATE = "report.html"
 
@@ -25,6 +25,7 @@ def draw(report: dict) -> dict[str, str | None]:
         "losses": None,
         "weights": None,
     }  # fmt: skip
+    drawn |= memory_pictures.draw(report["memory"])
     training = report["training"]
     if training["status"] == "measured":
         runs = {"DLCL, pre-norm": training["runs"]["dlcl"],
@@ -51,6 +52,8 @@ def render(report: dict) -> str:
         pictures=draw(report),
         cards=results.headlines(report),
         traffic=results.traffic_table(report),
+        frugal=memory_chapter.frugal(report["memory"]),
+        spread=memory_chapter.spread,
         verdict=results.verdict(training) if training["status"] == "measured" else None,
     )
 

@@ -39,7 +39,7 @@ STYLE = {
 Curve = Sequence[tuple[float, float]]
 
 
-def _figure(width: float = WIDTH, height: float = HEIGHT):
+def figure_of(width: float = WIDTH, height: float = HEIGHT):
     # Not pyplot: it would choose a display and keep figures alive.
     import matplotlib
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def _figure(width: float = WIDTH, height: float = HEIGHT):
         return figure, figure.add_subplot()
 
 
-def _svg(figure, name: str, title: str) -> str:
+def inline(figure, name: str, title: str) -> str:
     """Text that can stand inside HTML: no prologue, its own ids, a title for screen readers."""
     import matplotlib
 
@@ -84,7 +84,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
     return places
 
 
-def _label_ends(
+def label_ends(
     figure, axes, curves: dict[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
 ) -> None:
     """The name of each curve right of its last point, moved apart where they would touch."""
@@ -114,13 +114,16 @@ def depth_figure(
     strong: Sequence[str],
     dashed: Sequence[str] = (),
     line: tuple[str, float] | None = None,
+    across: str = "encoder layers",
+    height: float = HEIGHT,
 ):
     """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
 
     strong, dashed: names of thick and of broken curves.
     line: a name and a number, drawn across.
+    across: what the lower axis shows, where it is not depth.
     """
-    figure, axes = _figure()
+    figure, axes = figure_of(height=height)
     for name, points in curves.items():
         main = name in strong
         axes.plot(
@@ -131,12 +134,12 @@ def depth_figure(
     depths = sorted({x for points in curves.values() for x, _ in points})
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(depths, [str(d) for d in depths])
+    axes.set_xticks(depths, [f"{d:g}" for d in depths])
     axes.minorticks_off()
     axes.set_xlim(depths[0] * 0.85, depths[-1] * 1.05)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
-    axes.set_xlabel("encoder layers")
+    axes.set_xlabel(across)
     axes.set_title(title, loc="left", fontsize=10)
     if line is not None:
         axes.axhline(line[1], color="#555555", linestyle=":", linewidth=1)
@@ -144,7 +147,7 @@ def depth_figure(
             line[0], (0.01, line[1]), (0, 3), xycoords=("axes fraction", "data"),
             textcoords="offset points", color="#555555", fontsize=8.5,
         )  # fmt: skip
-    _label_ends(figure, axes, curves, colors, strong)
+    label_ends(figure, axes, curves, colors, strong)
     return figure
 
 
@@ -156,13 +159,13 @@ def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) ->
     figure = depth_figure(
         curves, COLORS, title=f"{title}, {unit}", strong=("deepfast",), dashed=(RESIDUAL,)
     )
-    return _svg(figure, name, f"{title} over encoder layers, all variants")
+    return inline(figure, name, f"{title} over encoder layers, all variants")
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
     """1, 2, 5, 10, ... that cover the values; fewer where they span much."""
     low, high = min(values), max(values)
-    steps = (1, 2, 5) if high / max(low, 1e-12) < 300 else (1,)
+    steps = (1, 2, 5) if high / max(low, 1e-12) < 1000 else (1,)
     every = [step * 10.0**power for power in range(-9, 10) for step in steps]
     below = [t for t in every if t <= low]
     above = [t for t in every if t >= high]
@@ -171,7 +174,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
     """NLL over steps of two trainings: lines on training batches, points on dev."""
-    figure, axes = _figure(WIDTH, 3.1)
+    figure, axes = figure_of(WIDTH, 3.1)
     colors = {"DLCL, pre-norm": COLORS["deepfast"], "residual, post-norm": COLORS["stack and sum"]}
     styles = {
         "train": {"linewidth": 1, "alpha": 0.55},
@@ -195,8 +198,8 @@ def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
     axes.set_xlabel("optimizer steps")
     axes.set_ylim(bottom=0)
     axes.set_title("NLL, nats per target token", loc="left", fontsize=10)
-    _label_ends(figure, axes, ends, colors)
-    return _svg(figure, "losses", "Training and dev NLL over optimizer steps")
+    label_ends(figure, axes, ends, colors)
+    return inline(figure, "losses", "Training and dev NLL over optimizer steps")
 
 
 def depth_weights(weights: Sequence[Sequence[float]]) -> str:
@@ -208,7 +211,7 @@ def depth_weights(weights: Sequence[Sequence[float]]) -> str:
     hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
     # The first rows, which have few sources, would leave no colour for the others.
     limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
-    figure, axes = _figure(WIDTH, WIDTH * 0.8)
+    figure, axes = figure_of(WIDTH, WIDTH * 0.8)
     mesh = axes.pcolormesh(
         np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit,
         edgecolors="white", linewidth=0.25,
@@ -225,4 +228,4 @@ def depth_weights(weights: Sequence[Sequence[float]]) -> str:
     axes.set_xlabel("source: 0 is the embedding, k the output of layer k")
     axes.set_ylabel("input of layer")
     figure.colorbar(mesh, ax=axes, shrink=0.7, pad=0.02, extend="both")
-    return _svg(figure, "weights", "Heat map of the learned depth weights")
+    return inline(figure, "weights", "Heat map of the learned depth weights")

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from deepfast.profiling.agreement import agreement
 from deepfast.profiling.compiled import compiled
 from deepfast.profiling.machine import environment
+from deepfast.profiling.memory_chapter import memory
 from deepfast.profiling.mixing import mixing
 from deepfast.profiling.settings import Budget, Settings
 from deepfast.profiling.sweep import sweep
@@ -26,6 +27,8 @@ def make_report(settings: Settings, command: str, say: Callable[[str], None] = p
         say: told about every number as soon as it is there.
     """
     skipped = set()
+    if not settings.memory:
+        skipped.add("memory")
     if not settings.compiled:
         skipped.add("compiled")
     if not settings.training:
@@ -49,6 +52,10 @@ def make_report(settings: Settings, command: str, say: Callable[[str], None] = p
             "copy_bytes_per_second": copy,
             "rows": [_with_bandwidth(row.as_dict(), copy) for row in rows],
         }
+    report["memory"] = {"status": "not asked for"}
+    if settings.memory:
+        with budget.start("memory") as deadline:
+            report["memory"] = memory(settings, deadline, say)
     report["compiled"] = {"status": "not asked for", "rows": []}
     if settings.compiled:
         with budget.start("compiled") as deadline:

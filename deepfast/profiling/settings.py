@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, replace
 
-SHARES = {"sweep": 0.41, "mixing": 0.09, "compiled": 0.05, "training": 0.32, "twin": 0.11,
-          "translation": 0.02}  # fmt: skip
+SHARES = {"sweep": 0.36, "mixing": 0.08, "memory": 0.10, "compiled": 0.04, "training": 0.30,
+          "twin": 0.10, "translation": 0.02}  # fmt: skip
 """Part of the report -> share of its time; what a part leaves goes to those after it."""
 
 RESERVE_SECONDS = 6.0
@@ -38,6 +38,17 @@ class Settings:
         (100, ("deepfast", "stack and sum", "DenseFormer form")),
     )
     """Depths and forms of the mixing on its own, the most wanted forms first."""
+    memory: bool = True
+    """Whether to measure the memory policies."""
+    memory_batch: int = 32
+    """Sentences of a step there."""
+    memory_dim: int = 128
+    """D there, heads of 64 and F = 4 D: small, since five policies take turns, and with many tokens
+    for its width, as in training, or gradients would hide what the policies save."""
+    policy_depth: int = 60
+    """Layers of the encoder whose policies are timed, or the nearest of ``depths`` below it."""
+    held_depths: tuple[int, ...] = (6, 30)
+    """Layers of the small models that hold the closed forms to measurement."""
     compiled: bool = True
     """Whether to try the loop of adds under torch.compile."""
     training: bool = True
@@ -72,6 +83,11 @@ class Settings:
         return self.batch * self.length
 
     @property
+    def memory_tokens(self) -> int:
+        """T of a step where memory policies are measured."""
+        return self.memory_batch * self.length
+
+    @property
     def state_bytes(self) -> int:
         """One state in float32."""
         return self.tokens * self.dim * 4
@@ -95,6 +111,10 @@ def quick(settings: Settings) -> Settings:
         ffn_dim=64,
         rounds=2,
         mixing=((8, forms),),
+        memory_batch=32,
+        memory_dim=32,
+        policy_depth=8,
+        held_depths=(2,),
         compiled=False,
         overrides=small,
         sentences=6,

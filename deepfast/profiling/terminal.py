@@ -1,7 +1,7 @@
 """The report's main table in the terminal."""
 
 from deepfast.data.errors import require
-from deepfast.profiling import results
+from deepfast.profiling import memory_chapter, results
 
 
 def show(report: dict) -> None:
@@ -46,6 +46,7 @@ def show(report: dict) -> None:
     for card in results.headlines(report):
         console.print(f"[bold]{card['value']:>7}[/]  {card['label']}  [dim]({card['detail']})[/]",
                       highlight=False)  # fmt: skip
+    _memory(console, report["memory"])
     training = report["training"]
     if training["status"] == "measured":
         scores = training["scores"]
@@ -55,3 +56,28 @@ def show(report: dict) -> None:
         )  # fmt: skip
     else:
         console.print(f"         training: {training['status']}")
+
+
+def _memory(console, memory: dict) -> None:
+    """How well memory is predicted, what policies cost, and the deepest models."""
+    if memory["status"] != "measured":
+        console.print(f"         memory: {memory['status']}")
+        return
+    for field, what in (("peaks", "policies"), ("held", "closed forms of small models")):
+        agree = memory_chapter.spread(memory[field])
+        told = "not measured"
+        if agree:
+            told = f"{agree['low']:.3f} to {agree['high']:.3f} over {agree['count']} steps"
+        console.print(f"         predicted over measured memory, {what}: {told}", highlight=False)
+    times = memory["times"]
+    if times["depth"] is None:
+        console.print(f"         time of policies: not measured, {times['note']}", highlight=False)
+    for row in times["rows"]:
+        console.print(
+            f"[bold]{row['relative']:6.2f}×[/]  the time of keep, policy {row['policy']}, peak "
+            f"{results.size(row['peak_bytes'])}, {times['depth']} layers", highlight=False,
+        )  # fmt: skip
+    budgets = [budget["name"] for budget in memory["deepest"]["budgets"]]
+    for form, layers in memory["deepest"]["layers"].items():
+        counts = ", ".join(f"{b} {n:,}" for b, n in zip(budgets, layers, strict=True))
+        console.print(f"         most layers, predicted: {form}: {counts}", highlight=False)

@@ -162,7 +162,7 @@ def test_a_budget_hands_on_what_is_left():
     assert first.seconds == pytest.approx(
         whole * SHARES["sweep"] / (1 - SHARES["compiled"]), rel=0.01
     )
-    for part in ("mixing", "training", "twin"):
+    for part in ("mixing", "memory", "training", "twin"):
         budget.start(part)
     # Nothing was spent: the last part may take all of it.
     assert budget.start("translation").seconds == pytest.approx(whole, rel=0.01)
