@@ -118,6 +118,7 @@ def _may_overwrite(ctx) -> bool:
     the last backward through the graph."""
     return (
         ctx.bare
+        and not ctx.shared
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -139,8 +140,7 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
     # A hook on saved tensors may hold on to them.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ctx.bare = ctx.bare and hooks is None
+    ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
 
