@@ -68,7 +68,7 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
     assert f"memory policies: {row['policies']}\n" in text
     assert "\nit fits\n" in text
     assert " predicted, " in text
-    assert f"stopped by max_steps after {result.seconds:.0f} s, peak memory " in text
+    assert f"stopped by max_steps after {result.seconds:.0f} s, peak of live tensors " in text
 
 
 def test_the_prediction_holds_for_full_batches(make_recipe, tmp_path):
