@@ -107,36 +107,31 @@ class Connection(nn.Module):
                 p = self.dropout
         return n
 
-    def _run(self, layer: Body, policy: str, x, n, norm: LayerNorm | None, history):
-        """One layer under its policy; ``norm`` made n of x, and is None in post-norm."""
+    def _run(
+        self,
+        layer: Body,
+        policy: str,
+        x: Tensor,
+        n: Tensor | None,
+        norm: LayerNorm | None,
+        history: DepthHistory | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One layer under its policy; ``norm`` made n of x, and both are None in post-norm."""
         if not torch.is_grad_enabled():
             return layer(x, n)
         if torch.compiler.is_compiling():
             # A compiler sees through torch's checkpointing, and keeps what it likes elsewhere.
             return checkpoint(layer, x, n, use_reentrant=False) if policy in RERUN else layer(x, n)
         # Below the lowest layer that learns the states may be gone when this one runs again.
-        learning = x.requires_grad or (n is not None and n.requires_grad)
-        if policy == "history" and not learning:
-            policy = "states"
-        if policy == "history":
-            out_norm = None if norm is None else norm.as_output()
-            state, k = history.state, history.state.pushed - 1
-
-            def mixed() -> tuple[Tensor, Tensor | None]:
-                x, out = mixed_again(state, k, out_norm)
-                return (out, None) if norm is None and out is not None else (x, out)
-
-            return rerun(layer, (x, n), mixed)
+        learns = x.requires_grad or (n is not None and n.requires_grad)
+        if policy == "history" and learns:
+            return _rerun_from_states(layer, x, n, norm, history)
+        if policy in RERUN:
+            return _rerun_from_input(layer, x, n, norm)
         # DLCL keeps n, and x nowhere; without it the layer-norm keeps x.
-        if n is not None and bare(norm, LayerNorm):
-            again = norm.again(n, x) if policy == "states" or history is None else None
-        else:
-            again = None
-        if policy == "states":
-            kept = Kept(x)
-            kept_n = again or (None if n is None else Kept(n))
-            return rerun(layer, (x, n), lambda: (kept(), None if kept_n is None else kept_n()))
-        return layer(x, n) if again is None else layer(x, n, again)
+        if n is None or history is not None or not bare(norm, LayerNorm):
+            return layer(x, n)
+        return layer(x, n, norm.again(n, x))
 
     def _post_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
@@ -147,3 +142,32 @@ class Connection(nn.Module):
             if history is not None:
                 x = self.dlcl(x, history)
         return x
+
+
+def _rerun_from_states(
+    layer: Body, x: Tensor, n: Tensor | None, norm: LayerNorm | None, history: DepthHistory
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The policy "history": x and n are mixed again from the states."""
+    # Not the history, whose token belongs to the graph that will hold this.
+    state, k = history.state, history.state.pushed - 1
+    out_norm = None if norm is None else norm.as_output()
+
+    def mixed() -> tuple[Tensor, Tensor | None]:
+        x, out = mixed_again(state, k, out_norm)
+        if norm is not None:
+            return x, out
+        # In post-norm a row's own norm gives the layer's input.
+        return (x if out is None else out), None
+
+    return rerun(layer, (x, n), mixed)
+
+
+def _rerun_from_input(
+    layer: Body, x: Tensor, n: Tensor | None, norm: LayerNorm | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The policy "states": x is kept, and n made of it again."""
+    kept = Kept(x)
+    if n is None:
+        return rerun(layer, (x, None), lambda: (kept(), None))
+    made = norm.again(n, x) if bare(norm, LayerNorm) else Kept(n)
+    return rerun(layer, (x, n), lambda: (kept(), made()))

@@ -45,40 +45,41 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
             f"{format_bytes(planned.peak)} for data.max_tokens={trainer.recipe.data.max_tokens}: "
             f"{planned.advice}"
         )
-    for _ in range(1 if named else TRIES):
-        trainer.model.encoder.set_memory(planned.policies)
-        trainer.model.decoder.set_memory(planned.decoder_policies)
-        measured = _largest_of_ranks(trainer.measure(), trainer.device)
+    tries = 1 if named else TRIES
+    for attempt in range(1, tries + 1):
+        measured = _trial(trainer, planned)
         policies = describe(planned.policies, planned.decoder_policies)
-        if measured <= limit and measured < math.inf:
-            break
-        got = format_bytes(measured) if measured < math.inf else "more than the GPU has"
         if measured == math.inf:
-            total = torch.cuda.get_device_properties(trainer.device).total_memory
-            limit = min(limit, total)
+            limit = min(limit, torch.cuda.get_device_properties(trainer.device).total_memory)
+        if measured <= limit:
+            return {
+                "step": trainer.step,
+                "predicted_bytes": planned.peak,
+                "measured_bytes": int(measured),
+                "policies": policies,
+            }
+        got = "more than the GPU has" if measured == math.inf else format_bytes(measured)
+        wrong = (
+            f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
+            f"policies {policies}: "
+        )
         other = _what_fits(trainer, planned, limit, measured)
         if not other.fits:
-            break
+            # The budget it names is one of predictions, which were wrong here.
+            raise TrainingError(wrong + other.advice.partition(", and as it is")[0])
         instead = describe(other.policies, other.decoder_policies)
+        if attempt == tries:
+            raise TrainingError(f"{wrong}memory policies {instead} would fit")
         say(f"a trial with memory policies {policies} took {got}; {instead} instead")
         planned = other
-    else:
-        raise TrainingError(
-            f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
-            f"policies {policies}: memory policies {instead} would fit"
-        )
-    if measured > limit or measured == math.inf:
-        raise TrainingError(
-            f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
-            # The budget it names is one of predictions, which were wrong here.
-            f"policies {policies}: {other.advice.partition(', and as it is')[0]}"
-        )
-    return {
-        "step": trainer.step,
-        "predicted_bytes": planned.peak,
-        "measured_bytes": int(measured),
-        "policies": policies,
-    }
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _trial(trainer: Trainer, planned: Plan) -> float:
+    """Bytes of a step under a plan's policies, on the rank that needs most."""
+    trainer.model.encoder.set_memory(planned.policies)
+    trainer.model.decoder.set_memory(planned.decoder_policies)
+    return _largest_of_ranks(trainer.measure(), trainer.device)
 
 
 def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Plan:
