@@ -224,7 +224,7 @@ class TransformerDecoderLayer(_Layer):
         norm = self.cross_attention_norm if pre else self.attention_norm
         n, s = norm(a, residual=x, dropout_p=self.dropout)
         # What runs again makes n with everything else; a maker would keep s for it.
-        made = bare(norm, LayerNorm) and self.memory not in RERUN
+        made = bare(norm, LayerNorm) and self.memory not in RERUN and torch.is_grad_enabled()
         again = norm.again(n, s) if made else None
         told = self._recomputes(self.cross_attention, again)
         c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing, **told)

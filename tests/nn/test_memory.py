@@ -431,3 +431,12 @@ def test_wrapped_layers_get_their_policy():
     module.layers[1] = nn.Sequential(module.layers[1])
     module.set_memory("lean")
     assert module.layers[1][0].memory == "lean"
+
+
+@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "decoder, post"])
+@pytest.mark.parametrize("policy", ["keep", "leaner", "states"])
+def test_inference_mode(case, policy):
+    with torch.no_grad():
+        expected = forward(stack("keep", **CASES[case]).eval())[1]
+    with torch.inference_mode():
+        assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
