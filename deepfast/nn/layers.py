@@ -7,6 +7,7 @@ residual add, so that the boundary between two layers, which does both, is one p
     post-norm   x              -> LN(r + feed_forward(r)) with r = LN(x + attention(x))
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
