@@ -5,7 +5,6 @@
 //
 // Three passes over a row, which stays in the level-2 cache: its maximum, its sums, its gradient.
 // Compiled once per instruction set.
-#include <math.h>
 
 #include "exp.h"
 #include "rows.h"
@@ -19,8 +18,8 @@ namespace {
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
   constexpr int N = kLanes<A>;
-  auto wide = broadcast(Lanes<N>{}, A(-INFINITY));
-  auto tail = broadcast(Lanes<1>{}, A(-INFINITY));
+  auto wide = broadcast(Lanes<N>{}, A(-__builtin_inf()));
+  auto tail = broadcast(Lanes<1>{}, A(-__builtin_inf()));
   int64_t i = 0;
   for (; i + N <= n; i += N) {
     const auto x = load(Lanes<N>{}, row + i);
@@ -57,9 +56,9 @@ void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
       s.first.add(exponential<A>(lanes, x));
       s.second.add(x);
     });
-    const A total = sums.first.total(), log_total = static_cast<A>(log(double(total)));
+    const A total = sums.first.total(), log_total = static_cast<A>(__builtin_log(double(total)));
     const bool inside = target >= 0 && target < V;
-    const A hit = inside ? load(Lanes<1>{}, row + target)[0] - most : A(NAN);
+    const A hit = inside ? load(Lanes<1>{}, row + target)[0] - most : A(__builtin_nan(""));
     const A nll = log_total - hit;
     A loss = nll;
     if (smoothing > 0)

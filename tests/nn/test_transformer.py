@@ -101,7 +101,9 @@ def test_which_backend_runs(ran, backend):
     m = TransformerEncoder(2, DIM, HEADS, FFN, backend=backend)
     with backends.record() as seen:
         m(torch.randn(2, 3, DIM)).sum().backward()
-    assert set(seen) == {(op, backend) for op in ("layer_norm", "boundary", "attention")}
+    assert set(seen) == {
+        (op, backend) for op in ("layer_norm", "activation", "boundary", "attention")
+    }
 
 
 def test_identity_weights_equal_the_plain_stack(backend):
