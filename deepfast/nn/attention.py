@@ -53,8 +53,9 @@ class _Unkept:
         packing: Packing | None,
     ) -> Tensor:
         """``W x + b``; padded where there is a packing to tell how."""
-        plain = bare(linear, nn.Linear)
-        if again is not None and not (self.eager and plain and again.makes(x)):
+        # Decoding has nothing to make again, and need not look.
+        plain = self.eager and bare(linear, nn.Linear)
+        if again is not None and not (plain and again.makes(x)):
             again = None
         if again is None:
             y = linear(x)
@@ -64,11 +65,12 @@ class _Unkept:
         dtype = y.dtype
         y = y if packing is None else packing.unpack(y)
         if self.recompute and plain:
-            parts = again or Kept(x), Kept(linear.weight), Kept(linear.bias)
+            parts = [again or Kept(x), Kept(linear.weight)]
+            if linear.bias is not None:
+                parts.append(Kept(linear.bias))
 
             def make() -> Tensor:
-                x, w, b = (part().to(dtype) for part in parts)
-                y = F.linear(x, w, b)
+                y = F.linear(*(part().to(dtype) for part in parts))
                 return y if packing is None else packing.unpack(y)
 
             self.makers.append((y, make))

@@ -440,3 +440,15 @@ def test_inference_mode(case, policy):
         expected = forward(stack("keep", **CASES[case]).eval())[1]
     with torch.inference_mode():
         assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_a_projection_without_bias(policy):
+    results = []
+    for memory in ("keep", policy):
+        module = stack(memory)
+        old = module.layers[2].attention.query_key_value
+        new = module.layers[2].attention.query_key_value = nn.Linear(DIM, 3 * DIM, bias=False)
+        new.weight = old.weight
+        results.append(step(module))
+    assert_same(results[1], results[0])
