@@ -1,6 +1,7 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
+for transparent attention.
 """
 
 import inspect
@@ -12,8 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
-from deepfast.nn.connection import CONNECTIONS
+from deepfast.nn import (
+    DLCL,
+    DecoderCache,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransparentAttention,
+)
+from deepfast.nn.connection import CONNECTIONS, PRESETS, dlcl_options
 from deepfast.ops.activation import KINDS
 
 IGNORED = -100
@@ -39,9 +47,12 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "denseformer"."""
     decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "denseformer"."""
+    cross_attention: str = "top"
+    """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
+    own of all encoder layers."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -52,8 +63,10 @@ class TransformerConfig:
     """On attention weights."""
     activation_dropout: float = 0.0
     """After the feed-forward activation."""
+    mixture_dropout: float = 0.1
+    """On the weights of transparent attention's mixtures."""
     dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides."""
+    """Further arguments of deepfast.nn.DLCL, for both sides; norm None: no LN in the mixture."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -71,13 +84,14 @@ class TransformerConfig:
                 f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
                 f"got {self.padding_idx!r}"
             )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
+        for name in ("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
         for name, allowed in (
             ("encoder_connection", CONNECTIONS),
             ("decoder_connection", CONNECTIONS),
+            ("cross_attention", ("top", "transparent")),
             ("norm", ("pre", "post")),
             ("activation", KINDS),
         ):
@@ -91,16 +105,19 @@ class TransformerConfig:
     def _check_dlcl(self):
         if not self.dlcl:
             return
-        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
+        sides = {self.encoder_connection, self.decoder_connection} & PRESETS.keys()
+        if not sides:
             raise ValueError(
                 f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
             )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
+        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "backend"}
         unknown = sorted(set(self.dlcl) - known)
         if unknown:
             raise ValueError(
                 f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
+        for connection in sorted(sides):
+            dlcl_options(connection, self.norm, self.dlcl)
 
     def side(self, connection: str) -> dict:
         """Arguments of the encoder's or the decoder's stack."""
@@ -109,7 +126,7 @@ class TransformerConfig:
         options = {name: getattr(self, name) for name in names}
         return options | {
             "connection": connection,
-            "dlcl": self.dlcl if connection == "dlcl" else None,
+            "dlcl": self.dlcl if connection in PRESETS else None,
         }
 
 
@@ -169,6 +186,12 @@ class Transformer(nn.Module):
             self.embedding.weight[c.padding_idx].zero_()
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.transparent = None
+        if c.cross_attention == "transparent":
+            self.transparent = TransparentAttention(
+                c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
+                dropout=c.mixture_dropout, backend=c.backend,
+            )  # fmt: skip
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -176,7 +199,7 @@ class Transformer(nn.Module):
         return (
             f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        )
+        ) + (", transparent attention" if self.transparent is not None else "")
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
@@ -195,10 +218,15 @@ class Transformer(nn.Module):
             tokens, positions = tokens[packing.indices], positions[packing.indices]
         return self._embed(tokens, positions), packing
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed encoder output (T, D) and its packing."""
+    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
+        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
         x, packing = self._packed(source_BS)
-        return self.encoder.forward_packed(x, packing), packing
+        if self.transparent is None:
+            return self.encoder.forward_packed(x, packing), packing
+        states: list[Tensor] = []
+        output = self.encoder.forward_packed(x, packing, states=states)
+        return self.transparent(states, output), packing
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the tied embedding."""

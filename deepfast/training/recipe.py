@@ -15,6 +15,7 @@ from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, TransformerConfig, base, big, build
 from deepfast.nn import DLCL
+from deepfast.nn.connection import PRESETS, dlcl_options
 from deepfast.training.errors import RecipeError
 
 SIZES = {"base": base, "big": big}
@@ -36,7 +37,7 @@ MODEL_FIELDS = {
 DLCL_FIELDS = {
     name: parameter.annotation
     for name, parameter in inspect.signature(DLCL, eval_str=True).parameters.items()
-    if name not in ("num_layers", "dim", "norm", "backend")
+    if name not in ("num_layers", "dim", "backend")
 }
 """Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
 
@@ -283,8 +284,11 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
+        # Its states and mixtures are in no plan.
+        top = config.cross_attention == "top"
+        _expect(top, "memory", "null where model.cross_attention is transparent", self.memory)
         if self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
             return
@@ -331,9 +335,9 @@ class Recipe:
 
 def _check_dlcl(config: TransformerConfig) -> None:
     """Values of ``model.dlcl`` that no DLCL takes."""
-    if "dlcl" in (config.encoder_connection, config.decoder_connection):
+    for connection in {config.encoder_connection, config.decoder_connection} & PRESETS.keys():
         try:
-            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
+            DLCL(1, config.dim, **dlcl_options(connection, config.norm, config.dlcl))
         except (ValueError, TypeError) as error:
             reason = str(error).removeprefix("DLCL: ")
             raise RecipeError(f"model.dlcl: {reason}") from error
