@@ -33,9 +33,16 @@ class TransformerConfig:
     """Sizes and choices of a `Transformer`."""
 
     vocab_size: int
-    """V, of the vocabulary shared by source and target."""
+    """V, of the source and, where target_vocab_size is None, of the target too."""
+    target_vocab_size: int | None = None
+    """V of the target where it has a vocabulary of its own."""
     padding_idx: int = 0
     """Id of the padding token."""
+    share_embeddings: str = "all"
+    """"all": one matrix for source, target and output; "decoder": target and output share one, the
+    source has its own; "none": each has its own."""
+    first_position: int = 0
+    """The number of a sentence's first position, for the sinusoids."""
     dim: int = 512
     """D."""
     heads: int = 8
@@ -92,6 +99,7 @@ class TransformerConfig:
             ("encoder_connection", CONNECTIONS),
             ("decoder_connection", CONNECTIONS),
             ("cross_attention", ("top", "transparent")),
+            ("share_embeddings", ("all", "decoder", "none")),
             ("norm", ("pre", "post")),
             ("activation", KINDS),
         ):
@@ -99,8 +107,25 @@ class TransformerConfig:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-
+        self._check_vocabularies()
         self._check_dlcl()
+
+    def _check_vocabularies(self):
+        size, first = self.target_vocab_size, self.first_position
+        least = self.padding_idx + 1
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)
+                                 or size < least):  # fmt: skip
+            raise ValueError(
+                f"target_vocab_size: expected None or a whole number of at least {least}, "
+                f"got {size!r}"
+            )
+        if self.share_embeddings == "all" and size not in (None, self.vocab_size):
+            raise ValueError(
+                f"target_vocab_size: expected the source's {self.vocab_size} where "
+                f"share_embeddings is all, got {size}"
+            )
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
 
     def _check_dlcl(self):
         if not self.dlcl:
@@ -171,7 +196,7 @@ class DecodeState:
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one embedding shared by source, target and output projection.
+    """Encoder, decoder, and by default one embedding shared by source, target and output.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
@@ -180,10 +205,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        self.embedding = nn.Embedding(c.vocab_size, c.dim, padding_idx=c.padding_idx)
-        nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
-        with torch.no_grad():
-            self.embedding.weight[c.padding_idx].zero_()
+        self.embedding = self._new_embedding(c.vocab_size)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = self.output = None
+        if c.share_embeddings != "all":
+            self.target_embedding = self._new_embedding(target_size)
+        if c.share_embeddings == "none":
+            self.output = nn.Linear(c.dim, target_size, bias=False)
+            nn.init.normal_(self.output.weight, std=c.dim**-0.5)
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
         self.transparent = None
@@ -201,27 +230,43 @@ class Transformer(nn.Module):
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
         ) + (", transparent attention" if self.transparent is not None else "")
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _new_embedding(self, size: int) -> nn.Embedding:
+        dim, padding_idx = self.config.dim, self.config.padding_idx
+        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        nn.init.normal_(embedding.weight, std=dim**-0.5)
+        with torch.no_grad():
+            embedding.weight[padding_idx].zero_()
+        return embedding
+
+    @property
+    def _target(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self._target if self.output is None else self.output).weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def _packed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) - 1).flatten()
+        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self._embed(tokens, positions), packing
+        return self._embed(tokens, positions, embedding), packing
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
         """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
         (T, D) or, in transparent attention, such a tensor for each decoder layer."""
-        x, packing = self._packed(source_BS)
+        x, packing = self._packed(source_BS, self.embedding)
         if self.transparent is None:
             return self.encoder.forward_packed(x, packing), packing
         states: list[Tensor] = []
@@ -229,8 +274,8 @@ class Transformer(nn.Module):
         return self.transparent(states, output), packing
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the tied embedding."""
-        return F.linear(x, self.embedding.weight)
+        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
@@ -242,7 +287,7 @@ class Transformer(nn.Module):
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT)
+        x, packing = self._packed(target_in_BT, self._target)
         return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
 
     def loss(
@@ -264,7 +309,7 @@ class Transformer(nn.Module):
         if packing.indices is not None:
             labels = labels[packing.indices]
         return ops.linear_cross_entropy(
-            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+            x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
 
@@ -274,7 +319,7 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
+        positions = torch.full_like(tokens_B, self.config.first_position + state.position)
+        x = self.decoder.step(self._embed(tokens_B, positions, self._target), state.cache)
         state.position += 1
         return self.project(x)

@@ -23,7 +23,7 @@ SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
 LANGUAGES = ("de", "fr", "es")
 
-DERIVED_FIELDS = ("vocab_size", "padding_idx")
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
 """Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
@@ -284,9 +284,11 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
-        # Its states and mixtures are in no plan.
-        top = config.cross_attention == "top"
-        _expect(top, "memory", "null where model.cross_attention is transparent", self.memory)
+        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all")):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value == planned, "memory", expected, self.memory)
         if self.memory in POLICIES:
             mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
