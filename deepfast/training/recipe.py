@@ -15,6 +15,7 @@ from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, TransformerConfig, base, big, build
 from deepfast.nn import DLCL
+from deepfast.nn.connection import PRESETS, dlcl_options
 from deepfast.training.errors import RecipeError
 
 SIZES = {"base": base, "big": big}
@@ -22,7 +23,7 @@ SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
 LANGUAGES = ("de", "fr", "es")
 
-DERIVED_FIELDS = ("vocab_size", "padding_idx")
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
 """Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
@@ -36,7 +37,7 @@ MODEL_FIELDS = {
 DLCL_FIELDS = {
     name: parameter.annotation
     for name, parameter in inspect.signature(DLCL, eval_str=True).parameters.items()
-    if name not in ("num_layers", "dim", "norm", "backend")
+    if name not in ("num_layers", "dim", "backend")
 }
 """Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
 
@@ -283,8 +284,13 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
+        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all")):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value == planned, "memory", expected, self.memory)
         if self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
             return
@@ -331,9 +337,9 @@ class Recipe:
 
 def _check_dlcl(config: TransformerConfig) -> None:
     """Values of ``model.dlcl`` that no DLCL takes."""
-    if "dlcl" in (config.encoder_connection, config.decoder_connection):
+    for connection in {config.encoder_connection, config.decoder_connection} & PRESETS.keys():
         try:
-            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
+            DLCL(1, config.dim, **dlcl_options(connection, config.norm, config.dlcl))
         except (ValueError, TypeError) as error:
             reason = str(error).removeprefix("DLCL: ")
             raise RecipeError(f"model.dlcl: {reason}") from error
