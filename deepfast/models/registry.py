@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
+from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .transformer import Transformer, TransformerConfig
 
 
@@ -25,7 +26,10 @@ class Kind:
         return {field.name: hints[field.name] for field in fields(self.config)}
 
 
-KINDS = {"transformer": Kind(TransformerConfig, Transformer)}
+KINDS = {
+    "transformer": Kind(TransformerConfig, Transformer),
+    "depth_growing": Kind(DepthGrowingConfig, DepthGrowing),
+}
 """Name in a recipe and in a checkpoint -> what it is."""
 
 

@@ -5,6 +5,7 @@ Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL
 
 import inspect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,10 +59,9 @@ class TransformerConfig:
     """See deepfast.backend."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        self._check_whole(
+            "vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"
+        )
         if self.dim % self.heads or self.dim % 2:
             raise ValueError(
                 f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
@@ -75,31 +75,37 @@ class TransformerConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        for name, allowed in (
-            ("encoder_connection", CONNECTIONS),
-            ("decoder_connection", CONNECTIONS),
-            ("norm", ("pre", "post")),
-            ("activation", KINDS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
+        self._check_choice("norm", ("pre", "post"))
+        self._check_choice("activation", KINDS)
+        self._check_connections("dlcl", "encoder_connection", "decoder_connection")
 
-        self._check_dlcl()
+    def _check_whole(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
 
-    def _check_dlcl(self):
-        if not self.dlcl:
+    def _check_choice(self, name: str, allowed: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+    def _check_connections(self, dlcl: str, *sides: str) -> None:
+        """The connection of each side, and the field with the options of those that are DLCL."""
+        for side in sides:
+            self._check_choice(side, CONNECTIONS)
+        options = getattr(self, dlcl)
+        if not options:
             return
-        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
+        if not any(getattr(self, side) == "dlcl" for side in sides):
             raise ValueError(
-                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
+                f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
             )
         known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
-        unknown = sorted(set(self.dlcl) - known)
+        unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(
-                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"{dlcl}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
 
     def side(self, connection: str) -> dict:
@@ -178,13 +184,14 @@ class Transformer(nn.Module):
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
         )
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
         x = self.embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def _packed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def embed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
@@ -193,11 +200,11 @@ class Transformer(nn.Module):
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self._embed(tokens, positions), packing
+        return self.embed_at(tokens, positions), packing
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
         """Token ids (B, S) to packed encoder output (T, D) and its packing."""
-        x, packing = self._packed(source_BS)
+        x, packing = self.embed(source_BS)
         return self.encoder.forward_packed(x, packing), packing
 
     def project(self, x: Tensor) -> Tensor:
@@ -214,7 +221,7 @@ class Transformer(nn.Module):
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT)
+        x, packing = self.embed(target_in_BT)
         return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
 
     def loss(
@@ -230,6 +237,17 @@ class Transformer(nn.Module):
         label-smoothed, the likelihood is not and has no gradient.
         """
         x, packing = self._decode(source_BS, target_in_BT)
+        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+
+    def loss_of(
+        self,
+        x: Tensor,
+        packing: Packing,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        """What `loss` returns, of packed decoder output (N, D) and its packing."""
         # A compiler does not pack: there padding is computed, and must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
@@ -247,6 +265,6 @@ class Transformer(nn.Module):
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
         positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
+        x = self.decoder.step(self.embed_at(tokens_B, positions), state.cache)
         state.position += 1
         return self.project(x)
