@@ -9,13 +9,16 @@ from torch import nn
 from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .transformer import Transformer, TransformerConfig
 
+DERIVED_FIELDS = ("vocab_size", "padding_idx")
+"""Fields of every config that the vocabulary decides, not the recipe."""
+
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of model."""
 
     config: type
-    """A ``kw_only`` dataclass; ``vocab_size`` and ``padding_idx`` come from the vocabulary."""
+    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
     model: Callable[[Any], nn.Module]
     """Makes a module of a config."""
 
