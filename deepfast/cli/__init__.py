@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
+    "tune": "find the weights of deep-shallow decoding on a dev text",
     "score": "BLEU of translations against references",
     "show-weights": "draw the depth weights that a model has learned",
     "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",

@@ -1,6 +1,17 @@
 """Whole models."""
 
+from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .registry import KINDS, build, kind_of
 from .transformer import Transformer, TransformerConfig, base, big
 
-__all__ = ["KINDS", "Transformer", "TransformerConfig", "base", "big", "build", "kind_of"]
+__all__ = [
+    "KINDS",
+    "DepthGrowing",
+    "DepthGrowingConfig",
+    "Transformer",
+    "TransformerConfig",
+    "base",
+    "big",
+    "build",
+    "kind_of",
+]

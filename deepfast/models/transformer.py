@@ -6,6 +6,7 @@ for transparent attention.
 
 import inspect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -78,10 +79,9 @@ class TransformerConfig:
     """See deepfast.backend."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        self._check_whole(
+            "vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"
+        )
         if self.dim % self.heads or self.dim % 2:
             raise ValueError(
                 f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
@@ -95,22 +95,25 @@ class TransformerConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        for name, allowed in (
-            ("encoder_connection", CONNECTIONS),
-            ("decoder_connection", CONNECTIONS),
-            ("cross_attention", ("top", "transparent")),
-            ("share_embeddings", ("all", "decoder", "none")),
-            ("norm", ("pre", "post")),
-            ("activation", KINDS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
+        self._check_choice("norm", ("pre", "post"))
+        self._check_choice("activation", KINDS)
+        self._check_choice("cross_attention", ("top", "transparent"))
+        self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_vocabularies()
-        self._check_dlcl()
+        self._check_connections("dlcl", "encoder_connection", "decoder_connection")
 
-    def _check_vocabularies(self):
+    def _check_whole(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+
+    def _check_choice(self, name: str, allowed: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+    def _check_vocabularies(self) -> None:
         size, first = self.target_vocab_size, self.first_position
         least = self.padding_idx + 1
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)
@@ -127,22 +130,26 @@ class TransformerConfig:
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
 
-    def _check_dlcl(self):
-        if not self.dlcl:
+    def _check_connections(self, dlcl: str, *sides: str) -> None:
+        """The connection of each side, and the field with the options of those that are DLCL."""
+        for side in sides:
+            self._check_choice(side, CONNECTIONS)
+        options = getattr(self, dlcl)
+        if not options:
             return
-        sides = {self.encoder_connection, self.decoder_connection} & PRESETS.keys()
-        if not sides:
+        mixed = {getattr(self, side) for side in sides} & PRESETS.keys()
+        if not mixed:
             raise ValueError(
-                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
+                f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
             )
         known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "backend"}
-        unknown = sorted(set(self.dlcl) - known)
+        unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(
-                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"{dlcl}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
-        for connection in sorted(sides):
-            dlcl_options(connection, self.norm, self.dlcl)
+        for connection in sorted(mixed):
+            dlcl_options(connection, self.norm, options)
 
     def side(self, connection: str) -> dict:
         """Arguments of the encoder's or the decoder's stack."""
@@ -263,10 +270,26 @@ class Transformer(nn.Module):
             tokens, positions = tokens[packing.indices], positions[packing.indices]
         return self._embed(tokens, positions, embedding), packing
 
+    def embed_source(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
+        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
+        return self._packed(source_BS, self.embedding)
+
+    def embed_target(self, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """As `embed_source`, of the other side."""
+        return self._packed(target_in_BT, self._target)
+
+    def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
+        """Target tokens (B,) that all stand at one position, from 0, to (B, D)."""
+        positions = torch.full_like(tokens_B, self.config.first_position + position)
+        return self._embed(tokens_B, positions, self._target)
+
     def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
         """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
         (T, D) or, in transparent attention, such a tensor for each decoder layer."""
-        x, packing = self._packed(source_BS, self.embedding)
+        return self.encode_packed(*self.embed_source(source_BS))
+
+    def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor | list[Tensor], Packing]:
+        """`encode` from the embeddings on."""
         if self.transparent is None:
             return self.encoder.forward_packed(x, packing), packing
         states: list[Tensor] = []
@@ -287,7 +310,7 @@ class Transformer(nn.Module):
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT, self._target)
+        x, packing = self.embed_target(target_in_BT)
         return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
 
     def loss(
@@ -303,6 +326,17 @@ class Transformer(nn.Module):
         label-smoothed, the likelihood is not and has no gradient.
         """
         x, packing = self._decode(source_BS, target_in_BT)
+        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+
+    def loss_of(
+        self,
+        x: Tensor,
+        packing: Packing,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        """What `loss` returns, of packed decoder output (N, D) and its packing."""
         # A compiler does not pack: there padding is computed, and must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
@@ -319,7 +353,6 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, self.config.first_position + state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions, self._target), state.cache)
+        x = self.decoder.step(self.embed_at(tokens_B, state.position), state.cache)
         state.position += 1
         return self.project(x)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES
@@ -74,6 +75,13 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"a trial with memory policies {policies} took {got}; {instead} instead")
         planned = other
     raise AssertionError("the last attempt returns or raises")
+
+
+def set_policy(model: nn.Module, policy: str) -> None:
+    """One policy for all layers; where nothing can be mixed again the nearest takes its place."""
+    for stack in (model.encoder, model.decoder):
+        mixes = stack.connection.dlcl is not None or policy != "history"
+        stack.set_memory(policy if mixes else "states")
 
 
 def _trial(trainer: Trainer, planned: Plan) -> float:
