@@ -19,7 +19,7 @@ from deepfast.data.batches import (
 from deepfast.data.errors import DataError, MissingPackage
 from deepfast.data.phrases import Corpus, phrases, write
 from deepfast.data.text import Dropped, ParallelText, read_lines, read_parallel
-from deepfast.data.vocabulary import Vocabulary
+from deepfast.data.vocabulary import Vocabulary, split_tag, tag_of
 
 __all__ = [
     "Batch",
@@ -36,5 +36,7 @@ __all__ = [
     "read_lines",
     "read_parallel",
     "restore_order",
+    "split_tag",
+    "tag_of",
     "write",
 ]

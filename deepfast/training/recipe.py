@@ -21,6 +21,7 @@ SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
 LANGUAGES = ("de", "fr", "es")
+DIRECTIONS = ("one-to-many", "many-to-one")
 
 DERIVED_FIELDS = ("vocab_size", "padding_idx")
 """Fields of a model's config that the vocabulary decides, not the recipe."""
@@ -41,6 +42,12 @@ DLCL_FIELDS = {
 """Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
 
 
+def _listed(names: str | list | None) -> tuple[str, ...]:
+    """Names from a list, or from text with commas."""
+    parts = names.split(",") if isinstance(names, str) else names or ()
+    return tuple(str(part).strip() for part in parts)
+
+
 def _expect(condition: bool, key: str, expected: str, got: Any) -> None:
     if not condition:
         raise RecipeError(f"{key}: expected {expected}, got {got!r}")
@@ -50,16 +57,21 @@ def _expect(condition: bool, key: str, expected: str, got: Any) -> None:
 class DataSection:
     """Where the sentence pairs come from, and how they become batches."""
 
-    phrases: str | None = None
-    """"de", "fr" or "es": train on generated phrases from English; None: on the files below."""
+    phrases: str | list | None = None
+    """"de", "fr" or "es": train on generated phrases from English; several, "de,fr" or a list, with
+    a tag such as `<de>` in front of every source sentence; None: train on the files below."""
+    direction: str = "one-to-many"
+    """Of generated phrases: "one-to-many" from English, "many-to-one" into English."""
+    languages: str | list | None = None
+    """Of the files below: every source line begins with the tag of one of these languages."""
     seed: int = 1
     """Seed of the generated phrases."""
     train_size: int = 30_000
-    """Generated pairs to train on."""
+    """Generated pairs to train on, of each language."""
     dev_size: int = 500
-    """Generated pairs to validate on; 0 for no validation."""
+    """Generated pairs to validate on, of each language; 0 for no validation."""
     test_size: int = 1_000
-    """Generated pairs held out for the end."""
+    """Generated pairs held out for the end, of each language."""
     train_source: str | None = None
     """Text file, plain or gzip, one sentence a line."""
     train_target: str | None = None
@@ -87,8 +99,19 @@ class DataSection:
 
     def __post_init__(self):
         allowed = ", ".join(LANGUAGES)
-        known = self.phrases is None or self.phrases in LANGUAGES
+        generated = self.generated
+        known = self.phrases is None or (generated and set(generated) <= set(LANGUAGES))
         _expect(known, "data.phrases", f"one of {allowed} or null", self.phrases)
+        once = len(set(generated)) == len(generated)
+        _expect(once, "data.phrases", "each language once", self.phrases)
+        allowed = ", ".join(DIRECTIONS)
+        turns = self.phrases is not None or self.direction == DIRECTIONS[0]
+        _expect(turns, "data.direction", f"{DIRECTIONS[0]} without phrases", self.direction)
+        _expect(self.direction in DIRECTIONS, "data.direction", f"one of {allowed}", self.direction)
+        given = self.languages is None or self.phrases is None
+        _expect(given, "data.languages", "null beside phrases", self.languages)
+        plain = self.languages is None or len(_listed(self.languages)) > 1
+        _expect(plain, "data.languages", "two or more languages or null", self.languages)
         for name in ("train_size", "max_tokens", "max_length"):
             value = getattr(self, name)
             _expect(value >= 1, f"data.{name}", "a whole number of at least 1", value)
@@ -119,6 +142,17 @@ class DataSection:
             if (source is None) != (target is None):
                 missing = "source" if source is None else "target"
                 raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")
+
+    @property
+    def generated(self) -> tuple[str, ...]:
+        """Languages of generated phrases."""
+        return _listed(self.phrases)
+
+    @property
+    def tagged(self) -> tuple[str, ...]:
+        """Languages of which each sentence names its own by a tag; none where there is one."""
+        languages = _listed(self.languages) or self.generated
+        return languages if len(languages) > 1 else ()
 
     @property
     def validates(self) -> bool:

@@ -26,7 +26,7 @@ from deepfast.training.recipe import (
 SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
 TOP = {"memory": str | None, "output": str, "resume": bool | str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         dict: "keys and values", types.NoneType: "null"}  # fmt: skip
+         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
 
 
 def _known_types() -> dict[str, Any]:
