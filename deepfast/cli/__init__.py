@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
+    "prune": "leave out the layers that latent depth does not use",
     "score": "BLEU of translations against references",
     "report": "measure everything and write one HTML page",
 }

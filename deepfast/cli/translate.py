@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from deepfast.data import DataError, Vocabulary, read_lines
+from deepfast.data import DataError, Vocabulary, read_lines, tag_of
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import translate_nbest
@@ -43,6 +43,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, help="most tokens a line; default 2 * source tokens + 10"
     )
     group.add_argument("--max-tokens", type=int, default=2000, help="source tokens of a batch")
+    group.add_argument("--language", help="puts the tag of this language in front of every line")
     group.add_argument("--no-unknown", action="store_true", help="never generate unk")
     group.add_argument("--device", help="cpu or cuda; default: cuda where it is")
     group.add_argument("--precision", choices=PRECISIONS, default="float32")
@@ -62,9 +63,12 @@ def translate(
         if args.threads < 1:
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    model, vocabulary = load_model(args.checkpoint, device)
+    model, content = load_model(args.checkpoint, device)
+    vocabulary = Vocabulary.from_bytes(content)
     if _lowercase(args.checkpoint):
         lines = [line.lower() for line in lines]
+    if args.language is not None:
+        lines = _tagged(lines, args.language, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -75,7 +79,7 @@ def translate(
         warnings.simplefilter("always")
         results = translate_nbest(
             model,
-            Vocabulary.from_bytes(vocabulary),
+            vocabulary,
             lines,
             beam=args.beam,
             length_penalty=args.length_penalty,
@@ -93,6 +97,17 @@ def translate(
         file=sys.stderr,
     )
     return results
+
+
+def _tagged(lines: list[str], language: str, vocabulary: Vocabulary) -> list[str]:
+    tag = tag_of(language)
+    if tag not in vocabulary.tags:
+        known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
+        raise ValueError(
+            f"--language: expected a language of the checkpoint ({known}), got {language!r}"
+        )
+    # An empty line stays empty.
+    return [f"{tag} {line}" if line.strip() else line for line in lines]
 
 
 def _lowercase(checkpoint: str) -> bool:

@@ -10,7 +10,8 @@
 and, where a model has something of its own to say:
 
     set_step(step)                                before each step of training, counted from 1
-    metrics() -> dict                             numbers for the line of metrics
+    metrics() -> dict                             numbers and lists for the line of metrics
+    group(source_tokens) -> int                   sentences of one batch must agree in it
     parameter_groups() -> list of ParameterGroup  how its parameters learn
     encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
 """

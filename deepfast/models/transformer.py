@@ -1,10 +1,12 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Li et al. 2020 for
+latent depth.
 """
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.nn import (
+    DLCL,
+    DecoderCache,
+    LatentDepth,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+)
 from deepfast.nn.connection import CONNECTIONS
 from deepfast.ops.activation import KINDS
 
@@ -39,9 +48,9 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "latent"."""
     decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "latent"."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -54,6 +63,11 @@ class TransformerConfig:
     """After the feed-forward activation."""
     dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides."""
+    latent: dict = field(default_factory=dict)
+    """Further arguments of deepfast.nn.LatentDepth, for the sides with connection "latent"."""
+    languages: dict = field(default_factory=dict)
+    """Language -> id of the tag that every source sentence begins with; empty where there is one
+    language. Latent depth chooses layers for each of them."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -86,30 +100,55 @@ class TransformerConfig:
                     f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
 
-        self._check_dlcl()
+        self._check_options("dlcl", DLCL, {"num_layers", "dim", "norm", "backend"})
+        self._check_options("latent", LatentDepth, {"num_layers", "languages"})
+        self._check_languages()
+        for side in ("encoder", "decoder"):
+            if getattr(self, f"{side}_connection") == "latent":
+                try:
+                    LatentDepth(getattr(self, f"{side}_layers"), **self.latent)
+                except (ValueError, TypeError) as error:
+                    reason = str(error).removeprefix("LatentDepth: ")
+                    raise ValueError(f"latent.{reason}") from error
 
-    def _check_dlcl(self):
-        if not self.dlcl:
+    def _check_options(self, name: str, module: type, own: set[str]):
+        """Of the connection ``name``, ``own`` aside, which follow from the model."""
+        options = getattr(self, name)
+        if not options:
             return
-        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
+        if name not in (self.encoder_connection, self.decoder_connection):
             raise ValueError(
-                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
+                f"{name}: expected a side with connection {name!r} for {sorted(options)}, got none"
             )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
-        unknown = sorted(set(self.dlcl) - known)
+        known = set(inspect.signature(module).parameters) - own
+        unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(
-                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
 
-    def side(self, connection: str) -> dict:
-        """Arguments of the encoder's or the decoder's stack."""
+    def _check_languages(self):
+        tags = list(self.languages.values())
+        within = all(isinstance(tag, int) and 0 <= tag < self.vocab_size for tag in tags)
+        if not within or len(set(tags)) < len(tags) or self.padding_idx in tags:
+            raise ValueError(
+                f"languages: expected a tag's id below vocab_size {self.vocab_size} of its own for "
+                f"each, got {self.languages!r}"
+            )
+
+    def side(self, name: str) -> dict:
+        """Arguments of the stack of a side, "encoder" or "decoder"."""
+        connection = getattr(self, f"{name}_connection")
         names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
                  "activation_dropout", "backend")  # fmt: skip
         options = {name: getattr(self, name) for name in names}
+        latent = self.latent | {"languages": len(self.languages) or 1}
+        # Two sides of one size must not draw the same.
+        latent["seed"] = 2 * latent.get("seed", 0) + (name == "decoder")
         return options | {
             "connection": connection,
             "dlcl": self.dlcl if connection == "dlcl" else None,
+            "latent": latent if connection == "latent" else None,
         }
 
 
@@ -167,8 +206,8 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
         with torch.no_grad():
             self.embedding.weight[c.padding_idx].zero_()
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -177,6 +216,56 @@ class Transformer(nn.Module):
             f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
         )
+
+    @property
+    def _latent(self) -> dict[str, LatentDepth]:
+        """Side -> its choice of layers."""
+        sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
+        return {name: latent for name, latent in sides.items() if latent is not None}
+
+    def set_step(self, step: int) -> None:
+        """Which step of training comes, counted from 1: latent depth anneals and draws by it."""
+        for latent in self._latent.values():
+            latent.set_step(step)
+
+    def metrics(self) -> dict[str, float | list[int]]:
+        """Of latent depth: layers that are used in expectation, the KL in nats, and which layers
+        each language uses in evaluation."""
+        row = {}
+        for side, latent in self._latent.items():
+            row[f"{side}_depth"] = latent.depth().item()
+            row[f"{side}_kl"] = latent.kl().item()
+            for index, name in enumerate(self.config.languages or [None]):
+                used = [i for i, z in enumerate(latent.choose(index)) if z > 0]
+                end = f"_{name}" if name else ""
+                row |= {f"{side}_layers{end}": len(used), f"{side}_used{end}": used}
+        return row
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """What the source sentences of one batch must agree in: their language, by its index."""
+        tags = list(self.config.languages.values())
+        if not self._latent or not tags:
+            return 0
+        if not tokens or tokens[0] not in tags:
+            raise ValueError(
+                "expected a source sentence that begins with the tag of one of the languages "
+                f"{', '.join(self.config.languages)}, got none"
+            )
+        return tags.index(tokens[0])
+
+    def _language(self, source_BS: Tensor) -> int:
+        """The language of a batch, from its sentences' first tokens."""
+        if not self._latent or not self.config.languages or not source_BS.numel():
+            return 0
+        real = source_BS != self.config.padding_idx
+        first = source_BS.gather(1, real.int().argmax(1, keepdim=True))
+        languages = {self.group([tag]) for tag in first.flatten().tolist()}
+        if len(languages) > 1:
+            raise ValueError(
+                f"expected a batch of one language, got one of {len(languages)}: latent depth "
+                "chooses layers for a whole batch"
+            )
+        return languages.pop()
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
@@ -195,10 +284,11 @@ class Transformer(nn.Module):
             tokens, positions = tokens[packing.indices], positions[packing.indices]
         return self._embed(tokens, positions), packing
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
+    def encode(self, source_BS: Tensor, language: int | None = None) -> tuple[Tensor, Packing]:
         """Token ids (B, S) to packed encoder output (T, D) and its packing."""
+        language = self._language(source_BS) if language is None else language
         x, packing = self._packed(source_BS)
-        return self.encoder.forward_packed(x, packing), packing
+        return self.encoder.forward_packed(x, packing, language=language), packing
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the tied embedding."""
@@ -213,9 +303,11 @@ class Transformer(nn.Module):
 
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
-        memory, memory_packing = self.encode(source_BS)
+        language = self._language(source_BS)
+        memory, memory_packing = self.encode(source_BS, language)
         x, packing = self._packed(target_in_BT)
-        return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
+        x = self.decoder.forward_packed(x, packing, memory, memory_packing, language=language)
+        return x, packing
 
     def loss(
         self,
@@ -227,7 +319,8 @@ class Transformer(nn.Module):
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
         The positions are those of ``target_in_BT``; no logits are held. The loss is
-        label-smoothed, the likelihood is not and has no gradient.
+        label-smoothed, the likelihood is not and has no gradient. Latent depth adds its penalty to
+        the loss of each position.
         """
         x, packing = self._decode(source_BS, target_in_BT)
         # A compiler does not pack: there padding is computed, and must not count.
@@ -235,14 +328,18 @@ class Transformer(nn.Module):
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        return ops.linear_cross_entropy(
+        loss, nll = ops.linear_cross_entropy(
             x, self.embedding.weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
+        for latent in self._latent.values():
+            loss = loss + latent.penalty() * (~padding_BT).sum()
+        return loss, nll
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
-        return DecodeState(self.decoder.start(*self.encode(source_BS)))
+        language = self._language(source_BS)
+        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""

@@ -106,8 +106,9 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         ffn=config.ffn_dim,
         vocabulary=config.vocab_size,
         decoder_layers=config.decoder_layers,
-        connection=config.encoder_connection,
-        decoder_connection=config.decoder_connection,
+        # Latent depth keeps what the residual connection keeps.
+        connection="dlcl" if config.encoder_connection == "dlcl" else "residual",
+        decoder_connection="dlcl" if config.decoder_connection == "dlcl" else "residual",
         norm=config.norm,
         weight="scalar" if scalar else "vector",
         dtype=recipe.train.precision,

@@ -15,8 +15,8 @@ from typing import Any
 from deepfast.data.errors import require
 from deepfast.training.errors import RecipeError
 from deepfast.training.recipe import (
-    DLCL_FIELDS,
     MODEL_FIELDS,
+    NESTED_FIELDS,
     DataSection,
     OptimSection,
     Recipe,
@@ -36,7 +36,8 @@ def _known_types() -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
         known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
     known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
-    known |= {f"model.dlcl.{key}": kind for key, kind in DLCL_FIELDS.items()}
+    for name, keys in NESTED_FIELDS.items():
+        known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
     return known
 
 
@@ -139,7 +140,8 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        section = key in SECTIONS or key in ("model", "model.dlcl")
+        nested = prefix == "model." and name in NESTED_FIELDS
+        section = key in SECTIONS or key == "model" or nested
         if section:
             if value is not None and not isinstance(value, dict):
                 raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
@@ -178,8 +180,9 @@ def _build(flat: dict[str, Any]) -> Recipe:
         section, dot, name = key.partition(".")
         if not dot:
             top[key] = value
-        elif name.startswith("dlcl."):
-            sections["model"].setdefault("dlcl", {})[name.removeprefix("dlcl.")] = value
+        elif "." in name:
+            outer, _, inner = name.partition(".")
+            sections[section].setdefault(outer, {})[inner] = value
         else:
             sections[section][name] = value
     return Recipe(
