@@ -25,6 +25,8 @@ from deepfast.nn import (
 from deepfast.nn.connection import CONNECTIONS
 from deepfast.ops.activation import KINDS
 
+from .interface import ParameterGroup, decaying_matrices
+
 IGNORED = -100
 """A label that stands for none."""
 
@@ -227,6 +229,16 @@ class Transformer(nn.Module):
         """Which step of training comes, counted from 1: latent depth anneals and draws by it."""
         for latent in self._latent.values():
             latent.set_step(step)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Latent depth's logits may learn faster than the rest."""
+        groups = decaying_matrices(self)
+        for latent in self._latent.values():
+            if latent.lr_scale != 1:
+                for group in groups:
+                    group["params"] = [p for p in group["params"] if p is not latent.logits]
+                groups.append({"params": [latent.logits], "lr_scale": latent.lr_scale})
+        return groups
 
     def metrics(self) -> dict[str, float | list[int]]:
         """Of latent depth: layers that are used in expectation, the KL in nats, and which layers

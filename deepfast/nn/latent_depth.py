@@ -48,6 +48,8 @@ class LatentDepth(nn.Module):
         evaluation: "threshold": z is 1 where a layer is used; "mean": the mean of what training
             draws in the end, sigma(a) where ``hard``.
         threshold: in (0, 1).
+        lr_scale: learning rate of the logits over that of other parameters, for whoever builds the
+            optimizer: a choice of layers has to be made within the run.
         seed: of the draws.
 
     The authors' code puts drawn z where p stands here, and of the KL it has the half for z = 1.
@@ -72,6 +74,7 @@ class LatentDepth(nn.Module):
         target_weight: float = 0.0,
         evaluation: str = "threshold",
         threshold: float = 0.5,
+        lr_scale: float = 1.0,
         seed: int = 0,
     ):
         super().__init__()
@@ -81,7 +84,8 @@ class LatentDepth(nn.Module):
         self.prior, self.beta = prior, tuple(beta)
         self.kl_weight, self.entropy_weight = kl_weight, entropy_weight
         self.target_layers, self.target_weight = target_layers, target_weight
-        self.evaluation, self.threshold, self.seed = evaluation, threshold, seed
+        self.evaluation, self.threshold = evaluation, threshold
+        self.lr_scale, self.seed = lr_scale, seed
         self._check()
         self.logits = nn.Parameter(torch.zeros(languages, num_layers))
         self.set_step(0)
@@ -94,7 +98,8 @@ class LatentDepth(nn.Module):
 
         expect(self.num_layers >= 1, "num_layers", "at least 1")
         expect(self.languages >= 1, "languages", "at least 1")
-        expect(self.tau > 0, "tau", "a number above 0")
+        for name in ("tau", "lr_scale"):
+            expect(getattr(self, name) > 0, name, "a number above 0")
         for name in ("soft_steps", "anneal_steps"):
             expect(getattr(self, name) >= 0, name, "at least 0 steps")
         for name in ("kl_weight", "entropy_weight", "target_weight"):

@@ -59,7 +59,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: path of a YAML file, or a name of `recipe_names()`.
-        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted.
+        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null in
+            place of a section, `"model.latent=null"`, takes back what the file has in it.
 
     Raises:
         RecipeError: no such recipe, unreadable YAML, an unknown key, or a value of a wrong type
@@ -74,7 +75,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, value = override.partition("=")
         if not equals:
             raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
-        flat |= _flatten(_nested(key.strip(), _parse(value, override)), override)
+        changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
+        # An empty section takes back what the file has in it.
+        if not changes:
+            flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
+        flat |= changes
     return _build(flat)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepfast.models import Transformer, TransformerConfig
+from deepfast.models.interface import parameter_groups
 from deepfast.models.prune import prune_checkpoint, prune_layers
 from deepfast.search import beam_search
 
@@ -251,3 +252,15 @@ def test_a_checkpoint_keeps_all_but_what_resuming_needs():
     smaller = prune_checkpoint(content, "de")
     assert smaller.keys() == content.keys() - {"training"} | {"kind"}
     assert TransformerConfig(**smaller["config"]).decoder_layers == 2
+
+
+def test_logits_may_learn_faster():
+    model = build(latent={"lr_scale": 20.0})
+    groups = parameter_groups(model)
+    assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
+    assert [p for g in groups[2:] for p in g["params"]] == [
+        model.encoder.latent.logits, model.decoder.latent.logits,
+    ]  # fmt: skip
+    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    assert len(parameter_groups(build())) == 2

@@ -85,7 +85,7 @@ def test_the_same_bits_as_keep(case):
         assert_same(step(module, padding=padding), expected)
 
 
-@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post"])
+@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post", "decoder, latent"])
 def test_the_same_bits_under_autocast(case):
     expected = step(stack("keep", **CASES[case]), autocast=True)
     for policy in allowed(case):

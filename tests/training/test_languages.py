@@ -137,6 +137,20 @@ def test_a_recipe_and_back(tmp_path):
     assert recipe_from_dict(recipe.to_dict()) == recipe
 
 
+def test_the_static_stack_to_compare_with():
+    """As the recipe's comment has it: the connection alone differs."""
+    deep = "model.decoder_layers=96"
+    latent = load_recipe("phrases-latent", [deep, "model.latent.target_layers=48"])
+    static = load_recipe(
+        "phrases-latent", [deep, "model.decoder_connection=residual", "model.latent=null"]
+    )
+    own = ("decoder_connection", "latent")
+    first, second = ({k: v for k, v in r.model.items() if k not in own} for r in (latent, static))
+    assert first == second
+    assert static.model_config(9).latent == {}
+    assert latent.model_config(9).latent["target_layers"] == 48
+
+
 # ---- a run ---------------------------------------------------------------------------------------
 
 
