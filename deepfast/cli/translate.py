@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepfast.data import DataError, read_lines, read_vocabulary
+from deepfast.data import DataError, TokenVocabulary, Vocabulary, read_lines, read_vocabulary, tag_of
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import deep_shallow_nbest, translate_nbest
@@ -63,6 +63,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, help="most tokens a line; default 2 * source tokens + 10"
     )
     group.add_argument("--max-tokens", type=int, default=2000, help="source tokens of a batch")
+    group.add_argument("--language", help="puts the tag of this language in front of every line")
     group.add_argument("--no-unknown", action="store_true", help="never generate unk")
     group.add_argument("--device", help="cpu or cuda; default: cuda where it is")
     group.add_argument("--precision", choices=PRECISIONS, default="float32")
@@ -92,9 +93,12 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         if args.threads < 1:
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    model, vocabulary = load_model(args.checkpoint, device)
+    model, content = load_model(args.checkpoint, device)
+    vocabulary = read_vocabulary(content)
     if lowercase(args.checkpoint):
         lines = [line.lower() for line in lines]
+    if args.language is not None:
+        lines = _tagged(lines, args.language, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -105,7 +109,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         warnings.simplefilter("always")
         results = search(
             model,
-            read_vocabulary(vocabulary),
+            vocabulary,
             lines,
             beam=args.beam,
             length_penalty=args.length_penalty,
@@ -122,6 +126,19 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         file=sys.stderr,
     )
     return results
+
+
+def _tagged(
+    lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary
+) -> list[str]:
+    tag = tag_of(language)
+    if tag not in vocabulary.tags:
+        known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
+        raise ValueError(
+            f"--language: expected a language of the checkpoint ({known}), got {language!r}"
+        )
+    # An empty line stays empty.
+    return [f"{tag} {line}" if line.strip() else line for line in lines]
 
 
 def lowercase(checkpoint: str) -> bool:

@@ -20,7 +20,7 @@ from deepfast.data.errors import DataError, MissingPackage
 from deepfast.data.phrases import Corpus, phrases, write
 from deepfast.data.text import Dropped, ParallelText, read_lines, read_parallel
 from deepfast.data.tokens import TokenVocabulary, read_dictionary, read_vocabulary
-from deepfast.data.vocabulary import Vocabulary
+from deepfast.data.vocabulary import Vocabulary, split_tag, tag_of
 
 __all__ = [
     "Batch",
@@ -40,5 +40,7 @@ __all__ = [
     "read_parallel",
     "read_vocabulary",
     "restore_order",
+    "split_tag",
+    "tag_of",
     "write",
 ]

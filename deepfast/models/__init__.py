@@ -2,7 +2,8 @@
 
 from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .registry import KINDS, build, kind_of
-from .transformer import Transformer, TransformerConfig, base, big
+from .transformer import Transformer
+from .transformer_config import TransformerConfig, base, big
 
 __all__ = [
     "KINDS",

@@ -7,9 +7,10 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from .depth_growing import DepthGrowing, DepthGrowingConfig
-from .transformer import Transformer, TransformerConfig
+from .transformer import Transformer
+from .transformer_config import TransformerConfig
 
-DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
 """Fields of every config that the vocabulary decides, not the recipe."""
 
 

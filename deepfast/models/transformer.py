@@ -1,13 +1,14 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
 Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
-for transparent attention.
+for transparent attention; Wang et al. 2018 for the fusion of layers; Li et al. 2020 for latent
+depth.
 """
 
-import inspect
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,163 +16,21 @@ from torch import Tensor, nn
 
 from deepfast import ops
 from deepfast.nn import (
-    DLCL,
     DecoderCache,
+    LatentDepth,
+    LayerFusion,
     Packing,
     TransformerDecoder,
     TransformerEncoder,
     TransparentAttention,
 )
-from deepfast.nn.connection import CONNECTIONS, PRESETS, dlcl_options
-from deepfast.ops.activation import KINDS
+from deepfast.nn.fusion import WITH_ATTENTION, layer_embedding
+
+from .interface import ParameterGroup, decaying_matrices
+from .transformer_config import TransformerConfig
 
 IGNORED = -100
 """A label that stands for none."""
-
-
-@dataclass(kw_only=True)
-class TransformerConfig:
-    """Sizes and choices of a `Transformer`."""
-
-    vocab_size: int
-    """V, of the source and, where target_vocab_size is None, of the target too."""
-    target_vocab_size: int | None = None
-    """V of the target where it has a vocabulary of its own."""
-    padding_idx: int = 0
-    """Id of the padding token."""
-    share_embeddings: str = "all"
-    """"all": one matrix for source, target and output; "decoder": target and output share one, the
-    source has its own; "none": each has its own."""
-    first_position: int = 0
-    """The number of a sentence's first position, for the sinusoids."""
-    dim: int = 512
-    """D."""
-    heads: int = 8
-    """H, a divisor of dim."""
-    ffn_dim: int = 2048
-    """F."""
-    encoder_layers: int = 6
-    """L of the encoder."""
-    decoder_layers: int = 6
-    """L of the decoder."""
-    encoder_connection: str = "dlcl"
-    """"dlcl", "residual" or "denseformer"."""
-    decoder_connection: str = "residual"
-    """"dlcl", "residual" or "denseformer"."""
-    cross_attention: str = "top"
-    """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
-    own of all encoder layers."""
-    norm: str = "pre"
-    """"pre" or "post"."""
-    activation: str = "relu"
-    """"relu" or "gelu"."""
-    dropout: float = 0.1
-    """On embeddings and on each branch before its residual add."""
-    attention_dropout: float = 0.0
-    """On attention weights."""
-    activation_dropout: float = 0.0
-    """After the feed-forward activation."""
-    mixture_dropout: float = 0.1
-    """On the weights of transparent attention's mixtures."""
-    dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides; norm None: no LN in the mixture."""
-    backend: str | None = None
-    """See deepfast.backend."""
-
-    def __post_init__(self):
-        self._check_whole(
-            "vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"
-        )
-        if self.dim % self.heads or self.dim % 2:
-            raise ValueError(
-                f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
-            )
-        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
-            raise ValueError(
-                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
-                f"got {self.padding_idx!r}"
-            )
-        for name in ("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        self._check_choice("norm", ("pre", "post"))
-        self._check_choice("activation", KINDS)
-        self._check_choice("cross_attention", ("top", "transparent"))
-        self._check_choice("share_embeddings", ("all", "decoder", "none"))
-        self._check_vocabularies()
-        self._check_connections("dlcl", "encoder_connection", "decoder_connection")
-
-    def _check_whole(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
-
-    def _check_choice(self, name: str, allowed: Iterable[str]) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
-
-    def _check_vocabularies(self) -> None:
-        size, first = self.target_vocab_size, self.first_position
-        least = self.padding_idx + 1
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)
-                                 or size < least):  # fmt: skip
-            raise ValueError(
-                f"target_vocab_size: expected None or a whole number of at least {least}, "
-                f"got {size!r}"
-            )
-        if self.share_embeddings == "all" and size not in (None, self.vocab_size):
-            raise ValueError(
-                f"target_vocab_size: expected the source's {self.vocab_size} where "
-                f"share_embeddings is all, got {size}"
-            )
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
-
-    def _check_connections(self, dlcl: str, *sides: str) -> None:
-        """The connection of each side, and the field with the options of those that are DLCL."""
-        for side in sides:
-            self._check_choice(side, CONNECTIONS)
-        options = getattr(self, dlcl)
-        if not options:
-            return
-        mixed = {getattr(self, side) for side in sides} & PRESETS.keys()
-        if not mixed:
-            raise ValueError(
-                f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
-            )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "backend"}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(
-                f"{dlcl}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
-            )
-        for connection in sorted(mixed):
-            dlcl_options(connection, self.norm, options)
-
-    def side(self, connection: str) -> dict:
-        """Arguments of the encoder's or the decoder's stack."""
-        names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
-                 "activation_dropout", "backend")  # fmt: skip
-        options = {name: getattr(self, name) for name in names}
-        return options | {
-            "connection": connection,
-            "dlcl": self.dlcl if connection in PRESETS else None,
-        }
-
-
-def base(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's base size: 512 wide, 8 heads, 2048 feed-forward."""
-    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "heads": 8, "ffn_dim": 2048}
-                             | changes)  # fmt: skip
-
-
-def big(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's big size: 1024 wide, 16 heads, 4096 feed-forward, dropout 0.3."""
-    sizes = {"dim": 1024, "heads": 16, "ffn_dim": 4096, "dropout": 0.3}
-    return TransformerConfig(**{"vocab_size": vocab_size} | sizes | changes)
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -220,8 +79,8 @@ class Transformer(nn.Module):
         if c.share_embeddings == "none":
             self.output = nn.Linear(c.dim, target_size, bias=False)
             nn.init.normal_(self.output.weight, std=c.dim**-0.5)
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
         self.transparent = None
         if c.cross_attention == "transparent":
             self.transparent = TransparentAttention(
@@ -229,13 +88,85 @@ class Transformer(nn.Module):
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
 
+        self.encoder_fusion, self.decoder_fusion = c.fuse("encoder"), c.fuse("decoder")
+        # One for both sides: layer l of either has the same.
+        attending = [f.num_states for f in (self.encoder_fusion, self.decoder_fusion)
+                     if f is not None and f.kind in WITH_ATTENTION]  # fmt: skip
+        self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
+
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        return (
-            f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
-            f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        ) + (", transparent attention" if self.transparent is not None else "")
+        sides = {
+            "encoder": (c.encoder_layers, c.encoder_connection, c.encoder_fusion),
+            "decoder": (c.decoder_layers, c.decoder_connection, c.decoder_fusion),
+        }
+        parts = [
+            f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
+            for side, (layers, connection, fusion) in sides.items()
+        ]
+        transparent = [] if self.transparent is None else ["transparent attention"]
+        return ", ".join([*parts, f"{c.norm}-norm", *transparent])
+
+    @property
+    def _latent(self) -> dict[str, LatentDepth]:
+        """Side -> its choice of layers."""
+        sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
+        return {name: latent for name, latent in sides.items() if latent is not None}
+
+    def set_step(self, step: int) -> None:
+        """Which step of training comes, counted from 1: latent depth anneals and draws by it."""
+        for latent in self._latent.values():
+            latent.set_step(step)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Latent depth's logits may learn faster than the rest."""
+        groups = decaying_matrices(self)
+        for latent in self._latent.values():
+            if latent.lr_scale != 1:
+                for group in groups:
+                    group["params"] = [p for p in group["params"] if p is not latent.logits]
+                groups.append({"params": [latent.logits], "lr_scale": latent.lr_scale})
+        return groups
+
+    def metrics(self) -> dict[str, float | list[int]]:
+        """Of latent depth: layers that are used in expectation, the KL in nats, and which layers
+        each language uses in evaluation."""
+        row = {}
+        for side, latent in self._latent.items():
+            row[f"{side}_depth"] = latent.depth().item()
+            row[f"{side}_kl"] = latent.kl().item()
+            for index, name in enumerate(self.config.languages or [None]):
+                used = [i for i, z in enumerate(latent.choose(index)) if z > 0]
+                end = f"_{name}" if name else ""
+                row |= {f"{side}_layers{end}": len(used), f"{side}_used{end}": used}
+        return row
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """What the source sentences of one batch must agree in: their language, by its index."""
+        tags = list(self.config.languages.values())
+        if not self._latent or not tags:
+            return 0
+        if not tokens or tokens[0] not in tags:
+            raise ValueError(
+                "expected a source sentence that begins with the tag of one of the languages "
+                f"{', '.join(self.config.languages)}, got none"
+            )
+        return tags.index(tokens[0])
+
+    def _language(self, source_BS: Tensor) -> int:
+        """The language of a batch, from its sentences' first tokens."""
+        if not self._latent or not self.config.languages or not source_BS.numel():
+            return 0
+        real = source_BS != self.config.padding_idx
+        first = source_BS.gather(1, real.int().argmax(1, keepdim=True))
+        languages = {self.group([tag]) for tag in first.flatten().tolist()}
+        if len(languages) > 1:
+            raise ValueError(
+                f"expected a batch of one language, got one of {len(languages)}: latent depth "
+                "chooses layers for a whole batch"
+            )
+        return languages.pop()
 
     def _new_embedding(self, size: int) -> nn.Embedding:
         dim, padding_idx = self.config.dim, self.config.padding_idx
@@ -283,18 +214,66 @@ class Transformer(nn.Module):
         positions = torch.full_like(tokens_B, self.config.first_position + position)
         return self._embed(tokens_B, positions, self._target)
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
+    def encode(
+        self, source_BS: Tensor, language: int | None = None
+    ) -> tuple[Tensor | list[Tensor], Packing]:
         """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
-        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
-        return self.encode_packed(*self.embed_source(source_BS))
+        (T, D) or, in transparent attention, such a tensor for each decoder layer.
 
-    def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor | list[Tensor], Packing]:
-        """`encode` from the embeddings on."""
+        language: what latent depth chooses layers for; None: what the sentences' tags say.
+        """
+        language = self._language(source_BS) if language is None else language
+        return self._encode(*self.embed_source(source_BS), language)
+
+    def _encode(
+        self, x: Tensor, packing: Packing, language: int, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor | list[Tensor], Packing]:
+        run = partial(self.encoder.forward_packed, x, packing, language=language)
         if self.transparent is None:
-            return self.encoder.forward_packed(x, packing), packing
+            return self._fused(self.encoder_fusion, run, seen), packing
         states: list[Tensor] = []
-        output = self.encoder.forward_packed(x, packing, states=states)
+        output = run(states=states)
         return self.transparent(states, output), packing
+
+    def _fused(
+        self, fusion: LayerFusion | None, run: Callable, seen: list[Tensor] | None = None
+    ) -> Tensor:
+        """A stack's output, or the fusion of its layers, whose attention ``seen`` is given.
+
+        run: the stack, with an argument ``states``.
+        """
+        if fusion is None:
+            return run()
+        states: list[Tensor] = []
+        y = run(states=states)
+        # The last state has passed the stack's final LN.
+        states[-1] = y
+        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
+        if seen is None:
+            return fusion(states, embedding)
+        y, weights = fusion(states, embedding, return_attention=True)
+        seen.append(weights)
+        return y
+
+    def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
+        """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
+
+        The encoder's at the source; with ``target_in_BT`` the decoder's there.
+
+        Raises:
+            ValueError: where that side has no fusion with attention.
+        """
+        side = "encoder" if target_in_BT is None else "decoder"
+        fusion = getattr(self, f"{side}_fusion")
+        if fusion is None or fusion.kind not in WITH_ATTENTION:
+            got = None if fusion is None else fusion.kind
+            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
+        seen: list[Tensor] = []
+        if target_in_BT is None:
+            self._encode(*self.embed_source(source_BS), self._language(source_BS), seen)
+        else:
+            self._decode(source_BS, target_in_BT, seen)
+        return seen[0]
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
@@ -307,11 +286,17 @@ class Transformer(nn.Module):
         """
         return self.project(self._decode(source_BS, target_in_BT)[0])
 
-    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+    def _decode(
+        self, source_BS: Tensor, target_in_BT: Tensor, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
-        memory, memory_packing = self.encode(source_BS)
+        language = self._language(source_BS)
+        memory, memory_packing = self.encode(source_BS, language)
         x, packing = self.embed_target(target_in_BT)
-        return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
+        run = partial(
+            self.decoder.forward_packed, x, packing, memory, memory_packing, language=language
+        )
+        return self._fused(self.decoder_fusion, run, seen), packing
 
     def loss(
         self,
@@ -323,7 +308,8 @@ class Transformer(nn.Module):
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
         The positions are those of ``target_in_BT``; no logits are held. The loss is
-        label-smoothed, the likelihood is not and has no gradient.
+        label-smoothed, the likelihood is not and has no gradient. Latent depth adds its penalty to
+        the loss of each position.
         """
         x, packing = self._decode(source_BS, target_in_BT)
         return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
@@ -342,17 +328,22 @@ class Transformer(nn.Module):
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        return ops.linear_cross_entropy(
+        loss, nll = ops.linear_cross_entropy(
             x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
+        for latent in self._latent.values():
+            loss = loss + latent.penalty() * (~padding_BT).sum()
+        return loss, nll
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
-        return DecodeState(self.decoder.start(*self.encode(source_BS)))
+        language = self._language(source_BS)
+        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        x = self.decoder.step(self.embed_at(tokens_B, state.position), state.cache)
+        run = partial(self.decoder.step, self.embed_at(tokens_B, state.position), state.cache)
+        x = self._fused(self.decoder_fusion, run)
         state.position += 1
         return self.project(x)

@@ -3,6 +3,7 @@
 from .attention import KeyValueCache, MultiheadAttention
 from .dlcl import DLCL
 from .history import DepthHistory
+from .latent_depth import LatentDepth
 from .layer_norm import LayerNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .packing import Packing
@@ -14,6 +15,7 @@ __all__ = [
     "DecoderCache",
     "DepthHistory",
     "KeyValueCache",
+    "LatentDepth",
     "LayerNorm",
     "MultiheadAttention",
     "Packing",

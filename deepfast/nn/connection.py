@@ -1,6 +1,7 @@
-"""How layers of a stack are joined: plain residual, DLCL, or DLCL set up as DenseFormer."""
+"""How layers of a stack are joined: plain residual, DLCL, DLCL set up as DenseFormer, attention
+residuals; and residual with latent depth, whose gates are the layers' matter."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,11 @@ their own; ``dilation`` and ``period`` are the paper's (Pagliardini et al., Dens
 paper takes no average on the embedding and between periods; a learned scale of one stands there.
 """
 
-CONNECTIONS = ("dlcl", "residual", *(name for name in PRESETS if name != "dlcl"))
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
+
+BLOCKS = 8
+"""Blocks of layers under "block_attnres" where their size is not given, as published."""
 
 Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
@@ -53,7 +58,7 @@ def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
 class Connection(nn.Module):
     """Runs a stack of layer bodies, with everything between two of them in one pass.
 
-    pre-norm, residual   ``x_{l+1} = y_l``
+    pre-norm, residual   ``x_{l+1} = y_l``; so with latent depth, whose gates are the layers' matter
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
     then ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last.
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
@@ -104,30 +109,38 @@ class Connection(nn.Module):
         policies: Sequence[str] | None = None,
         *,
         states: list[Tensor] | None = None,
+        skipped: Collection[int] = (),
     ) -> Tensor:
         """From the embedding (T, D) to the stack's output (T, D).
 
         policies: the memory policy of each layer; None: what a layer keeps is its own business.
         states: a list to be given the L + 1 states: the embedding and what each layer leaves for
             the next one, (T, D) each; under DLCL row l's mixture. They are held as long as it is.
+        skipped: indices of layers that are left out, with their norm and their state; pre-norm,
+            without DLCL.
         """
         (x,) = common.autocast(x)
         layers = list(layers)
         policies = policies or ("keep",) * len(layers)
-        run = self._pre_norm if self.norm == "pre" else self._post_norm
-        return run(x, layers, policies, states)
+        if self.norm == "post":
+            return self._post_norm(x, layers, policies, states)
+        run = [index for index in range(len(layers)) if index not in skipped]
+        norms = [self.norms[index] for index in (*run, -1)]
+        layers, policies = [layers[index] for index in run], [policies[index] for index in run]
+        return self._pre_norm(x, layers, norms, policies, states)
 
     def _pre_norm(
         self,
         x: Tensor,
         layers: list[Body],
+        norms: list[LayerNorm],
         policies: Sequence[str],
         states: list[Tensor] | None,
     ) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         last = len(layers)
         branch, residual, p = x, None, 0.0
-        for index, norm in enumerate(self.norms):
+        for index, norm in enumerate(norms):
             if history is not None:
                 x, n = self.dlcl(
                     branch,

@@ -28,8 +28,9 @@ def translate_nbest(
     """The best translations of every line with their scores, in the order of the lines.
 
     Lines are sorted by length into batches of at most ``max_tokens`` source tokens, padding
-    included. A line without text has the one translation ``(0.0, "")``. A line longer than
-    ``max_tokens`` is translated in a batch of its own, with a warning that names it.
+    included, and of what the model wants to have alike, such as their language. A line without
+    text has the one translation ``(0.0, "")``. A line longer than ``max_tokens`` is translated in a
+    batch of its own, with a warning that names it.
 
     Args:
         model: on the device where it is to run; autocast is the caller's choice.
@@ -88,7 +89,10 @@ def decode_lines(
             )
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
-    batches = evaluation_batches([(encoded[i], ()) for i in filled], max_tokens=max_tokens)
+    groups = [model.group(encoded[i]) for i in filled] if hasattr(model, "group") else None
+    batches = evaluation_batches(
+        [(encoded[i], ()) for i in filled], max_tokens=max_tokens, groups=groups
+    )
     # eos makes a line one token longer.
     too_long = [index for index in filled if len(encoded[index]) + 1 > max_tokens]
     if too_long:

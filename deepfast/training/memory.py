@@ -132,8 +132,9 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 
 
 def _planned(connection: str) -> str:
-    """What the planner calls a connection: every DLCL holds the same states."""
-    return "dlcl" if connection in PRESETS else connection
+    """What the planner calls a connection: every DLCL holds the same states, and latent depth what
+    the plain residual one does."""
+    return "dlcl" if connection in PRESETS else "residual"
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:

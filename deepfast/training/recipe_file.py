@@ -16,9 +16,8 @@ from deepfast.data.errors import require
 from deepfast.training.errors import RecipeError
 from deepfast.training.growing import TOP_FIELDS
 from deepfast.training.recipe import (
-    DLCL_FIELDS,
-    DLCL_OPTIONS,
     MODEL_FIELDS,
+    NESTED_FIELDS,
     DataSection,
     OptimSection,
     Recipe,
@@ -28,7 +27,7 @@ from deepfast.training.recipe import (
 SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
 TOP = {"memory": str | None, "output": str, "resume": bool | str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         dict: "keys and values", types.NoneType: "null"}  # fmt: skip
+         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
 
 
 def _known_types() -> dict[str, Any]:
@@ -38,8 +37,8 @@ def _known_types() -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
         known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
     known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
-    for options in DLCL_OPTIONS:
-        known |= {f"model.{options}.{key}": kind for key, kind in DLCL_FIELDS.items()}
+    for name, keys in NESTED_FIELDS.items():
+        known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
     known["grow.from"] = str | None
     grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
     return known | {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
@@ -66,7 +65,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: path of a YAML file, or a name of `recipe_names()`.
-        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted.
+        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null in
+            place of a section, `"model.latent=null"`, takes back what the file has in it.
 
     Raises:
         RecipeError: no such recipe, unreadable YAML, an unknown key, or a value of a wrong type
@@ -81,7 +81,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, value = override.partition("=")
         if not equals:
             raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
-        flat |= _flatten(_nested(key.strip(), _parse(value, override)), override)
+        changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
+        # An empty section takes back what the file has in it.
+        if not changes:
+            flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
+        flat |= changes
     return _build(flat)
 
 

@@ -26,7 +26,7 @@ from deepfast.training.checkpoint import (
     save_checkpoint,
     step_checkpoints,
 )
-from deepfast.training.corpus import load_corpus
+from deepfast.training.corpus import by_language, load_corpus
 from deepfast.training.environment import (
     StopSignal,
     peak_bytes,
@@ -68,7 +68,7 @@ class TrainResult:
     average_nll: float | None
     """Its dev NLL, nats per target token."""
     test_bleu: float | None
-    """BLEU of the test part, 0 to 100."""
+    """BLEU of the test part, 0 to 100; of several languages the mean."""
 
     @property
     def for_translation(self) -> Path:
@@ -253,7 +253,7 @@ class _Run:
         best = trainer.record(nll)
         row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
         if self.section.validate_bleu:
-            row["bleu"] = self._bleu(trainer.model, trainer.corpus.dev)
+            row |= self._bleu(trainer.model, trainer.corpus.dev)
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
         if best:
             trainer.seconds = self.seconds
@@ -268,14 +268,22 @@ class _Run:
         self.saved = self._step_path()
         prune(self.folder, self.section.keep_last)
 
-    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> float:
+    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
+        """BLEU, 0 to 100; of several languages each one's, and their mean."""
         # Search is needed only here, and only when asked for.
         from deepfast.search import bleu, translate_lines
 
+        corpus = self.trainer.corpus
         lines, references = zip(*pairs, strict=True)
         model.eval()
-        outputs = translate_lines(model, self.trainer.corpus.vocabulary, lines)
-        return bleu(outputs, references).bleu
+        outputs = translate_lines(model, corpus.vocabulary, lines)
+        if not corpus.languages:
+            return {"bleu": bleu(outputs, references).bleu}
+        each = {
+            f"bleu_{name}": bleu([outputs[i] for i in own], [references[i] for i in own]).bleu
+            for name, own in by_language(pairs).items()
+        }
+        return {"bleu": sum(each.values()) / len(each)} | each
 
     def _finish(self, stopped: str) -> TrainResult:
         """Averages, and translates the test part with the better of average and best."""
@@ -295,9 +303,9 @@ class _Run:
         if self.section.test_bleu:
             path = result.for_translation
             model, _ = load_model(path, trainer.device)
-            result.test_bleu = self._bleu(model, corpus.test)
-            row = step | {"bleu": result.test_bleu, "of": path.name}
-            self.report.log("test", row, seconds=self.seconds)
+            scores = self._bleu(model, corpus.test)
+            result.test_bleu = scores["bleu"]
+            self.report.log("test", step | scores | {"of": path.name}, seconds=self.seconds)
         return result
 
     def _result(self, stopped: str) -> TrainResult:
