@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
+    "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
     "report": "measure everything and write one HTML page",
 }
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         if name != wanted:
             commands.add_parser(name, help=summary)
             continue
-        module = importlib.import_module(f"deepfast.cli.{name}")
+        module = importlib.import_module(f"deepfast.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,

@@ -5,19 +5,40 @@ Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.nn import (
+    DLCL,
+    DecoderCache,
+    LayerFusion,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+)
 from deepfast.nn.connection import CONNECTIONS
+from deepfast.nn.fusion import FUSIONS, WITH_ATTENTION, layer_embedding
 from deepfast.ops.activation import KINDS
 
 IGNORED = -100
 """A label that stands for none."""
+
+
+def _options(module: type, *rest: str) -> tuple[str, ...]:
+    """The arguments of ``module`` that its caller chooses; the ``rest`` follow from the model."""
+    return tuple(sorted(set(inspect.signature(module).parameters) - set(rest)))
+
+
+DLCL_OPTIONS = _options(DLCL, "num_layers", "dim", "norm", "backend")
+FUSION_OPTIONS = _options(
+    LayerFusion, "num_states", "dim", "kind", "source_norm", "own_embedding", "backend"
+)
 
 
 @dataclass(kw_only=True)
@@ -54,6 +75,12 @@ class TransformerConfig:
     """After the feed-forward activation."""
     dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides."""
+    encoder_fusion: str | None = None
+    """One of deepfast.nn.fusion.FUSIONS over the embedding and all encoder layers, or None."""
+    decoder_fusion: str | None = None
+    """The same over the decoder's."""
+    fusion: dict = field(default_factory=dict)
+    """Further arguments of deepfast.nn.LayerFusion, for both sides."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -78,28 +105,33 @@ class TransformerConfig:
         for name, allowed in (
             ("encoder_connection", CONNECTIONS),
             ("decoder_connection", CONNECTIONS),
+            ("encoder_fusion", (None, *FUSIONS)),
+            ("decoder_fusion", (None, *FUSIONS)),
             ("norm", ("pre", "post")),
             ("activation", KINDS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(map(str, allowed))}, "
+                    f"got {getattr(self, name)!r}"
                 )
+        mixes = "dlcl" in (self.encoder_connection, self.decoder_connection)
+        self._check_options("dlcl", DLCL_OPTIONS, "connection 'dlcl'", mixes)
+        fuses = self.encoder_fusion is not None or self.decoder_fusion is not None
+        self._check_options("fusion", FUSION_OPTIONS, "a fusion", fuses)
 
-        self._check_dlcl()
-
-    def _check_dlcl(self):
-        if not self.dlcl:
+    def _check_options(self, name: str, known: tuple[str, ...], needs: str, used: bool) -> None:
+        options = getattr(self, name)
+        if not options:
             return
-        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
+        if not used:
             raise ValueError(
-                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
+                f"{name}: expected a side with {needs} for {sorted(options)}, got none"
             )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
-        unknown = sorted(set(self.dlcl) - known)
+        unknown = sorted(set(options) - set(known))
         if unknown:
             raise ValueError(
-                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"{name}: expected keys of {', '.join(known)}, got {', '.join(unknown)}"
             )
 
     def side(self, connection: str) -> dict:
@@ -111,6 +143,15 @@ class TransformerConfig:
             "connection": connection,
             "dlcl": self.dlcl if connection == "dlcl" else None,
         }
+
+    def fuse(self, kind: str | None, layers: int) -> LayerFusion | None:
+        """The encoder's or the decoder's fusion of its layers."""
+        if kind is None:
+            return None
+        return LayerFusion(
+            layers + 1, self.dim, kind, source_norm=self.norm == "pre", own_embedding=False,
+            backend=self.backend, **self.fusion,
+        )  # fmt: skip
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:
@@ -169,14 +210,25 @@ class Transformer(nn.Module):
             self.embedding.weight[c.padding_idx].zero_()
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.encoder_fusion = c.fuse(c.encoder_fusion, c.encoder_layers)
+        self.decoder_fusion = c.fuse(c.decoder_fusion, c.decoder_layers)
+        # One for both sides: layer l of either has the same.
+        attending = [f.num_states for f in (self.encoder_fusion, self.decoder_fusion)
+                     if f is not None and f.kind in WITH_ATTENTION]  # fmt: skip
+        self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        return (
-            f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
-            f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        )
+        sides = {
+            "encoder": (c.encoder_layers, c.encoder_connection, c.encoder_fusion),
+            "decoder": (c.decoder_layers, c.decoder_connection, c.decoder_fusion),
+        }
+        parts = [
+            f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
+            for side, (layers, connection, fusion) in sides.items()
+        ]
+        return ", ".join([*parts, f"{c.norm}-norm"])
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
@@ -197,8 +249,54 @@ class Transformer(nn.Module):
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
         """Token ids (B, S) to packed encoder output (T, D) and its packing."""
+        return self._encode(source_BS)
+
+    def _encode(
+        self, source_BS: Tensor, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Packing]:
         x, packing = self._packed(source_BS)
-        return self.encoder.forward_packed(x, packing), packing
+        run = partial(self.encoder.forward_packed, x, packing)
+        return self._fused(self.encoder_fusion, run, seen), packing
+
+    def _fused(
+        self, fusion: LayerFusion | None, run: Callable, seen: list[Tensor] | None = None
+    ) -> Tensor:
+        """A stack's output, or the fusion of its layers, whose attention ``seen`` is given.
+
+        run: the stack, with an argument ``states``.
+        """
+        if fusion is None:
+            return run()
+        states: list[Tensor] = []
+        y = run(states=states)
+        # The last state has passed the stack's final LN.
+        states[-1] = y
+        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
+        if seen is None:
+            return fusion(states, embedding)
+        y, weights = fusion(states, embedding, return_attention=True)
+        seen.append(weights)
+        return y
+
+    def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
+        """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
+
+        The encoder's at the source; with ``target_in_BT`` the decoder's there.
+
+        Raises:
+            ValueError: where that side has no fusion with attention.
+        """
+        side = "encoder" if target_in_BT is None else "decoder"
+        fusion = getattr(self, f"{side}_fusion")
+        if fusion is None or fusion.kind not in WITH_ATTENTION:
+            got = None if fusion is None else fusion.kind
+            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
+        seen: list[Tensor] = []
+        if target_in_BT is None:
+            self._encode(source_BS, seen)
+        else:
+            self._decode(source_BS, target_in_BT, seen)
+        return seen[0]
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the tied embedding."""
@@ -211,11 +309,14 @@ class Transformer(nn.Module):
         """
         return self.project(self._decode(source_BS, target_in_BT)[0])
 
-    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+    def _decode(
+        self, source_BS: Tensor, target_in_BT: Tensor, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
         x, packing = self._packed(target_in_BT)
-        return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
+        run = partial(self.decoder.forward_packed, x, packing, memory, memory_packing)
+        return self._fused(self.decoder_fusion, run, seen), packing
 
     def loss(
         self,
@@ -247,6 +348,7 @@ class Transformer(nn.Module):
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
         positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
+        run = partial(self.decoder.step, self._embed(tokens_B, positions), state.cache)
+        x = self._fused(self.decoder_fusion, run)
         state.position += 1
         return self.project(x)

@@ -2,6 +2,7 @@
 
 from .attention import KeyValueCache, MultiheadAttention
 from .dlcl import DLCL
+from .fusion import LayerFusion
 from .history import DepthHistory
 from .layer_norm import LayerNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -13,6 +14,7 @@ __all__ = [
     "DecoderCache",
     "DepthHistory",
     "KeyValueCache",
+    "LayerFusion",
     "LayerNorm",
     "MultiheadAttention",
     "Packing",

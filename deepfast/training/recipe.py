@@ -14,7 +14,8 @@ from torch import nn
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, TransformerConfig, base, big, build
-from deepfast.nn import DLCL
+from deepfast.models.transformer import DLCL_OPTIONS, FUSION_OPTIONS
+from deepfast.nn import DLCL, LayerFusion
 from deepfast.training.errors import RecipeError
 
 SIZES = {"base": base, "big": big}
@@ -33,12 +34,17 @@ MODEL_FIELDS = {
 } | {"kind": str, "size": str | None}
 """Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
 
-DLCL_FIELDS = {
-    name: parameter.annotation
-    for name, parameter in inspect.signature(DLCL, eval_str=True).parameters.items()
-    if name not in ("num_layers", "dim", "norm", "backend")
-}
+
+def _types(module: type, names: tuple[str, ...]) -> dict[str, Any]:
+    parameters = inspect.signature(module, eval_str=True).parameters
+    return {name: parameters[name].annotation for name in names}
+
+
+DLCL_FIELDS = _types(DLCL, DLCL_OPTIONS)
 """Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
+
+FUSION_FIELDS = _types(LayerFusion, FUSION_OPTIONS)
+"""Key -> type of `model.fusion`; the rest of LayerFusion's arguments follow from the model."""
 
 
 def _expect(condition: bool, key: str, expected: str, got: Any) -> None:
@@ -283,6 +289,9 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
+        fuses = config.encoder_fusion is not None or config.decoder_fusion is not None
+        expected = "a policy or null: no plan counts what a fusion of layers keeps"
+        _expect(not fuses or self.memory in POLICIES, "memory", expected, self.memory)
         if self.memory in POLICIES:
             mixes = self.memory != "history" or config.encoder_connection == "dlcl"
             expected = "another policy where model.encoder_connection is not dlcl"
@@ -315,7 +324,7 @@ class Recipe:
         except ValueError as error:
             raise RecipeError(f"model.{error}") from error
         if name == "transformer":
-            _check_dlcl(config)
+            _check_parts(config)
         return config
 
     def build_model(self, vocab_size: int, padding_idx: int = 0) -> nn.Module:
@@ -329,11 +338,15 @@ class Recipe:
         return plain
 
 
-def _check_dlcl(config: TransformerConfig) -> None:
-    """Values of ``model.dlcl`` that no DLCL takes."""
-    if "dlcl" in (config.encoder_connection, config.decoder_connection):
-        try:
+def _check_parts(config: TransformerConfig) -> None:
+    """Values of ``model.dlcl`` and ``model.fusion`` that no DLCL and no LayerFusion takes."""
+    section = "dlcl"
+    try:
+        if "dlcl" in (config.encoder_connection, config.decoder_connection):
             DLCL(1, config.dim, norm=config.norm, **config.dlcl)
-        except (ValueError, TypeError) as error:
-            reason = str(error).removeprefix("DLCL: ")
-            raise RecipeError(f"model.dlcl: {reason}") from error
+        section = "fusion"
+        for kind in {config.encoder_fusion, config.decoder_fusion} - {None}:
+            LayerFusion(2, config.dim, kind, **config.fusion)
+    except (ValueError, TypeError) as error:
+        reason = str(error).removeprefix("DLCL: ").removeprefix("LayerFusion: ")
+        raise RecipeError(f"model.{section}: {reason}") from error

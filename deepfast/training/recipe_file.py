@@ -16,6 +16,7 @@ from deepfast.data.errors import require
 from deepfast.training.errors import RecipeError
 from deepfast.training.recipe import (
     DLCL_FIELDS,
+    FUSION_FIELDS,
     MODEL_FIELDS,
     DataSection,
     OptimSection,
@@ -37,6 +38,7 @@ def _known_types() -> dict[str, Any]:
         known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
     known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
     known |= {f"model.dlcl.{key}": kind for key, kind in DLCL_FIELDS.items()}
+    known |= {f"model.fusion.{key}": kind for key, kind in FUSION_FIELDS.items()}
     return known
 
 
@@ -139,7 +141,7 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        section = key in SECTIONS or key in ("model", "model.dlcl")
+        section = key in SECTIONS or key in ("model", "model.dlcl", "model.fusion")
         if section:
             if value is not None and not isinstance(value, dict):
                 raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
@@ -178,8 +180,9 @@ def _build(flat: dict[str, Any]) -> Recipe:
         section, dot, name = key.partition(".")
         if not dot:
             top[key] = value
-        elif name.startswith("dlcl."):
-            sections["model"].setdefault("dlcl", {})[name.removeprefix("dlcl.")] = value
+        elif "." in name:
+            part, _, name = name.partition(".")
+            sections["model"].setdefault(part, {})[name] = value
         else:
             sections[section][name] = value
     return Recipe(

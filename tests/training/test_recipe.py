@@ -56,6 +56,17 @@ def test_overrides_replace_nested_values():
     assert recipe.output == "x/y"
 
 
+def test_fusion_of_layers():
+    changes = ["model.encoder_fusion=attention", "model.fusion.hops=2"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
+    with pytest.raises(RecipeError, match=r"model\.fusion: hops must be at least 1, got 0"):
+        load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
+    with pytest.raises(RecipeError, match="memory: expected a policy or null: no plan counts"):
+        load_recipe("phrases-small", [*changes, "memory=2GiB"])
+    assert load_recipe("phrases-small", [*changes, "memory=lean"]).memory == "lean"
+
+
 def test_a_recipe_file_by_path_and_back(tmp_path):
     recipe = load_recipe("phrases-small", ["optim.lr=1e-4", "model.dlcl.weight=vector"])
     path = tmp_path / "mine.yaml"
