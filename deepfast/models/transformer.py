@@ -22,7 +22,7 @@ from deepfast.nn import (
     TransformerDecoder,
     TransformerEncoder,
 )
-from deepfast.nn.connection import CONNECTIONS
+from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS
 from deepfast.nn.fusion import FUSIONS, WITH_ATTENTION, layer_embedding
 from deepfast.ops.activation import KINDS
 
@@ -60,9 +60,11 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual", "attnres" or "block_attnres"."""
     decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
+    """The same of the decoder."""
+    attnres_block: int | None = None
+    """Layers of a block under "block_attnres"; None: an eighth of a side's, rounded up."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -115,10 +117,23 @@ class TransformerConfig:
                     f"{name}: expected one of {', '.join(map(str, allowed))}, "
                     f"got {getattr(self, name)!r}"
                 )
+        self._check_attnres()
         mixes = "dlcl" in (self.encoder_connection, self.decoder_connection)
         self._check_options("dlcl", DLCL_OPTIONS, "connection 'dlcl'", mixes)
         fuses = self.encoder_fusion is not None or self.decoder_fusion is not None
         self._check_options("fusion", FUSION_OPTIONS, "a fusion", fuses)
+
+    def _check_attnres(self) -> None:
+        sides = self.encoder_connection, self.decoder_connection
+        if self.norm != "pre" and set(sides) & set(ATTENTION_RESIDUALS):
+            raise ValueError(f"norm: expected pre with attention residuals, got {self.norm!r}")
+        block = self.attnres_block
+        if block is not None and (type(block) is not int or block < 1):
+            raise ValueError(
+                f"attnres_block: expected a whole number of at least 1 or None, got {block!r}"
+            )
+        if block is not None and "block_attnres" not in sides:
+            raise ValueError("attnres_block: expected a side with 'block_attnres', got none")
 
     def _check_options(self, name: str, known: tuple[str, ...], needs: str, used: bool) -> None:
         options = getattr(self, name)
@@ -142,6 +157,7 @@ class TransformerConfig:
         return options | {
             "connection": connection,
             "dlcl": self.dlcl if connection == "dlcl" else None,
+            "block": self.attnres_block if connection == "block_attnres" else None,
         }
 
     def fuse(self, kind: str | None, layers: int) -> LayerFusion | None:

@@ -1,6 +1,7 @@
 """Modules: the depth connection, and Transformer layers and stacks around it."""
 
 from .attention import KeyValueCache, MultiheadAttention
+from .attention_residuals import AttentionResiduals, ResidualHistory
 from .dlcl import DLCL
 from .fusion import LayerFusion
 from .history import DepthHistory
@@ -11,6 +12,7 @@ from .transformer import DecoderCache, TransformerDecoder, TransformerEncoder
 
 __all__ = [
     "DLCL",
+    "AttentionResiduals",
     "DecoderCache",
     "DepthHistory",
     "KeyValueCache",
@@ -18,6 +20,7 @@ __all__ = [
     "LayerNorm",
     "MultiheadAttention",
     "Packing",
+    "ResidualHistory",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",

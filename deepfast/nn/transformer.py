@@ -35,6 +35,7 @@ class _Stack(nn.Module):
         activation_dropout: float = 0.0,
         activation: str = "relu",
         dlcl: dict | None = None,
+        block: int | None = None,
         memory: str | Sequence[str] | object = "keep",
         backend: str | None = None,
     ):
@@ -63,6 +64,7 @@ class _Stack(nn.Module):
             dropout=dropout,
             backend=backend,
             dlcl=dlcl,
+            block=block,
         )
         self.set_memory(memory)
 
@@ -91,18 +93,19 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+    """A stack of encoder layers; but with ``connection="residual"`` each reads all below it.
 
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl" or "residual".
+        connection: "dlcl", "residual", "attnres" or "block_attnres", see `AttentionResiduals`.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
         dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from deepfast.memory.policies import POLICIES
+from deepfast.memory.sizes import CONNECTIONS as PLANNED
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, TransformerConfig, base, big, build
 from deepfast.models.transformer import DLCL_OPTIONS, FUSION_OPTIONS
@@ -289,9 +290,10 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
-        fuses = config.encoder_fusion is not None or config.decoder_fusion is not None
-        expected = "a policy or null: no plan counts what a fusion of layers keeps"
-        _expect(not fuses or self.memory in POLICIES, "memory", expected, self.memory)
+        sides = {config.encoder_connection, config.decoder_connection}
+        fuses = {config.encoder_fusion, config.decoder_fusion} != {None}
+        expected = "null for attention residuals and for a fusion of layers, which no plan counts"
+        _expect(sides <= set(PLANNED) and not fuses, "memory", expected, self.memory)
         if self.memory in POLICIES:
             mixes = self.memory != "history" or config.encoder_connection == "dlcl"
             expected = "another policy where model.encoder_connection is not dlcl"
