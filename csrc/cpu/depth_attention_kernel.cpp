@@ -28,29 +28,58 @@ DEEPFAST_INLINE A dot_rows(const T* row, const A* with, int64_t dim) {
       .total();
 }
 
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE A inverse_rms(const T* row, int64_t dim, double eps) {
-  const auto sum = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
-    const auto x = load(lanes, row + d);
-    s.add(x * x);
-  });
-  const A mean = sum.total() / static_cast<A>(dim);
-  return A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(eps)));
-}
-
 // For x <= 0.
 template <class A>
 DEEPFAST_INLINE A exponential_of(A x) {
   return exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, x))[0];
 }
 
-// The score of a source's row for hop h of token t, before which r_k is made once.
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE A score(const DepthAttention& op, const T* row, A r, int64_t t, int64_t k,
-                        int64_t h) {
-  if (op.query == nullptr) return *at<A>(op.scores, (t * op.sources + k) * op.hops + h);
-  return dot_rows(row, at<A>(op.query, h * op.dim), op.dim) * r;
+// Brings in the row after this one: that of the next source, or the first source's for the token
+// after. Rows of many sources are more streams than a processor follows by itself.
+template <class T>
+DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
+  const bool last = k + 1 == op.sources;
+  if (last && t + 1 == end) return;
+  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[last ? 0 : k + 1], t + last));
+  for (int64_t at = 0; at < op.dim * static_cast<int64_t>(sizeof(T)); at += 64)
+    __builtin_prefetch(p + at, 0, 2);
 }
+
+// The scores of one source's row, hop by hop.
+template <class T, class A = compute_t<T>>
+class Scores {
+ public:
+  DEEPFAST_INLINE Scores(const DepthAttention& op, const T* row, int64_t t, int64_t k)
+      : op_(op), row_(row), given_(at<A>(op.scores, (t * op.sources + k) * op.hops)) {
+    if (op.query == nullptr) return;
+    if (!op.norm) {
+      first_ = dot_rows(row, at<A>(op.query, 0), op.dim);
+      return;
+    }
+    // The norm and the first hop's product in one pass.
+    const A* query = at<A>(op.query, 0);
+    const auto sums = sum_over_lanes<A, RowSums<A>>(op.dim, [&](auto lanes, int64_t d, auto& s) {
+      const auto x = load(lanes, row + d);
+      s.first.add(x * x);
+      s.second.add(x * load(lanes, query + d));
+    });
+    const A mean = sums.first.total() / static_cast<A>(op.dim);
+    r_ = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
+    first_ = sums.second.total() * r_;
+  }
+  // 1 / RMS, or 1 without norm.
+  DEEPFAST_INLINE A r() const { return r_; }
+  DEEPFAST_INLINE A operator()(int64_t h) const {
+    if (given_ != nullptr) return given_[h];
+    return h == 0 ? first_ : dot_rows(row_, at<A>(op_.query, h * op_.dim), op_.dim) * r_;
+  }
+
+ private:
+  const DepthAttention& op_;
+  const T* row_;
+  const A* given_;
+  A first_ = 0, r_ = 1;
+};
 
 template <class T>
 void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
@@ -63,9 +92,10 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < hops; ++h) most[h] = kNone, total[h] = 0;
     for (int64_t k = 0; k < op.sources; ++k) {
       const T* row = row_of<T>(op.source[k], t);
-      const A r = op.norm ? inverse_rms(row, dim, op.eps) : A(1);
+      prefetch_next<T>(op, t, k, end);
+      const Scores<T> scores(op, row, t, k);
       for (int64_t h = 0; h < hops; ++h) {
-        const A s = score(op, row, r, t, k, h);
+        const A s = scores(h);
         // Its weight is 0 whatever the others are; of two such scores the difference is NaN.
         if (s == kNone) continue;
         const bool rises = s > most[h];
@@ -110,13 +140,14 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
     }
     for (int64_t k = 0; k < op.sources; ++k) {
       const T* row = row_of<T>(op.source[k], t);
-      const A r = op.norm ? inverse_rms(row, dim, op.eps) : A(1);
+      prefetch_next<T>(op, t, k, end);
+      const Scores<T> scores(op, row, t, k);
       A slope = 0;
       for (int64_t h = 0; h < hops; ++h) {
-        const A s = score(op, row, r, t, k, h);
+        const A s = scores(h);
         p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
         const A ds = p[h] * (dot_rows(row, dout + h * dim, dim) - delta[h]);
-        c[h] = ds * r;
+        c[h] = ds * scores.r();
         slope += ds * s;
         if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.sources + k) * hops + h) = ds;
         if (dquery != nullptr) {
@@ -128,7 +159,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
       }
       if (op.dsource[k].data == nullptr) continue;
       // Scores that are given, and rows that are not normalised, have no part of their own.
-      const A back = op.norm ? slope * r * r / static_cast<A>(dim) : A(0);
+      const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
       T* target = row_of<T>(op.dsource[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
         auto u = broadcast(lanes, A(0));
