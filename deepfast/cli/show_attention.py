@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from deepfast.cli.translate import lowercased
 from deepfast.data import Vocabulary
 from deepfast.data.errors import require
 from deepfast.data.vocabulary import BOS, EOS
@@ -38,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     side = args.side or _fused_side(model)
     if args.translation is not None and side != "decoder":
         raise ValueError("--translation: expected with the decoder's fusion alone")
-    weights, words = layer_weights(model, vocabulary, args.text, side, args.translation)
+    texts = [args.text, args.translation]
+    if lowercased(args.checkpoint):
+        texts = [None if text is None else text.lower() for text in texts]
+    weights, words = layer_weights(model, vocabulary, side, *texts)
     # matplotlib takes a second to import.
     from deepfast.profiling.attention_picture import draw
 
@@ -59,7 +63,7 @@ def _fused_side(model: torch.nn.Module) -> str:
 
 @torch.inference_mode()
 def layer_weights(
-    model: torch.nn.Module, vocabulary: Vocabulary, text: str, side: str, translation: str | None
+    model: torch.nn.Module, vocabulary: Vocabulary, side: str, text: str, translation: str | None
 ) -> tuple[torch.Tensor, list[str]]:
     """(N, hops, L + 1) and the N words; of a weight for each channel their mean, as one hop."""
     source = vocabulary.encode(text)

@@ -63,7 +63,7 @@ def translate(
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     model, vocabulary = load_model(args.checkpoint, device)
-    if _lowercase(args.checkpoint):
+    if lowercased(args.checkpoint):
         lines = [line.lower() for line in lines]
     started = time.perf_counter()
     with (
@@ -95,7 +95,7 @@ def translate(
     return results
 
 
-def _lowercase(checkpoint: str) -> bool:
+def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))

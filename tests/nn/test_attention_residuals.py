@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepfast import ops
 from deepfast.nn import (
     AttentionResiduals,
     Packing,
@@ -91,6 +92,40 @@ def test_half_precision(block, tolerances):
     for row, (a, p, e) in enumerate(zip(got, plain, exact, strict=True)):
         assert a.dtype == torch.bfloat16
         tolerances.assert_accurate(a, p, e, torch.bfloat16, f"row {row}")
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_sources_are_read_once_for_a_block_of_rows(block, monkeypatch):
+    """The full form reads the triangle; blocks read each finished sum once a block."""
+    counts, attend = [], ops.depth_attention
+
+    def counted(sources, *args, **options):
+        counts.append(len(sources))
+        return attend(sources, *args, **options)
+
+    monkeypatch.setattr(ops, "depth_attention", counted)
+    layers = 15
+    m = AttentionResiduals(layers, DIM, block=block)
+    rows(m, list(torch.randn(layers + 1, 2, DIM)))
+    if block is None:
+        assert sum(counts) == (layers + 1) * (layers + 2) // 2
+    else:
+        # Four blocks over 1, 2, 3 and 4 sums; and for three of their four rows the sum at hand,
+        # scored and joined.
+        assert sum(counts) == 1 + 2 + 3 + 4 + 4 * 3 * (1 + 2)
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_compiles_to_one_graph(block):
+    torch._dynamo.reset()
+    m = learned(block, dtype=torch.float32)
+    v = [torch.randn(4, DIM).requires_grad_() for _ in range(LAYERS + 1)]
+    run = torch.compile(lambda: rows(m, v), fullgraph=True, backend="aot_eager")
+    got, expected = run(), rows(m, v)
+    leaves = [*v, m.query]
+    for out in (got, expected):
+        out.extend(torch.autograd.grad(sum(x.square().sum() for x in out), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_refuses():
