@@ -18,6 +18,7 @@ COMMANDS = {
     "translate": "translate lines of text with a checkpoint",
     "tune": "find the weights of deep-shallow decoding on a dev text",
     "prune": "leave out the layers that latent depth does not use",
+    "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
     "show-weights": "draw the depth weights that a model has learned",
     "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 
-from deepfast.data import DataError, TokenVocabulary, Vocabulary, read_lines, read_vocabulary, tag_of
+from deepfast.data import (
+    DataError,
+    TokenVocabulary,
+    Vocabulary,
+    read_lines,
+    read_vocabulary,
+    tag_of,
+)
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import deep_shallow_nbest, translate_nbest
@@ -95,7 +102,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         torch.set_num_threads(args.threads)
     model, content = load_model(args.checkpoint, device)
     vocabulary = read_vocabulary(content)
-    if lowercase(args.checkpoint):
+    if lowercased(args.checkpoint):
         lines = [line.lower() for line in lines]
     if args.language is not None:
         lines = _tagged(lines, args.language, vocabulary)
@@ -128,9 +135,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
     return results
 
 
-def _tagged(
-    lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary
-) -> list[str]:
+def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
     tag = tag_of(language)
     if tag not in vocabulary.tags:
         known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
@@ -141,7 +146,7 @@ def _tagged(
     return [f"{tag} {line}" if line.strip() else line for line in lines]
 
 
-def lowercase(checkpoint: str) -> bool:
+def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))

@@ -78,6 +78,11 @@ class TokenVocabulary:
         """Ids of the target's side."""
         return len(self.target) + SPECIAL_IDS
 
+    @property
+    def tags(self) -> dict[str, int]:
+        """Language tags and their ids: there are none."""
+        return {}
+
     def __repr__(self) -> str:
         return f"TokenVocabulary({len(self)} and {self.target_size} ids, {self.fingerprint()})"
 

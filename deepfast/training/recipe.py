@@ -5,7 +5,6 @@ Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file k
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
