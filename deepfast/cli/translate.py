@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepfast.data import DataError, Vocabulary, read_lines
+from deepfast.data import DataError, read_lines, read_vocabulary
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import deep_shallow_nbest, translate_nbest
@@ -29,7 +29,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
@@ -105,7 +105,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         warnings.simplefilter("always")
         results = search(
             model,
-            Vocabulary.from_bytes(vocabulary),
+            read_vocabulary(vocabulary),
             lines,
             beam=args.beam,
             length_penalty=args.length_penalty,

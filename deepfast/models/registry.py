@@ -9,8 +9,8 @@ from torch import nn
 from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .transformer import Transformer, TransformerConfig
 
-DERIVED_FIELDS = ("vocab_size", "padding_idx")
-"""Fields of every config that the vocabulary decides, not the recipe."""
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
+"""Fields of a config that the vocabulary decides, not the recipe."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Kind:
     """One kind of model."""
 
     config: type
-    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
+    """A ``kw_only`` dataclass; its `DERIVED_FIELDS` come from the vocabulary."""
     model: Callable[[Any], nn.Module]
     """Makes a module of a config."""
 

@@ -1,6 +1,7 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
+for transparent attention.
 """
 
 import inspect
@@ -13,8 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
-from deepfast.nn.connection import CONNECTIONS
+from deepfast.nn import (
+    DLCL,
+    DecoderCache,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransparentAttention,
+)
+from deepfast.nn.connection import CONNECTIONS, PRESETS, dlcl_options
 from deepfast.ops.activation import KINDS
 
 IGNORED = -100
@@ -26,9 +34,16 @@ class TransformerConfig:
     """Sizes and choices of a `Transformer`."""
 
     vocab_size: int
-    """V, of the vocabulary shared by source and target."""
+    """V, of the source and, where target_vocab_size is None, of the target too."""
+    target_vocab_size: int | None = None
+    """V of the target where it has a vocabulary of its own."""
     padding_idx: int = 0
     """Id of the padding token."""
+    share_embeddings: str = "all"
+    """"all": one matrix for source, target and output; "decoder": target and output share one, the
+    source has its own; "none": each has its own."""
+    first_position: int = 0
+    """The number of a sentence's first position, for the sinusoids."""
     dim: int = 512
     """D."""
     heads: int = 8
@@ -40,9 +55,12 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "denseformer"."""
     decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
+    """"dlcl", "residual" or "denseformer"."""
+    cross_attention: str = "top"
+    """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
+    own of all encoder layers."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -53,8 +71,10 @@ class TransformerConfig:
     """On attention weights."""
     activation_dropout: float = 0.0
     """After the feed-forward activation."""
+    mixture_dropout: float = 0.1
+    """On the weights of transparent attention's mixtures."""
     dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides."""
+    """Further arguments of deepfast.nn.DLCL, for both sides; norm None: no LN in the mixture."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -71,12 +91,15 @@ class TransformerConfig:
                 f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
                 f"got {self.padding_idx!r}"
             )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
+        for name in ("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
+        self._check_choice("cross_attention", ("top", "transparent"))
+        self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_choice("norm", ("pre", "post"))
         self._check_choice("activation", KINDS)
+        self._check_vocabularies()
         self._check_connections("dlcl", "encoder_connection", "decoder_connection")
 
     def _check_whole(self, *names: str) -> None:
@@ -90,23 +113,43 @@ class TransformerConfig:
         if value not in allowed:
             raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
 
+    def _check_vocabularies(self):
+        size, first = self.target_vocab_size, self.first_position
+        least = self.padding_idx + 1
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)
+                                 or size < least):  # fmt: skip
+            raise ValueError(
+                f"target_vocab_size: expected None or a whole number of at least {least}, "
+                f"got {size!r}"
+            )
+        if self.share_embeddings == "all" and size not in (None, self.vocab_size):
+            raise ValueError(
+                f"target_vocab_size: expected the source's {self.vocab_size} where "
+                f"share_embeddings is all, got {size}"
+            )
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
+
     def _check_connections(self, dlcl: str, *sides: str) -> None:
-        """The connection of each side, and the field with the options of those that are DLCL."""
+        """The connection of each side, and the field with the options of those that are a DLCL."""
         for side in sides:
             self._check_choice(side, CONNECTIONS)
         options = getattr(self, dlcl)
         if not options:
             return
-        if not any(getattr(self, side) == "dlcl" for side in sides):
+        mixing = {getattr(self, side) for side in sides} & PRESETS.keys()
+        if not mixing:
             raise ValueError(
                 f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
             )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
+        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "backend"}
         unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(
                 f"{dlcl}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
+        for connection in sorted(mixing):
+            dlcl_options(connection, self.norm, options)
 
     def side(self, connection: str) -> dict:
         """Arguments of the encoder's or the decoder's stack."""
@@ -115,7 +158,7 @@ class TransformerConfig:
         options = {name: getattr(self, name) for name in names}
         return options | {
             "connection": connection,
-            "dlcl": self.dlcl if connection == "dlcl" else None,
+            "dlcl": self.dlcl if connection in PRESETS else None,
         }
 
 
@@ -160,7 +203,7 @@ class DecodeState:
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one embedding shared by source, target and output projection.
+    """Encoder, decoder, and by default one embedding shared by source, target and output.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
@@ -169,12 +212,22 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        self.embedding = nn.Embedding(c.vocab_size, c.dim, padding_idx=c.padding_idx)
-        nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
-        with torch.no_grad():
-            self.embedding.weight[c.padding_idx].zero_()
+        self.embedding = self._new_embedding(c.vocab_size)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = self.output = None
+        if c.share_embeddings != "all":
+            self.target_embedding = self._new_embedding(target_size)
+        if c.share_embeddings == "none":
+            self.output = nn.Linear(c.dim, target_size, bias=False)
+            nn.init.normal_(self.output.weight, std=c.dim**-0.5)
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.transparent = None
+        if c.cross_attention == "transparent":
+            self.transparent = TransparentAttention(
+                c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
+                dropout=c.mixture_dropout, backend=c.backend,
+            )  # fmt: skip
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -182,34 +235,72 @@ class Transformer(nn.Module):
         return (
             f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        )
+        ) + (", transparent attention" if self.transparent is not None else "")
 
-    def embed_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _new_embedding(self, size: int) -> nn.Embedding:
+        dim, padding_idx = self.config.dim, self.config.padding_idx
+        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        nn.init.normal_(embedding.weight, std=dim**-0.5)
+        with torch.no_grad():
+            embedding.weight[padding_idx].zero_()
+        return embedding
+
+    @property
+    def _target(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self._target if self.output is None else self.output).weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def embed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
+    def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) - 1).flatten()
+        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self.embed_at(tokens, positions), packing
+        return self._embed(tokens, positions, embedding), packing
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed encoder output (T, D) and its packing."""
-        x, packing = self.embed(source_BS)
-        return self.encoder.forward_packed(x, packing), packing
+    def embed_source(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
+        return self._packed(tokens_BS, self.embedding)
+
+    def embed_target(self, tokens_BT: Tensor) -> tuple[Tensor, Packing]:
+        """The same of the target's token ids (B, T)."""
+        return self._packed(tokens_BT, self._target)
+
+    def embed_next(self, tokens_B: Tensor, position: int) -> Tensor:
+        """The same of one token (B,) of each target, at the same position, to (B, D)."""
+        positions = torch.full_like(tokens_B, self.config.first_position + position)
+        return self._embed(tokens_B, positions, self._target)
+
+    def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor | list[Tensor]]:
+        """Packed embeddings to the encoder's output (T, D), and to what the decoder attends to:
+        that output or, in transparent attention, such a tensor for each decoder layer."""
+        if self.transparent is None:
+            output = self.encoder.forward_packed(x, packing)
+            return output, output
+        states: list[Tensor] = []
+        output = self.encoder.forward_packed(x, packing, states=states)
+        return output, self.transparent(states, output)
+
+    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to and its packing."""
+        x, packing = self.embed_source(source_BS)
+        return self.encode_packed(x, packing)[1], packing
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the tied embedding."""
-        return F.linear(x, self.embedding.weight)
+        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
@@ -221,7 +312,7 @@ class Transformer(nn.Module):
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
-        x, packing = self.embed(target_in_BT)
+        x, packing = self.embed_target(target_in_BT)
         return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
 
     def loss(
@@ -254,7 +345,7 @@ class Transformer(nn.Module):
         if packing.indices is not None:
             labels = labels[packing.indices]
         return ops.linear_cross_entropy(
-            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+            x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
 
@@ -264,7 +355,6 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self.embed_at(tokens_B, positions), state.cache)
+        x = self.decoder.step(self.embed_next(tokens_B, state.position), state.cache)
         state.position += 1
         return self.project(x)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from deepfast.data import Vocabulary, evaluation_batches, restore_order
+from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
 
 from .beam import beam_search
 
@@ -15,7 +15,7 @@ Found = TypeVar("Found")
 
 def translate_nbest(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,
@@ -56,6 +56,9 @@ def translate_nbest(
             max_length=max_length,
             nbest=nbest,
             suppress_unknown=suppress_unknown,
+            bos_id=vocabulary.bos_id,
+            eos_id=vocabulary.eos_id,
+            unk_id=vocabulary.unk_id,
         )
         return [[(h.score, vocabulary.decode(h.tokens)) for h in best] for best in found]
 
@@ -65,7 +68,7 @@ def translate_nbest(
 
 def decode_lines(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     decode: Callable[[Tensor], list[Found]],
     *,
@@ -76,11 +79,13 @@ def decode_lines(
     ``decode`` is given batches of sentences (B, S) on the model's device; for the rest see
     `translate_nbest`.
     """
-    if len(vocabulary) != model.config.vocab_size:
-        raise ValueError(
-            f"translate: expected a vocabulary of the model's {model.config.vocab_size} pieces, "
-            f"got {len(vocabulary)}"
-        )
+    size = model.config.vocab_size
+    target_size = getattr(model.config, "target_vocab_size", None) or size
+    for expected, got in ((size, len(vocabulary)), (target_size, vocabulary.target_size)):
+        if expected != got:
+            raise ValueError(
+                f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"
+            )
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
     batches = evaluation_batches([(encoded[i], ()) for i in filled], max_tokens=max_tokens)
@@ -104,7 +109,7 @@ def decode_lines(
 
 def translate_lines(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,

@@ -16,6 +16,7 @@ from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big, build
 from deepfast.models.registry import DERIVED_FIELDS
 from deepfast.nn import DLCL
+from deepfast.nn.connection import PRESETS, dlcl_options
 from deepfast.training.errors import RecipeError
 from deepfast.training.growing import check_grow
 
@@ -35,12 +36,15 @@ MODEL_FIELDS = {
 DLCL_FIELDS = {
     name: parameter.annotation
     for name, parameter in inspect.signature(DLCL, eval_str=True).parameters.items()
-    if name not in ("num_layers", "dim", "norm", "backend")
+    if name not in ("num_layers", "dim", "backend")
 }
 """Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
 
-DLCL_OPTIONS = ("dlcl", "top_dlcl")
-"""Keys of the section `model` that hold such options."""
+DLCL_OPTIONS = {
+    "dlcl": ("encoder_connection", "decoder_connection"),
+    "top_dlcl": ("top_encoder_connection", "top_decoder_connection"),
+}
+"""Key of the section `model` that holds such options -> keys of the sides that take them."""
 
 
 def _expect(condition: bool, key: str, expected: str, got: Any) -> None:
@@ -289,13 +293,18 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         stacks = isinstance(config, TransformerConfig)
         _expect(stacks, "memory", "null for a model without memory policies", self.memory)
+        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all")):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value == planned, "memory", expected, self.memory)
         if isinstance(config, DepthGrowingConfig):
             expected = (
                 f"one of {', '.join(POLICIES)} or null for a model that grows: none is planned"
             )
             _expect(self.memory in POLICIES, "memory", expected, self.memory)
         elif self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
         else:
@@ -344,9 +353,12 @@ class Recipe:
 
 def _check_dlcl(config: TransformerConfig) -> None:
     """Values of ``model.dlcl`` and its like that no DLCL takes."""
-    for name in DLCL_OPTIONS:
+    for name, sides in DLCL_OPTIONS.items():
+        connections = {getattr(config, side, None) for side in sides} & PRESETS.keys()
         try:
-            DLCL(1, config.dim, norm=config.norm, **getattr(config, name, {}))
+            for connection in connections:
+                options = dlcl_options(connection, config.norm, getattr(config, name))
+                DLCL(1, config.dim, **options)
         except (ValueError, TypeError) as error:
             reason = str(error).removeprefix("DLCL: ")
             raise RecipeError(f"model.{name}: {reason}") from error
