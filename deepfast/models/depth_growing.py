@@ -166,7 +166,7 @@ class DepthGrowing(nn.Module):
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
         below = state.bottom
         with torch.no_grad():
-            y = self.bottom.embed_next(tokens_B, below.position)
+            y = self.bottom.embed_at(tokens_B, below.position)
             s1 = self.bottom.decoder.step(y, below.cache)
         below.position += 1
         s2 = self.decoder.step(self._entering(y, self.target_norm) + s1, state.top)

@@ -70,6 +70,10 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
                 "loads it, which runs code that stands in the file: only for files you trust"
             ) from error
         raise ValueError(f"{path}: expected a fairseq checkpoint, got another file") from error
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected objects of packages that are installed here, got others ({error})"
+        ) from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError(f"{path}: expected a fairseq checkpoint with the key 'model', got none")
     if not isinstance(content.get("args"), argparse.Namespace):

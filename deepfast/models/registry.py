@@ -18,7 +18,7 @@ class Kind:
     """One kind of model."""
 
     config: type
-    """A ``kw_only`` dataclass; its `DERIVED_FIELDS` come from the vocabulary."""
+    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
     model: Callable[[Any], nn.Module]
     """Makes a module of a config."""
 

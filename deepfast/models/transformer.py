@@ -95,10 +95,10 @@ class TransformerConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        self._check_choice("cross_attention", ("top", "transparent"))
-        self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_choice("norm", ("pre", "post"))
         self._check_choice("activation", KINDS)
+        self._check_choice("cross_attention", ("top", "transparent"))
+        self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_vocabularies()
         self._check_connections("dlcl", "encoder_connection", "decoder_connection")
 
@@ -113,7 +113,7 @@ class TransformerConfig:
         if value not in allowed:
             raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
 
-    def _check_vocabularies(self):
+    def _check_vocabularies(self) -> None:
         size, first = self.target_vocab_size, self.first_position
         least = self.padding_idx + 1
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)
@@ -131,14 +131,14 @@ class TransformerConfig:
             raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
 
     def _check_connections(self, dlcl: str, *sides: str) -> None:
-        """The connection of each side, and the field with the options of those that are a DLCL."""
+        """The connection of each side, and the field with the options of those that are DLCL."""
         for side in sides:
             self._check_choice(side, CONNECTIONS)
         options = getattr(self, dlcl)
         if not options:
             return
-        mixing = {getattr(self, side) for side in sides} & PRESETS.keys()
-        if not mixing:
+        mixed = {getattr(self, side) for side in sides} & PRESETS.keys()
+        if not mixed:
             raise ValueError(
                 f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
             )
@@ -148,7 +148,7 @@ class TransformerConfig:
             raise ValueError(
                 f"{dlcl}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
             )
-        for connection in sorted(mixing):
+        for connection in sorted(mixed):
             dlcl_options(connection, self.norm, options)
 
     def side(self, connection: str) -> dict:
@@ -270,18 +270,23 @@ class Transformer(nn.Module):
             tokens, positions = tokens[packing.indices], positions[packing.indices]
         return self._embed(tokens, positions, embedding), packing
 
-    def embed_source(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def embed_source(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
         """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
-        return self._packed(tokens_BS, self.embedding)
+        return self._packed(source_BS, self.embedding)
 
-    def embed_target(self, tokens_BT: Tensor) -> tuple[Tensor, Packing]:
-        """The same of the target's token ids (B, T)."""
-        return self._packed(tokens_BT, self._target)
+    def embed_target(self, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """As `embed_source`, of the other side."""
+        return self._packed(target_in_BT, self._target)
 
-    def embed_next(self, tokens_B: Tensor, position: int) -> Tensor:
-        """The same of one token (B,) of each target, at the same position, to (B, D)."""
+    def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
+        """Target tokens (B,) that all stand at one position, from 0, to (B, D)."""
         positions = torch.full_like(tokens_B, self.config.first_position + position)
         return self._embed(tokens_B, positions, self._target)
+
+    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to, and its packing."""
+        x, packing = self.embed_source(source_BS)
+        return self.encode_packed(x, packing)[1], packing
 
     def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor | list[Tensor]]:
         """Packed embeddings to the encoder's output (T, D), and to what the decoder attends to:
@@ -292,11 +297,6 @@ class Transformer(nn.Module):
         states: list[Tensor] = []
         output = self.encoder.forward_packed(x, packing, states=states)
         return output, self.transparent(states, output)
-
-    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
-        """Token ids (B, S) to what the decoder attends to and its packing."""
-        x, packing = self.embed_source(source_BS)
-        return self.encode_packed(x, packing)[1], packing
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
@@ -355,6 +355,6 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        x = self.decoder.step(self.embed_next(tokens_B, state.position), state.cache)
+        x = self.decoder.step(self.embed_at(tokens_B, state.position), state.cache)
         state.position += 1
         return self.project(x)

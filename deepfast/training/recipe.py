@@ -354,11 +354,9 @@ class Recipe:
 def _check_dlcl(config: TransformerConfig) -> None:
     """Values of ``model.dlcl`` and its like that no DLCL takes."""
     for name, sides in DLCL_OPTIONS.items():
-        connections = {getattr(config, side, None) for side in sides} & PRESETS.keys()
-        try:
-            for connection in connections:
-                options = dlcl_options(connection, config.norm, getattr(config, name))
-                DLCL(1, config.dim, **options)
-        except (ValueError, TypeError) as error:
-            reason = str(error).removeprefix("DLCL: ")
-            raise RecipeError(f"model.{name}: {reason}") from error
+        for connection in {getattr(config, side, None) for side in sides} & PRESETS.keys():
+            try:
+                DLCL(1, config.dim, **dlcl_options(connection, config.norm, getattr(config, name)))
+            except (ValueError, TypeError) as error:
+                reason = str(error).removeprefix("DLCL: ")
+                raise RecipeError(f"model.{name}: {reason}") from error

@@ -172,7 +172,7 @@ class FairseqLike(nn.Module):
         if numbering == "none" and dlcl:
             kinds = {s: kind and "learnable_dense_nonorm" for s, kind in kinds.items()}
         self.namespace = argparse.Namespace(
-            arch="dense_relative_transformer_wmt_en_de", dropout=0.1, attention_dropout=0.0,
+            arch="dense_transformer_wmt_en_de", dropout=0.1, attention_dropout=0.0,
             relu_dropout=0.1, share_all_embeddings=share == "all",
             share_decoder_input_output_embed=share != "none",
             **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (

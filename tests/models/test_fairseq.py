@@ -2,6 +2,9 @@
 
 import collections
 import fractions
+import io
+import sys
+import types
 
 import pytest
 import torch
@@ -149,6 +152,22 @@ def test_objects_are_refused_unless_asked_for(convert, zipped):
     assert "got an object of fractions.Fraction; --unsafe loads it" in said
     code, said = convert(content, SOURCE_TOKENS, "--unsafe", zipped=zipped)
     assert code == 0, said
+
+
+def test_objects_of_a_package_that_is_not_here(convert, monkeypatch):
+    made = type("Meter", (), {"__module__": "meters_of_then"})
+    module = types.ModuleType("meters_of_then")
+    module.Meter = made
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "meters_of_then", module)
+        content = io.BytesIO()
+        torch.save(make()[0].checkpoint() | {"meters": made()}, content)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda _, path, **__: path.write_bytes(content.getvalue()))
+        code, said = convert(None, SOURCE_TOKENS, "--unsafe")
+    assert code == 1
+    assert "expected objects of packages that are installed here" in said
+    assert "meters_of_then" in said
 
 
 def test_other_files_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepfast.memory import POLICIES
 from deepfast.models import Transformer, TransformerConfig
 from deepfast.reference.transparent_attention import transparent_attention
 
@@ -83,6 +84,23 @@ def test_decoding_step_by_step_equals_forward(norm, encoder):
         got = model.step(torch.tensor([5, 7]), state)
         expected = model(SOURCE[[1, 0]], torch.tensor([[2, 5], [2, 7]])).view(2, 2, 11)[:, -1]
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("norm", "encoder"), [("pre", "dlcl"), ("post", "denseformer")])
+def test_every_memory_policy_gives_the_same_gradients(norm, encoder):
+    model, found = build(norm, encoder, dropout=0.2, mixture_dropout=0.2).train(), {}
+    for policy in POLICIES:
+        model.encoder.set_memory(policy)
+        model.decoder.set_memory("states" if policy == "history" else policy)
+        torch.manual_seed(3)
+        model.zero_grad()
+        model.loss(SOURCE, TARGET, TARGET, 0.1)[0].backward()
+        found[policy] = {name: p.grad for name, p in model.named_parameters()}
+    for policy, grads in found.items():
+        for name, want in found["keep"].items():
+            torch.testing.assert_close(
+                grads[name], want, rtol=1e-9, atol=1e-12, msg=f"{policy} {name}"
+            )
 
 
 def test_decoder_layers_attend_to_memories_of_their_own():
