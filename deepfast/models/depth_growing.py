@@ -19,8 +19,7 @@ from .transformer import DecodeState, Transformer, TransformerConfig
 class DepthGrowingConfig(TransformerConfig):
     """Sizes and choices of a `DepthGrowing`: those of its bottom, and beside them the top's.
 
-    The top has the bottom's width, heads, norm, activation and dropout; transparent attention is
-    the bottom's alone.
+    The top has the bottom's width, heads, norm, activation and dropout.
     """
 
     top_encoder_layers: int = 2
@@ -28,9 +27,9 @@ class DepthGrowingConfig(TransformerConfig):
     top_decoder_layers: int = 2
     """M, of the decoder."""
     top_encoder_connection: str = "residual"
-    """"dlcl", "residual" or "denseformer"; the top has a depth history of its own."""
+    """"dlcl" or "residual"; the top has a depth history of its own."""
     top_decoder_connection: str = "residual"
-    """"dlcl", "residual" or "denseformer"."""
+    """"dlcl" or "residual"."""
     top_dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
     embedding_norm: bool = False
@@ -40,6 +39,10 @@ class DepthGrowingConfig(TransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.cross_attention != "top":
+            raise ValueError(
+                f"cross_attention: expected top for a model that grows, got {self.cross_attention}"
+            )
         self._check_whole("top_encoder_layers", "top_decoder_layers")
         self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
 
@@ -75,7 +78,7 @@ class DepthGrowing(nn.Module):
         h1 = enc1(x)            s1 = dec1(y, attn1(h1))
         h2 = enc2(x + h1)       s2 = dec2(y + s1, attn2(h2))
 
-    Logits are those of s2 by the bottom's projection; those of s1 are the bottom's own, which is a
+    Logits are those of s2 by the bottom's embedding; those of s1 are the bottom's own, which is a
     whole model: `bottom`. Nothing of the bottom has a gradient, and it keeps nothing for backward.
 
     The paper does not say whether dropout stays on in the bottom while the top learns. Here it is
@@ -123,21 +126,20 @@ class DepthGrowing(nn.Module):
             x = F.dropout(x, self.config.dropout, self.training)
         return norm(x)
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Tensor, Packing]:
-        """Token ids (B, S) to what both decoders attend to, that of h1 and h2 (T, D), and its
-        packing."""
+    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor, Packing]:
+        """Token ids (B, S) to what both encoders put out, h1 and h2 (T, D), and their packing."""
         with torch.no_grad():
             x, packing = self.bottom.embed_source(source_BS)
-            h1, memory = self.bottom.encode_packed(x, packing)
+            h1 = self.bottom.encoder.forward_packed(x, packing)
         h2 = self.encoder.forward_packed(self._entering(x, self.source_norm) + h1, packing)
-        return memory, h2, packing
+        return h1, h2, packing
 
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed s2 (N, D) and the packing of ``target_in_BT``."""
-        memory, h2, memory_packing = self.encode(source_BS)
+        h1, h2, memory_packing = self.encode(source_BS)
         with torch.no_grad():
             y, packing = self.bottom.embed_target(target_in_BT)
-            s1 = self.bottom.decoder.forward_packed(y, packing, memory, memory_packing)
+            s1 = self.bottom.decoder.forward_packed(y, packing, h1, memory_packing)
         y = self._entering(y, self.target_norm)
         return self.decoder.forward_packed(y + s1, packing, h2, memory_packing), packing
 
@@ -158,8 +160,8 @@ class DepthGrowing(nn.Module):
 
     def start(self, source_BS: Tensor) -> GrowingState:
         """Encodes the source by both encoders; `step` then decodes one position at a time."""
-        memory, h2, packing = self.encode(source_BS)
-        bottom = DecodeState(self.bottom.decoder.start(memory, packing))
+        h1, h2, packing = self.encode(source_BS)
+        bottom = DecodeState(self.bottom.decoder.start(h1, packing))
         return GrowingState(bottom, self.decoder.start(h2, packing))
 
     def step(self, tokens_B: Tensor, state: GrowingState) -> Tensor:

@@ -10,7 +10,7 @@ from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .transformer import Transformer, TransformerConfig
 
 DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
-"""Fields of a config that the vocabulary decides, not the recipe."""
+"""Fields of every config that the vocabulary decides, not the recipe."""
 
 
 @dataclass(frozen=True)

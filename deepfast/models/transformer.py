@@ -284,19 +284,17 @@ class Transformer(nn.Module):
         return self._embed(tokens_B, positions, self._target)
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
-        """Token ids (B, S) to what the decoder attends to, and its packing."""
-        x, packing = self.embed_source(source_BS)
-        return self.encode_packed(x, packing)[1], packing
+        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
+        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
+        return self.encode_packed(*self.embed_source(source_BS))
 
-    def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor | list[Tensor]]:
-        """Packed embeddings to the encoder's output (T, D), and to what the decoder attends to:
-        that output or, in transparent attention, such a tensor for each decoder layer."""
+    def encode_packed(self, x: Tensor, packing: Packing) -> tuple[Tensor | list[Tensor], Packing]:
+        """`encode` from the embeddings on."""
         if self.transparent is None:
-            output = self.encoder.forward_packed(x, packing)
-            return output, output
+            return self.encoder.forward_packed(x, packing), packing
         states: list[Tensor] = []
         output = self.encoder.forward_packed(x, packing, states=states)
-        return output, self.transparent(states, output)
+        return self.transparent(states, output), packing
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""

@@ -44,7 +44,7 @@ DLCL_OPTIONS = {
     "dlcl": ("encoder_connection", "decoder_connection"),
     "top_dlcl": ("top_encoder_connection", "top_decoder_connection"),
 }
-"""Key of the section `model` that holds such options -> keys of the sides that take them."""
+"""Keys of the section `model` that hold such options."""
 
 
 def _expect(condition: bool, key: str, expected: str, got: Any) -> None:

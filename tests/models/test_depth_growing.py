@@ -29,9 +29,9 @@ CASES = {
         "top_decoder_connection": "dlcl", "embedding_norm": True},
 }  # fmt: skip
 OTHERS = {
-    "transparent attention and three embeddings below": {
-        "cross_attention": "transparent", "share_embeddings": "none", "first_position": 2,
-        "target_vocab_size": 11, "top_encoder_connection": "denseformer"},
+    "three embeddings below": {
+        "share_embeddings": "none", "first_position": 2, "target_vocab_size": 11,
+        "top_encoder_connection": "denseformer"},
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("case", CASES | OTHERS)
 
@@ -113,18 +113,15 @@ def test_both_networks_are_the_papers_in_float64(case, written_out):
     assert all(p.grad is None for p in model.bottom.parameters())
 
 
-def test_over_transparent_attention_the_top_reads_the_encoders_output():
-    """Each decoder layer of the bottom has a mixture to attend to; h1 is what comes out on top."""
+def test_the_bottoms_own_projection_gives_the_logits():
     model = build(next(iter(OTHERS)))
     bottom = model.bottom
     with torch.no_grad():
         x, packing = bottom.embed_source(SOURCE)
         y, target = bottom.embed_target(TARGET)
-        memory, _ = bottom.encode(SOURCE)
         h1 = bottom.encoder.forward_packed(x, packing)
-        assert len(memory) == model.config.decoder_layers
         h2 = model.encoder.forward_packed(x + h1, packing)
-        s1 = bottom.decoder.forward_packed(y, target, memory, packing)
+        s1 = bottom.decoder.forward_packed(y, target, h1, packing)
         s2 = model.decoder.forward_packed(y + s1, target, h2, packing)
         assert torch.equal(model(SOURCE, TARGET), s2 @ bottom.output.weight.T)
 
