@@ -17,7 +17,10 @@ COMMANDS = {
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
     "prune": "leave out the layers that latent depth does not use",
+    "tune": "find the weights of deep-shallow decoding on a dev text",
     "score": "BLEU of translations against references",
+    "show-weights": "draw the depth weights that a model has learned",
+    "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",
     "report": "measure everything and write one HTML page",
 }
 
@@ -36,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         if name != wanted:
             commands.add_parser(name, help=summary)
             continue
-        module = importlib.import_module(f"deepfast.cli.{name}")
+        module = importlib.import_module(f"deepfast.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,

@@ -11,13 +11,24 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from deepfast.data import DataError, Vocabulary, read_lines, tag_of
+from deepfast.data import (
+    DataError,
+    TokenVocabulary,
+    Vocabulary,
+    read_lines,
+    read_vocabulary,
+    tag_of,
+)
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.search import translate_nbest
+from deepfast.search import deep_shallow_nbest, translate_nbest
+from deepfast.search.deep_shallow import ALPHA, GAMMA
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
 
@@ -25,15 +36,31 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
     add_decoding_arguments(parser)
+    add_deep_shallow_arguments(parser)
+
+
+def add_deep_shallow_arguments(parser: argparse.ArgumentParser) -> None:
+    """How two networks translate; shared with `deepfast score --checkpoint`."""
+    group = parser.add_argument_group("deep-shallow decoding, of a model that has grown")
+    group.add_argument(
+        "--deep-shallow", action="store_true", help="by the model and by its bottom alone, together"
+    )
+    group.add_argument(
+        "--alpha", type=float,
+        help=f"weight of the network that found a translation, 0 to 1; default {ALPHA}",
+    )  # fmt: skip
+    group.add_argument(
+        "--gamma", type=float, help=f"power of the length that divides; default {GAMMA}"
+    )
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to translate; shared with `deepfast score --checkpoint`."""
+    """How to translate; shared with `deepfast score --checkpoint` and `deepfast tune`."""
     group = parser.add_argument_group("decoding")
     group.add_argument("--beam", type=int, default=4, help="hypotheses kept; 1 is greedy")
     group.add_argument(
@@ -53,7 +80,17 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 def translate(
     args: argparse.Namespace, lines: list[str], nbest: int = 1
 ) -> list[list[tuple[float, str]]]:
-    """Scores and texts of every line, as the decoding arguments want it; tells of it on stderr."""
+    """Scores and texts of every line, as the arguments want it; tells of it on stderr."""
+    given = {name: getattr(args, name) for name in ("alpha", "gamma")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.deep_shallow:
+        raise ValueError(f"--{next(iter(given))}: expected --deep-shallow beside it, got none")
+    search = partial(deep_shallow_nbest, **given) if args.deep_shallow else translate_nbest
+    return searched(args, lines, partial(search, nbest=nbest))
+
+
+def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., Any]) -> Any:
+    """What ``search(model, vocabulary, lines, **options)`` finds for the decoding arguments."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
@@ -64,8 +101,8 @@ def translate(
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     model, content = load_model(args.checkpoint, device)
-    vocabulary = Vocabulary.from_bytes(content)
-    if _lowercase(args.checkpoint):
+    vocabulary = read_vocabulary(content)
+    if lowercase(args.checkpoint):
         lines = [line.lower() for line in lines]
     if args.language is not None:
         lines = _tagged(lines, args.language, vocabulary)
@@ -77,7 +114,7 @@ def translate(
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        results = translate_nbest(
+        results = search(
             model,
             vocabulary,
             lines,
@@ -85,7 +122,6 @@ def translate(
             length_penalty=args.length_penalty,
             max_length=args.max_length,
             max_tokens=args.max_tokens,
-            nbest=nbest,
             suppress_unknown=args.no_unknown,
         )
     seconds = time.perf_counter() - started
@@ -99,7 +135,7 @@ def translate(
     return results
 
 
-def _tagged(lines: list[str], language: str, vocabulary: Vocabulary) -> list[str]:
+def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
     tag = tag_of(language)
     if tag not in vocabulary.tags:
         known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
@@ -110,7 +146,7 @@ def _tagged(lines: list[str], language: str, vocabulary: Vocabulary) -> list[str
     return [f"{tag} {line}" if line.strip() else line for line in lines]
 
 
-def _lowercase(checkpoint: str) -> bool:
+def lowercase(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))

@@ -6,7 +6,12 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
-from .transformer import Transformer, TransformerConfig
+from .depth_growing import DepthGrowing, DepthGrowingConfig
+from .transformer import Transformer
+from .transformer_config import TransformerConfig
+
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
+"""Fields of every config that the vocabulary decides, not the recipe."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,7 @@ class Kind:
     """One kind of model."""
 
     config: type
-    """A ``kw_only`` dataclass; ``vocab_size`` and ``padding_idx`` come from the vocabulary."""
+    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
     model: Callable[[Any], nn.Module]
     """Makes a module of a config."""
 
@@ -25,7 +30,10 @@ class Kind:
         return {field.name: hints[field.name] for field in fields(self.config)}
 
 
-KINDS = {"transformer": Kind(TransformerConfig, Transformer)}
+KINDS = {
+    "transformer": Kind(TransformerConfig, Transformer),
+    "depth_growing": Kind(DepthGrowingConfig, DepthGrowing),
+}
 """Name in a recipe and in a checkpoint -> what it is."""
 
 

@@ -1,13 +1,12 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Li et al. 2020 for
-latent depth.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
+for transparent attention; Li et al. 2020 for latent depth.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,155 +14,19 @@ from torch import Tensor, nn
 
 from deepfast import ops
 from deepfast.nn import (
-    DLCL,
     DecoderCache,
     LatentDepth,
     Packing,
     TransformerDecoder,
     TransformerEncoder,
+    TransparentAttention,
 )
-from deepfast.nn.connection import CONNECTIONS
-from deepfast.ops.activation import KINDS
 
 from .interface import ParameterGroup, decaying_matrices
+from .transformer_config import TransformerConfig
 
 IGNORED = -100
 """A label that stands for none."""
-
-
-@dataclass(kw_only=True)
-class TransformerConfig:
-    """Sizes and choices of a `Transformer`."""
-
-    vocab_size: int
-    """V, of the vocabulary shared by source and target."""
-    padding_idx: int = 0
-    """Id of the padding token."""
-    dim: int = 512
-    """D."""
-    heads: int = 8
-    """H, a divisor of dim."""
-    ffn_dim: int = 2048
-    """F."""
-    encoder_layers: int = 6
-    """L of the encoder."""
-    decoder_layers: int = 6
-    """L of the decoder."""
-    encoder_connection: str = "dlcl"
-    """"dlcl", "residual" or "latent"."""
-    decoder_connection: str = "residual"
-    """"dlcl", "residual" or "latent"."""
-    norm: str = "pre"
-    """"pre" or "post"."""
-    activation: str = "relu"
-    """"relu" or "gelu"."""
-    dropout: float = 0.1
-    """On embeddings and on each branch before its residual add."""
-    attention_dropout: float = 0.0
-    """On attention weights."""
-    activation_dropout: float = 0.0
-    """After the feed-forward activation."""
-    dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides."""
-    latent: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.LatentDepth, for the sides with connection "latent"."""
-    languages: dict = field(default_factory=dict)
-    """Language -> id of the tag that every source sentence begins with; empty where there is one
-    language. Latent depth chooses layers for each of them."""
-    backend: str | None = None
-    """See deepfast.backend."""
-
-    def __post_init__(self):
-        for name in ("vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
-        if self.dim % self.heads or self.dim % 2:
-            raise ValueError(
-                f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
-            )
-        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
-            raise ValueError(
-                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
-                f"got {self.padding_idx!r}"
-            )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        for name, allowed in (
-            ("encoder_connection", CONNECTIONS),
-            ("decoder_connection", CONNECTIONS),
-            ("norm", ("pre", "post")),
-            ("activation", KINDS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-
-        self._check_options("dlcl", DLCL, {"num_layers", "dim", "norm", "backend"})
-        self._check_options("latent", LatentDepth, {"num_layers", "languages"})
-        self._check_languages()
-        for side in ("encoder", "decoder"):
-            if getattr(self, f"{side}_connection") == "latent":
-                try:
-                    LatentDepth(getattr(self, f"{side}_layers"), **self.latent)
-                except (ValueError, TypeError) as error:
-                    reason = str(error).removeprefix("LatentDepth: ")
-                    raise ValueError(f"latent.{reason}") from error
-
-    def _check_options(self, name: str, module: type, own: set[str]):
-        """Of the connection ``name``, ``own`` aside, which follow from the model."""
-        options = getattr(self, name)
-        if not options:
-            return
-        if name not in (self.encoder_connection, self.decoder_connection):
-            raise ValueError(
-                f"{name}: expected a side with connection {name!r} for {sorted(options)}, got none"
-            )
-        known = set(inspect.signature(module).parameters) - own
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(
-                f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
-            )
-
-    def _check_languages(self):
-        tags = list(self.languages.values())
-        within = all(isinstance(tag, int) and 0 <= tag < self.vocab_size for tag in tags)
-        if not within or len(set(tags)) < len(tags) or self.padding_idx in tags:
-            raise ValueError(
-                f"languages: expected a tag's id below vocab_size {self.vocab_size} of its own for "
-                f"each, got {self.languages!r}"
-            )
-
-    def side(self, name: str) -> dict:
-        """Arguments of the stack of a side, "encoder" or "decoder"."""
-        connection = getattr(self, f"{name}_connection")
-        names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
-                 "activation_dropout", "backend")  # fmt: skip
-        options = {name: getattr(self, name) for name in names}
-        latent = self.latent | {"languages": len(self.languages) or 1}
-        # Two sides of one size must not draw the same.
-        latent["seed"] = 2 * latent.get("seed", 0) + (name == "decoder")
-        return options | {
-            "connection": connection,
-            "dlcl": self.dlcl if connection == "dlcl" else None,
-            "latent": latent if connection == "latent" else None,
-        }
-
-
-def base(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's base size: 512 wide, 8 heads, 2048 feed-forward."""
-    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "heads": 8, "ffn_dim": 2048}
-                             | changes)  # fmt: skip
-
-
-def big(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's big size: 1024 wide, 16 heads, 4096 feed-forward, dropout 0.3."""
-    sizes = {"dim": 1024, "heads": 16, "ffn_dim": 4096, "dropout": 0.3}
-    return TransformerConfig(**{"vocab_size": vocab_size} | sizes | changes)
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -195,7 +58,7 @@ class DecodeState:
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one embedding shared by source, target and output projection.
+    """Encoder, decoder, and by default one embedding shared by source, target and output.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
@@ -204,12 +67,22 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        self.embedding = nn.Embedding(c.vocab_size, c.dim, padding_idx=c.padding_idx)
-        nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
-        with torch.no_grad():
-            self.embedding.weight[c.padding_idx].zero_()
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
+        self.embedding = self._new_embedding(c.vocab_size)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = self.output = None
+        if c.share_embeddings != "all":
+            self.target_embedding = self._new_embedding(target_size)
+        if c.share_embeddings == "none":
+            self.output = nn.Linear(c.dim, target_size, bias=False)
+            nn.init.normal_(self.output.weight, std=c.dim**-0.5)
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection, 1))
+        self.transparent = None
+        if c.cross_attention == "transparent":
+            self.transparent = TransparentAttention(
+                c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
+                dropout=c.mixture_dropout, backend=c.backend,
+            )  # fmt: skip
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -217,7 +90,7 @@ class Transformer(nn.Module):
         return (
             f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
             f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        )
+        ) + (", transparent attention" if self.transparent is not None else "")
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
@@ -279,32 +152,73 @@ class Transformer(nn.Module):
             )
         return languages.pop()
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _new_embedding(self, size: int) -> nn.Embedding:
+        dim, padding_idx = self.config.dim, self.config.padding_idx
+        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        nn.init.normal_(embedding.weight, std=dim**-0.5)
+        with torch.no_grad():
+            embedding.weight[padding_idx].zero_()
+        return embedding
+
+    @property
+    def _target(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self._target if self.output is None else self.output).weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def _packed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) - 1).flatten()
+        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self._embed(tokens, positions), packing
+        return self._embed(tokens, positions, embedding), packing
 
-    def encode(self, source_BS: Tensor, language: int | None = None) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed encoder output (T, D) and its packing."""
+    def embed_source(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
+        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
+        return self._packed(source_BS, self.embedding)
+
+    def embed_target(self, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """As `embed_source`, of the other side."""
+        return self._packed(target_in_BT, self._target)
+
+    def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
+        """Target tokens (B,) that all stand at one position, from 0, to (B, D)."""
+        positions = torch.full_like(tokens_B, self.config.first_position + position)
+        return self._embed(tokens_B, positions, self._target)
+
+    def encode(
+        self, source_BS: Tensor, language: int | None = None
+    ) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
+        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
         language = self._language(source_BS) if language is None else language
-        x, packing = self._packed(source_BS)
-        return self.encoder.forward_packed(x, packing, language=language), packing
+        return self.encode_packed(*self.embed_source(source_BS), language=language)
+
+    def encode_packed(
+        self, x: Tensor, packing: Packing, *, language: int = 0
+    ) -> tuple[Tensor | list[Tensor], Packing]:
+        """`encode` from the embeddings on."""
+        if self.transparent is None:
+            return self.encoder.forward_packed(x, packing, language=language), packing
+        states: list[Tensor] = []
+        output = self.encoder.forward_packed(x, packing, states=states, language=language)
+        return self.transparent(states, output), packing
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the tied embedding."""
-        return F.linear(x, self.embedding.weight)
+        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
@@ -317,7 +231,7 @@ class Transformer(nn.Module):
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         language = self._language(source_BS)
         memory, memory_packing = self.encode(source_BS, language)
-        x, packing = self._packed(target_in_BT)
+        x, packing = self.embed_target(target_in_BT)
         x = self.decoder.forward_packed(x, packing, memory, memory_packing, language=language)
         return x, packing
 
@@ -335,27 +249,38 @@ class Transformer(nn.Module):
         the loss of each position.
         """
         x, packing = self._decode(source_BS, target_in_BT)
+        loss, nll = self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+        for latent in self._latent.values():
+            loss = loss + latent.penalty() * (target_in_BT != self.config.padding_idx).sum()
+        return loss, nll
+
+    def loss_of(
+        self,
+        x: Tensor,
+        packing: Packing,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        """What `loss` returns, of packed decoder output (N, D) and its packing."""
         # A compiler does not pack: there padding is computed, and must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        loss, nll = ops.linear_cross_entropy(
-            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+        return ops.linear_cross_entropy(
+            x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
-        for latent in self._latent.values():
-            loss = loss + latent.penalty() * (~padding_BT).sum()
-        return loss, nll
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
         language = self._language(source_BS)
-        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
+        memory = self.encode(source_BS, language)
+        return DecodeState(self.decoder.start(*memory, language=language))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
+        x = self.decoder.step(self.embed_at(tokens_B, state.position), state.cache)
         state.position += 1
         return self.project(x)

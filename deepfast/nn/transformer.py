@@ -133,13 +133,15 @@ class TransformerEncoder(_Stack):
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl", "residual", or "latent": residual, and learned which layers are used.
+        connection: "dlcl", "residual", "denseformer", which is a DLCL with other defaults, or
+            "latent": residual, and learned which layers are used.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
-        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
+            ``{"norm": None}`` mixes states without layer-norms.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing, and of a post-norm one
             the layer-norms are left, which hold its input's scale.
@@ -147,7 +149,8 @@ class TransformerEncoder(_Stack):
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.
 
-    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Pagliardini et al. 2024
+    for DenseFormer.
     """
 
     layer, planned = TransformerEncoderLayer, "policies"

@@ -9,14 +9,20 @@ sacrebleu is imported when a score is asked for.
 """
 
 from .beam import Hypothesis, beam_search
+from .deep_shallow import Tuned, deep_shallow_nbest, tune_deep_shallow
+from .forced import score_hypotheses
 from .score import Scores, bleu
 from .translate import translate_lines, translate_nbest
 
 __all__ = [
     "Hypothesis",
     "Scores",
+    "Tuned",
     "beam_search",
     "bleu",
+    "deep_shallow_nbest",
+    "score_hypotheses",
     "translate_lines",
     "translate_nbest",
+    "tune_deep_shallow",
 ]

@@ -1,18 +1,21 @@
 """Lines of text in, lines of text out."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from deepfast.data import Vocabulary, evaluation_batches, restore_order
+from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
 
 from .beam import beam_search
+
+Found = TypeVar("Found")
 
 
 def translate_nbest(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,
@@ -44,11 +47,46 @@ def translate_nbest(
         ValueError: an argument out of range, or a vocabulary of another size than the model's.
         RuntimeError: see `beam_search`.
     """
-    if len(vocabulary) != model.config.vocab_size:
-        raise ValueError(
-            f"translate: expected a vocabulary of the model's {model.config.vocab_size} pieces, "
-            f"got {len(vocabulary)}"
+
+    def decode(source_BS: Tensor) -> list[list[tuple[float, str]]]:
+        found = beam_search(
+            model,
+            source_BS,
+            beam=beam,
+            length_penalty=length_penalty,
+            max_length=max_length,
+            nbest=nbest,
+            suppress_unknown=suppress_unknown,
+            bos_id=vocabulary.bos_id,
+            eos_id=vocabulary.eos_id,
+            unk_id=vocabulary.unk_id,
         )
+        return [[(h.score, vocabulary.decode(h.tokens)) for h in best] for best in found]
+
+    results = decode_lines(model, vocabulary, lines, decode, max_tokens=max_tokens)
+    return [[(0.0, "")] if best is None else best for best in results]
+
+
+def decode_lines(
+    model: nn.Module,
+    vocabulary: Vocabulary | TokenVocabulary,
+    lines: Sequence[str],
+    decode: Callable[[Tensor], list[Found]],
+    *,
+    max_tokens: int,
+) -> list[Found | None]:
+    """What ``decode`` finds for every line, in the order of the lines; None without text.
+
+    ``decode`` is given batches of sentences (B, S) on the model's device; for the rest see
+    `translate_nbest`.
+    """
+    size = model.config.vocab_size
+    target_size = getattr(model.config, "target_vocab_size", None) or size
+    for expected, got in ((size, len(vocabulary)), (target_size, vocabulary.target_size)):
+        if expected != got:
+            raise ValueError(
+                f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"
+            )
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
     groups = [model.group(encoded[i]) for i in filled] if hasattr(model, "group") else None
@@ -66,27 +104,16 @@ def translate_nbest(
             stacklevel=2,
         )
     device = next(model.parameters()).device
-    outputs = [
-        beam_search(
-            model,
-            batch.source_BS.to(device),
-            beam=beam,
-            length_penalty=length_penalty,
-            max_length=max_length,
-            nbest=nbest,
-            suppress_unknown=suppress_unknown,
-        )
-        for batch in batches
-    ]
-    results = [[(0.0, "")] for _ in lines]
-    for index, hypotheses in zip(filled, restore_order(batches, outputs), strict=True):
-        results[index] = [(h.score, vocabulary.decode(h.tokens)) for h in hypotheses]
+    outputs = [decode(batch.source_BS.to(device)) for batch in batches]
+    results: list[Found | None] = [None] * len(lines)
+    for index, found in zip(filled, restore_order(batches, outputs), strict=True):
+        results[index] = found
     return results
 
 
 def translate_lines(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,

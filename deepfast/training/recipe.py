@@ -13,18 +13,18 @@ from torch import nn
 
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
-from deepfast.models import KINDS, TransformerConfig, base, big, build
+from deepfast.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big, build
+from deepfast.models.registry import DERIVED_FIELDS
 from deepfast.nn import DLCL, LatentDepth
+from deepfast.nn.connection import PRESETS, dlcl_options
 from deepfast.training.data_section import DataSection
 from deepfast.training.errors import RecipeError
 from deepfast.training.errors import expect as _expect
+from deepfast.training.growing import check_grow
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
-
-DERIVED_FIELDS = ("vocab_size", "padding_idx", "languages")
-"""Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
     name: kind
@@ -40,10 +40,15 @@ def _arguments(module: type, *own: str) -> dict[str, Any]:
     return {name: p.annotation for name, p in parameters.items() if name not in own}
 
 
-NESTED_FIELDS = {
-    "dlcl": _arguments(DLCL, "num_layers", "dim", "norm", "backend"),
-    "latent": _arguments(LatentDepth, "num_layers", "languages"),
+DLCL_OPTIONS = {
+    "dlcl": ("encoder_connection", "decoder_connection"),
+    "top_dlcl": ("top_encoder_connection", "top_decoder_connection"),
 }
+"""Keys of the section `model` that hold arguments of DLCL, and whose they are."""
+
+NESTED_FIELDS = {
+    name: _arguments(DLCL, "num_layers", "dim", "backend") for name in DLCL_OPTIONS
+} | {"latent": _arguments(LatentDepth, "num_layers", "languages")}
 """Key of the section `model` that holds keys itself -> their types; the rest of the arguments of
 such a module follow from the model."""
 
@@ -178,6 +183,9 @@ class Recipe:
     memory: str | None = None
     """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
     into it; or the name of a memory policy for all layers; None: "keep"."""
+    grow: dict[str, Any] | None = None
+    """A second run grows the model in depth: `model` has fields of its top, `optim` and `train`
+    what is not as in the first run, and `from` a checkpoint to grow on, with no first run."""
     output: str = "runs/deepfast"
     """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
     resume: bool | str = False
@@ -196,20 +204,31 @@ class Recipe:
         if self.train.test_bleu and not self.data.tests:
             raise RecipeError("train.test_bleu: expected test pairs to translate, got none")
         _expect(bool(self.output), "output", "a folder", self.output)
+        check_grow(self)
 
     def _check_memory(self, config: Any) -> None:
-        planned = isinstance(config, TransformerConfig)
-        _expect(planned, "memory", "null for a model without memory policies", self.memory)
-        if self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+        stacks = isinstance(config, TransformerConfig)
+        _expect(stacks, "memory", "null for a model without memory policies", self.memory)
+        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all")):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value == planned, "memory", expected, self.memory)
+        if isinstance(config, DepthGrowingConfig):
+            expected = (
+                f"one of {', '.join(POLICIES)} or null for a model that grows: none is planned"
+            )
+            _expect(self.memory in POLICIES, "memory", expected, self.memory)
+        elif self.memory in POLICIES:
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
-            return
-        try:
-            parse_bytes(self.memory)
-        except ValueError as error:
-            expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
-            raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
+        else:
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
+                raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
 
     def model_config(
         self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
@@ -236,7 +255,7 @@ class Recipe:
             config = make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{error}") from error
-        if name == "transformer":
+        if isinstance(config, TransformerConfig):
             _check_dlcl(config)
         return config
 
@@ -249,7 +268,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as in a recipe file."""
         plain = asdict(self)
-        plain["optim"]["betas"] = list(self.optim.betas)
+        for section in (plain["optim"], (plain["grow"] or {}).get("optim", {})):
+            if "betas" in section:
+                section["betas"] = list(section["betas"])
         latent = plain["model"].get("latent", {})
         if "beta" in latent:
             latent["beta"] = list(latent["beta"])
@@ -257,10 +278,11 @@ class Recipe:
 
 
 def _check_dlcl(config: TransformerConfig) -> None:
-    """Values of ``model.dlcl`` that no DLCL takes."""
-    if "dlcl" in (config.encoder_connection, config.decoder_connection):
-        try:
-            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
-        except (ValueError, TypeError) as error:
-            reason = str(error).removeprefix("DLCL: ")
-            raise RecipeError(f"model.dlcl: {reason}") from error
+    """Values of ``model.dlcl`` and its like that no DLCL takes."""
+    for name, sides in DLCL_OPTIONS.items():
+        for connection in {getattr(config, side, None) for side in sides} & PRESETS.keys():
+            try:
+                DLCL(1, config.dim, **dlcl_options(connection, config.norm, getattr(config, name)))
+            except (ValueError, TypeError) as error:
+                reason = str(error).removeprefix("DLCL: ")
+                raise RecipeError(f"model.{name}: {reason}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepfast.data.errors import require
 from deepfast.training.errors import RecipeError
+from deepfast.training.growing import TOP_FIELDS
 from deepfast.training.recipe import (
     MODEL_FIELDS,
     NESTED_FIELDS,
@@ -38,10 +39,15 @@ def _known_types() -> dict[str, Any]:
     known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
     for name, keys in NESTED_FIELDS.items():
         known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
-    return known
+    known["grow.from"] = str | None
+    grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
+    return known | {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
 
 
 KEYS = _known_types()
+
+NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
+"""Keys that hold further keys."""
 
 
 def recipe_names() -> dict[str, str]:
@@ -145,12 +151,11 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        nested = prefix == "model." and name in NESTED_FIELDS
-        section = key in SECTIONS or key == "model" or nested
-        if section:
+        if key in NESTED:
             if value is not None and not isinstance(value, dict):
                 raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
-            flat |= _flatten(value or {}, where, f"{key}.")
+            if value is not None:
+                flat |= _flatten(value, where, f"{key}.") if value else {key: {}}
         elif key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
@@ -179,19 +184,13 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
 
 
 def _build(flat: dict[str, Any]) -> Recipe:
-    sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, "model")}
-    top: dict[str, Any] = {}
-    for key, value in flat.items():
-        section, dot, name = key.partition(".")
-        if not dot:
-            top[key] = value
-        elif "." in name:
-            outer, _, inner = name.partition(".")
-            sections[section].setdefault(outer, {})[inner] = value
-        else:
-            sections[section][name] = value
-    return Recipe(
-        **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},
-        model=sections["model"],
-        **top,
-    )
+    tree: dict[str, Any] = {}
+    # An empty section before what an override puts into it.
+    for key in sorted(flat, key=lambda key: key.count(".")):
+        place = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = flat[key]
+    sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
+    return Recipe(**sections, **tree)

@@ -16,8 +16,11 @@ from deepfast.data.text import write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.models.checkpoint import load_model
 from deepfast.training.checkpoint import (
+    AVERAGE,
+    BEST,
     STEP_FILE,
     average_checkpoints,
+    checkpoint_to_resume,
     load_checkpoint,
     prune,
     save_checkpoint,
@@ -32,13 +35,13 @@ from deepfast.training.environment import (
     settings,
 )
 from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
-from deepfast.training.memory import fit_memory
+from deepfast.training.growing import load_bottom, read_bottom, runs
+from deepfast.training.memory import fit_memory, set_policy
 from deepfast.training.recipe import Recipe
 from deepfast.training.recipe_file import differences, dump_recipe
-from deepfast.training.report import METRICS, Report
+from deepfast.training.report import Report
 from deepfast.training.trainer import Trainer, perplexity
 
-BEST, AVERAGE = "best.pt", "average.pt"
 SIGNALS = ("SIGINT", "SIGTERM")
 
 
@@ -80,6 +83,8 @@ class TrainResult:
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
     """Trains a translation model as the recipe says; Ctrl-C leaves a checkpoint to resume from.
 
+    A recipe with a section `grow` is two runs, and the result is that of the last one.
+
     Torch's and Python's generators are seeded; threads and determinism are put back at the end.
 
     Args:
@@ -89,8 +94,12 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         ValueError: a recipe, text or checkpoint that cannot be used.
         RuntimeError: a loss that is not finite, or a folder that cannot be written.
     """
-    with settings(recipe.train):
-        return _Run(recipe, quiet).go()
+    for part in runs(recipe):
+        with settings(part.train):
+            result = _Run(part, quiet).go()
+        if result.stopped in SIGNALS:
+            break
+    return result
 
 
 class _Run:
@@ -100,19 +109,24 @@ class _Run:
         self.recipe, self.section = recipe, recipe.train
         self.folder = Path(recipe.output)
         device = resolve_device(recipe.train.device)
-        self.saved: Path | None = _checkpoint_to_resume(recipe)
+        self.saved: Path | None = checkpoint_to_resume(recipe)
         content = load_checkpoint(self.saved) if self.saved else None
         if content is not None and "training" not in content:
             raise CheckpointError(
                 f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
                 "state, such as an average"
             )
+        # A checkpoint of this run has its bottom within.
+        self.bottom = None if content else read_bottom(recipe)
         with _made(self.folder):
-            vocabulary = Vocabulary.from_bytes(content["vocabulary"]) if content else None
+            start = content or self.bottom
+            vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
             corpus = load_corpus(
                 recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
             )
             self.trainer = Trainer(recipe, corpus, device)
+            if self.bottom is not None:
+                load_bottom(recipe, self.trainer.model, self.bottom)
         self.measured: int | None = None
         """Peak bytes of a step, of the trial before the first."""
         self.changed: list[str] = []
@@ -172,6 +186,8 @@ class _Run:
             f"model {trainer.model.describe()}, {count:,} parameters, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
+        if self.bottom is not None:
+            say(f"grows on {self.recipe.grow['from']}, of step {self.bottom['step']}")
         if trainer.step:
             say(f"resumed from {self.saved} at step {trainer.step}")
             for line in self.changed:
@@ -179,6 +195,10 @@ class _Run:
 
     def _fit_memory(self) -> None:
         if self.recipe.memory is None:
+            return
+        if self.recipe.grow is not None:
+            # A policy by name: what a frozen bottom needs is not planned.
+            set_policy(self.trainer.model, self.recipe.memory)
             return
         row = fit_memory(self.trainer, self.report.say)
         self.measured = row["measured_bytes"]
@@ -320,31 +340,3 @@ def _made(folder: Path) -> Iterator[None]:
             for path in new:
                 path.rmdir()
         raise
-
-
-def _checkpoint_to_resume(recipe: Recipe) -> Path | None:
-    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
-
-    Raises:
-        CheckpointError: the folder holds another run, or one that went further.
-    """
-    folder = Path(recipe.output)
-    present = step_checkpoints(folder)
-    if recipe.resume is True:
-        return present[-1] if present else None
-    if recipe.resume is False:
-        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
-        if ours:
-            raise CheckpointError(
-                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
-                "continue it with resume=true, or choose another with output=FOLDER"
-            )
-        return None
-    path = Path(recipe.resume)
-    later = [p for p in present if not path.exists() or not p.samefile(path)]
-    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
-        raise CheckpointError(
-            f"{folder}: expected a folder without later checkpoints than {path}, got "
-            f"{later[-1].name}: choose another with output=FOLDER"
-        )
-    return path
