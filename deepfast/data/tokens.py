@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from deepfast.data.errors import DataError
 from deepfast.data.text import read_lines
@@ -29,6 +30,8 @@ class TokenVocabulary:
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, EOS, EOS
+    # Language tags are ordinary tokens here.
+    tags: ClassVar[dict[str, int]] = {}
 
     def __init__(self, source: Sequence[str], target: Sequence[str] | None = None) -> None:
         """source, target: tokens from id 4 on; target None: the source's."""
@@ -77,11 +80,6 @@ class TokenVocabulary:
     def target_size(self) -> int:
         """Ids of the target's side."""
         return len(self.target) + SPECIAL_IDS
-
-    @property
-    def tags(self) -> dict[str, int]:
-        """Language tags and their ids: there are none."""
-        return {}
 
     def __repr__(self) -> str:
         return f"TokenVocabulary({len(self)} and {self.target_size} ids, {self.fingerprint()})"

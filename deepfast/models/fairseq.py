@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformer import TransformerConfig
+from .transformer_config import TransformerConfig
 
 SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
 """The names that each of the four special ids may have, in the order of the file's ids."""

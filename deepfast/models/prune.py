@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformer import Transformer, TransformerConfig
+from .transformer import Transformer
+from .transformer_config import TransformerConfig
 
 SIDES = ("encoder", "decoder")
 

@@ -205,7 +205,7 @@ def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
         assert model.encoder.training == mode
     seen = {}
     stack = model.bottom.encoder.forward_packed
-    model.bottom.encoder.forward_packed = lambda x, p: seen.setdefault("h1", stack(x, p))
+    model.bottom.encoder.forward_packed = lambda x, p, **_: seen.setdefault("h1", stack(x, p))
     with torch.no_grad():
         deterministic = model.bottom.encode(SOURCE)[0]
         seen.clear()

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from deepfast.models import Transformer, TransformerConfig
+from deepfast.models import DepthGrowingConfig, Transformer, TransformerConfig
 from deepfast.models.interface import parameter_groups
 from deepfast.models.prune import prune_checkpoint, prune_layers
 from deepfast.search import beam_search
@@ -167,11 +167,19 @@ def test_metrics():
         ({"languages": {"de": 4, "fr": 4}}, "languages: expected a tag's id below vocab_size 13"),
         ({"languages": {"de": 13}}, "languages: expected a tag's id below vocab_size 13"),
         ({"dlcl": {"window": 2}}, "dlcl: expected a side with connection 'dlcl'"),
+        ({"cross_attention": "transparent"}, "cross_attention: expected top with encoder_conn"),
     ],
 )  # fmt: skip
 def test_configs_that_make_no_sense(changes, message):
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+def test_no_model_grows_on_gates():
+    sizes = {"vocab_size": 9, "dim": 16, "heads": 2, "ffn_dim": 24}
+    for side in ("encoder_connection", "top_decoder_connection"):
+        with pytest.raises(ValueError, match=f"{side}: expected another than latent for a model"):
+            DepthGrowingConfig(**sizes | {side: "latent"})
 
 
 # ---- pruning -------------------------------------------------------------------------------------
