@@ -18,6 +18,8 @@ COMMANDS = {
     "translate": "translate lines of text with a checkpoint",
     "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
+    "show-weights": "draw the depth weights that a model has learned",
+    "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",
     "report": "measure everything and write one HTML page",
 }
 

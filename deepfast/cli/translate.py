@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from deepfast.data import DataError, Vocabulary, read_lines
+from deepfast.data import DataError, read_lines, read_vocabulary
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.search import translate_nbest
@@ -25,7 +25,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
@@ -75,7 +75,7 @@ def translate(
         warnings.simplefilter("always")
         results = translate_nbest(
             model,
-            Vocabulary.from_bytes(vocabulary),
+            read_vocabulary(vocabulary),
             lines,
             beam=args.beam,
             length_penalty=args.length_penalty,

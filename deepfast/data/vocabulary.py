@@ -144,6 +144,11 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._processor)
 
+    @property
+    def target_size(self) -> int:
+        """Pieces of the target's side: the same ones."""
+        return len(self)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self._model == other._model
 

@@ -1,11 +1,11 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
+for transparent attention.
 """
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,10 +21,13 @@ from deepfast.nn import (
     Packing,
     TransformerDecoder,
     TransformerEncoder,
+    TransparentAttention,
 )
-from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS
-from deepfast.nn.fusion import FUSIONS, WITH_ATTENTION, layer_embedding
+from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS, PRESETS, dlcl_options
+from deepfast.nn.fusion import FUSIONS
 from deepfast.ops.activation import KINDS
+
+from .fusions import Fusions
 
 IGNORED = -100
 """A label that stands for none."""
@@ -35,7 +38,7 @@ def _options(module: type, *rest: str) -> tuple[str, ...]:
     return tuple(sorted(set(inspect.signature(module).parameters) - set(rest)))
 
 
-DLCL_OPTIONS = _options(DLCL, "num_layers", "dim", "norm", "backend")
+DLCL_OPTIONS = _options(DLCL, "num_layers", "dim", "backend")
 FUSION_OPTIONS = _options(
     LayerFusion, "num_states", "dim", "kind", "source_norm", "own_embedding", "backend"
 )
@@ -46,9 +49,16 @@ class TransformerConfig:
     """Sizes and choices of a `Transformer`."""
 
     vocab_size: int
-    """V, of the vocabulary shared by source and target."""
+    """V, of the source and, where target_vocab_size is None, of the target too."""
+    target_vocab_size: int | None = None
+    """V of the target where it has a vocabulary of its own."""
     padding_idx: int = 0
     """Id of the padding token."""
+    share_embeddings: str = "all"
+    """"all": one matrix for source, target and output; "decoder": target and output share one, the
+    source has its own; "none": each has its own."""
+    first_position: int = 0
+    """The number of a sentence's first position, for the sinusoids."""
     dim: int = 512
     """D."""
     heads: int = 8
@@ -60,11 +70,15 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl", "residual", "attnres" or "block_attnres"."""
+    """One of deepfast.nn.connection.CONNECTIONS: "dlcl", "residual", "denseformer", "attnres" or
+    "block_attnres"."""
     decoder_connection: str = "residual"
     """The same of the decoder."""
     attnres_block: int | None = None
     """Layers of a block under "block_attnres"; None: an eighth of a side's, rounded up."""
+    cross_attention: str = "top"
+    """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
+    own of all encoder layers."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -75,8 +89,10 @@ class TransformerConfig:
     """On attention weights."""
     activation_dropout: float = 0.0
     """After the feed-forward activation."""
+    mixture_dropout: float = 0.1
+    """On the weights of transparent attention's mixtures."""
     dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides."""
+    """Further arguments of deepfast.nn.DLCL, for both sides; norm None: no LN in the mixture."""
     encoder_fusion: str | None = None
     """One of deepfast.nn.fusion.FUSIONS over the embedding and all encoder layers, or None."""
     decoder_fusion: str | None = None
@@ -100,7 +116,7 @@ class TransformerConfig:
                 f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
                 f"got {self.padding_idx!r}"
             )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
+        for name in ("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
@@ -109,6 +125,8 @@ class TransformerConfig:
             ("decoder_connection", CONNECTIONS),
             ("encoder_fusion", (None, *FUSIONS)),
             ("decoder_fusion", (None, *FUSIONS)),
+            ("cross_attention", ("top", "transparent")),
+            ("share_embeddings", ("all", "decoder", "none")),
             ("norm", ("pre", "post")),
             ("activation", KINDS),
         ):
@@ -117,11 +135,36 @@ class TransformerConfig:
                     f"{name}: expected one of {', '.join(map(str, allowed))}, "
                     f"got {getattr(self, name)!r}"
                 )
+        self._check_vocabularies()
         self._check_attnres()
-        mixes = "dlcl" in (self.encoder_connection, self.decoder_connection)
-        self._check_options("dlcl", DLCL_OPTIONS, "connection 'dlcl'", mixes)
         fuses = self.encoder_fusion is not None or self.decoder_fusion is not None
         self._check_options("fusion", FUSION_OPTIONS, "a fusion", fuses)
+        if self.encoder_fusion is not None and self.cross_attention == "transparent":
+            raise ValueError(
+                f"cross_attention: expected top with encoder_fusion {self.encoder_fusion}, "
+                "got 'transparent'"
+            )
+        sides = {self.encoder_connection, self.decoder_connection} & PRESETS.keys()
+        self._check_options("dlcl", DLCL_OPTIONS, "connection 'dlcl'", bool(sides))
+        for connection in sorted(sides):
+            dlcl_options(connection, self.norm, self.dlcl)
+
+    def _check_vocabularies(self):
+        size, first = self.target_vocab_size, self.first_position
+        least = self.padding_idx + 1
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)
+                                 or size < least):  # fmt: skip
+            raise ValueError(
+                f"target_vocab_size: expected None or a whole number of at least {least}, "
+                f"got {size!r}"
+            )
+        if self.share_embeddings == "all" and size not in (None, self.vocab_size):
+            raise ValueError(
+                f"target_vocab_size: expected the source's {self.vocab_size} where "
+                f"share_embeddings is all, got {size}"
+            )
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
 
     def _check_attnres(self) -> None:
         sides = self.encoder_connection, self.decoder_connection
@@ -156,18 +199,9 @@ class TransformerConfig:
         options = {name: getattr(self, name) for name in names}
         return options | {
             "connection": connection,
-            "dlcl": self.dlcl if connection == "dlcl" else None,
+            "dlcl": self.dlcl if connection in PRESETS else None,
             "block": self.attnres_block if connection == "block_attnres" else None,
         }
-
-    def fuse(self, kind: str | None, layers: int) -> LayerFusion | None:
-        """The encoder's or the decoder's fusion of its layers."""
-        if kind is None:
-            return None
-        return LayerFusion(
-            layers + 1, self.dim, kind, source_norm=self.norm == "pre", own_embedding=False,
-            backend=self.backend, **self.fusion,
-        )  # fmt: skip
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:
@@ -211,7 +245,7 @@ class DecodeState:
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one embedding shared by source, target and output projection.
+    """Encoder, decoder, and by default one embedding shared by source, target and output.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
@@ -220,18 +254,29 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        self.embedding = nn.Embedding(c.vocab_size, c.dim, padding_idx=c.padding_idx)
-        nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
-        with torch.no_grad():
-            self.embedding.weight[c.padding_idx].zero_()
+        self.embedding = self._new_embedding(c.vocab_size)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = self.output = None
+        if c.share_embeddings != "all":
+            self.target_embedding = self._new_embedding(target_size)
+        if c.share_embeddings == "none":
+            self.output = nn.Linear(c.dim, target_size, bias=False)
+            nn.init.normal_(self.output.weight, std=c.dim**-0.5)
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
-        self.encoder_fusion = c.fuse(c.encoder_fusion, c.encoder_layers)
-        self.decoder_fusion = c.fuse(c.decoder_fusion, c.decoder_layers)
-        # One for both sides: layer l of either has the same.
-        attending = [f.num_states for f in (self.encoder_fusion, self.decoder_fusion)
-                     if f is not None and f.kind in WITH_ATTENTION]  # fmt: skip
-        self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
+        sides = {
+            "encoder": (c.encoder_fusion, c.encoder_layers),
+            "decoder": (c.decoder_fusion, c.decoder_layers),
+        }
+        self.fusions = Fusions(
+            c.dim, sides, source_norm=c.norm == "pre", backend=c.backend, **c.fusion
+        )
+        self.transparent = None
+        if c.cross_attention == "transparent":
+            self.transparent = TransparentAttention(
+                c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
+                dropout=c.mixture_dropout, backend=c.backend,
+            )  # fmt: skip
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -244,55 +289,55 @@ class Transformer(nn.Module):
             f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
             for side, (layers, connection, fusion) in sides.items()
         ]
-        return ", ".join([*parts, f"{c.norm}-norm"])
+        more = ["transparent attention"] if self.transparent is not None else []
+        return ", ".join([*parts, f"{c.norm}-norm", *more])
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _new_embedding(self, size: int) -> nn.Embedding:
+        dim, padding_idx = self.config.dim, self.config.padding_idx
+        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        nn.init.normal_(embedding.weight, std=dim**-0.5)
+        with torch.no_grad():
+            embedding.weight[padding_idx].zero_()
+        return embedding
+
+    @property
+    def _target(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self._target if self.output is None else self.output).weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def _packed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) - 1).flatten()
+        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self._embed(tokens, positions), packing
+        return self._embed(tokens, positions, embedding), packing
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed encoder output (T, D) and its packing."""
+    def encode(self, source_BS: Tensor) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
+        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
         return self._encode(source_BS)
 
-    def _encode(
-        self, source_BS: Tensor, seen: list[Tensor] | None = None
-    ) -> tuple[Tensor, Packing]:
-        x, packing = self._packed(source_BS)
+    def _encode(self, source_BS: Tensor, seen: list[Tensor] | None = None):
+        x, packing = self._packed(source_BS, self.embedding)
         run = partial(self.encoder.forward_packed, x, packing)
-        return self._fused(self.encoder_fusion, run, seen), packing
-
-    def _fused(
-        self, fusion: LayerFusion | None, run: Callable, seen: list[Tensor] | None = None
-    ) -> Tensor:
-        """A stack's output, or the fusion of its layers, whose attention ``seen`` is given.
-
-        run: the stack, with an argument ``states``.
-        """
-        if fusion is None:
-            return run()
+        if self.transparent is None or seen is not None:
+            return self.fusions("encoder", run, seen), packing
         states: list[Tensor] = []
-        y = run(states=states)
-        # The last state has passed the stack's final LN.
-        states[-1] = y
-        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
-        if seen is None:
-            return fusion(states, embedding)
-        y, weights = fusion(states, embedding, return_attention=True)
-        seen.append(weights)
-        return y
+        output = run(states=states)
+        return self.transparent(states, output), packing
 
     def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
         """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
@@ -302,11 +347,6 @@ class Transformer(nn.Module):
         Raises:
             ValueError: where that side has no fusion with attention.
         """
-        side = "encoder" if target_in_BT is None else "decoder"
-        fusion = getattr(self, f"{side}_fusion")
-        if fusion is None or fusion.kind not in WITH_ATTENTION:
-            got = None if fusion is None else fusion.kind
-            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
         seen: list[Tensor] = []
         if target_in_BT is None:
             self._encode(source_BS, seen)
@@ -315,8 +355,8 @@ class Transformer(nn.Module):
         return seen[0]
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the tied embedding."""
-        return F.linear(x, self.embedding.weight)
+        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
@@ -330,9 +370,9 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT)
+        x, packing = self._packed(target_in_BT, self._target)
         run = partial(self.decoder.forward_packed, x, packing, memory, memory_packing)
-        return self._fused(self.decoder_fusion, run, seen), packing
+        return self.fusions("decoder", run, seen), packing
 
     def loss(
         self,
@@ -353,7 +393,7 @@ class Transformer(nn.Module):
         if packing.indices is not None:
             labels = labels[packing.indices]
         return ops.linear_cross_entropy(
-            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+            x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
 
@@ -363,8 +403,8 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, state.position)
-        run = partial(self.decoder.step, self._embed(tokens_B, positions), state.cache)
-        x = self._fused(self.decoder_fusion, run)
+        positions = torch.full_like(tokens_B, self.config.first_position + state.position)
+        x = self._embed(tokens_B, positions, self._target)
+        x = self.fusions("decoder", partial(self.decoder.step, x, state.cache))
         state.position += 1
         return self.project(x)

@@ -9,6 +9,7 @@ from .layer_norm import LayerNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .packing import Packing
 from .transformer import DecoderCache, TransformerDecoder, TransformerEncoder
+from .transparent_attention import TransparentAttention
 
 __all__ = [
     "DLCL",
@@ -25,4 +26,5 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "TransparentAttention",
 ]

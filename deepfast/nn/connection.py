@@ -1,4 +1,5 @@
-"""How layers of a stack are joined: plain residual, DLCL, or attention residuals."""
+"""How layers of a stack are joined: plain residual, DLCL, DLCL set up as DenseFormer, or attention
+residuals."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,15 +19,44 @@ from .history import DepthHistory
 from .layer_norm import LayerNorm
 from .recompute import Kept, rerun
 
-CONNECTIONS = ("dlcl", "residual", "attnres", "block_attnres")
-ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
+"""Connection that is a DLCL -> its arguments where they are not DLCL's defaults.
 
+"denseformer": depth-weighted averages begin as the identity and mix states without layer-norms of
+their own; ``dilation`` and ``period`` are the paper's (Pagliardini et al., DenseFormer, 2024). The
+paper takes no average on the embedding and between periods; a learned scale of one stands there.
+"""
+
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
 BLOCKS = 8
 """Blocks of layers under "block_attnres" where their size is not given, as published."""
+
+CONNECTIONS = (
+    "dlcl", "residual", *(name for name in PRESETS if name != "dlcl"), *ATTENTION_RESIDUALS,
+)  # fmt: skip
 
 Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
 to the layer's last residual and branch. Post-norm: (x, None) to the layer's output."""
+
+
+def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
+    """The arguments of `DLCL` in a stack, but for sizes: the preset's, then the user's.
+
+    Args:
+        connection: a name of `PRESETS`.
+        norm: "pre" or "post", of the stack.
+        dlcl: the user's; its key "norm" may only leave the layer-norms of the mixture out (None).
+
+    Raises:
+        ValueError: for layer-norms where the stack has none.
+    """
+    options = {"norm": norm} | PRESETS[connection] | (dlcl or {})
+    if options["norm"] not in (norm, None):
+        raise ValueError(
+            f"dlcl: norm must be None or the stack's {norm!r}, got {options['norm']!r}"
+        )
+    return options
 
 
 class Connection(nn.Module):
@@ -64,7 +94,7 @@ class Connection(nn.Module):
             raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
         if connection not in CONNECTIONS:
             raise ValueError(f"connection must be one of {CONNECTIONS}, got {connection!r}")
-        if dlcl and connection != "dlcl":
+        if dlcl and connection not in PRESETS:
             raise ValueError(f"dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
             raise ValueError(f"block needs connection='block_attnres', got {connection!r}")
@@ -77,8 +107,9 @@ class Connection(nn.Module):
                 block = -(-num_layers // BLOCKS)
             self.residuals = AttentionResiduals(num_layers, dim, block=block, backend=backend)
         self.dlcl = None
-        if connection == "dlcl":
-            self.dlcl = DLCL(num_layers, dim, norm=norm, backend=backend, **(dlcl or {}))
+        if connection in PRESETS:
+            options = dlcl_options(connection, norm, dlcl)
+            self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
         # Pre-norm: entry l is layer l's first LN, the last one the stack's final LN.
         self.norms = None
         if norm == "pre":

@@ -98,19 +98,22 @@ class TransformerEncoder(_Stack):
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl", "residual", "attnres" or "block_attnres", see `AttentionResiduals`.
+        connection: "dlcl", "residual", "denseformer", which is a DLCL with other defaults, or
+            "attnres" or "block_attnres", see `AttentionResiduals`.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
-        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
+            ``{"norm": None}`` mixes states without layer-norms.
         block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.
 
-    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Pagliardini et al. 2024
+    for DenseFormer.
     """
 
     layer, planned = TransformerEncoderLayer, "policies"

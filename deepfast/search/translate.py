@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from deepfast.data import Vocabulary, evaluation_batches, restore_order
+from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
 
 from .beam import beam_search
 
 
 def translate_nbest(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,
@@ -43,11 +43,13 @@ def translate_nbest(
         ValueError: an argument out of range, or a vocabulary of another size than the model's.
         RuntimeError: see `beam_search`.
     """
-    if len(vocabulary) != model.config.vocab_size:
-        raise ValueError(
-            f"translate: expected a vocabulary of the model's {model.config.vocab_size} pieces, "
-            f"got {len(vocabulary)}"
-        )
+    size = model.config.vocab_size
+    target_size = getattr(model.config, "target_vocab_size", None) or size
+    for expected, got in ((size, len(vocabulary)), (target_size, vocabulary.target_size)):
+        if expected != got:
+            raise ValueError(
+                f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"
+            )
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
     batches = evaluation_batches([(encoded[i], ()) for i in filled], max_tokens=max_tokens)
@@ -71,6 +73,9 @@ def translate_nbest(
             max_length=max_length,
             nbest=nbest,
             suppress_unknown=suppress_unknown,
+            bos_id=vocabulary.bos_id,
+            eos_id=vocabulary.eos_id,
+            unk_id=vocabulary.unk_id,
         )
         for batch in batches
     ]
@@ -82,7 +87,7 @@ def translate_nbest(
 
 def translate_lines(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,12 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
         )
     # The backend changes how the same numbers are computed, not which.
     mine = asdict(config)
+    # A field that came after the checkpoint had its default's meaning before.
+    saved = {field.name: field.default for field in fields(config)} | saved
     differences = [
-        f"{name} {saved.get(name)!r} in the checkpoint and {value!r} in the recipe"
+        f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
         for name, value in mine.items()
-        if name != "backend" and saved.get(name) != value
+        if name != "backend" and saved[name] != value
     ]
     if differences:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.table import describe, lines
 from deepfast.memory.units import format_bytes
+from deepfast.nn.connection import PRESETS
 from deepfast.training.errors import TrainingError
 from deepfast.training.recipe import Recipe
 from deepfast.training.trainer import Trainer
@@ -92,7 +93,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     decoder = None
     if named:
         # Where nothing can be mixed again the nearest policy takes its place.
-        mixes = config.decoder_connection == "dlcl" or recipe.memory != "history"
+        mixes = config.decoder_connection in PRESETS or recipe.memory != "history"
         decoder = recipe.memory if mixes else "states"
     if budget is None and not named:
         budget = recipe.memory
@@ -106,8 +107,8 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         ffn=config.ffn_dim,
         vocabulary=config.vocab_size,
         decoder_layers=config.decoder_layers,
-        connection=config.encoder_connection,
-        decoder_connection=config.decoder_connection,
+        connection=_planned(config.encoder_connection),
+        decoder_connection=_planned(config.decoder_connection),
         norm=config.norm,
         weight="scalar" if scalar else "vector",
         dtype=recipe.train.precision,
@@ -120,6 +121,11 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
     )
+
+
+def _planned(connection: str) -> str:
+    """What the planner calls a connection: every DLCL holds the same states."""
+    return "dlcl" if connection in PRESETS else connection
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from deepfast.memory.policies import POLICIES
-from deepfast.memory.sizes import CONNECTIONS as PLANNED
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, TransformerConfig, base, big, build
 from deepfast.models.transformer import DLCL_OPTIONS, FUSION_OPTIONS
 from deepfast.nn import DLCL, LayerFusion
+from deepfast.nn.connection import ATTENTION_RESIDUALS, PRESETS, dlcl_options
 from deepfast.training.errors import RecipeError
 
 SIZES = {"base": base, "big": big}
@@ -24,7 +24,7 @@ SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
 LANGUAGES = ("de", "fr", "es")
 
-DERIVED_FIELDS = ("vocab_size", "padding_idx")
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx")
 """Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
@@ -290,12 +290,18 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         planned = isinstance(config, TransformerConfig)
         _expect(planned, "memory", "null for a model without memory policies", self.memory)
-        sides = {config.encoder_connection, config.decoder_connection}
-        fuses = {config.encoder_fusion, config.decoder_fusion} != {None}
-        expected = "null for attention residuals and for a fusion of layers, which no plan counts"
-        _expect(sides <= set(PLANNED) and not fuses, "memory", expected, self.memory)
+        # What no plan counts: states, mixtures, fusions, further matrices of the vocabulary's size.
+        unplanned = {"cross_attention": "top", "share_embeddings": "all", "encoder_fusion": None,
+                     "decoder_fusion": None}  # fmt: skip
+        for key, planned in unplanned.items():
+            value = getattr(config, key)
+            _expect(value == planned, "memory", f"null where model.{key} is {value}", self.memory)
+        for key in ("encoder_connection", "decoder_connection"):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value not in ATTENTION_RESIDUALS, "memory", expected, self.memory)
         if self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
             return
@@ -344,8 +350,8 @@ def _check_parts(config: TransformerConfig) -> None:
     """Values of ``model.dlcl`` and ``model.fusion`` that no DLCL and no LayerFusion takes."""
     section = "dlcl"
     try:
-        if "dlcl" in (config.encoder_connection, config.decoder_connection):
-            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
+        for connection in {config.encoder_connection, config.decoder_connection} & PRESETS.keys():
+            DLCL(1, config.dim, **dlcl_options(connection, config.norm, config.dlcl))
         section = "fusion"
         for kind in {config.encoder_fusion, config.decoder_fusion} - {None}:
             LayerFusion(2, config.dim, kind, **config.fusion)
