@@ -186,7 +186,8 @@ class Connection(nn.Module):
                 states.append(x)
             if layer is not None:
                 residual, branch = self._run(layer, policy, x, n, norm, None)
-                # What all sublayers add: the last residual has the input and all but the last one.
+                # What all sublayers add: the last residual holds the input and all but the last
+                # one, rounded once to the states' dtype.
                 v = (residual - x) + F.dropout(branch, self.dropout, self.training)
         return n
 
