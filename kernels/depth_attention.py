@@ -57,7 +57,8 @@ def depth_attention_fwd_kernel(
     H: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    h, first = tl.program_id(0), tl.program_id(1) * BT
+    # One axis: of others a grid has 65535 programs at most.
+    h, first = tl.program_id(0) % H, tl.program_id(0) // H * BT
     o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
     o_t = (first + tl.arange(0, BT)).to(tl.int64)
     m_t = o_t < T
@@ -226,7 +227,7 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
         return
     for first in range(0, K, SOURCES.value):
         group = source_group(sources, first)
-        depth_attention_fwd_kernel[(H, triton.cdiv(T, tile.BT))](
+        depth_attention_fwd_kernel[(H * triton.cdiv(T, tile.BT),)](
             group, query, _columns(scores, first, H), carried, out, lse, most, total,
             T, min(SOURCES.value, K - first), eps,
             row_strides(group), K * H,

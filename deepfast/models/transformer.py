@@ -6,7 +6,7 @@ depth.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,13 +18,11 @@ from deepfast import ops
 from deepfast.nn import (
     DecoderCache,
     LatentDepth,
-    LayerFusion,
     Packing,
     TransformerDecoder,
     TransformerEncoder,
     TransparentAttention,
 )
-from deepfast.nn.fusion import WITH_ATTENTION, layer_embedding
 
 from .interface import ParameterGroup, decaying_matrices
 from .transformer_config import TransformerConfig
@@ -88,11 +86,7 @@ class Transformer(nn.Module):
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
 
-        self.encoder_fusion, self.decoder_fusion = c.fuse("encoder"), c.fuse("decoder")
-        # One for both sides: layer l of either has the same.
-        attending = [f.num_states for f in (self.encoder_fusion, self.decoder_fusion)
-                     if f is not None and f.kind in WITH_ATTENTION]  # fmt: skip
-        self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
+        self.fusions = c.fusions()
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -230,30 +224,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor | list[Tensor], Packing]:
         run = partial(self.encoder.forward_packed, x, packing, language=language)
         if self.transparent is None:
-            return self._fused(self.encoder_fusion, run, seen), packing
+            return self.fusions("encoder", run, seen), packing
         states: list[Tensor] = []
         output = run(states=states)
         return self.transparent(states, output), packing
-
-    def _fused(
-        self, fusion: LayerFusion | None, run: Callable, seen: list[Tensor] | None = None
-    ) -> Tensor:
-        """A stack's output, or the fusion of its layers, whose attention ``seen`` is given.
-
-        run: the stack, with an argument ``states``.
-        """
-        if fusion is None:
-            return run()
-        states: list[Tensor] = []
-        y = run(states=states)
-        # The last state has passed the stack's final LN.
-        states[-1] = y
-        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
-        if seen is None:
-            return fusion(states, embedding)
-        y, weights = fusion(states, embedding, return_attention=True)
-        seen.append(weights)
-        return y
 
     def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
         """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
@@ -263,11 +237,6 @@ class Transformer(nn.Module):
         Raises:
             ValueError: where that side has no fusion with attention.
         """
-        side = "encoder" if target_in_BT is None else "decoder"
-        fusion = getattr(self, f"{side}_fusion")
-        if fusion is None or fusion.kind not in WITH_ATTENTION:
-            got = None if fusion is None else fusion.kind
-            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
         seen: list[Tensor] = []
         if target_in_BT is None:
             self._encode(*self.embed_source(source_BS), self._language(source_BS), seen)
@@ -296,7 +265,7 @@ class Transformer(nn.Module):
         run = partial(
             self.decoder.forward_packed, x, packing, memory, memory_packing, language=language
         )
-        return self._fused(self.decoder_fusion, run, seen), packing
+        return self.fusions("decoder", run, seen), packing
 
     def loss(
         self,
@@ -344,6 +313,6 @@ class Transformer(nn.Module):
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
         run = partial(self.decoder.step, self.embed_at(tokens_B, state.position), state.cache)
-        x = self._fused(self.decoder_fusion, run)
+        x = self.fusions("decoder", run)
         state.position += 1
         return self.project(x)

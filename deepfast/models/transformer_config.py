@@ -12,6 +12,8 @@ from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS, PRESETS, dl
 from deepfast.nn.fusion import FUSIONS
 from deepfast.ops.activation import KINDS
 
+from .fusions import Fusions
+
 OPTIONS = {
     "dlcl": (DLCL, ("num_layers", "dim", "backend")),
     "latent": (LatentDepth, ("num_layers", "languages")),
@@ -266,15 +268,15 @@ class TransformerConfig:
             "latent": latent if connection == "latent" else None,
         }
 
-    def fuse(self, name: str) -> LayerFusion | None:
-        """The fusion of the layers of a side, or None."""
-        kind = getattr(self, f"{name}_fusion")
-        if kind is None:
-            return None
-        return LayerFusion(
-            getattr(self, f"{name}_layers") + 1, self.dim, kind, source_norm=self.norm == "pre",
-            own_embedding=False, backend=self.backend, **self.fusion,
-        )  # fmt: skip
+    def fusions(self) -> Fusions:
+        """The fusions of the layers of both sides."""
+        sides = {
+            "encoder": (self.encoder_fusion, self.encoder_layers),
+            "decoder": (self.decoder_fusion, self.decoder_layers),
+        }
+        return Fusions(
+            self.dim, sides, source_norm=self.norm == "pre", backend=self.backend, **self.fusion
+        )
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:

@@ -30,14 +30,14 @@ def by_hand(model, source, target_in):
     def fused(stack, fusion, *args):
         states = []
         y = stack.forward_packed(*args, states=states)
-        embedding = (model.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
+        embedding = (model.fusions.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
         return fusion([*states[:-1], y], *embedding)
 
-    x, packing = model._packed(source)
-    memory = fused(model.encoder, model.encoder_fusion, x, packing)
-    y, target_packing = model._packed(target_in)
+    x, packing = model._packed(source, model.embedding)
+    memory = fused(model.encoder, model.fusions.encoder, x, packing)
+    y, target_packing = model._packed(target_in, model.embedding)
     args = y, target_packing, memory, packing
-    return model.project(fused(model.decoder, model.decoder_fusion, *args))
+    return model.project(fused(model.decoder, model.fusions.decoder, *args))
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -73,15 +73,13 @@ def test_decoding_by_steps_is_decoding_at_once(kind, norm):
 
 def test_one_side_alone():
     model = transformer("attention", decoder_fusion=None)
-    assert model.decoder_fusion is None
-    assert model.layer_embedding.shape == (4, 12)
+    assert model.fusions.decoder is None
+    assert model.fusions.layer_embedding.shape == (4, 12)
     assert "3 encoder layers (dlcl, attention fusion), 2 decoder layers (residual)" in (
         model.describe()
     )
     plain = transformer(None, fusion={})
-    assert not [
-        name for name, _ in plain.named_parameters() if "fusion" in name or "layer_e" in name
-    ]
+    assert not [name for name, _ in plain.named_parameters() if "fusion" in name]
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
@@ -111,6 +109,10 @@ def test_no_attention_to_show():
         (
             {"encoder_fusion": "attention", "fusion": {"heads": 2}},
             "fusion: expected keys of activation, attention_dim.*got heads",
+        ),
+        (
+            {"encoder_fusion": "average", "cross_attention": "transparent"},
+            "cross_attention: expected top with encoder_fusion average",
         ),
     ],
 )
