@@ -48,10 +48,10 @@ class DepthGrowingConfig(TransformerConfig):
         self._check_whole("top_encoder_layers", "top_decoder_layers")
         self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
         for side in ("encoder", "decoder", "top_encoder", "top_decoder"):
-            if getattr(self, f"{side}_connection") in ("latent", "block_attnres"):
+            if getattr(self, f"{side}_connection") == "latent":
                 raise ValueError(
-                    f"{side}_connection: expected dlcl, denseformer, attnres or residual for a "
-                    f"model that grows, got {getattr(self, f'{side}_connection')!r}"
+                    f"{side}_connection: expected another than latent for a model that grows, "
+                    "got 'latent'"
                 )
 
     @property

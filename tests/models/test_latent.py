@@ -160,14 +160,14 @@ def test_metrics():
     ("changes", "message"),
     [
         ({"latent": {"taus": 1}}, "latent: expected keys of anneal_steps, .* got taus"),
-        ({"latent": {"tau": 0}}, "latent.tau: expected a number above 0, got 0"),
+        ({"latent": {"tau": 0}}, "latent: tau: expected a number above 0, got 0"),
         ({"latent": {"target_layers": 4, "target_weight": 1}}, "at most the 3 layers"),
         ({"encoder_connection": "dlcl", "decoder_connection": "dlcl", "latent": {"tau": 2}},
          r"latent: expected a side with connection 'latent' for \['tau'\], got none"),
         ({"languages": {"de": 4, "fr": 4}}, "languages: expected a tag's id below vocab_size 13"),
         ({"languages": {"de": 13}}, "languages: expected a tag's id below vocab_size 13"),
         ({"dlcl": {"window": 2}}, "dlcl: expected a side with connection 'dlcl'"),
-        ({"cross_attention": "transparent"}, "cross_attention: expected top with encoder_conn"),
+        ({"cross_attention": "transparent"}, "cross_attention: expected another encoder_conn"),
     ],
 )  # fmt: skip
 def test_configs_that_make_no_sense(changes, message):
