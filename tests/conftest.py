@@ -20,6 +20,13 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--drawn", type=int, default=12, metavar="COUNT",
+        help="sizes of models drawn at random whose memory is predicted and measured",
+    )  # fmt: skip
+
+
 def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
