@@ -38,7 +38,7 @@ def pytest_configure(config):
 # Minutes in a compiler, or in processes of their own: workers that start with these end together.
 LONG = (
     "test_ptxas.py", "test_aot.py", "test_gpu_command.py", "test_compile.py", "test_registered.py",
-    "test_build.py", "test_report.py",
+    "test_registered_graphs.py", "test_build.py", "test_report.py",
 )  # fmt: skip
 
 
