@@ -20,6 +20,13 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--drawn", type=int, default=12, metavar="COUNT",
+        help="sizes of models drawn at random whose memory is predicted and measured",
+    )  # fmt: skip
+
+
 def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,7 +38,7 @@ def pytest_configure(config):
 # Minutes in a compiler, or in processes of their own: workers that start with these end together.
 LONG = (
     "test_ptxas.py", "test_aot.py", "test_gpu_command.py", "test_compile.py", "test_registered.py",
-    "test_build.py", "test_report.py",
+    "test_registered_graphs.py", "test_build.py", "test_report.py",
 )  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 A subcommand's module has a docstring for its help, EXAMPLE (a command line),
 `add_arguments(parser)` and `run(args) -> exit code`. It is imported only when it is asked for.
+
+Exit codes: 0 done, 1 refused with a sentence, 2 a command line that argparse does not understand, 3
+from `plan`, what was asked does not fit, 130 interrupted.
 """
 
 import argparse
@@ -27,8 +30,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code (0 done, 1 refused with a sentence, 130
-    interrupted)."""
+    """Runs the command line; returns the exit code (argparse exits with 2 by itself)."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="deepfast", description="Very deep Transformers with fused depth connections."

@@ -10,15 +10,16 @@ layer-norms) are fp32, everything else is in the storage dtype:
               history  nothing
     decoder   keep     and q, o, s of its second attention, and k v: 2 D per source token
 
-Closed forms by counting, held to measured steps by `tests/memory/test_plan_measured.py`.
+GELU and what runs again keep more while backward runs: `steps` walks through both directions. Held
+to measured steps, of sizes drawn at random too, by `tests/memory/test_plan_measured.py`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from .policies import POLICIES, RERUN
+from .policies import RERUN
 from .sizes import Sizes
-
-FP32 = 4
+from .steps import FP32, Layer, Step
 
 
 @dataclass(frozen=True)
@@ -31,101 +32,38 @@ class LayerBytes:
     """From its forward to its backward: copies of its weights in the dtype of autocast."""
     cached: int
     """The same from its forward to the end of the whole forward."""
-    forward: int
-    """On top while its forward runs."""
-    backward: int
-    """On top of what it keeps while its backward runs, made again or born there."""
+    forward: tuple[Step, Step]
+    """The highest while its forward runs, and the boundary behind it; what it keeps included."""
+    backward: tuple[Step, ...]
+    """While its backward runs, likewise; those that a later one outweighs are left out."""
     gradients: int
     """Of its parameters, from its backward on."""
 
 
+@lru_cache(maxsize=64)
 def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
     """One layer; ``decoder`` says of which stack."""
-    low = sizes.dtype == "bfloat16"
-    copies = 2 * (sizes.decoder_linear if decoder else sizes.linear) if low else 0
-    kept = _kept(sizes, policy, decoder)
+    layer = Layer(sizes, policy, decoder)
+    cached = sum(layer.cached().values())
+    *steps, boundary = layer.forward()
     return LayerBytes(
-        kept=kept,
+        kept=sum(layer.kept().values()),
         # What runs again casts again, and autocast's own cache goes with its context.
-        copies=0 if policy in RERUN else copies,
-        cached=copies,
-        forward=_forward(sizes, policy, decoder),
-        backward=_backward(sizes, policy, decoder) + (copies if policy in RERUN else 0),
+        copies=0 if policy in RERUN else cached,
+        cached=cached,
+        forward=(max(steps, key=lambda step: step.alive), boundary),
+        backward=_highest(layer.backward()),
         gradients=FP32 * sizes.layer_parameters(decoder),
     )
 
 
-def _units(sizes: Sizes, decoder: bool) -> tuple[int, int, int]:
-    """Bytes of (T, D) and (T, F) of the stack, and of (T, D) of the source."""
-    tokens = sizes.target_tokens if decoder else sizes.tokens
-    element = sizes.bytes
-    return (
-        tokens * sizes.width * element,
-        tokens * sizes.ffn * element,
-        sizes.tokens * sizes.width * element,
-    )
-
-
-def _kept(sizes: Sizes, policy: str, decoder: bool) -> int:
-    d, f, source = _units(sizes, decoder)
-    if policy == "history":
-        return 0
-    if policy == "states":
-        return d
-    tokens = sizes.target_tokens if decoder else sizes.tokens
-    attentions = 2 if decoder else 1
-    post = sizes.norm == "post"
-    level = POLICIES.index(policy)
-    # The input; of an attention its result and the sum behind it; in post-norm also the sum behind
-    # the feed-forward block.
-    kept = d + 2 * attentions * d + (d if post else 0)
-    kept += tokens * FP32 * (attentions * (sizes.heads + 2) + (2 if post else 0))
-    # Attention's result, padded and packed.
-    kept += attentions * d if sizes.padding else 0
-    if level < POLICIES.index("leaner"):
-        kept += 3 * d + (d + 2 * source if decoder else 0)
-    if level < POLICIES.index("lean"):
-        kept += f
-    return kept
-
-
-def _forward(sizes: Sizes, policy: str, decoder: bool) -> int:
-    """Largest in the feed-forward block: a norm, the hidden activation, a branch."""
-    d, f, _ = _units(sizes, decoder)
-    if policy in RERUN:
-        return 3 * d + 2 * f
-    return 2 * d + (0 if policy == "keep" else f)
-
-
-def _backward(sizes: Sizes, policy: str, decoder: bool) -> int:
-    """The feed-forward block's backward, or an attention's where that is larger."""
-    d, f, source = _units(sizes, decoder)
-    level, post = POLICIES.index(policy), sizes.norm == "post"
-    weights = 2 * sizes.width * sizes.ffn
-    # Gradients of the layer's last residual and branch, and the norm made again; in post-norm the
-    # sum behind the block is given back first.
-    block = (2 * d if post else 3 * d) + f + sizes.bytes * weights
-    attention = (3 * d if post else 4 * d) + FP32 * weights
-    # Gradients of q k v, padded and packed.
-    attention += 3 * d if sizes.padding else 0
-    if policy in RERUN:
-        # All that `keep` keeps is there again; the input that was kept is one of its parts in
-        # post-norm, where pre-norm's is the norm of it.
-        again = _kept(sizes, "keep", decoder)
-        again -= d if post and policy == "states" else 0
-        again += d if decoder else 0
-        # GELU keeps what it reads: the last product's operand goes before its gradient comes.
-        again += d if sizes.activation == "gelu" else 0
-        # One of the block's two matrices has its gradient by then.
-        block = again + d + 2 * f + sizes.bytes * weights // 2
-        attention += again - f
-    elif policy == "keep":
-        attention -= f
-    else:
-        block += f
-        if level == POLICIES.index("leaner"):
-            attention += 3 * d + (d + 2 * source if decoder else 0)
-    return max(block, attention)
+def _highest(steps: list[Step]) -> tuple[Step, ...]:
+    """Gradients only grow: a step below a later one is never the peak."""
+    found: list[Step] = []
+    for step in reversed(steps):
+        if not found or step.alive > found[-1].alive:
+            found.append(step)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -139,7 +77,7 @@ class HeadBytes:
     gradients: int
     """Of the shared weight, from the loss on."""
     embedding: int
-    """While the embedding's gradient is added to the projection's."""
+    """While an embedding's gradient is added to the one that is there, beside those of tokens."""
 
 
 SHARE, LEAST_ROWS, WIDENED = 32, 256, 2048
@@ -166,6 +104,6 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
         kept=mask,
         working=working,
         gradients=FP32 * table,
-        # The decoder's side, or the encoder's, and the sum of what is there.
-        embedding=FP32 * table * 2 + 2 * FP32 * sizes.tokens * sizes.width,
+        # Its own, and the sum of both.
+        embedding=FP32 * table * 2,
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from .flops import relative_time
 from .policies import POLICIES, resolve
 from .sizes import MOST, Sizes
-from .table import describe
+from .table import advise
 from .timeline import peak_table
 from .units import format_bytes, parse_bytes
 
@@ -15,6 +15,21 @@ FREE = ("budget", "layers", "width", "tokens")
 """Three of them are given, or all four."""
 STEP = 64
 """Widths are multiples of it, and heads this wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatFits:
+    """What would fit, where a plan does not: other policies, or else smaller sizes."""
+
+    policies: tuple[str, ...] = ()
+    """Of the encoder's layers; empty where no policies are enough."""
+    decoder_policies: tuple[str, ...] = ()
+    layers: int | None = None
+    """The most that fit, everything else as it is; None: not even the fewest, or policies do."""
+    tokens: int | None = None
+    width: int | None = None
+    budget: int
+    """Bytes that would do for the sizes as they are, under the most frugal policies."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +46,10 @@ class Plan:
     """Category to bytes at the highest point of the step."""
     time: float
     """Predicted time of a step over that of `keep` everywhere, by floating-point operations."""
-    advice: str
-    """What would fit, where this does not; empty where it does."""
+    what_fits: WhatFits | None
+    """Where this does not; None where it does."""
+    solved: str | None
+    """Of budget, layers, width and tokens the one that was left out and found."""
 
     @property
     def peak(self) -> int:
@@ -42,6 +59,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.peak <= self.budget
+
+    @property
+    def advice(self) -> str:
+        """What would fit, where this does not, as a sentence; empty where it does."""
+        return "" if self.what_fits is None else advise(self.what_fits)
 
     def to_dict(self) -> dict:
         """Plain values only."""
@@ -54,7 +76,9 @@ class Plan:
             "peak": self.peak,
             "fits": self.fits,
             "time": self.time,
+            "solved": self.solved,
             "advice": self.advice,
+            "what_fits": None if self.what_fits is None else asdict(self.what_fits),
         }
 
 
@@ -122,14 +146,19 @@ def plan(
 
     Raises:
         ValueError: a size or a choice that is none; two or more of the four left out; a budget in
-            which not even the smallest model fits.
+            which not even the smallest model fits; policies of a decoder that is not there.
     """
     given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) > 1:
         raise ValueError(
-            f"plan: expected at least three of {', '.join(FREE)}, got none for "
+            f"{', '.join(FREE)}: expected at least three of them, got none for "
             f"{' and '.join(missing)}"
+        )
+    if decoder_policies is not None and decoder_layers == 0:
+        raise ValueError(
+            f"decoder_policies: expected none without a decoder, got {decoder_policies!r} for "
+            "decoder_layers=0"
         )
     limit = None if budget is None else parse_bytes(budget)
     options = {
@@ -161,8 +190,10 @@ def plan(
         limit = search.smallest(sizes)
     chosen = search.cheapest(sizes, limit)
     table = peak_table(sizes, *chosen)
-    advice = "" if sum(table.values()) <= limit else _advice(sizes, search, limit, sized)
-    return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), advice)
+    what_fits = (
+        None if sum(table.values()) <= limit else _what_fits(sizes, limit, sized, heads or 1)
+    )
+    return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), what_fits, free)
 
 
 def _heads(width: object) -> int:
@@ -198,24 +229,23 @@ def _largest(
     return sized(**{free: low * step})
 
 
-def _advice(sizes: Sizes, search: "_Search", limit: int, sized: Callable[..., Sizes]) -> str:
-    """One sentence: what would fit."""
+def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], heads: int) -> WhatFits:
     frugal = _Search(None, None)
-    if frugal.smallest(sizes) <= limit:
+    least = frugal.smallest(sizes)
+    if least <= limit:
         policies, decoder = frugal.cheapest(sizes, limit)
-        return f"it fits with memory policies {describe(policies, decoder)}"
-    parts = []
-    for name, noun in (("layers", "layers"), ("tokens", "tokens"), ("width", "wide")):
-        step = sizes.heads * (2 if name == "width" else 1) if name == "width" else 1
-        try:
-            most = _largest(name, step, sized, frugal, limit)
-        except ValueError:
-            continue
-        parts.append(f"{getattr(most, name)} {noun}")
-    if not parts:
-        return f"it needs a budget of {format_bytes(frugal.smallest(sizes), up=True)}"
-    needed = format_bytes(frugal.smallest(sizes), up=True)
-    return f"what fits is {' or '.join(parts)}, and as it is a budget of {needed}"
+        return WhatFits(policies=policies, decoder_policies=decoder, budget=least)
+    most = {}
+    # Heads are a multiple of 8 wide, or of 2, where no multiple of 64 fits.
+    wide = math.lcm(STEP, heads), 8 * heads, 2 * heads
+    for name, steps in (("layers", (1,)), ("tokens", (1,)), ("width", wide)):
+        for step in steps:
+            try:
+                most[name] = getattr(_largest(name, step, sized, frugal, limit), name)
+            except ValueError:
+                continue
+            break
+    return WhatFits(budget=least, **most)
 
 
 class _Search:
@@ -238,10 +268,11 @@ class _Search:
         """One policy for all layers of a stack, where it may be chosen, from most memory to least:
         first the encoder, which is the deeper one, saves, then the decoder."""
         options = []
-        for count, kind, wanted in self._sides(sizes):
+        sides = zip(("policies", "decoder_policies"), self._sides(sizes), strict=True)
+        for name, (count, kind, wanted) in sides:
             names = POLICIES if kind == "dlcl" else POLICIES[:-1]
             wishes = names if wanted is None else (wanted,)
-            options.append([resolve(wish, count, kind) for wish in wishes] if count else [()])
+            options.append([resolve(wish, count, kind, name) for wish in wishes] if count else [()])
         encoder, decoder = options
         return [(e, decoder[0]) for e in encoder] + [(encoder[-1], d) for d in decoder[1:]]
 

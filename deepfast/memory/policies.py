@@ -21,13 +21,16 @@ RERUN = ("states", "history")
 """Policies under which backward runs a layer's forward again."""
 
 
-def resolve(memory: object, num_layers: int, connection: str) -> tuple[str, ...]:
+def resolve(
+    memory: object, num_layers: int, connection: str, argument: str = "memory"
+) -> tuple[str, ...]:
     """The policy of every layer.
 
     Args:
         memory: the name of a policy, or one for each layer.
         num_layers: L.
         connection: "history" needs "dlcl", whose states x is mixed from.
+        argument: what an error calls ``memory``.
 
     Raises:
         ValueError: for an unknown policy, another number of them than layers, or "history" where
@@ -37,18 +40,18 @@ def resolve(memory: object, num_layers: int, connection: str) -> tuple[str, ...]
         memory = (memory,) * num_layers
     if not isinstance(memory, Sequence):
         raise ValueError(
-            f"memory: expected a policy, one for each layer, or a plan, got {memory!r}"
+            f"{argument}: expected a policy, one for each layer, or a plan, got {memory!r}"
         )
     for policy in memory:
         if policy not in POLICIES:
-            raise ValueError(f"memory: expected one of {', '.join(POLICIES)}, got {policy!r}")
+            raise ValueError(f"{argument}: expected one of {', '.join(POLICIES)}, got {policy!r}")
     if len(memory) != num_layers:
         raise ValueError(
-            f"memory: expected one policy for each of {num_layers} layers, got {len(memory)}"
+            f"{argument}: expected one policy for each of {num_layers} layers, got {len(memory)}"
         )
     if "history" in memory and connection != "dlcl":
         raise ValueError(
-            f"memory: 'history' mixes inputs again from DLCL's states, got connection="
+            f"{argument}: 'history' mixes inputs again from DLCL's states, got connection="
             f"{connection!r}; 'states' needs none"
         )
     return tuple(memory)

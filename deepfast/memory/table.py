@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from .units import format_bytes
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Plan, WhatFits
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
@@ -25,12 +25,33 @@ def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
     return side(policies) + (f"; decoder {side(decoder)}" if decoder else "")
 
 
+def advise(found: "WhatFits", *, budget: bool = True) -> str:
+    """One sentence; ``budget``: whether to say what the sizes as they are need, where smaller ones
+    are named too."""
+    if found.policies:
+        policies = describe(found.policies, found.decoder_policies)
+        return f"it fits with memory policies {policies}"
+    sizes = (found.layers, "layers"), (found.tokens, "tokens"), (found.width, "wide")
+    parts = [f"{count} {noun}" for count, noun in sizes if count is not None]
+    needed = format_bytes(found.budget, up=True)
+    if not parts:
+        return f"it needs a budget of {needed}"
+    smaller = f"what fits is {' or '.join(parts)}"
+    return f"{smaller}, and as it is a budget of {needed}" if budget else smaller
+
+
 def lines(plan: "Plan") -> list[str]:
-    """Sizes, policies, the table by category, and whether it fits."""
+    """Sizes, policies, the table by category, and whether it fits; where no budget was given, what
+    it needs."""
     sizes = plan.sizes
     decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
     peak = max(plan.peak, 1)
-    table = [*plan.table.items(), ("peak", plan.peak), ("budget", plan.budget)]
+    table = [*plan.table.items(), ("peak", plan.peak)]
+    if plan.solved == "budget":
+        verdict = f"it needs a budget of {format_bytes(plan.budget, up=True)}"
+    else:
+        table.append(("budget", plan.budget))
+        verdict = "it fits" if plan.fits else f"it does not fit: {plan.advice}"
     return [
         f"{sizes.layers} encoder layers ({sizes.connection})"
         f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
@@ -40,5 +61,5 @@ def lines(plan: "Plan") -> list[str]:
         f"memory policies: {describe(plan.policies, plan.decoder_policies)}",
         f"step time: {plan.time:.2f} times that of keep, by floating-point operations",
         *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),
-        "it fits" if plan.fits else f"it does not fit: {plan.advice}",
+        verdict,
     ]

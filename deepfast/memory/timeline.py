@@ -6,11 +6,12 @@ layers of one policy every sum is linear in depth, so the peak lies at an end of
 policies, or where a buffer comes or goes, and only these layers are looked at.
 """
 
-from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from .layer_bytes import FP32, LayerBytes, head_bytes, layer_bytes
 from .sizes import OPTIMIZERS, Sizes
+from .steps import Step
 
 CATEGORIES = (
     "parameters",
@@ -40,8 +41,7 @@ def slot_bytes(tokens: int, width: int, element: int) -> int:
     return -(-tokens * width * element // 4096) * 4096 + 64
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive at one point of a step, beside what is there throughout."""
 
     gradients: int = 0
@@ -53,10 +53,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        return (
-            self.gradients + self.copies + self.history + self.activations + self.transient
-            + self.head
-        )  # fmt: skip
+        return sum(self)
 
 
 class Stack:
@@ -79,20 +76,37 @@ class Stack:
         self.last_block = self.block * ((self.rows - 1) // self.block)
         self.slot = slot_bytes(self.tokens, sizes.width, sizes.bytes)
         self.state = self.tokens * sizes.width * sizes.bytes
+        self.source = sizes.tokens * sizes.width * sizes.bytes
 
-    def connection(self, slots: int = 0) -> int:
-        """The connection's own memory, with ``slots`` of partial and pulled sums."""
-        # A row's norm has a mean and a standard deviation, a state's norm the latter.
-        pre = self.sizes.norm == "pre"
-        statistics = self.rows * self.tokens * FP32
+    def connection(self, slots: int = 0, *, learning: bool = False) -> int:
+        """The connection's own memory.
+
+        Args:
+            slots: of partial and pulled sums.
+            learning: whether the gradients of its weights are there.
+        """
         if not self.dlcl:
-            return 2 * statistics if pre else 0
-        # Slots of states, one more for the last gradient, and W as it is applied, with gradient.
-        weights = 3 * FP32 * self.rows * (
-            self.rows * self.sizes.depth_channels + 2 * self.sizes.width
-        )  # fmt: skip
-        statistics *= 3 if pre else 2
-        return (self.rows + 1 + slots) * self.slot + statistics + weights
+            return 0
+        # W and the norms as they are applied.
+        weights = FP32 * self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
+        # A row's norm has a mean and a standard deviation, a state's norm the latter.
+        statistics = (3 if self.sizes.norm == "pre" else 2) * self.rows * self.tokens * FP32
+        # A slot for each state, and one more for the last gradient.
+        states = (self.rows + 1 + slots) * self.slot
+        return states + statistics + weights * (2 if learning else 1)
+
+    def entered(self) -> int:
+        """The stack's input, held by its caller, and its copy in the dtype of autocast, as far as
+        no layer keeps it."""
+        embedding = FP32 * self.tokens * self.sizes.width
+        copied = self.sizes.dtype == "bfloat16"
+        if self.dlcl:
+            return embedding + (self.state if copied else 0)
+        return embedding if copied else 0
+
+    def embedded(self) -> int:
+        """Gradients of the stack's input in fp32: behind dropout, and in front of it."""
+        return 2 * FP32 * self.tokens * self.sizes.width
 
     def partial(self) -> int:
         """Slots of partial sums, where there is more than one block."""
@@ -123,16 +137,29 @@ class Stack:
             end -= length
         return total
 
+    def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:
+        """One of layer ``index``'s steps, over what the layers below it keep."""
+        layer = self.layer(index)
+        activations = min(layer.kept, step.alive)
+        own = min(getattr(layer, copies), step.alive - activations)
+        return Moment(
+            copies=self.below(index, copies) + own,
+            activations=self.below(index, "kept") + activations,
+            transient=step.alive - activations - own + rest.pop("transient"),
+            **rest,
+        )
+
     def forward(self) -> list[Moment]:
-        return [
-            Moment(
-                copies=self.below(index + 1, "cached"),
-                history=self.connection(self.partial()),
-                activations=self.below(index + 1, "kept"),
-                transient=self.layer(index).forward,
-            )
-            for index in self.candidates()
-        ]
+        entered, moments = self.entered(), []
+        for index in self.candidates():
+            for row, step in enumerate(self.layer(index).forward, index):
+                # Partial sums come with the first row of the second block; a boundary makes the
+                # next row.
+                history = self.connection(self.partial() if row >= self.block else 0)
+                moments.append(
+                    self._moment(index, step, "cached", history=history, transient=entered)
+                )
+        return moments
 
     def full(self, *, cached: bool = False) -> Moment:
         """Between forward and backward: everything kept, and the stack's result."""
@@ -153,15 +180,17 @@ class Stack:
         moments = []
         for index in self.candidates():
             pulled = self.block if index < self.last_block - 1 else 0
-            moments.append(
-                Moment(
-                    gradients=(self.count - 1 - index) * per_layer,
-                    copies=self.below(index + 1, "copies"),
-                    history=self.connection(self.partial() + pulled),
-                    activations=self.below(index + 1, "kept"),
-                    transient=self.layer(index).backward,
+            # The gradient of the encoder's output, which every layer of a decoder adds to.
+            source = self.source if self.decoder and index < self.count - 1 else 0
+            moments += [
+                self._moment(
+                    index, step, "copies",
+                    gradients=(self.count - 1 - index) * per_layer + step.gradients,
+                    history=self.connection(self.partial() + pulled, learning=True),
+                    transient=source,
                 )
-            )
+                for step in self.layer(index).backward
+            ]  # fmt: skip
         return moments
 
     @property
@@ -185,26 +214,28 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
         below, waiting = _sum(below, target), _sum(waiting, target)
         moments += [_sum(below, moment) for moment in decoder.forward()]
         below = _sum(below, decoder.full(cached=True))
-    # Until the embedding's own arrives and both are added up.
+    # Until the embeddings' own arrive, the decoder's first, and are added up.
     projection = Moment(head=head.gradients)
     moments.append(_sum(below, projection, Moment(head=head.working)))
     done = projection
     if decoder is not None:
         moments += [_sum(waiting, done, moment) for moment in decoder.backward()]
         done = _sum(done, Moment(gradients=decoder.gradients))
+        # Beside the gradient of the encoder's output.
+        embedding = Moment(head=head.embedding, transient=decoder.embedded())
+        moments.append(_sum(waiting, done, embedding))
     if not sizes.vocabulary:
         # Whoever calls a bare stack holds its result.
         source = Moment(transient=encoder.state)
     moments += [_sum(source, done, moment) for moment in encoder.backward()]
-    # The embedding's gradient comes last, beside the projection's.
-    last = Moment(gradients=encoder.gradients, head=head.embedding)
+    last = Moment(
+        gradients=encoder.gradients, head=head.embedding, transient=encoder.embedded()
+    )  # fmt: skip
     return [*moments, _sum(done, last)]
 
 
 def _sum(*moments: Moment) -> Moment:
-    return Moment(
-        **{f.name: sum(getattr(moment, f.name) for moment in moments) for f in fields(Moment)}
-    )
+    return Moment(*map(sum, zip(*moments, strict=True)))
 
 
 def peak_table(
@@ -218,7 +249,7 @@ def peak_table(
     moments = _moments(sizes, encoder, decoder)
     if sizes.accumulate > 1:
         # The gradients of earlier micro-batches stay while later ones run.
-        moments = [replace(moment, gradients=whole) for moment in moments]
+        moments = [moment._replace(gradients=whole) for moment in moments]
     top = max(moments, key=lambda moment: moment.total)
     table = {
         "parameters": FP32 * count,

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES
-from deepfast.memory.table import describe, lines
+from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
 from deepfast.nn.connection import PRESETS
 from deepfast.training.errors import TrainingError
@@ -68,7 +68,7 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
         other = _what_fits(trainer, planned, limit, measured)
         if not other.fits:
             # The budget it names is one of predictions, which were wrong here.
-            raise TrainingError(wrong + other.advice.partition(", and as it is")[0])
+            raise TrainingError(wrong + advise(other.what_fits, budget=False))
         instead = describe(other.policies, other.decoder_policies)
         if attempt == tries:
             raise TrainingError(f"{wrong}memory policies {instead} would fit")

@@ -10,7 +10,7 @@ from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.flops import recomputed_flops
 from deepfast.memory.plan import uniform_peak
-from deepfast.memory.table import describe, lines
+from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.timeline import CATEGORIES, Stack, peak_table
 
 MODEL = {"width": 512, "tokens": 8192}
@@ -85,7 +85,7 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_more_of_anything_takes_more(kind):
     base = {"layers": 20, "width": 256, "tokens": 2048, "budget": "1TiB", "policies": "lean",
-            "decoder_policies": "lean"}  # fmt: skip
+            "decoder_policies": "lean" if kind["decoder_layers"] else None}  # fmt: skip
     peak = plan(**base, **kind).peak
     for name in ("layers", "width", "tokens"):
         assert plan(**base | {name: 2 * base[name]}, **kind).peak > peak
@@ -174,8 +174,10 @@ def test_recomputation_is_that_of_the_design():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": None, "width": None}, "at least three of budget, layers, width, tokens, got "
-         "none for layers and width"),
+        ({"layers": None, "width": None}, "budget, layers, width, tokens: expected at least three "
+         "of them, got none for layers and width"),
+        ({"decoder_layers": 0, "decoder_policies": "lean"}, "decoder_policies: expected none "
+         "without a decoder, got 'lean' for decoder_layers=0"),
         ({"layers": 0}, "layers: expected a whole number of at least 1, got 0"),
         ({"width": 2.5}, r"width: expected a whole number of at least 1, got 2\.5"),
         ({"tokens": True}, "tokens: expected a whole number of at least 1, got True"),
@@ -184,7 +186,7 @@ def test_recomputation_is_that_of_the_design():
         ({"vocabulary": 0}, "vocabulary: expected at least 1 beside a decoder, got 0"),
         ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
-        ({"policies": "less"}, "memory: expected one of keep, lean, .*, got 'less'"),
+        ({"policies": "less"}, "^policies: expected one of keep, lean, .*, got 'less'"),
         ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
         ({"policies": "history", "connection": "residual"}, "'history' mixes inputs again"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
@@ -200,13 +202,37 @@ def test_advice_names_what_fits():
     tight = plan(budget="8GiB", layers=60, **MODEL, policies="keep", decoder_policies="keep")
     assert not tight.fits
     assert tight.advice.startswith("it fits with memory policies ")
-    deep = plan(budget="8GiB", layers=300, **MODEL)
+    told = tight.what_fits
+    policies = {"policies": told.policies, "decoder_policies": told.decoder_policies}
+    assert plan(budget="8GiB", layers=60, **MODEL, **policies).fits
+    sizes = {"layers": 100, "width": 512, "tokens": 65536}
+    deep = plan(budget="12GiB", **sizes)
     assert not deep.fits
-    layers = int(deep.advice.removeprefix("what fits is ").split()[0])
-    assert plan(budget="8GiB", layers=layers, **MODEL).fits
-    assert not plan(budget="8GiB", layers=layers + 1, **MODEL).fits
+    told = deep.what_fits
+    assert deep.advice == (
+        f"what fits is {told.layers} layers or {told.tokens} tokens or {told.width} wide, and as "
+        f"it is a budget of {format_bytes(told.budget, up=True)}"
+    )
+    assert advise(told, budget=False) == deep.advice.partition(", and as")[0]
+    for name in ("layers", "tokens"):
+        assert plan(budget="12GiB", **sizes | {name: getattr(told, name)}).fits
+        assert not plan(budget="12GiB", **sizes | {name: getattr(told, name) + 1}).fits
     none = plan(budget="1MiB", layers=2, **MODEL)
     assert none.advice.startswith("it needs a budget of ")
+    assert none.what_fits.budget == plan(layers=2, **MODEL).peak
+
+
+@pytest.mark.parametrize(
+    ("heads", "budget", "step"), [(None, "8GiB", 64), (8, "8GiB", 64), (6, "8GiB", 192),
+                                  (6, "650MiB", 48), (6, "480MiB", 12)],
+)  # fmt: skip
+def test_the_width_advised_is_the_roundest_that_fits(heads, budget, step):
+    sizes = {"layers": 300, "tokens": 1024, "vocabulary": 1000, "decoder_layers": 1,
+             "heads": heads}  # fmt: skip
+    width = plan(budget=budget, width=1536, **sizes).what_fits.width
+    assert width % step == 0
+    assert plan(budget=budget, width=width, **sizes).fits
+    assert not plan(budget=budget, width=width + step, **sizes).fits
 
 
 def test_a_plan_is_plain_values_and_lines():

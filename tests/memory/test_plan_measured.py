@@ -25,19 +25,30 @@ def autocast(dtype):
     return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def encoder_step(sizes, policies, dtype):
-    """Measured peak of forward and backward of an encoder, its parameters included."""
+def encoder_step(sizes, policies, dtype, *, padding=False, accumulate=1):
+    """Measured peak of a step of an encoder, its parameters included."""
     layers, width, heads, ffn, tokens, options = sizes
-    encoder = TransformerEncoder(layers, width, heads, ffn, dropout=0.1, **options)
+    encoder = TransformerEncoder(layers, width, heads, ffn, **{"dropout": 0.1} | options)
     encoder.set_memory(policies)
-    packing = Packing(tokens // LENGTH, LENGTH)
-    x = torch.randn(tokens, width, requires_grad=True)
-    gradient = torch.ones(tokens, width, dtype=getattr(torch, dtype))
+    shape = tokens // LENGTH, LENGTH
+    packing = Packing.of(*shape, padding_mask(*shape) if padding else None)
+    x = torch.randn(tokens - 2 * padding, width, requires_grad=True)
     with LiveBytes() as live:
-        with autocast(dtype):
-            y = encoder.forward_packed(x * 1, packing)
-        y.backward(gradient)
+        for _ in range(accumulate):
+            with autocast(dtype):
+                y = encoder.forward_packed(x * 1, packing)
+            # The gradient of y is the step's own, as a loss behind it would make it.
+            (2 * y).sum().backward()
+            x.grad = None
+            del y
     return live.peak + sum(4 * p.numel() for p in encoder.parameters())
+
+
+def padding_mask(batch, length):
+    """Two tokens of the second sentence."""
+    mask = torch.zeros(batch, length, dtype=torch.bool)
+    mask[1, -2:] = True
+    return mask
 
 
 def drawn(seed, layers):
@@ -53,14 +64,18 @@ def drawn(seed, layers):
     return (layers, width, heads, ffn, tokens, options), draw.choice(["float32", "bfloat16"])
 
 
-def check_encoder(sizes, policies, dtype):
+def check_encoder(sizes, policies, dtype, **step):
     layers, width, heads, ffn, tokens, options = sizes
+    kinds = dict(options)
+    if "dlcl" in kinds:
+        kinds["weight"] = kinds.pop("dlcl")["weight"]
+    kinds["dropout"] = kinds.get("dropout", 0.1) > 0
     found = plan(
         budget="1TiB", layers=layers, width=width, tokens=tokens, heads=heads, ffn=ffn,
         vocabulary=0, decoder_layers=0, dtype=dtype, optimizer="none", device="cpu",
-        policies=policies, **options,
+        policies=policies, **kinds, **step,
     )  # fmt: skip
-    close(found.peak, encoder_step(sizes, policies, dtype))
+    close(found.peak, encoder_step(sizes, policies, dtype, **step))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -92,10 +107,8 @@ def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
     """Attention works on padded copies, and its result is kept padded and packed."""
     encoder = TransformerEncoder(8, 64, 2, 256, connection=connection, memory=policy)
     x = torch.randn(32, LENGTH, 64, requires_grad=True)
-    mask = torch.zeros(32, LENGTH, dtype=torch.bool)
-    mask[1, -2:] = True
     with LiveBytes() as live:
-        y = encoder(x, mask)
+        y = encoder(x, padding_mask(32, LENGTH))
         y.backward(torch.ones_like(y))
     found = plan(
         budget="1TiB", layers=8, width=64, tokens=32 * LENGTH, heads=2, ffn=256, vocabulary=0,
@@ -127,35 +140,91 @@ def test_a_whole_model_is_predicted_within_5_percent(name):
 
 def check_model(**changes):
     case = {"policies": "keep", "dtype": "float32", "norm": "pre", "activation": "relu",
-            "decoder_connection": "residual", "target": LENGTH, "accumulate": 1,
-            "vocabulary": 300, "weight": "scalar", "batch": 24} | changes  # fmt: skip
-    accumulate, dtype, batch = case["accumulate"], case["dtype"], case["batch"]
+            "connection": "dlcl", "decoder_connection": "residual", "target": LENGTH,
+            "accumulate": 1, "vocabulary": 300, "weight": "scalar", "batch": 24, "width": 64,
+            "heads": 2, "ffn": 192, "layers": 5, "decoder_layers": 3, "dropout": 0.1,
+            "padding": False} | changes  # fmt: skip
+    dtype, batch = case["dtype"], case["batch"]
     decoder = case.get("decoder_policies", case["policies"])
+    connections = case["connection"], case["decoder_connection"]
     model = Transformer(TransformerConfig(
-        vocab_size=case["vocabulary"], dim=64, heads=2, ffn_dim=192, encoder_layers=5,
-        decoder_layers=3, decoder_connection=case["decoder_connection"], norm=case["norm"],
-        activation=case["activation"], dlcl={"weight": case["weight"]},
+        vocab_size=case["vocabulary"], dim=case["width"], heads=case["heads"],
+        ffn_dim=case["ffn"], encoder_layers=case["layers"], decoder_layers=case["decoder_layers"],
+        encoder_connection=connections[0], decoder_connection=connections[1], norm=case["norm"],
+        activation=case["activation"], dropout=case["dropout"],
+        dlcl={"weight": case["weight"]} if "dlcl" in connections else {},
     ))  # fmt: skip
     model.encoder.set_memory(case["policies"])
     model.decoder.set_memory(decoder)
     source = torch.randint(1, case["vocabulary"], (batch, LENGTH))
     target = torch.randint(1, case["vocabulary"], (batch, case["target"]))
+    if case["padding"]:
+        source[0, -1] = target[1, -1] = 0
     with LiveBytes() as live:
-        for _ in range(accumulate):
+        for _ in range(case["accumulate"]):
             with autocast(dtype):
                 loss, _ = model.loss(source, target, target, 0.1)
             loss.backward()
             del loss
     found = plan(
-        budget="1TiB", layers=5, width=64, tokens=batch * LENGTH, heads=2, ffn=192,
-        vocabulary=case["vocabulary"], decoder_layers=3, device="cpu", dtype=dtype,
+        budget="1TiB", tokens=batch * LENGTH, device="cpu", dropout=case["dropout"] > 0,
         decoder_policies=decoder, target_tokens=batch * case["target"],
-        **{key: case[key] for key in ("decoder_connection", "norm", "weight", "policies",
-                                      "activation", "accumulate")},
+        **{key: case[key] for key in (
+            "layers", "width", "heads", "ffn", "vocabulary", "decoder_layers", "dtype",
+            "connection", "decoder_connection", "norm", "weight", "policies", "activation",
+            "accumulate", "padding")},
     )  # fmt: skip
     count = sum(p.numel() for p in model.parameters())
     assert found.sizes.parameters == count
     close(found.peak, live.peak + (4 + ADAM) * count)
+
+
+def policies_drawn(draw, count, connection):
+    """One for all layers, two in a row, or any."""
+    names = POLICIES if connection == "dlcl" else POLICIES[:-1]
+    if count == 1 or draw.random() < 0.6:
+        return draw.choice(names)
+    if draw.random() < 0.3:
+        return [draw.choice(names) for _ in range(count)]
+    bottom, top = draw.sample(names, 2)
+    lower = draw.randint(1, count - 1)
+    return [bottom] * lower + [top] * (count - lower)
+
+
+def test_sizes_at_random_are_predicted_within_5_percent(seed):
+    """Encoders, and whole models with every third seed; `--drawn` tells how many."""
+    draw = random.Random(f"sizes {seed}")
+    layers = (1, 2, 3, draw.randint(4, 9))[seed % 4]
+    heads = draw.choice([1, 2, 4, 8])
+    width = heads * draw.choice([d for d in (2, 4, 6, 10, 16, 32, 64) if 16 <= d * heads <= 128])
+    ffn = draw.choice([draw.randint(3, width), width, 2 * width + 1, 4 * width])
+    batch = draw.choice([4, 5, 8, 13, 24])
+    connection, decoder = draw.choice(["dlcl", "residual"]), draw.choice(["dlcl", "residual"])
+    weight = draw.choice(["scalar", "vector"])
+    kinds = {"connection": connection, "norm": draw.choice(["pre", "post"]),
+             "activation": draw.choice(["relu", "gelu"]),
+             "dropout": draw.choice([0.1, 0.1, 0.0])}  # fmt: skip
+    policies = policies_drawn(draw, layers, connection)
+    step = {"padding": draw.random() < 0.3, "accumulate": draw.choice([1, 1, 2])}
+    dtype = draw.choice(["float32", "bfloat16"])
+    if seed % 3 < 2:
+        options = kinds | ({"dlcl": {"weight": weight}} if connection == "dlcl" else {})
+        sizes = layers, width, heads, ffn, batch * LENGTH, options
+        check_encoder(sizes, policies, dtype, **step)
+        return
+    count = draw.randint(1, 4)
+    check_model(
+        layers=layers, width=width, heads=heads, ffn=ffn, batch=batch, dtype=dtype,
+        weight=weight if "dlcl" in (connection, decoder) else "scalar", policies=policies,
+        decoder_layers=count, decoder_policies=policies_drawn(draw, count, decoder),
+        decoder_connection=decoder, target=draw.choice([4, 16, 23, 40]),
+        vocabulary=draw.choice([100, 300, 1000, 6000]), **kinds, **step,
+    )  # fmt: skip
+
+
+def pytest_generate_tests(metafunc):
+    if "seed" in metafunc.fixturenames and "sizes_at_random" in metafunc.function.__name__:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("drawn")))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

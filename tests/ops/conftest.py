@@ -25,3 +25,13 @@ def backend(request):
     if reason is not None:
         pytest.skip(reason)
     return request.param
+
+
+@pytest.fixture(params=["cpu", "reference", "triton", "cuda"])
+def any_backend(request):
+    """Each backend that has kernels here; Triton's run in its interpreter, CUDA's are emulated."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param

@@ -1,0 +1,303 @@
+"""A layer's forward and backward step by step: the tensors that each makes and lets go of.
+
+Sizes are those of a micro-batch. In the names of tensors:
+
+    x, n     the layer's input and its layer-norm; of an inner block n2, n3
+    qkv, o   projections of an attention, and its result; of the second one q, kv and o2
+    a, c     the branches of the attentions
+    s, h     the sum before the feed-forward block and its hidden activation; act its GELU
+    out      the block's branch; s2 and y in post-norm the sum behind it and its layer-norm
+    d_       the gradient of; w_ of a weight
+"""
+
+from dataclasses import dataclass
+
+from .policies import POLICIES, RERUN
+from .sizes import Sizes
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One point of a layer's forward or backward, in bytes."""
+
+    alive: int
+    """All tensors of the layer, but for its weights and their gradients."""
+    gradients: int
+    """Of its weights, that have reached them."""
+
+
+class _Walk:
+    """Tensors by name that are alive, and every moment so far.
+
+    Args:
+        kept: names that outlive their use, and their bytes.
+        alive: what is there at first.
+    """
+
+    def __init__(self, kept: dict[str, int], **alive: int):
+        self.kept, self.alive = kept, alive
+        self.gradients = 0
+        self.steps: list[Step] = []
+
+    low = False
+    """Whether gradients of weights are made in 16 bits."""
+
+    def make(self, **born: int) -> None:
+        self.alive |= born
+        self.steps.append(Step(sum(self.alive.values()), self.gradients))
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.alive.pop(name, None)
+
+    def leave(self, *names: str) -> None:
+        """These go where backward does not need them."""
+        self.drop(*(name for name in names if name not in self.kept))
+
+    def learn(self, *names: str) -> None:
+        """Gradients of weights reach them, in 16 bits by way of a copy in fp32."""
+        for name in names:
+            size = self.alive[name]
+            if self.low:
+                self.make(widened=2 * size)
+                self.drop("widened")
+            self.drop(name)
+            self.gradients += 2 * size if self.low else size
+
+
+class Layer:
+    """The sizes of one layer's tensors, and its walks."""
+
+    def __init__(self, sizes: Sizes, policy: str, decoder: bool):
+        self.sizes, self.policy, self.decoder = sizes, policy, decoder
+        tokens, element = sizes.target_tokens if decoder else sizes.tokens, sizes.bytes
+        self.d = tokens * sizes.width * element
+        self.f = tokens * sizes.ffn * element
+        self.source = sizes.tokens * sizes.width * element
+        self.square = sizes.width**2 * element
+        """Bytes of a (D, D) weight as it is multiplied."""
+        self.w = sizes.width * sizes.ffn * element
+        # Mean and standard deviation of a layer-norm.
+        self.statistics = 2 * tokens * FP32
+        self.lse = tokens * sizes.heads * FP32
+        # What is packed or unpacked is there twice, and of an attention's result both are kept.
+        self.twice = 2 if sizes.padding else 1
+        self.pre, self.gelu = sizes.norm == "pre", sizes.activation == "gelu"
+        self.rerun = policy in RERUN
+        kind = sizes.decoder_connection if decoder else sizes.connection
+        self.dlcl = kind == "dlcl"
+        # Without dropout the gradients of a branch and of its residual are one tensor.
+        self.branch = self.d if sizes.dropout else 0
+
+    # ---- what is kept --------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, int]:
+        """What autograd saves of a layer that keeps everything, in the order in which it is made.
+
+        The fused ops of a layer that is not run again save less.
+        """
+        d, st = self.d, self.statistics
+        # Under DLCL n is kept, without it x, of which n is made again.
+        names = {"n" if self.pre and (self.dlcl or self.rerun) else "x": d}
+        names |= {"qkv": 3 * d, "o": self.twice * d + self.lse}
+        if self.decoder:
+            names |= {"s1": d + st, "q": d, "kv": 2 * self.source}
+            names |= {"o2": self.twice * d + self.lse}
+            names |= {"n2": d} if self.rerun else {}
+        names |= {"s": d + st, "h": self.f}
+        if self.rerun:
+            names |= {} if self.pre else {"n3": d}
+            names |= {"act": self.f} if self.gelu else {}
+        return names if self.pre else names | {"s2": d + st}
+
+    def kept(self) -> dict[str, int]:
+        """From forward to backward."""
+        # Of the connection's own layer-norms DLCL has the statistics.
+        norm = {"norm": self.statistics} if self.pre and not self.dlcl else {}
+        if self.policy == "history":
+            return norm
+        if self.policy == "states":
+            return norm | {"x": self.d}
+        names, level = self.saved(), POLICIES.index(self.policy)
+        without = {"h"} if level >= POLICIES.index("lean") else set()
+        if level >= POLICIES.index("leaner"):
+            without |= {"qkv", "q", "kv"}
+        return norm | {name: size for name, size in names.items() if name not in without}
+
+    def copies(self) -> dict[str, int]:
+        """Of weights, in the dtype of autocast."""
+        if self.sizes.dtype != "bfloat16":
+            return {}
+        square = self.square
+        names = {"cast": 3 * square, "cast_o": square, "cast_up": self.w, "cast_down": self.w}
+        return names | ({"cast2": 3 * square, "cast_o2": square} if self.decoder else {})
+
+    def cached(self) -> dict[str, int]:
+        """Of these, what autocast's cache or backward holds on to once forward is through."""
+        copies = self.copies()
+        if self.rerun and self.pre:
+            # An op's own cast, which the cache does not know.
+            copies.pop("cast_up", None)
+        return copies
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def walk_forward(self, walk: _Walk) -> None:
+        """From x and n to the branch and its residual, in post-norm to y."""
+        d, st, twice = self.d, self.statistics, self.twice
+        walk.make(qkv=twice * 3 * d)
+        walk.make(qkv=3 * d, o=twice * d + self.lse)
+        walk.make(a=d)
+        walk.leave("qkv", "o")
+        if self.decoder:
+            walk.make(n2=d, s1=d + st)
+            walk.make(q=d, kv=twice * 2 * self.source)
+            walk.make(kv=2 * self.source, o2=twice * d + self.lse)
+            walk.make(c=d)
+            walk.leave("q", "kv", "o2")
+        walk.make(n3=d, s=d + st)
+        walk.make(h=self.f)
+        if self.pre:
+            walk.leave("n3", "cast_up")
+        if self.gelu or self.rerun:
+            walk.make(act=self.f)
+        if self.rerun and not self.pre:
+            # What ReLU gave is h from here on.
+            walk.leave("h") if self.gelu else walk.drop("act")
+
+    def forward(self) -> list[Step]:
+        walk = _Walk(self.kept() | self.cached(), x=self.d, **self.copies())
+        if self.pre:
+            walk.alive["n"] = self.d
+        self.walk_forward(walk)
+        walk.make(out=self.d)
+        walk.leave("h", "act")
+        if not self.pre:
+            walk.leave("s")
+            walk.make(y=self.d, s2=self.d + self.statistics)
+            walk.leave("out", "s2")
+        walk.leave("a", "n2", "s1", "c", "n3")
+        # Last the boundary: the next layer's input and its layer-norm.
+        walk.make(next=2 * self.d if self.pre else self.d if self.dlcl else 0)
+        return walk.steps
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def backward(self) -> list[Step]:
+        own = {} if self.rerun else self.copies()
+        kept = self.saved() | self.copies() if self.rerun else self.kept()
+        walk = _Walk(kept, **self.kept(), **own)
+        walk.low = self.sizes.dtype == "bfloat16"
+        # Of what the boundary above made: the gradients of branch and residual, in post-norm of y.
+        walk.alive |= {"d_out": self.branch, "d_s": self.d} if self.pre else {"d_y": self.d}
+        if self.rerun:
+            self._again(walk)
+        if not self.pre:
+            walk.make(d_out=self.branch, d_s=self.d)
+            walk.drop("d_y", "s2")
+        (self._blocks if self.rerun else self._fused)(walk)
+        if self.decoder:
+            self._cross_attention(walk)
+        self._attention(walk)
+        return walk.steps
+
+    def _again(self, walk: _Walk) -> None:
+        """Forward again, up to the last tensor that is saved."""
+        walk.make(x=self.d, **({"n": self.d} if self.pre else {}), **self.copies())
+        self.walk_forward(walk)
+        if not self.pre:
+            walk.make(out=self.d)
+            walk.make(y=self.d, s2=self.d + self.statistics)
+        walk.drop("a", "c", "out", "y")
+        if self.pre and "x" not in self.kept():
+            walk.drop("x")
+        # ReLU saves its result alone.
+        walk.leave("n2", "n3", *([] if self.gelu else ["act"]))
+
+    def _fused(self, walk: _Walk) -> None:
+        """The feed-forward block as one op."""
+        d, f, w = self.d, self.f, self.w
+        walk.alive["n3"] = d
+        walk.alive["h"] = f
+        if self.gelu:
+            walk.make(act=f, w_down=w)
+            walk.drop("act")
+        walk.make(d_h=f, w_down=w)
+        walk.leave("h")
+        walk.make(w_up=w)
+        walk.drop("n3")
+        walk.make(d_n3=d)
+        walk.drop("d_h")
+        walk.make(d_a=self.branch, d_x=d)
+        walk.drop("d_out", "d_s", "d_n3", "s", "h", "cast_up", "cast_down")
+        walk.learn("w_down", "w_up")
+
+    def _blocks(self, walk: _Walk) -> None:
+        """The feed-forward block op by op."""
+        d, f, w = self.d, self.f, self.w
+        walk.make(d_act=f, w_down=w)
+        walk.drop("act", "d_out", "cast_down")
+        walk.learn("w_down")
+        walk.make(d_h=f)
+        walk.drop("h", "d_act")
+        walk.make(d_n3=d, n3=d, w_up=w)
+        if not self.pre:
+            walk.drop("d_h", "n3", "d_s", "cast_up")
+            walk.learn("w_up")
+        walk.make(d_a=self.branch, d_x=d)
+        walk.drop("d_h", "d_out", "d_s", "d_n3", "n3", "s", "cast_up")
+        if self.pre:
+            walk.learn("w_up")
+
+    def _cross_attention(self, walk: _Walk) -> None:
+        """From d_a and d_x, which are those of its branch and its residual, to the same below."""
+        d, source, square = self.d, self.source, self.square
+        self._out(walk, "o2")
+        if self.policy == "leaner":
+            cast = 2 * square if walk.low else 0
+            walk.make(q=d, kv=2 * source, n2=d, recast=cast)
+            walk.drop("recast", "n2")
+            walk.make(kv=self.twice * 2 * source)
+        walk.make(q=d, kv=2 * source, d_q=d, d_kv=2 * source)
+        walk.drop("q", "kv", "o2", "d_o")
+        walk.make(stacked=2 * source)
+        walk.drop("d_kv")
+        walk.make(d_memory=source, w_kv=2 * square)
+        walk.drop("stacked", "d_memory")
+        walk.learn("w_kv")
+        walk.make(stacked=d)
+        walk.drop("d_q")
+        walk.make(n2=d, d_n2=d, w_q=square)
+        walk.drop("stacked", "n2", "cast2")
+        walk.learn("w_q")
+        walk.make(d_a=self.branch, d_s1=d)
+        walk.drop("d_x", "d_n2", "s1")
+        walk.alive["d_x"] = walk.alive.pop("d_s1")
+
+    def _out(self, walk: _Walk, o: str) -> None:
+        """The last projection of an attention."""
+        walk.make(d_o=self.d, w_out=self.square)
+        walk.drop("d_a", f"cast_{o}")
+        walk.learn("w_out")
+        # Its operand was the packed one.
+        walk.alive[o] = self.d + self.lse
+
+    def _attention(self, walk: _Walk) -> None:
+        d, square = self.d, self.square
+        self._out(walk, "o")
+        if self.policy == "leaner":
+            again = {} if "n" in walk.alive or not self.pre else {"n": d}
+            cast = 3 * square if walk.low else 0
+            walk.make(qkv=3 * d, recast=cast, **again)
+            walk.drop("recast", *again)
+            walk.make(qkv=self.twice * 3 * d)
+        walk.make(qkv=3 * d, d_qkv=3 * d)
+        walk.drop("qkv", "o", "d_o")
+        walk.make(stacked=3 * d)
+        walk.drop("d_qkv")
+        walk.make(stacked=self.twice * 3 * d)
+        walk.make(stacked=3 * d, w_qkv=3 * square, d_n=d, **({"n": d} if self.pre else {}))
+        walk.drop("stacked", "n", "cast")
+        walk.learn("w_qkv")

@@ -1,0 +1,61 @@
+"""Small stacks under memory policies, and everything that a step of one gives."""
+
+import torch
+
+from deepfast.memory import POLICIES
+from deepfast.nn import TransformerDecoder, TransformerEncoder
+
+LAYERS, DIM, HEADS, FFN, BATCH, LENGTH = 5, 16, 2, 40, 3, 7
+OTHERS = POLICIES[1:]
+
+CASES = {
+    "dlcl": {},
+    "dlcl, padding": {"padding": True, "activation_dropout": 0.2},
+    "dlcl, gelu": {"activation": "gelu", "activation_dropout": 0.2, "attention_dropout": 0.1},
+    "dlcl, window": {"dlcl": {"window": 3, "weight": "vector"}},
+    "dlcl, post": {"norm": "post"},
+    "residual": {"connection": "residual"},
+    "residual, post, gelu": {"connection": "residual", "norm": "post", "activation": "gelu"},
+    "decoder": {"decoder": True, "attention_dropout": 0.1},
+    "decoder, residual": {"decoder": True, "connection": "residual", "padding": True},
+    "decoder, post": {"decoder": True, "norm": "post"},
+    "latent": {"connection": "latent", "padding": True},
+    "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
+    "decoder, latent": {"decoder": True, "connection": "latent"},
+}
+
+
+def stack(memory, *, layers=LAYERS, decoder=False, padding=False, **options):
+    torch.manual_seed(1)
+    kind = TransformerDecoder if decoder else TransformerEncoder
+    return kind(layers, DIM, HEADS, FFN, dropout=0.1, memory=memory, **options)
+
+
+def forward(module, *, padding=False):
+    """Inputs, which need gradients, and the output, from one and the same seed."""
+    torch.manual_seed(2)
+    x = torch.randn(BATCH, LENGTH, DIM, requires_grad=True)
+    inputs, mask = [x], None
+    if padding:
+        mask = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [3], [5]])
+    if isinstance(module, TransformerDecoder):
+        inputs.append(torch.randn(BATCH, LENGTH + 1, DIM, requires_grad=True))
+    return inputs, module(*inputs, mask)
+
+
+def step(module, *, padding=False, autocast=False):
+    """Everything one step gives, and the generator's next number."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        inputs, y = forward(module, padding=padding)
+    y.float().mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    result = {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    result |= {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return result | {"y": y.detach(), "next": torch.rand(2)}
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        same = got[name] is None if value is None else torch.equal(got[name], value)
+        assert same, name

@@ -1,0 +1,116 @@
+"""Memory policies: the bytes they promise, the products they make again, nothing left behind."""
+
+import gc
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from deepfast.memory import POLICIES, LiveBytes
+from deepfast.nn import Packing, TransformerEncoder
+
+from .policies import DIM, FFN, LENGTH, OTHERS, forward, stack, step
+
+
+def kept(connection, policy, layers, norm):
+    """Bytes alive after forward, and at the highest in the whole step, without gradients' own."""
+    module = stack(policy, layers=layers, connection=connection, norm=norm)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    tokens = 16 * LENGTH
+    x = torch.randn(16, LENGTH, DIM)
+    # What is made once, such as masks, is there before.
+    module(x)
+    with LiveBytes() as live:
+        y = module(x)
+        forward = live.current
+        y.sum().backward()
+        del y
+    assert live.current <= 0
+    return forward / (4 * tokens * DIM), live.peak / (4 * tokens * DIM)
+
+
+@pytest.mark.parametrize(
+    ("connection", "norm", "widths"),
+    [
+        # A state y; n, q k v, o, s and h.
+        ("dlcl", "pre", {"keep": 6, "lean": 6, "leaner": 3, "states": 2, "history": 1}),
+        ("residual", "pre", {"keep": 5, "lean": 5, "leaner": 2, "states": 1}),
+        # The sum before the last layer-norm beside.
+        ("dlcl", "post", {"keep": 7, "lean": 7, "leaner": 4, "states": 2, "history": 1}),
+        ("residual", "post", {"keep": 6, "lean": 6, "leaner": 3, "states": 1}),
+    ],
+)
+def test_bytes_of_a_layer(connection, norm, widths):
+    """In states (T, D); statistics, (T,) each, come to less than one here."""
+    widths = widths | {"lean": widths["lean"] + 1, "leaner": widths["leaner"] + 1}
+    widths["keep"] += 1 + FFN / DIM
+    for policy, width in widths.items():
+        (few, _), (more, _) = (kept(connection, policy, n, norm) for n in (4, 12))
+        assert width - 0.01 <= (more - few) / 8 < width + 0.9, policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_grows_with_the_square_of_the_depth(policy):
+    depths = (36, 48, 60)
+    peaks = [kept("dlcl", policy, depth, "pre")[1] for depth in depths]
+    first, second = (b - a for a, b in pairwise(peaks))
+    # Statistics and the weights, (L + 1)^2 numbers, are far below one state.
+    assert 0 < second <= 1.05 * first + 2
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_nothing_is_left_behind(policy):
+    """Without the collector: nothing refers to itself in a circle."""
+    module = stack(policy)
+    step(module)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes() as live:
+            step(module)
+            assert live.current <= 64
+            # A forward whose backward never comes.
+            forward(module)
+            assert live.current <= 64
+    finally:
+        gc.enable()
+
+
+class Products(TorchDispatchMode):
+    """Floating-point operations of matrix products and attention, by op."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            count = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            self.counts[str(func.overloadpacket)] += count
+        return out
+
+
+@pytest.mark.parametrize(("policy", "again"), [("lean", 4), ("leaner", 7), ("states", 8)])
+def test_products_made_again(policy, again):
+    """Of the 12 D^2 of a layer's forward with F = 4 D; the last 4 D^2 never."""
+    dim, tokens = 32, 24
+
+    def count(memory):
+        module = TransformerEncoder(1, dim, 2, 4 * dim, dropout=0.1, memory=memory)
+        x = torch.randn(tokens, dim, requires_grad=True)
+        with Products() as products:
+            module.forward_packed(x, Packing(3, 8)).sum().backward()
+        return products.counts
+
+    keep, counts = count("keep"), count(policy)
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert counts[attention] == keep[attention] * (2 if policy == "states" else 1)
+    del counts[attention], keep[attention]
+    extra = sum(counts.values()) - sum(keep.values())
+    assert extra == 2 * again * tokens * dim * dim
+    assert sum(keep.values()) > 2 * 36 * tokens * dim * dim

@@ -1,0 +1,147 @@
+"""Every registered op's public call over leaves, and the operator behind it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deepfast import ops
+from deepfast.backend import NO_CUDA, SDPA
+
+T, D, K, N, SEED = 5, 16, 3, 7, 11
+SMOOTHING = 0.1
+
+
+class Case(NamedTuple):
+    """A public call over leaves, and the arguments of the operator behind it."""
+
+    run: Callable
+    leaves: list[torch.Tensor]
+    arguments: Callable
+
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+def cu_seqlens(tokens):
+    """Two sentences, the first of two tokens."""
+    return torch.tensor([0, 2, tokens], dtype=torch.int32)
+
+
+def labels(tokens):
+    return torch.arange(tokens) % N
+
+
+def case(name, backend, p, tokens=T):
+    """The op's case with dropout p, where it has dropout."""
+    seed = torch.tensor(SEED) if p else None
+    options = {"dropout_p": p, "seed": SEED, "backend": backend}
+
+    def layer_norm(x, residual, w, b):
+        return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
+
+    def activation(h):
+        return ops.activation(h, "gelu", training=True, **options)
+
+    def depth_mix(*leaves):
+        sources, (w, nw, nb) = list(leaves[:K]), leaves[K:]
+        return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
+
+    def depth_attention(*leaves):
+        return ops.depth_attention(list(leaves[:K]), leaves[K], return_lse=True, backend=backend)
+
+    def norm_linear(x, residual, nw, nb, w, b):
+        return ops.norm_linear(x, nw, nb, w, b, residual=residual, training=True, **options)
+
+    def feed_forward(x, residual, nw, nb, up, up_bias, down, down_bias):
+        return ops.feed_forward(
+            x, nw, nb, up, up_bias, down, down_bias, residual=residual, training=True,
+            activation="gelu", activation_dropout_p=p, activation_seed=SEED, **options,
+        )  # fmt: skip
+
+    def attention(q, k, v):
+        lengths = cu_seqlens(q.shape[0])
+        return ops.attention(
+            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=q.shape[0],
+            max_seqlen_k=q.shape[0], causal=True, **options,
+        )  # fmt: skip
+
+    def linear_cross_entropy(hidden, w):
+        return ops.linear_cross_entropy(
+            hidden, w, labels(len(hidden)), label_smoothing=SMOOTHING, return_nll=True,
+            backend=backend,
+        )  # fmt: skip
+
+    x = (tokens, D)
+    return {
+        "layer_norm": lambda: Case(
+            layer_norm, [leaf(*x), leaf(*x), leaf(D), leaf(D)],
+            lambda x, r, w, b: (x, r, w, b, 1e-5, p, seed, backend),
+        ),
+        "activation": lambda: Case(
+            activation, [leaf(*x)], lambda h: (h, "gelu", p, seed, backend)
+        ),
+        "depth_mix": lambda: Case(
+            depth_mix, [*(leaf(*x) for _ in range(K)), leaf(K), leaf(K, D), leaf(K, D)],
+            lambda *t: (list(t[:K]), *t[K:], 1e-5, backend),
+        ),
+        "depth_attention": lambda: Case(
+            depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, D)],
+            lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
+        ),
+        "norm_linear": lambda: Case(
+            norm_linear, [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N)],
+            lambda *t: (*t, 1e-5, p, seed, backend),
+        ),
+        "feed_forward": lambda: Case(
+            feed_forward,
+            [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N), leaf(D, N), leaf(D)],
+            lambda *t: (*t, 1e-5, p, seed, "gelu", p, seed, True, False, backend),
+        ),
+        "attention": lambda: Case(
+            attention, [leaf(tokens, 1, D) for _ in range(3)],
+            lambda q, k, v: (
+                q, k, v, cu_seqlens(len(q)), cu_seqlens(len(q)), len(q), len(q), True, 0.25, p,
+                seed, backend,
+            ),
+        ),
+        "linear_cross_entropy": lambda: Case(
+            linear_cross_entropy, [leaf(*x), leaf(N, D)],
+            lambda h, w: (
+                h, w, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
+                w.requires_grad, backend,
+            ),
+        ),
+    }[name]()  # fmt: skip
+
+
+def outputs(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+def results(run, leaves):
+    """Outputs of a call, and gradients of a loss over all of them."""
+    out = outputs(run(*leaves))
+    loss = sum((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in out)
+    return [o.detach() for o in out] + list(torch.autograd.grad(loss, leaves))
+
+
+def operator(name):
+    return getattr(torch.ops.deepfast, name).default
+
+
+NAMES = [
+    "layer_norm", "activation", "depth_mix", "depth_attention", "norm_linear", "feed_forward",
+    "attention", "linear_cross_entropy",
+]  # fmt: skip
+DROPOUT = [0.0, 0.3]
+
+
+def serves(name, backend):
+    """On the CPU attention is torch's, which registers itself; some ops have no CUDA kernel."""
+    if name in NO_CUDA and backend == "cuda":
+        pytest.skip(f"{name} has no CUDA kernel")
+    if name == "attention" and backend in SDPA:
+        pytest.skip(f"attention by {backend} is torch's")

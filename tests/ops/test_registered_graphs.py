@@ -1,0 +1,118 @@
+"""What torch's compiler and its checkpointing make of the registered ops."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from deepfast import ops
+
+from .cases import DROPOUT, NAMES, D, case, cu_seqlens, leaf, operator, outputs, results, serves
+
+
+@pytest.mark.parametrize("p", DROPOUT)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_to_one_graph(any_backend, name, p):
+    """Without a graph break, the same numbers, for any number of tokens with one compilation."""
+    serves(name, any_backend)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        case(name, any_backend, p).run, fullgraph=True, dynamic=True, backend=counter
+    )
+    counts = []
+    for tokens in (5, 9, 6):
+        c = case(name, any_backend, p, tokens)
+        for a, b in zip(results(compiled, c.leaves), results(c.run, c.leaves), strict=True):
+            assert torch.equal(a, b)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1] > 0
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor(backend):
+    """The default compiler, over all ops in one function."""
+    torch._dynamo.reset()
+    w, weight = leaf(D), leaf(D, D)
+
+    def chain(x, residual):
+        options = {"dropout_p": 0.2, "training": True, "backend": backend}
+        h, s = ops.norm_linear(x, w, w, weight, residual=residual, seed=1, **options)
+        h = ops.activation(h, "gelu", seed=3, **options)
+        y, s = ops.layer_norm(h, w, w, residual=s, seed=2, **options)
+        q = ops.depth_mix([x, y, s], torch.ones(3), backend=backend).unflatten(1, (2, D // 2))
+        cu, n = cu_seqlens(len(x)), len(x)
+        return ops.attention(
+            q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n, max_seqlen_k=n,
+            backend=backend,
+        )  # fmt: skip
+
+    compiled = torch.compile(chain, fullgraph=True, dynamic=True)
+    for tokens in (5, 8):
+        leaves = [leaf(tokens, D), leaf(tokens, D)]
+        for a, b in zip(results(compiled, leaves), results(chain, leaves), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_replays_dropout(backend, name):
+    """The seed comes from torch's generator, which checkpointing sets back."""
+    serves(name, backend)
+    c = case(name, backend, 0.3)
+    drawn = {"layer_norm": ops.layer_norm, "norm_linear": ops.norm_linear}
+
+    def run(*leaves):
+        if name == "activation":
+            return ops.activation(*leaves, "gelu", dropout_p=0.3, training=True, backend=backend)
+        if name not in drawn:
+            return c.run(*leaves)
+        x, residual, *params = leaves
+        return drawn[name](
+            x, *params, residual=residual, dropout_p=0.3, training=True, backend=backend
+        )
+
+    torch.manual_seed(3)
+    plain = results(run, c.leaves)
+    torch.manual_seed(3)
+    again = results(lambda *t: checkpoint(run, *t, use_reentrant=False), c.leaves)
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("saved", NAMES)
+def test_selective_checkpointing_by_op(backend, saved):
+    """An op that is to be saved does not run again; the others do."""
+    if backend == "cpu":
+        backend = None
+    cases = {name: case(name, "reference", 0.0) for name in NAMES}
+
+    def run():
+        return sum(o.sum() for c in cases.values() for o in outputs(c.run(*c.leaves)))
+
+    def policy(_ctx, op, *_args, **_kwargs):
+        must = op is operator(saved)
+        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    leaves = [x for c in cases.values() for x in c.leaves]
+    exact = torch.autograd.grad(run(), leaves)
+    context = partial(create_selective_checkpoint_contexts, policy)
+    loss = checkpoint(run, use_reentrant=False, context_fn=context)
+    with Spy():
+        grads = torch.autograd.grad(loss, leaves)
+    for a, b in zip(grads, exact, strict=True):
+        assert torch.equal(a, b)
+    for name in NAMES:
+        assert (operator(name) in calls) == (name != saved), name
