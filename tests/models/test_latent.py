@@ -208,12 +208,30 @@ def test_a_pruned_model_gives_the_same_bits(language):
 
 
 def test_without_a_language_stay_the_layers_that_any_uses():
-    model = build()
+    model = build(encoder_layers=3, latent={"target_layers": 3, "target_weight": 1.0})
+    with torch.no_grad():
+        model.encoder.latent.logits[:, 1] = -1
     smaller = pruned(model)
-    assert (smaller.config.encoder_layers, smaller.config.decoder_layers) == (3, 3)
+    assert (smaller.config.encoder_layers, smaller.config.decoder_layers) == (2, 3)
+    assert smaller.config.latent["target_layers"] == 2
     with torch.no_grad():
         for tag in LANGUAGES.values():
             assert torch.equal(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET))
+
+
+@pytest.mark.parametrize("evaluation", ["threshold", "mean"])
+def test_languages_that_choose_alike_need_no_logits(evaluation):
+    model = build(latent={"evaluation": evaluation, "hard": True})
+    with torch.no_grad():
+        model.decoder.latent.logits.copy_(torch.tensor([1.0, -1, 2, -1]).expand(3, 4))
+    smaller = pruned(model)
+    c = smaller.config
+    assert (c.encoder_connection, c.decoder_connection) == ("latent", "residual")
+    assert (c.decoder_layers, c.latent) == (2, model.config.latent)
+    with torch.no_grad():
+        for tag in LANGUAGES.values():
+            got, want = smaller(tagged(tag), TARGET), model(tagged(tag), TARGET)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
