@@ -102,7 +102,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         torch.set_num_threads(args.threads)
     model, content = load_model(args.checkpoint, device)
     vocabulary = read_vocabulary(content)
-    if lowercase(args.checkpoint):
+    if lowercased(args.checkpoint):
         lines = [line.lower() for line in lines]
     if args.language is not None:
         lines = _tagged(lines, args.language, vocabulary)
@@ -146,7 +146,7 @@ def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocab
     return [f"{tag} {line}" if line.strip() else line for line in lines]
 
 
-def lowercase(checkpoint: str) -> bool:
+def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict
 from functools import partial
 
-from deepfast.cli.translate import add_decoding_arguments, lowercase, searched
+from deepfast.cli.translate import add_decoding_arguments, lowercased, searched
 from deepfast.data import read_lines
 from deepfast.search import tune_deep_shallow
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     lines, references = read_lines(args.source), read_lines(args.reference)
-    if lowercase(args.checkpoint):
+    if lowercased(args.checkpoint):
         references = [line.lower() for line in references]
     tuned = searched(args, lines, partial(tune_deep_shallow, references=references))
     if args.json:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast.nn import DecoderCache, LayerNorm, Packing, TransformerDecoder, TransformerEncoder
-from deepfast.nn.connection import PRESETS
 
 from .transformer import DecodeState, Transformer
 from .transformer_config import TransformerConfig
@@ -40,21 +39,20 @@ class DepthGrowingConfig(TransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.cross_attention != "top":
-            raise ValueError(
-                f"cross_attention: expected top for a model that grows, got {self.cross_attention}"
-            )
-        sides = [
-            f"{part}{side}_connection" for part in ("", "top_") for side in ("encoder", "decoder")
-        ]
-        for side in sides:
-            if getattr(self, side) == "latent":
+        for name, plain in (("cross_attention", "top"), ("encoder_fusion", None),
+                            ("decoder_fusion", None)):  # fmt: skip
+            if getattr(self, name) != plain:
                 raise ValueError(
-                    f"{side}: expected another than latent for a model that grows: grow on a "
-                    "pruned one"
+                    f"{name}: expected {plain} for a model that grows, got {getattr(self, name)!r}"
                 )
         self._check_whole("top_encoder_layers", "top_decoder_layers")
         self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
+        for side in ("encoder", "decoder", "top_encoder", "top_decoder"):
+            if getattr(self, f"{side}_connection") in ("latent", "block_attnres"):
+                raise ValueError(
+                    f"{side}_connection: expected dlcl, denseformer, attnres or residual for a "
+                    f"model that grows, got {getattr(self, f'{side}_connection')!r}"
+                )
 
     @property
     def bottom(self) -> TransformerConfig:
@@ -64,7 +62,7 @@ class DepthGrowingConfig(TransformerConfig):
 
     def top(self, connection: str) -> dict:
         """Arguments of the top's encoder or decoder stack."""
-        return self.side(connection) | {"dlcl": self.top_dlcl if connection in PRESETS else None}
+        return self.stack(connection, self.top_dlcl, "top")
 
 
 @dataclass

@@ -1,12 +1,14 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
 Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
-for transparent attention; Li et al. 2020 for latent depth.
+for transparent attention; Wang et al. 2018 for the fusion of layers; Li et al. 2020 for latent
+depth.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +77,8 @@ class Transformer(nn.Module):
         if c.share_embeddings == "none":
             self.output = nn.Linear(c.dim, target_size, bias=False)
             nn.init.normal_(self.output.weight, std=c.dim**-0.5)
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection, 1))
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
         self.transparent = None
         if c.cross_attention == "transparent":
             self.transparent = TransparentAttention(
@@ -84,13 +86,21 @@ class Transformer(nn.Module):
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
 
+        self.fusions = c.fusions()
+
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        return (
-            f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
-            f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        ) + (", transparent attention" if self.transparent is not None else "")
+        sides = {
+            "encoder": (c.encoder_layers, c.encoder_connection, c.encoder_fusion),
+            "decoder": (c.decoder_layers, c.decoder_connection, c.decoder_fusion),
+        }
+        parts = [
+            f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
+            for side, (layers, connection, fusion) in sides.items()
+        ]
+        transparent = [] if self.transparent is None else ["transparent attention"]
+        return ", ".join([*parts, f"{c.norm}-norm", *transparent])
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
@@ -202,19 +212,37 @@ class Transformer(nn.Module):
         self, source_BS: Tensor, language: int | None = None
     ) -> tuple[Tensor | list[Tensor], Packing]:
         """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
-        (T, D) or, in transparent attention, such a tensor for each decoder layer."""
-        language = self._language(source_BS) if language is None else language
-        return self.encode_packed(*self.embed_source(source_BS), language=language)
+        (T, D) or, in transparent attention, such a tensor for each decoder layer.
 
-    def encode_packed(
-        self, x: Tensor, packing: Packing, *, language: int = 0
+        language: what latent depth chooses layers for; None: what the sentences' tags say.
+        """
+        language = self._language(source_BS) if language is None else language
+        return self._encode(*self.embed_source(source_BS), language)
+
+    def _encode(
+        self, x: Tensor, packing: Packing, language: int, seen: list[Tensor] | None = None
     ) -> tuple[Tensor | list[Tensor], Packing]:
-        """`encode` from the embeddings on."""
+        run = partial(self.encoder.forward_packed, x, packing, language=language)
         if self.transparent is None:
-            return self.encoder.forward_packed(x, packing, language=language), packing
+            return self.fusions("encoder", run, seen), packing
         states: list[Tensor] = []
-        output = self.encoder.forward_packed(x, packing, states=states, language=language)
+        output = run(states=states)
         return self.transparent(states, output), packing
+
+    def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
+        """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
+
+        The encoder's at the source; with ``target_in_BT`` the decoder's there.
+
+        Raises:
+            ValueError: where that side has no fusion with attention.
+        """
+        seen: list[Tensor] = []
+        if target_in_BT is None:
+            self._encode(*self.embed_source(source_BS), self._language(source_BS), seen)
+        else:
+            self._decode(source_BS, target_in_BT, seen)
+        return seen[0]
 
     def project(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
@@ -227,13 +255,17 @@ class Transformer(nn.Module):
         """
         return self.project(self._decode(source_BS, target_in_BT)[0])
 
-    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+    def _decode(
+        self, source_BS: Tensor, target_in_BT: Tensor, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
         language = self._language(source_BS)
         memory, memory_packing = self.encode(source_BS, language)
         x, packing = self.embed_target(target_in_BT)
-        x = self.decoder.forward_packed(x, packing, memory, memory_packing, language=language)
-        return x, packing
+        run = partial(
+            self.decoder.forward_packed, x, packing, memory, memory_packing, language=language
+        )
+        return self.fusions("decoder", run, seen), packing
 
     def loss(
         self,
@@ -249,10 +281,7 @@ class Transformer(nn.Module):
         the loss of each position.
         """
         x, packing = self._decode(source_BS, target_in_BT)
-        loss, nll = self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
-        for latent in self._latent.values():
-            loss = loss + latent.penalty() * (target_in_BT != self.config.padding_idx).sum()
-        return loss, nll
+        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
 
     def loss_of(
         self,
@@ -268,19 +297,22 @@ class Transformer(nn.Module):
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        return ops.linear_cross_entropy(
+        loss, nll = ops.linear_cross_entropy(
             x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
+        for latent in self._latent.values():
+            loss = loss + latent.penalty() * (~padding_BT).sum()
+        return loss, nll
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
         language = self._language(source_BS)
-        memory = self.encode(source_BS, language)
-        return DecodeState(self.decoder.start(*memory, language=language))
+        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        x = self.decoder.step(self.embed_at(tokens_B, state.position), state.cache)
+        run = partial(self.decoder.step, self.embed_at(tokens_B, state.position), state.cache)
+        x = self.fusions("decoder", run)
         state.position += 1
         return self.project(x)

@@ -1,12 +1,36 @@
-"""Sizes and choices of the Transformer for translation."""
+"""Sizes and choices of the Transformer, checked before anything is built."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from deepfast.nn import DLCL, LatentDepth
-from deepfast.nn.connection import CONNECTIONS, PRESETS, dlcl_options
+import torch
+
+from deepfast.nn import DLCL, LatentDepth, LayerFusion
+from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS, PRESETS, dlcl_options
+from deepfast.nn.fusion import FUSIONS
 from deepfast.ops.activation import KINDS
+
+from .fusions import Fusions
+
+OPTIONS = {
+    "dlcl": (DLCL, ("num_layers", "dim", "backend")),
+    "latent": (LatentDepth, ("num_layers", "languages")),
+    "fusion": (
+        LayerFusion,
+        ("num_states", "dim", "kind", "source_norm", "own_embedding", "backend"),
+    ),
+}
+"""Field that holds arguments of a module -> that module, and the arguments that follow from the
+model."""
+
+
+def option_types(name: str) -> dict[str, Any]:
+    """Argument -> type of a field of `OPTIONS`."""
+    module, own = OPTIONS[name]
+    parameters = inspect.signature(module, eval_str=True).parameters
+    return {key: p.annotation for key, p in parameters.items() if key not in own}
 
 
 @dataclass(kw_only=True)
@@ -35,9 +59,11 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """"dlcl", "residual", "denseformer" or "latent"."""
+    """One of deepfast.nn.connection.CONNECTIONS."""
     decoder_connection: str = "residual"
-    """"dlcl", "residual", "denseformer" or "latent"."""
+    """The same of the decoder."""
+    attnres_block: int | None = None
+    """Layers of a block under "block_attnres"; None: an eighth of a side's, rounded up."""
     cross_attention: str = "top"
     """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
     own of all encoder layers."""
@@ -60,6 +86,12 @@ class TransformerConfig:
     languages: dict = field(default_factory=dict)
     """Language -> id of the tag that every source sentence begins with; empty where there is one
     language. Latent depth chooses layers for each of them."""
+    encoder_fusion: str | None = None
+    """One of deepfast.nn.fusion.FUSIONS over the embedding and all encoder layers, or None."""
+    decoder_fusion: str | None = None
+    """The same over the decoder's."""
+    fusion: dict = field(default_factory=dict)
+    """Further arguments of deepfast.nn.LayerFusion, for both sides."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -86,8 +118,10 @@ class TransformerConfig:
         self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_vocabularies()
         self._check_connections("dlcl", "encoder_connection", "decoder_connection")
-        self._check_latent()
+        self._check_attnres()
         self._check_languages()
+        self._check_latent()
+        self._check_fusion()
 
     def _check_whole(self, *names: str) -> None:
         for name in names:
@@ -95,10 +129,40 @@ class TransformerConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
 
-    def _check_choice(self, name: str, allowed: Iterable[str]) -> None:
+    def _check_choice(self, name: str, allowed: Iterable[str | None]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+            expected = ", ".join(map(str, allowed))
+            raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
+
+    def _check_options(
+        self, name: str, kind: str, needs: str, arguments: Mapping[str, dict]
+    ) -> None:
+        """The field ``name`` of options of the kind ``kind``: its keys, that it is ``needs`` which
+        asks for it, and its values, by making the module of each of ``arguments``, which has them.
+
+        arguments: what is tried -> all arguments of the module.
+        """
+        options = getattr(self, name)
+        if options and not arguments:
+            raise ValueError(
+                f"{name}: expected a side with {needs} for {sorted(options)}, got none"
+            )
+        known = option_types(kind)
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+            )
+        module = OPTIONS[kind][0]
+        for tried in arguments.values():
+            try:
+                # Of the meta device: neither memory nor random numbers.
+                with torch.device("meta"):
+                    module(**tried)
+            except (ValueError, TypeError) as error:
+                reason = str(error).removeprefix(f"{module.__name__}: ")
+                raise ValueError(f"{name}: {reason}") from error
 
     def _check_vocabularies(self) -> None:
         size, first = self.target_vocab_size, self.first_position
@@ -121,47 +185,26 @@ class TransformerConfig:
         """The connection of each side, and the field with the options of those that are DLCL."""
         for side in sides:
             self._check_choice(side, CONNECTIONS)
-        options = getattr(self, dlcl)
-        if not options:
-            return
         mixed = {getattr(self, side) for side in sides} & PRESETS.keys()
-        if not mixed:
-            raise ValueError(
-                f"{dlcl}: expected a side with connection 'dlcl' for {sorted(options)}, got none"
-            )
-        self._check_keys(dlcl, DLCL, {"num_layers", "dim", "backend"})
-        for connection in sorted(mixed):
-            dlcl_options(connection, self.norm, options)
+        options = getattr(self, dlcl)
+        known = {key: value for key, value in options.items() if key in option_types("dlcl")}
+        arguments = {
+            name: {"num_layers": 1, "dim": self.dim} | dlcl_options(name, self.norm, known)
+            for name in sorted(mixed)
+        }
+        self._check_options(dlcl, "dlcl", "connection 'dlcl'", arguments)
 
-    def _check_keys(self, name: str, module: type, own: set[str]) -> None:
-        """Of a field with arguments of a module, ``own`` aside, which follow from the model."""
-        known = set(inspect.signature(module).parameters) - own
-        unknown = sorted(set(getattr(self, name)) - known)
-        if unknown:
+    def _check_attnres(self) -> None:
+        sides = {self.encoder_connection, self.decoder_connection}
+        if self.norm != "pre" and sides & set(ATTENTION_RESIDUALS):
+            raise ValueError(f"norm: expected pre with attention residuals, got {self.norm!r}")
+        block = self.attnres_block
+        if block is not None and (type(block) is not int or block < 1):
             raise ValueError(
-                f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"attnres_block: expected a whole number of at least 1 or None, got {block!r}"
             )
-
-    def _check_latent(self) -> None:
-        self._check_keys("latent", LatentDepth, {"num_layers", "languages"})
-        sides = {"encoder": self.encoder_connection, "decoder": self.decoder_connection}
-        latent = [name for name, connection in sides.items() if connection == "latent"]
-        if self.latent and not latent:
-            raise ValueError(
-                f"latent: expected a side with connection 'latent' for {sorted(self.latent)}, "
-                "got none"
-            )
-        if "encoder" in latent and self.cross_attention == "transparent":
-            raise ValueError(
-                "cross_attention: expected top with encoder_connection latent, whose layers may be "
-                "left out, got transparent"
-            )
-        for name in latent:
-            try:
-                LatentDepth(getattr(self, f"{name}_layers"), **self.latent)
-            except (ValueError, TypeError) as error:
-                reason = str(error).removeprefix("LatentDepth: ")
-                raise ValueError(f"latent.{reason}") from error
+        if block is not None and "block_attnres" not in sides:
+            raise ValueError("attnres_block: expected a side with 'block_attnres', got none")
 
     def _check_languages(self) -> None:
         tags = list(self.languages.values())
@@ -172,19 +215,68 @@ class TransformerConfig:
                 f"each, got {self.languages!r}"
             )
 
-    def side(self, connection: str, number: int = 0) -> dict:
-        """Arguments of the stack of a side: the encoder's is number 0, the decoder's 1."""
+    def _check_latent(self) -> None:
+        sides = {
+            side: {"num_layers": getattr(self, f"{side}_layers")} | self.latent
+            for side in ("encoder", "decoder")
+            if getattr(self, f"{side}_connection") == "latent"
+        }
+        self._check_options("latent", "latent", "connection 'latent'", sides)
+
+    def _check_fusion(self) -> None:
+        sides = [side for side in ("encoder", "decoder") if getattr(self, f"{side}_fusion")]
+        arguments = {}
+        for side in ("encoder", "decoder"):
+            self._check_choice(f"{side}_fusion", (None, *FUSIONS))
+        for side in sides:
+            self._check_all_states(f"{side}_fusion", side)
+            kind = getattr(self, f"{side}_fusion")
+            arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
+        self._check_options("fusion", "fusion", "a fusion", arguments)
+        if self.cross_attention == "transparent":
+            self._check_all_states("cross_attention", "encoder")
+            if self.encoder_fusion is not None:
+                raise ValueError(
+                    f"encoder_fusion: expected None where cross_attention is transparent, "
+                    f"got {self.encoder_fusion!r}"
+                )
+
+    def _check_all_states(self, name: str, side: str) -> None:
+        """What reads the states of all layers needs all layers to be there."""
+        if getattr(self, f"{side}_connection") == "latent":
+            raise ValueError(
+                f"{name}: expected another {side}_connection than latent, which leaves layers out, "
+                f"for {getattr(self, name)!r}"
+            )
+
+    def side(self, name: str) -> dict:
+        """Arguments of the stack of a side, "encoder" or "decoder"."""
+        return self.stack(getattr(self, f"{name}_connection"), self.dlcl, name)
+
+    def stack(self, connection: str, dlcl: dict, name: str) -> dict:
+        """Arguments of a stack with this connection, on the side ``name``."""
         names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
                  "activation_dropout", "backend")  # fmt: skip
-        options = {name: getattr(self, name) for name in names}
+        options = {key: getattr(self, key) for key in names}
         latent = self.latent | {"languages": len(self.languages) or 1}
         # Two sides of one size must not draw the same.
-        latent["seed"] = 2 * latent.get("seed", 0) + number
+        latent["seed"] = 2 * latent.get("seed", 0) + (name == "decoder")
         return options | {
             "connection": connection,
-            "dlcl": self.dlcl if connection in PRESETS else None,
+            "dlcl": dlcl if connection in PRESETS else None,
+            "block": self.attnres_block if connection == "block_attnres" else None,
             "latent": latent if connection == "latent" else None,
         }
+
+    def fusions(self) -> Fusions:
+        """The fusions of the layers of both sides."""
+        sides = {
+            "encoder": (self.encoder_fusion, self.encoder_layers),
+            "decoder": (self.decoder_fusion, self.decoder_layers),
+        }
+        return Fusions(
+            self.dim, sides, source_norm=self.norm == "pre", backend=self.backend, **self.fusion
+        )
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:

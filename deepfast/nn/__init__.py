@@ -1,7 +1,9 @@
 """Modules: the depth connection, and Transformer layers and stacks around it."""
 
 from .attention import KeyValueCache, MultiheadAttention
+from .attention_residuals import AttentionResiduals, ResidualHistory
 from .dlcl import DLCL
+from .fusion import LayerFusion
 from .history import DepthHistory
 from .latent_depth import LatentDepth
 from .layer_norm import LayerNorm
@@ -12,13 +14,16 @@ from .transparent_attention import TransparentAttention
 
 __all__ = [
     "DLCL",
+    "AttentionResiduals",
     "DecoderCache",
     "DepthHistory",
     "KeyValueCache",
     "LatentDepth",
+    "LayerFusion",
     "LayerNorm",
     "MultiheadAttention",
     "Packing",
+    "ResidualHistory",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",

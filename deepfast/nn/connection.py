@@ -1,9 +1,10 @@
-"""How layers of a stack are joined: plain residual, with latent depth or without, DLCL, or DLCL set
-up as DenseFormer."""
+"""How layers of a stack are joined: plain residual, DLCL, DLCL set up as DenseFormer, attention
+residuals; and residual with latent depth, whose gates are the layers' matter."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +12,7 @@ from deepfast.memory.policies import RERUN
 from deepfast.ops import _common as common
 from deepfast.ops.boundary import mixed_again
 
+from .attention_residuals import AttentionResiduals, ResidualHistory
 from .bare import bare
 from .dlcl import DLCL
 from .history import DepthHistory
@@ -25,7 +27,11 @@ their own; ``dilation`` and ``period`` are the paper's (Pagliardini et al., Dens
 paper takes no average on the embedding and between periods; a learned scale of one stands there.
 """
 
-CONNECTIONS = ("dlcl", "residual", "latent", *(name for name in PRESETS if name != "dlcl"))
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
+
+BLOCKS = 8
+"""Blocks of layers under "block_attnres" where their size is not given, as published."""
 
 Body = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Pre-norm: (x, n, again), a layer's input, its normalised form and what makes that again, or None,
@@ -56,6 +62,7 @@ class Connection(nn.Module):
 
     pre-norm, residual   ``x_{l+1} = y_l``; so with latent depth, whose gates are the layers' matter
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
+    pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, layer k adding v_k
     then ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last.
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
 
@@ -76,6 +83,7 @@ class Connection(nn.Module):
         dropout: float,
         backend: str | None,
         dlcl: dict | None = None,
+        block: int | None = None,
     ):
         super().__init__()
         if num_layers < 1:
@@ -86,7 +94,16 @@ class Connection(nn.Module):
             raise ValueError(f"connection must be one of {CONNECTIONS}, got {connection!r}")
         if dlcl and connection not in PRESETS:
             raise ValueError(f"dlcl options need connection='dlcl', got {connection!r}")
+        if block is not None and connection != "block_attnres":
+            raise ValueError(f"block needs connection='block_attnres', got {connection!r}")
+        if connection in ATTENTION_RESIDUALS and norm != "pre":
+            raise ValueError(f"connection {connection!r} needs norm='pre', got {norm!r}")
         self.norm, self.dropout = norm, dropout
+        self.residuals = None
+        if connection in ATTENTION_RESIDUALS:
+            if connection == "block_attnres" and block is None:
+                block = -(-num_layers // BLOCKS)
+            self.residuals = AttentionResiduals(num_layers, dim, block=block, backend=backend)
         self.dlcl = None
         if connection in PRESETS:
             options = dlcl_options(connection, norm, dlcl)
@@ -120,6 +137,8 @@ class Connection(nn.Module):
         policies = policies or ("keep",) * len(layers)
         if self.norm == "post":
             return self._post_norm(x, layers, policies, states)
+        if self.residuals is not None:
+            return self._attention_residuals(x, layers, policies, states)
         run = [index for index in range(len(layers)) if index not in skipped]
         norms = [self.norms[index] for index in (*run, -1)]
         layers, policies = [layers[index] for index in run], [policies[index] for index in run]
@@ -157,6 +176,25 @@ class Connection(nn.Module):
                 branch = residual = None
                 residual, branch = self._run(layers[index], policies[index], x, n, norm, history)
                 p = self.dropout
+        return n
+
+    def _attention_residuals(
+        self,
+        x: Tensor,
+        layers: list[Body],
+        policies: Sequence[str],
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        history, v = ResidualHistory(), x
+        for layer, policy, norm in zip([*layers, None], [*policies, None], self.norms, strict=True):
+            x = self.residuals(v, history)
+            n = norm(x)
+            if states is not None:
+                states.append(x)
+            if layer is not None:
+                residual, branch = self._run(layer, policy, x, n, norm, None)
+                # What all sublayers add: the last residual has the input and all but the last one.
+                v = (residual - x) + F.dropout(branch, self.dropout, self.training)
         return n
 
     def _run(

@@ -42,6 +42,7 @@ class _Stack(nn.Module):
         activation: str = "relu",
         dlcl: dict | None = None,
         latent: dict | None = None,
+        block: int | None = None,
         memory: str | Sequence[str] | object = "keep",
         backend: str | None = None,
     ):
@@ -70,6 +71,7 @@ class _Stack(nn.Module):
             dropout=dropout,
             backend=backend,
             dlcl=dlcl,
+            block=block,
         )
         if latent and connection != "latent":
             raise ValueError(f"latent options need connection='latent', got {connection!r}")
@@ -128,13 +130,14 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+    """A stack of encoder layers; but with ``connection="residual"`` each reads all below it.
 
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl", "residual", "denseformer", which is a DLCL with other defaults, or
-            "latent": residual, and learned which layers are used.
+        connection: one of `deepfast.nn.connection.CONNECTIONS`: "dlcl"; "residual"; "denseformer",
+            which is a DLCL with other defaults; "attnres" and "block_attnres", see
+            `AttentionResiduals`; "latent": residual, and learned which layers are used.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
@@ -142,6 +145,7 @@ class TransformerEncoder(_Stack):
         activation: "relu" or "gelu".
         dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
             ``{"norm": None}`` mixes states without layer-norms.
+        block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing, and of a post-norm one
             the layer-norms are left, which hold its input's scale.

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from deepfast.data import Vocabulary
+from deepfast.data import TokenVocabulary, Vocabulary
+from deepfast.data.vocabulary import BOS, EOS
 from deepfast.models import kind_of
 
 from .beam import beam_search
@@ -68,7 +69,13 @@ class Candidates:
 
 
 def deep_shallow_candidates(
-    model: nn.Module, source_BS: Tensor, *, beam: int = 4, **options
+    model: nn.Module,
+    source_BS: Tensor,
+    *,
+    beam: int = 4,
+    bos_id: int = BOS,
+    eos_id: int = EOS,
+    **options,
 ) -> list[Candidates]:
     """All ``beam`` translations of each network for every sentence, scored by both.
 
@@ -76,7 +83,7 @@ def deep_shallow_candidates(
         model: one that has grown: `deepfast.models.DepthGrowing`.
         source_BS: (B, S) int64, each sentence with its eos.
         beam: hypotheses kept, and translations taken, per network.
-        options: see `beam_search`.
+        bos_id, eos_id, options: see `beam_search`.
 
     Raises:
         ValueError: the model has not grown, or see `beam_search`.
@@ -87,10 +94,12 @@ def deep_shallow_candidates(
             f"{kind_of(model.config)}"
         )
 
+    ids = {"bos_id": bos_id, "eos_id": eos_id}
+
     def found(own: nn.Module, other: nn.Module) -> list[list[Candidate]]:
-        hypotheses = beam_search(own, source_BS, beam=beam, nbest=beam, **options)
+        hypotheses = beam_search(own, source_BS, beam=beam, nbest=beam, **ids, **options)
         tokens = [[h.tokens for h in best] for best in hypotheses]
-        scores = score_hypotheses(other, source_BS, tokens)
+        scores = score_hypotheses(other, source_BS, tokens, **ids)
         return [
             [Candidate(h.tokens, h.log_prob, score) for h, score in zip(*pair, strict=True)]
             for pair in zip(hypotheses, scores, strict=True)
@@ -100,9 +109,27 @@ def deep_shallow_candidates(
     return [Candidates(deep, shallow) for deep, shallow in pairs]
 
 
+def _of_lines(
+    model: nn.Module,
+    vocabulary: Vocabulary | TokenVocabulary,
+    lines: Sequence[str],
+    max_tokens: int,
+    **options,
+) -> list[Candidates | None]:
+    """The candidates of every line; None for one without text."""
+    ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
+    return decode_lines(
+        model,
+        vocabulary,
+        lines,
+        lambda source_BS: deep_shallow_candidates(model, source_BS, **ids, **options),
+        max_tokens=max_tokens,
+    )
+
+
 def deep_shallow_nbest(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     alpha: float = ALPHA,
@@ -130,13 +157,7 @@ def deep_shallow_nbest(
         raise ValueError(f"deep-shallow decoding: gamma must be a finite number, got {gamma}")
     if not 1 <= nbest <= beam:
         raise ValueError(f"deep-shallow decoding: nbest must be 1 to beam {beam}, got {nbest}")
-    found = decode_lines(
-        model,
-        vocabulary,
-        lines,
-        lambda source_BS: deep_shallow_candidates(model, source_BS, beam=beam, **options),
-        max_tokens=max_tokens,
-    )
+    found = _of_lines(model, vocabulary, lines, max_tokens, beam=beam, **options)
     return [
         [(0.0, "")]
         if candidates is None
@@ -160,7 +181,7 @@ class Tuned:
 
 def tune_deep_shallow(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     references: Sequence[str],
     *,
@@ -187,13 +208,7 @@ def tune_deep_shallow(
             f"and {len(references)} references"
         )
     score = bleu_against(references)
-    found = decode_lines(
-        model,
-        vocabulary,
-        lines,
-        lambda source_BS: deep_shallow_candidates(model, source_BS, **options),
-        max_tokens=max_tokens,
-    )
+    found = _of_lines(model, vocabulary, lines, max_tokens, **options)
     known: dict[tuple[tuple[int, ...], ...], float] = {}
 
     def bleu(chosen: Sequence[tuple[int, ...]]) -> float:

@@ -7,6 +7,7 @@ schedule and an optimizer of their own. Each run has a folder of its own in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from deepfast.training.checkpoint import (
     load_weights,
     step_checkpoints,
 )
-from deepfast.training.errors import RecipeError
+from deepfast.training.errors import CheckpointError, RecipeError
 
 if TYPE_CHECKING:
     from deepfast.training.recipe import Recipe
@@ -57,17 +58,8 @@ def check_grow(recipe: Recipe) -> None:
         return
     if type(config) is not TransformerConfig:
         raise RecipeError(f"grow: expected a model of the kind transformer, got {recipe.model!r}")
-    for part, known in (
-        ("", ("from", "model", "optim", "train")),
-        ("model.", TOP_FIELDS),
-    ):
-        keys = grow.get("model", {}) if part else grow
-        unknown = sorted(set(keys) - set(known))
-        if unknown:
-            raise RecipeError(
-                f"grow.{part}{unknown[0]}: expected one of {', '.join(known)}: all else is as in "
-                "the first run"
-            )
+    _expect_keys("grow", grow, ("from", "model", "optim", "train"))
+    _expect_keys("grow.model", grow.get("model", {}), TOP_FIELDS)
     if not (grow.get("from") or recipe.data.validates):
         raise RecipeError(
             "grow: expected dev pairs, by which the best checkpoint is known, or grow.from, got "
@@ -78,6 +70,15 @@ def check_grow(recipe: Recipe) -> None:
     except RecipeError as error:
         inside = str(error).startswith(("model.", "optim.", "train"))
         raise RecipeError(f"grow.{error}" if inside else str(error)) from error
+
+
+def _expect_keys(section: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise RecipeError(
+            f"{section}.{unknown[0]}: expected one of {', '.join(known)}: all else is as in the "
+            "first run"
+        )
 
 
 def second_run(recipe: Recipe) -> Recipe:
@@ -128,8 +129,15 @@ def load_bottom(recipe: Recipe, model: nn.Module, content: dict[str, Any]) -> No
     """Puts a trained Transformer under a `DepthGrowing`.
 
     Raises:
-        CheckpointError: it is of another kind or other sizes than the recipe's.
+        CheckpointError: it is of another kind or other sizes than the recipe's, or was trained on
+            text of another case.
     """
     path = recipe.grow["from"]
     check_config(path, content, model.bottom.config)
+    lowercase = content["recipe"]["data"].get("lowercase", False)
+    if lowercase != recipe.data.lowercase:
+        raise CheckpointError(
+            f"{path}: expected a model of text with data.lowercase={recipe.data.lowercase}, got "
+            f"one with {lowercase}"
+        )
     load_weights(model.bottom, content["model"], path)

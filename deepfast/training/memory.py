@@ -133,7 +133,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 
 def _planned(connection: str) -> str:
     """What the planner calls a connection: every DLCL holds the same states, and latent depth what
-    the residual connection holds."""
+    the plain residual one does."""
     return "dlcl" if connection in PRESETS else "residual"
 
 

@@ -5,7 +5,6 @@ Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file k
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,8 +14,8 @@ from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big, build
 from deepfast.models.registry import DERIVED_FIELDS
-from deepfast.nn import DLCL, LatentDepth
-from deepfast.nn.connection import PRESETS, dlcl_options
+from deepfast.models.transformer_config import option_types
+from deepfast.nn.connection import ATTENTION_RESIDUALS, PRESETS
 from deepfast.training.data_section import DataSection
 from deepfast.training.errors import RecipeError
 from deepfast.training.errors import expect as _expect
@@ -34,21 +33,12 @@ MODEL_FIELDS = {
 } | {"kind": str, "size": str | None}
 """Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
 
-
-def _arguments(module: type, *own: str) -> dict[str, Any]:
-    parameters = inspect.signature(module, eval_str=True).parameters
-    return {name: p.annotation for name, p in parameters.items() if name not in own}
-
-
-DLCL_OPTIONS = {
-    "dlcl": ("encoder_connection", "decoder_connection"),
-    "top_dlcl": ("top_encoder_connection", "top_decoder_connection"),
-}
-"""Keys of the section `model` that hold arguments of DLCL, and whose they are."""
-
 NESTED_FIELDS = {
-    name: _arguments(DLCL, "num_layers", "dim", "backend") for name in DLCL_OPTIONS
-} | {"latent": _arguments(LatentDepth, "num_layers", "languages")}
+    "dlcl": option_types("dlcl"),
+    "top_dlcl": option_types("dlcl"),
+    "latent": option_types("latent"),
+    "fusion": option_types("fusion"),
+}
 """Key of the section `model` that holds keys itself -> their types; the rest of the arguments of
 such a module follow from the model."""
 
@@ -210,10 +200,15 @@ class Recipe:
         stacks = isinstance(config, TransformerConfig)
         _expect(stacks, "memory", "null for a model without memory policies", self.memory)
         # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
-        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all")):
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all"),
+                             ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
             value = getattr(config, key)
             expected = f"null where model.{key} is {value}"
             _expect(value == planned, "memory", expected, self.memory)
+        for key in ("encoder_connection", "decoder_connection"):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value not in ATTENTION_RESIDUALS, "memory", expected, self.memory)
         if isinstance(config, DepthGrowingConfig):
             expected = (
                 f"one of {', '.join(POLICIES)} or null for a model that grows: none is planned"
@@ -252,12 +247,9 @@ class Recipe:
             options["languages"] = languages
         make = sizes.get(size, kind.config)
         try:
-            config = make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
+            return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{error}") from error
-        if isinstance(config, TransformerConfig):
-            _check_dlcl(config)
-        return config
 
     def build_model(
         self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
@@ -275,14 +267,3 @@ class Recipe:
         if "beta" in latent:
             latent["beta"] = list(latent["beta"])
         return plain
-
-
-def _check_dlcl(config: TransformerConfig) -> None:
-    """Values of ``model.dlcl`` and its like that no DLCL takes."""
-    for name, sides in DLCL_OPTIONS.items():
-        for connection in {getattr(config, side, None) for side in sides} & PRESETS.keys():
-            try:
-                DLCL(1, config.dim, **dlcl_options(connection, config.norm, getattr(config, name)))
-            except (ValueError, TypeError) as error:
-                reason = str(error).removeprefix("DLCL: ")
-                raise RecipeError(f"model.{name}: {reason}") from error

@@ -117,16 +117,19 @@ class _Run:
                 "state, such as an average"
             )
         # A checkpoint of this run has its bottom within.
-        self.bottom = None if content else read_bottom(recipe)
+        bottom = None if content else read_bottom(recipe)
+        self.grows_on: str | None = None
+        """What a run that begins has below it, for people."""
         with _made(self.folder):
-            start = content or self.bottom
+            start = content or bottom
             vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
             corpus = load_corpus(
                 recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
             )
             self.trainer = Trainer(recipe, corpus, device)
-            if self.bottom is not None:
-                load_bottom(recipe, self.trainer.model, self.bottom)
+            if bottom is not None:
+                load_bottom(recipe, self.trainer.model, bottom)
+                self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
         self.measured: int | None = None
         """Peak bytes of a step, of the trial before the first."""
         self.changed: list[str] = []
@@ -186,8 +189,8 @@ class _Run:
             f"model {trainer.model.describe()}, {count:,} parameters, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
-        if self.bottom is not None:
-            say(f"grows on {self.recipe.grow['from']}, of step {self.bottom['step']}")
+        if self.grows_on is not None:
+            say(f"grows on {self.grows_on}")
         if trainer.step:
             say(f"resumed from {self.saved} at step {trainer.step}")
             for line in self.changed:

@@ -28,7 +28,12 @@ CASES = {
         "decoder_connection": "dlcl", "top_encoder_connection": "dlcl", "dlcl": {"window": 2},
         "top_decoder_connection": "dlcl", "embedding_norm": True},
 }  # fmt: skip
-EVERY = pytest.mark.parametrize("case", CASES)
+OTHERS = {
+    "three embeddings below": {
+        "share_embeddings": "none", "first_position": 2, "target_vocab_size": 11,
+        "top_encoder_connection": "denseformer"},
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("case", CASES | OTHERS)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +45,9 @@ def _one_thread(threads):
 def build(case="pre, dlcl below", **changes):
     """A small model with no parameter at a value of its init that could hide a mistake."""
     torch.manual_seed(3)
-    model = DepthGrowing(DepthGrowingConfig(vocab_size=11, **SIZES | CASES[case] | changes))
+    model = DepthGrowing(
+        DepthGrowingConfig(vocab_size=11, **SIZES | (CASES | OTHERS)[case] | changes)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -79,7 +86,7 @@ def specified(model, written_out, source, target):
     return [s[0] @ bottom.embedding.weight.T for s in states]
 
 
-@EVERY
+@pytest.mark.parametrize("case", CASES)
 def test_both_networks_are_the_papers_in_float64(case, written_out):
     """Outputs and every gradient, in a padded batch against sentence by sentence."""
     model = build(case).double()
@@ -104,6 +111,19 @@ def test_both_networks_are_the_papers_in_float64(case, written_out):
         got = torch.zeros_like(p) if p.grad is None else p.grad
         torch.testing.assert_close(got, gradient, rtol=1e-8, atol=1e-9, msg=name)
     assert all(p.grad is None for p in model.bottom.parameters())
+
+
+def test_the_bottoms_own_projection_gives_the_logits():
+    model = build(next(iter(OTHERS)))
+    bottom = model.bottom
+    with torch.no_grad():
+        x, packing = bottom.embed_source(SOURCE)
+        y, target = bottom.embed_target(TARGET)
+        h1 = bottom.encoder.forward_packed(x, packing)
+        h2 = model.encoder.forward_packed(x + h1, packing)
+        s1 = bottom.decoder.forward_packed(y, target, h1, packing)
+        s2 = model.decoder.forward_packed(y + s1, target, h2, packing)
+        assert torch.equal(model(SOURCE, TARGET), s2 @ bottom.output.weight.T)
 
 
 def test_gradcheck_of_the_tops_parameters():
@@ -148,8 +168,9 @@ def test_reordered_hypotheses_keep_both_encoders(case):
         assert_close(got, expected.view(2, 3, 11)[:, -1])
 
 
-def test_the_bottom_is_the_transformer_that_was_trained():
-    model = build()
+@EVERY
+def test_the_bottom_is_the_transformer_that_was_trained(case):
+    model = build(case)
     before = Transformer(model.config.bottom).eval()
     before.load_state_dict(model.bottom.state_dict())
     assert type(before.config) is TransformerConfig

@@ -178,6 +178,7 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):
         (before.best, "decoder_layers 1 in the checkpoint and 2 in the recipe",
          {"model.decoder_layers": 2}),
         (whole_run(GROW).best, "expected a checkpoint of the kind transformer, got depth_g", {}),
+        (before.best, "data.lowercase=True, got one with False", {"data.lowercase": True}),
         (tmp_path / "none.pt", "there is no such file", {}),
     ):  # fmt: skip
         output = tmp_path / "other"

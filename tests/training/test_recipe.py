@@ -113,6 +113,33 @@ def test_overrides_replace_nested_values():
     assert recipe.output == "x/y"
 
 
+def test_fusion_of_layers():
+    changes = ["model.encoder_fusion=attention", "model.fusion.hops=2"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
+    with pytest.raises(RecipeError, match=r"model\.fusion: hops must be at least 1, got 0"):
+        load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
+    for memory in ("2GiB", "lean"):
+        with pytest.raises(
+            RecipeError, match=r"memory: expected null where model\.encoder_fusion is"
+        ):
+            load_recipe("phrases-small", [*changes, f"memory={memory}"])
+
+
+def test_attention_residuals():
+    changes = ["model.encoder_connection=block_attnres", "model.attnres_block=3"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
+    for more, message in (
+        ("memory=lean", r"memory: expected null where model\.encoder_connection is block"),
+        ("model.norm=post", "norm: expected pre with attention residuals, got 'post'"),
+        ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
+        ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load_recipe("phrases-small", [*changes, more])
+
+
 def test_a_recipe_file_by_path_and_back(tmp_path):
     recipe = load_recipe("phrases-small", ["optim.lr=1e-4", "model.dlcl.weight=vector"])
     path = tmp_path / "mine.yaml"
