@@ -98,6 +98,9 @@ def _prune_side(
             if alike:
                 continue
             weight = weight[:, kept]
+        elif name == "transparent.weight" and side == "decoder":
+            # A mixture of the encoder's layers for each of the decoder's.
+            weight = weight[kept]
         pruned[name] = weight
     return pruned, len(kept)
 
