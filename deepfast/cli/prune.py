@@ -6,7 +6,7 @@ uses."""
 
 import argparse
 
-from deepfast.models.checkpoint import read_checkpoint
+from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.models.prune import SIDES, prune_checkpoint
 from deepfast.training.checkpoint import save_checkpoint
 
@@ -20,10 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    # A checkpoint that cannot be used is refused in its own words.
+    load_model(args.checkpoint)
     content = read_checkpoint(args.checkpoint)
-    missing = [key for key in ("config", "model", "vocabulary") if key not in content]
-    if missing:
-        raise ValueError(f"{args.checkpoint}: the checkpoint lacks {', '.join(missing)}")
     pruned = prune_checkpoint(content, args.language)
     # The weights are mapped from the file they came from, which the output may replace.
     pruned["model"] = {name: weight.clone() for name, weight in pruned["model"].items()}

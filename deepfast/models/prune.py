@@ -22,7 +22,8 @@ def prune_layers(
 
     For one language what is left is a plain Transformer: a gate that is neither 0 nor 1 goes into
     the last weights of its branches, and the outputs agree up to rounding; without such gates to
-    the bit. For several languages the layers that any of them uses stay, with their logits.
+    the bit. For several languages the layers that any of them uses stay, with their logits where
+    the languages differ.
 
     Args:
         config, weights: of a model with latent depth, weights as in its state dict.
@@ -52,18 +53,22 @@ def prune_layers(
         gates = [getattr(model, side).latent.choose(index) for index in chosen]
         weights, left = _prune_side(config, weights, side, gates)
         changes[f"{side}_layers"] = left
-    if len(chosen) > 1:
-        return replace(config, **changes), weights
-    plain = {f"{side}_connection": "residual" for side in latent}
-    changes |= plain | {"latent": {}}
-    weights = {name: w for name, w in weights.items() if not name.endswith(".latent.logits")}
+        if f"{side}.latent.logits" not in weights:
+            changes[f"{side}_connection"] = "residual"
+    stay = [changes[f"{s}_layers"] for s in latent if f"{s}.latent.logits" in weights]
+    wanted = config.latent.get("target_layers")
+    changes["latent"] = dict(config.latent) if stay else {}
+    if stay and wanted is not None:
+        # As many as there are now can be wanted at most.
+        changes["latent"]["target_layers"] = min(wanted, *stay)
     return replace(config, **changes), weights
 
 
 def _prune_side(
     config: TransformerConfig, weights: dict[str, Tensor], side: str, gates: list[list[float]]
 ) -> tuple[dict[str, Tensor], int]:
-    """The weights without unused layers of one side, and how many are left of them."""
+    """The weights without unused layers of one side, and how many are left of them; without logits
+    where all languages have the same gates, which go into the weights."""
     layers = len(gates[0])
     kept = [index for index in range(layers) if any(own[index] for own in gates)]
     if not kept:
@@ -75,7 +80,8 @@ def _prune_side(
         )
     # The last norm of a pre-norm stack follows its last layer.
     place = {old: new for new, old in enumerate((*kept, layers))}
-    fold = gates[0] if len(gates) == 1 else [1.0] * layers
+    alike = all(own == gates[0] for own in gates)
+    fold = gates[0] if alike else [1.0] * layers
     pruned = {}
     for name, weight in weights.items():
         start = next((p for p in (f"{side}.layers.", f"{side}.connection.norms.")
@@ -89,7 +95,12 @@ def _prune_side(
             if rest.rpartition(".")[0] in BRANCH_ENDS and fold[index] != 1:
                 weight = weight * fold[index]
         elif name == f"{side}.latent.logits":
+            if alike:
+                continue
             weight = weight[:, kept]
+        elif name == "transparent.weight" and side == "decoder":
+            # A mixture of the encoder's layers for each of the decoder's.
+            weight = weight[kept]
         pruned[name] = weight
     return pruned, len(kept)
 
