@@ -112,7 +112,7 @@ def test_no_attention_to_show():
         ),
         (
             {"encoder_fusion": "average", "cross_attention": "transparent"},
-            "cross_attention: expected top with encoder_fusion average",
+            "encoder_fusion: expected None where cross_attention is transparent, got .average",
         ),
     ],
 )
