@@ -28,7 +28,7 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
         RuntimeError: for a run that fails, with the end of what it said.
     """
     path = folder / row.name / f"seed-{seed}" / RESULT
-    overrides = [*shared, *row.overrides]
+    overrides = row.settings(shared)
     if path.exists():
         found = json.loads(path.read_text())
         if found["overrides"] == overrides:

@@ -32,7 +32,10 @@ def before(recipe) -> dict:
         corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
         trainer = Trainer(recipe, corpus, device)
         found = {"live_bytes": int(trainer.measure()), "model": trainer.model.describe()}
-        steps, tokens = recipe.train.max_steps * recipe.optim.accumulate, 0
+        steps, tokens = recipe.train.max_steps, 0
+        if recipe.grow is not None:
+            steps += recipe.grow["train"]["max_steps"]
+        steps *= recipe.optim.accumulate
         while steps > 0:
             seen = [batch.target_tokens for batch in islice(corpus.batches, steps)]
             tokens, steps = tokens + sum(seen), steps - len(seen)
@@ -41,13 +44,20 @@ def before(recipe) -> dict:
 
 def after(result) -> dict:
     """What the run left: curves, and the model that translates."""
-    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if row["event"] == "train"]
+    # A run in stages has a folder for each.
+    stages = sorted(result.output.parent.glob("stage*")) or [result.output]
+    curve, trained, steps = [], [], 0
+    for stage in stages:
+        rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+        curve += [[steps + r["step"], r["nll"]] for r in rows if r["event"] == "valid"]
+        trained += [row for row in rows if row["event"] == "train"]
+        steps = curve[-1][0]
     model, _ = load_model(result.for_translation)
     return {
-        "steps": result.step,
+        "model": model.describe(),
+        "steps": steps,
         "bleu": result.test_bleu,
-        "curve": [[r["step"], r["nll"]] for r in rows if r["event"] == "valid"],
+        "curve": curve,
         "nll": min(x for x in (result.best_nll, result.average_nll) if x is not None),
         "target_tokens_per_second": statistics.median(
             row["target_tokens_per_second"] for row in trained

@@ -1,9 +1,11 @@
 """The rows of the table: what each one changes of the recipe that all share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepfast.data.text import read_parallel, write_atomically
+from deepfast.training import load_recipe
 
 BASE = "phrases-systems"
 
@@ -31,6 +33,23 @@ class Row:
     """The paper."""
     overrides: tuple[str, ...] = ()
     """key=value, on top of the recipe that all share."""
+    grows: bool = False
+    """Trained in two stages: two thirds of the layers for half the steps, then all."""
+
+    def settings(self, shared: Sequence[str]) -> list[str]:
+        """All overrides of a run, of which ``shared`` are those of every row."""
+        overrides = [*shared, *self.overrides]
+        if self.grows:
+            recipe = load_recipe(BASE, overrides)
+            model, steps = recipe.model_config(vocab_size=8), recipe.train.max_steps
+            for side in ("encoder", "decoder"):
+                layers = getattr(model, f"{side}_layers")
+                top = max(1, layers // 3)
+                overrides += [f"model.{side}_layers={max(1, layers - top)}",
+                              f"grow.model.top_{side}_layers={top}"]  # fmt: skip
+            first = -(-steps // 2)
+            overrides += [f"train.max_steps={first}", f"grow.train.max_steps={steps - first}"]
+        return overrides
 
 
 def _plain(norm: str) -> tuple[str, ...]:
@@ -42,7 +61,43 @@ ROWS = (
     Row("pre-norm", "pre-norm", "Wang 2019", _plain("pre")),
     Row("dlcl-post", "DLCL, post-norm", "Wang 2019", ("model.norm=post",)),
     Row("dlcl-pre", "DLCL, pre-norm", "Wang 2019"),
-)
+    Row(
+        "transparent", "transparent attention, pre-norm", "Bapna 2018",
+        (*_plain("pre"), "model.cross_attention=transparent"),
+    ),
+    Row(
+        "denseformer", "DenseFormer, pre-norm", "Pagliardini 2024",
+        ("model.encoder_connection=denseformer",),
+    ),
+    Row(
+        "attnres", "attention residuals, full", "Kimi Team 2026",
+        ("model.encoder_connection=attnres",),
+    ),
+    Row(
+        "block-attnres", "attention residuals, blocks of 3", "Kimi Team 2026",
+        ("model.encoder_connection=block_attnres", "model.attnres_block=3"),
+    ),
+    *(
+        Row(
+            f"fusion-{kind.replace('_', '-')}", f"layer fusion, {kind.replace('_', ' ')}",
+            "Wang 2018",
+            (*_plain("post"), f"model.encoder_fusion={kind}", f"model.decoder_fusion={kind}",
+             *sizes),
+        )
+        for kind, sizes in (
+            ("average", ()),
+            ("feed_forward", ("model.fusion.hidden_dim=192",)),
+            ("attention", ("model.fusion.attention_dim=192", "model.fusion.hidden_dim=192")),
+        )
+    ),
+    Row(
+        "latent", "latent depth, 12 layers to choose from", "Li 2020",
+        ("model.encoder_connection=latent", "model.latent.target_layers=8",
+         "model.latent.target_weight=0.1", "model.latent.hard=true", "model.latent.soft_steps=60",
+         "model.latent.anneal_steps=60", "model.latent.lr_scale=20"),
+    ),
+    Row("growing", "depth growing, a third of the layers on top", "Wu 2019", _plain("pre"), True),
+)  # fmt: skip
 """In the order of the table."""
 
 

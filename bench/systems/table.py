@@ -68,7 +68,8 @@ def page(results: dict[Row, list[dict]], level: float, command: str, machine: st
     seen = {run["target_tokens"] for runs in results.values() for run in runs}
     tokens = " or ".join(f"{count:,}" for count in sorted(seen))
     changes = "".join(
-        f"- {row.title}: `{' '.join(row.overrides) or 'as the recipe'}`\n"
+        f"- {row.title}: `{' '.join(row.overrides) or 'as the recipe'}`"
+        + (", two thirds of the layers for half of the steps, then all\n" if row.grows else "\n")
         for row, runs in results.items()
         if runs
     )

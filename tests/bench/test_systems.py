@@ -29,9 +29,17 @@ def run(**changes):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("setting", [(), LARGE], ids=["small", "large"])
 def test_every_row_is_a_recipe(row, setting):
-    recipe = load_recipe(BASE, [*setting, *row.overrides])
+    recipe = load_recipe(BASE, row.settings(setting))
     assert recipe.train.test_bleu
     assert recipe.data.validates
+
+
+def test_a_system_in_two_stages_takes_as_many_steps_and_layers():
+    (row,) = named("growing")
+    recipe = load_recipe(BASE, row.settings(["train.max_steps=7", "model.encoder_layers=9"]))
+    assert (recipe.train.max_steps, recipe.grow["train"]["max_steps"]) == (4, 3)
+    top = recipe.grow["model"]["top_encoder_layers"]
+    assert (recipe.model["encoder_layers"], top) == (6, 3)
 
 
 def test_names_of_rows():
