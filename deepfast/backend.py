@@ -38,6 +38,7 @@ OPS = {
     "activation": ("activation_forward", "activation_backward"),
     "attention": ("attention_forward", "attention_backward"),
     "linear_cross_entropy": ("cross_entropy",),
+    "peephole_lstm": ("peephole_lstm_forward", "peephole_lstm_backward"),
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
 
@@ -47,6 +48,9 @@ KERNEL_FILES = {
     "linear_cross_entropy": ("cross_entropy",),
 }
 """The files of kernels/ behind an op, where they are not one of its name."""
+
+NO_CUDA = ("peephole_lstm",)
+"""Ops without CUDA kernels of their own: on a GPU they are Triton's."""
 
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
@@ -105,6 +109,8 @@ def emulate_cuda(launches) -> None:
 
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    if op in NO_CUDA:
+        return f"there is no CUDA kernel of {op}"
     if device_type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":

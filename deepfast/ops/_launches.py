@@ -32,6 +32,16 @@ def _boundary_backward(states, slot, near, *rest, **__) -> int:
     return 2 * (again + 2 * len(pull_rows)) * math.prod(states[1:])
 
 
+def _lstm_forward(f, *_, **__) -> int:
+    return 2 * f[0] * f[1] * f[2] * (f[2] // 4)
+
+
+def _lstm_backward(
+    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, *_, **__
+):
+    return _lstm_forward(gates)
+
+
 FLOPS = {
     "mix_rows": _mix_rows,
     "pull_rows": _pull_rows,
@@ -39,6 +49,8 @@ FLOPS = {
     "boundary_backward": _boundary_backward,
     "depth_mix_forward": lambda sources, *_, **__: 2 * len(sources) * math.prod(sources[0]),
     "depth_mix_backward": lambda sources, *_, **__: 4 * len(sources) * math.prod(sources[0]),
+    "peephole_lstm_forward": _lstm_forward,
+    "peephole_lstm_backward": _lstm_backward,
 }
 """Formulas over shapes; a launch that is not here has no matrix product."""
 

@@ -83,6 +83,12 @@ def case(name, backend, p, tokens=T):
             backend=backend,
         )  # fmt: skip
 
+    def peephole_lstm(f, w, peephole, h0, c0):
+        return ops.peephole_lstm(
+            f, w, peephole, h0=h0, c0=c0, lengths=torch.arange(2) * 2, reverse=True,
+            backend=backend,
+        )  # fmt: skip
+
     x = (tokens, D)
     return {
         "layer_norm": lambda: Case(
@@ -119,6 +125,11 @@ def case(name, backend, p, tokens=T):
                 w.requires_grad, backend,
             ),
         ),
+        "peephole_lstm": lambda: Case(
+            peephole_lstm,
+            [leaf(tokens, 2, 4 * K), leaf(K, 4 * K), leaf(3, K), leaf(2, K), leaf(2, K)],
+            lambda f, *rest: (f, *rest, torch.arange(2) * 2, True, f.requires_grad, backend),
+        ),
     }[name]()  # fmt: skip
 
 
@@ -139,7 +150,7 @@ def operator(name):
 
 NAMES = [
     "layer_norm", "activation", "depth_mix", "norm_linear", "feed_forward", "attention",
-    "linear_cross_entropy",
+    "linear_cross_entropy", "peephole_lstm",
 ]  # fmt: skip
 DROPOUT = [0.0, 0.3]
 
@@ -156,6 +167,8 @@ def any_backend(request):
 
 def serves(name, backend):
     """On the CPU attention is torch's, which registers itself."""
+    if name in backends.NO_CUDA and backend == "cuda":
+        pytest.skip(f"there is no CUDA kernel of {name}")
     if name == "attention" and backend in SDPA:
         pytest.skip(f"attention by {backend} is torch's")
 
@@ -199,7 +212,9 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
-    for name in ("layer_norm", "activation", "depth_mix", "linear_cross_entropy"):
+    for name in (
+        "layer_norm", "activation", "depth_mix", "linear_cross_entropy", "peephole_lstm",
+    ):  # fmt: skip
         c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
@@ -360,6 +375,8 @@ def test_flops():
         "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),
         # Gradients are made in forward.
         "linear_cross_entropy": (3 * 2 * T * N * D, 0),
+        # The recurrent products of two sentences, for the state and for the weight in backward.
+        "peephole_lstm": (2 * T * 2 * K * 4 * K, 4 * T * 2 * K * 4 * K),
     }
     for name, (forward, backward) in expected.items():
         c = case(name, "reference", 0.0)
