@@ -7,13 +7,14 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cp
 # What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test cuda-check report gpu lint clean
+.PHONY: help setup test cuda-check report systems gpu lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make test     run the tests"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html"
+	@echo "make systems  train every system small, about an hour: bench/results/systems.md"
 	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
 	@echo "make lint     check style"
 
@@ -43,6 +44,12 @@ cuda-check: setup
 
 report: setup
 	$(BIN)/deepfast report --output report
+
+# DATA='train.en train.de' takes two text files; what is done is not done again.
+SEEDS ?= 3
+systems: setup
+	$(BIN)/python -m deepfast.bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
+	  $(if $(ROWS),--rows $(ROWS)) --write bench/results/systems.md $(SET)
 
 gpu:
 	@test -d deepfast/bench && test -d deepfast/kernels || \

@@ -4,7 +4,8 @@ A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. Wha
 
     format       "deepfast-checkpoint"
     version      1
-    config       the fields of `TransformerConfig`
+    kind         one of `deepfast.models.KINDS`; "transformer" where it is absent
+    config       the fields of that kind's config
     model        the model's state dict
     vocabulary   the sentencepiece model, as bytes or as a uint8 tensor
 
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .transformer import CONFIG_FIELDS, Transformer, TransformerConfig
+from .registry import KINDS, build
 
 FORMAT = "deepfast-checkpoint"
 VERSION = 1
@@ -75,7 +76,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def load_model(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> tuple[Transformer, bytes]:
+) -> tuple[nn.Module, bytes]:
     """The model of a checkpoint, ready to translate, and its vocabulary.
 
     Args:
@@ -96,11 +97,11 @@ def load_model(
     if missing:
         raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
     vocabulary = _bytes(path, content["vocabulary"])
-    config = _config(path, content["config"])
+    config = _config(path, content.get("kind", "transformer"), content["config"])
     try:
         # Weights are about to be replaced: on the meta device they cost neither time nor memory.
         with torch.device("meta"):
-            model = Transformer(config)
+            model = build(config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
     _check_weights(path, model.state_dict(), content["model"])
@@ -121,19 +122,25 @@ def _bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
     )
 
 
-def _config(path: str | os.PathLike[str], values: object) -> TransformerConfig:
+def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
+    if name not in KINDS:
+        raise ValueError(
+            f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
+            f"({', '.join(KINDS)}), got {name!r}"
+        )
+    kind = KINDS[name]
     if not isinstance(values, dict):
         raise ValueError(
             f"{path}: expected the checkpoint's config as a dict, got {type(values).__name__}"
         )
-    unknown = [str(name) for name in values if name not in CONFIG_FIELDS]
+    unknown = [str(name) for name in values if name not in kind.fields]
     if unknown:
         raise ValueError(
             f"{path}: the checkpoint's config has fields that this deepfast does not know: "
             f"{', '.join(unknown)}"
         )
     try:
-        return replace(TransformerConfig(**values), backend=None)
+        return replace(kind.config(**values), backend=None)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
 

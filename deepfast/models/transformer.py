@@ -5,7 +5,7 @@ Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL
 
 import inspect
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +170,14 @@ class Transformer(nn.Module):
         self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
 
+    def describe(self) -> str:
+        """Sizes and choices in one line."""
+        c = self.config
+        return (
+            f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
+            f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
+        )
+
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
         x = self.embedding(tokens) * math.sqrt(self.config.dim)
@@ -242,6 +250,3 @@ class Transformer(nn.Module):
         x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
         state.position += 1
         return self.project(x)
-
-
-CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))

@@ -70,19 +70,32 @@ class Connection(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, layers: Iterable[Body], policies: Sequence[str] | None = None
+        self,
+        x: Tensor,
+        layers: Iterable[Body],
+        policies: Sequence[str] | None = None,
+        *,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """From the embedding (T, D) to the stack's output (T, D).
 
         policies: the memory policy of each layer; None: what a layer keeps is its own business.
+        states: a list to be given the L + 1 states: the embedding and what each layer leaves for
+            the next one, (T, D) each; under DLCL row l's mixture. They are held as long as it is.
         """
         (x,) = common.autocast(x)
         layers = list(layers)
         policies = policies or ("keep",) * len(layers)
         run = self._pre_norm if self.norm == "pre" else self._post_norm
-        return run(x, layers, policies)
+        return run(x, layers, policies, states)
 
-    def _pre_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
+    def _pre_norm(
+        self,
+        x: Tensor,
+        layers: list[Body],
+        policies: Sequence[str],
+        states: list[Tensor] | None,
+    ) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         last = len(layers)
         branch, residual, p = x, None, 0.0
@@ -94,12 +107,14 @@ class Connection(nn.Module):
                     residual=residual,
                     dropout_p=p,
                     out_norm=norm.as_output(),
-                    want_x=index < last,
+                    want_x=index < last or states is not None,
                 )
             elif residual is None:
                 x, n = branch, norm(branch)
             else:
                 n, x = norm(branch, residual=residual, dropout_p=p)
+            if states is not None:
+                states.append(x)
             if index < last:
                 # Nothing but the layer needs its input from here on.
                 branch = residual = None
@@ -133,14 +148,24 @@ class Connection(nn.Module):
             return layer(x, n)
         return layer(x, n, norm.again(n, x))
 
-    def _post_norm(self, x: Tensor, layers: list[Body], policies: Sequence[str]) -> Tensor:
+    def _post_norm(
+        self,
+        x: Tensor,
+        layers: list[Body],
+        policies: Sequence[str],
+        states: list[Tensor] | None,
+    ) -> Tensor:
         history = DepthHistory() if self.dlcl is not None else None
         if history is not None:
             x = self.dlcl(x, history)
+        if states is not None:
+            states.append(x)
         for body, policy in zip(layers, policies, strict=True):
             x = self._run(body, policy, x, None, None, history)
             if history is not None:
                 x = self.dlcl(x, history)
+            if states is not None:
+                states.append(x)
         return x
 
 

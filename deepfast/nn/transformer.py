@@ -121,13 +121,15 @@ class TransformerEncoder(_Stack):
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         return packing.unpack(self.forward_packed(packing.pack(x_BSD), packing))
 
-    def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
-        """Real tokens (T, D) to (T, D)."""
+    def forward_packed(
+        self, x_TD: Tensor, packing: Packing, *, states: list[Tensor] | None = None
+    ) -> Tensor:
+        """Real tokens (T, D) to (T, D); a list ``states`` is given those between the layers."""
 
         def body(layer):
             return lambda x, n, again=None: layer(x, normed=n, packing=packing, again=again)
 
-        return self.connection(x_TD, map(body, self.layers), self.policies)
+        return self.connection(x_TD, map(body, self.layers), self.policies, states=states)
 
 
 @dataclass
@@ -178,29 +180,56 @@ class TransformerDecoder(_Stack):
         return packing.unpack(y)
 
     def forward_packed(
-        self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing
+        self,
+        x_TD: Tensor,
+        packing: Packing,
+        memory_TD: Tensor | Sequence[Tensor],
+        memory_packing: Packing,
+        *,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Real tokens (T, D) to (T, D)."""
-        # Each layer projects it, so that it decides whether keys and values are kept.
-        memory, caches = [memory_TD] * len(self.layers), [None] * len(self.layers)
-        return self._run(x_TD, packing, memory, memory_packing, caches)
+        """Real tokens (T, D) to (T, D).
 
-    def start(self, memory_TD: Tensor, memory_packing: Packing) -> DecoderCache:
-        """Projects the encoder's output once for all steps of decoding."""
-        memory = [layer.cross_attention.project_memory(memory_TD, memory_packing, decoding=True)
-                  for layer in self.layers]  # fmt: skip
+        memory_TD: what all layers attend to, or one for each layer.
+        states: a list that is given those between the layers.
+        """
+        # Each layer projects it, so that it decides whether keys and values are kept.
+        caches = [None] * len(self.layers)
+        return self._run(x_TD, packing, self._each(memory_TD), memory_packing, caches, states)
+
+    def _each(self, memory_TD: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """What each layer attends to."""
+        if isinstance(memory_TD, Tensor):
+            return [memory_TD] * len(self.layers)
+        if len(memory_TD) != len(self.layers):
+            raise ValueError(
+                f"TransformerDecoder: expected one memory for each of {len(self.layers)} layers, "
+                f"got {len(memory_TD)}"
+            )
+        return memory_TD
+
+    def start(self, memory_TD: Tensor | Sequence[Tensor], memory_packing: Packing) -> DecoderCache:
+        """Projects the encoder's output, or one for each layer, once for all steps of decoding."""
+        memory = [
+            layer.cross_attention.project_memory(one, memory_packing, decoding=True)
+            for layer, one in zip(self.layers, self._each(memory_TD), strict=True)
+        ]
         return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers])
 
-    def step(self, x_BD: Tensor, cache: DecoderCache) -> Tensor:
+    def step(
+        self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
+    ) -> Tensor:
         """One new position per sentence, (B, D) to (B, D)."""
         packing = Packing(x_BD.shape[0], 1)
-        return self._run(x_BD, packing, cache.memory, cache.memory_packing, cache.layers)
+        return self._run(x_BD, packing, cache.memory, cache.memory_packing, cache.layers, states)
 
-    def _run(self, x, packing, memory, memory_packing, caches) -> Tensor:
+    def _run(self, x, packing, memory, memory_packing, caches, states) -> Tensor:
         def body(layer, kv, cache):
             return lambda x, n, again=None: layer(
                 x, kv, normed=n, packing=packing, memory_packing=memory_packing, cache=cache,
                 again=again,
             )  # fmt: skip
 
-        return self.connection(x, map(body, self.layers, memory, caches), self.policies)
+        return self.connection(
+            x, map(body, self.layers, memory, caches), self.policies, states=states
+        )

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepfast.data.vocabulary import BOS, EOS, UNK
-from deepfast.models import Transformer
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def length_divisor(length: int, alpha: float) -> float:
 
 
 def beam_search(
-    model: Transformer,
+    model: nn.Module,
     source_BS: Tensor,
     *,
     beam: int = 4,
@@ -62,8 +61,7 @@ def beam_search(
     autocast, which is the caller's choice. The model is in evaluation mode for the call.
 
     Args:
-        model: `deepfast.models.Transformer`, or what has its ``config.padding_idx``, ``start``,
-            ``step`` and ``modules``.
+        model: see `deepfast.models.interface`.
         source_BS: (B, S) int64 on the model's device, each sentence with its eos, padding
             anywhere.
         beam: hypotheses kept per sentence; more than the vocabulary holds is no error.
@@ -108,7 +106,7 @@ def beam_search(
 
 
 def _search(
-    model: Transformer,
+    model: nn.Module,
     source_BS: Tensor,
     sentences: list["_Sentence"],
     bos_id: int,

@@ -3,14 +3,15 @@
 import warnings
 from collections.abc import Sequence
 
+from torch import nn
+
 from deepfast.data import Vocabulary, evaluation_batches, restore_order
-from deepfast.models import Transformer
 
 from .beam import beam_search
 
 
 def translate_nbest(
-    model: Transformer,
+    model: nn.Module,
     vocabulary: Vocabulary,
     lines: Sequence[str],
     *,
@@ -80,7 +81,7 @@ def translate_nbest(
 
 
 def translate_lines(
-    model: Transformer,
+    model: nn.Module,
     vocabulary: Vocabulary,
     lines: Sequence[str],
     *,

@@ -5,8 +5,9 @@ a torch file of plain values and tensors:
 
     format, version     what this file is
     step                optimizer steps done
-    config              fields of TransformerConfig
-    model               state dict of the Transformer
+    kind                of model, one of deepfast.models.KINDS
+    config              fields of its config
+    model               its state dict
     vocabulary          bytes of the sentencepiece model
     recipe              the recipe, as in its file
     training            what resuming needs; absent from an average
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.models import TransformerConfig
+from deepfast.models import kind_of
 from deepfast.models.checkpoint import FORMAT, VERSION, read_checkpoint
 from deepfast.training.errors import CheckpointError
 
@@ -91,8 +92,13 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) ->
     model.load_state_dict(state)
 
 
-def check_config(path: Any, saved: dict[str, Any], config: TransformerConfig) -> None:
-    """Refuse a checkpoint of a model of other sizes, naming each difference."""
+def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
+    """Refuse a checkpoint of a model of another kind or other sizes, naming each difference."""
+    kind, saved = content.get("kind", "transformer"), content["config"]
+    if kind != kind_of(config):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of the kind {kind_of(config)}, got {kind}"
+        )
     # The backend changes how the same numbers are computed, not which.
     mine = asdict(config)
     differences = [

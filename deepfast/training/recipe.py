@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
+
+from torch import nn
 
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
-from deepfast.models import Transformer, TransformerConfig, base, big
+from deepfast.models import KINDS, TransformerConfig, base, big, build
 from deepfast.nn import DLCL
 from deepfast.training.errors import RecipeError
 
 SIZES = {"base": base, "big": big}
+SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
 LANGUAGES = ("de", "fr", "es")
 
 DERIVED_FIELDS = ("vocab_size", "padding_idx")
-"""Fields of TransformerConfig that the vocabulary decides, not the recipe."""
+"""Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
     name: kind
-    for name, kind in get_type_hints(TransformerConfig).items()
+    for model in KINDS.values()
+    for name, kind in model.fields.items()
     if name not in DERIVED_FIELDS
-} | {"size": str | None}
-"""Key -> type of the section `model`."""
+} | {"kind": str, "size": str | None}
+"""Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
 
 DLCL_FIELDS = {
     name: parameter.annotation
@@ -134,13 +138,21 @@ class OptimSection:
     lr: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     warmup: int = 4_000
-    """Steps of linear warm-up; then lr falls with the inverse square root of the step."""
+    """Steps of linear warm-up; then lr follows the schedule."""
+    schedule: str = "inverse_sqrt"
+    """After the warm-up: "inverse_sqrt" of the step, or "constant"."""
+    restart_step: int | None = None
+    """After so many steps Adam starts anew, at restart_lr from then on; None: never."""
+    restart_lr: float | None = None
+    """The constant rate after the restart."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Adam's decay rates."""
     eps: float = 1e-9
     """Adam's epsilon."""
     weight_decay: float = 0.0
     """Decoupled decay (AdamW) of the matrices of linear layers, per step and unit of lr."""
+    l2: float = 0.0
+    """Coefficient r of the penalty r/2 |w|^2 on the same matrices, in the gradient (Adam)."""
     label_smoothing: float = 0.1
     """Probability spread evenly over the vocabulary."""
     clip_norm: float | None = 1.0
@@ -154,8 +166,19 @@ class OptimSection:
         within = all(0 <= beta < 1 for beta in self.betas)
         _expect(within, "optim.betas", "two numbers in [0, 1)", list(self.betas))
         _expect(self.eps > 0, "optim.eps", "a number above 0", self.eps)
-        decay = self.weight_decay
-        _expect(decay >= 0, "optim.weight_decay", "a number of at least 0", decay)
+        allowed = f"one of {', '.join(SCHEDULES)}"
+        _expect(self.schedule in SCHEDULES, "optim.schedule", allowed, self.schedule)
+        restart, rate = self.restart_step, self.restart_lr
+        expected = "at least 1 step or null"
+        _expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
+        both = (restart is None) == (rate is None)
+        _expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
+        _expect(rate is None or rate > 0, "optim.restart_lr", "a number above 0 or null", rate)
+        for name in ("weight_decay", "l2"):
+            value = getattr(self, name)
+            _expect(value >= 0, f"optim.{name}", "a number of at least 0", value)
+        one = not (self.weight_decay and self.l2)
+        _expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
         smoothing = self.label_smoothing
         _expect(0 <= smoothing < 1, "optim.label_smoothing", "a number in [0, 1)", smoothing)
         clip = self.clip_norm
@@ -229,7 +252,8 @@ class Recipe:
     data: DataSection
     """Text, vocabulary and batches."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Fields of TransformerConfig, and `size`: "base" or "big", whose values they replace."""
+    """Fields of the model's config; `kind`, "transformer" where it is absent; and for that kind
+    `size`: "base" or "big", whose values they replace."""
     optim: OptimSection = field(default_factory=OptimSection)
     """Adam, its schedule, and the loss."""
     train: TrainSection = field(default_factory=TrainSection)
@@ -256,7 +280,9 @@ class Recipe:
             raise RecipeError("train.test_bleu: expected test pairs to translate, got none")
         _expect(bool(self.output), "output", "a folder", self.output)
 
-    def _check_memory(self, config: TransformerConfig) -> None:
+    def _check_memory(self, config: Any) -> None:
+        planned = isinstance(config, TransformerConfig)
+        _expect(planned, "memory", "null for a model without memory policies", self.memory)
         if self.memory in POLICIES:
             mixes = self.memory != "history" or config.encoder_connection == "dlcl"
             expected = "another policy where model.encoder_connection is not dlcl"
@@ -268,37 +294,46 @@ class Recipe:
             expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
             raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
 
-    def model_config(self, vocab_size: int, padding_idx: int = 0) -> TransformerConfig:
-        """The model's sizes for a vocabulary."""
+    def model_config(self, vocab_size: int, padding_idx: int = 0) -> Any:
+        """The model's config, one of `deepfast.models.KINDS`, for a vocabulary."""
         options = dict(self.model)
-        size = options.pop("size", None)
-        expected = f"one of {', '.join(SIZES)} or null"
-        _expect(size is None or size in SIZES, "model.size", expected, size)
-        unknown = sorted(options.keys() - (MODEL_FIELDS.keys() - {"size"}))
+        name, size = options.pop("kind", "transformer"), options.pop("size", None)
+        _expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
+        kind = KINDS[name]
+        sizes = SIZES if name == "transformer" else {}
+        expected = f"one of {', '.join(sizes)} or null" if sizes else f"null for the kind {name}"
+        _expect(size is None or size in sizes, "model.size", expected, size)
+        unknown = sorted(options.keys() - (kind.fields.keys() - set(DERIVED_FIELDS)))
         if unknown:
             raise RecipeError(
-                f"model.{unknown[0]}: expected a field of TransformerConfig that the vocabulary "
-                "does not decide"
+                f"model.{unknown[0]}: expected a field of {kind.config.__name__} that the "
+                "vocabulary does not decide"
             )
-        make = SIZES.get(size, TransformerConfig)
+        make = sizes.get(size, kind.config)
         try:
             config = make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{error}") from error
-        if "dlcl" in (config.encoder_connection, config.decoder_connection):
-            try:
-                DLCL(1, config.dim, norm=config.norm, **config.dlcl)
-            except (ValueError, TypeError) as error:
-                reason = str(error).removeprefix("DLCL: ")
-                raise RecipeError(f"model.dlcl: {reason}") from error
+        if name == "transformer":
+            _check_dlcl(config)
         return config
 
-    def build_model(self, vocab_size: int, padding_idx: int = 0) -> Transformer:
+    def build_model(self, vocab_size: int, padding_idx: int = 0) -> nn.Module:
         """The model, initialised from torch's default generator."""
-        return Transformer(self.model_config(vocab_size, padding_idx))
+        return build(self.model_config(vocab_size, padding_idx))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as in a recipe file."""
         plain = asdict(self)
         plain["optim"]["betas"] = list(self.optim.betas)
         return plain
+
+
+def _check_dlcl(config: TransformerConfig) -> None:
+    """Values of ``model.dlcl`` that no DLCL takes."""
+    if "dlcl" in (config.encoder_connection, config.decoder_connection):
+        try:
+            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
+        except (ValueError, TypeError) as error:
+            reason = str(error).removeprefix("DLCL: ")
+            raise RecipeError(f"model.dlcl: {reason}") from error

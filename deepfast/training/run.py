@@ -167,12 +167,9 @@ class _Run:
         trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
         for line in trainer.corpus.summary:
             say(line)
-        config = trainer.model.config
         count = sum(p.numel() for p in trainer.parameters)
         say(
-            f"model {config.encoder_layers} encoder layers ({config.encoder_connection}), "
-            f"{config.decoder_layers} decoder layers ({config.decoder_connection}), "
-            f"{config.norm}-norm, {count:,} parameters, {trainer.device}, "
+            f"model {trainer.model.describe()}, {count:,} parameters, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
         if trainer.step:

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from deepfast.data import Batch
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
+from deepfast.models import kind_of
 from deepfast.training.checkpoint import check_config, load_weights
 from deepfast.training.corpus import Corpus
 from deepfast.training.environment import memory_bytes, random_state, set_random_state
@@ -89,6 +90,8 @@ class Trainer:
         generators = random_state(self.device)
 
         self.model.train()
+        if hasattr(self.model, "set_step"):
+            self.model.set_step(self.step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = nll = torch.zeros((), device=self.device)
         for batch in batches:
@@ -104,9 +107,12 @@ class Trainer:
             raise self._not_finite(loss_sum, batches, generators)
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
-        rate = learning_rate(self.step + 1, peak=optim.lr, warmup=optim.warmup)
+        if self.step == optim.restart_step:
+            # Its averages belong to the steps before.
+            self.optimizer = build_optimizer(self.model, optim)
+        rate = learning_rate(self.step + 1, optim)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
         self.optimizer.step()
 
         self.step += 1
@@ -155,12 +161,12 @@ class Trainer:
             "loss": window.loss / tokens,
             "nll": window.nll / tokens,
             "ppl": perplexity(window.nll / tokens),
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": learning_rate(max(self.step, 1), self.recipe.optim),
             "grad_norm": window.grad_norm / window.steps,
             "source_tokens_per_second": window.source_tokens / seconds,
             "target_tokens_per_second": window.target_tokens / seconds,
             "memory_bytes": memory_bytes(self.device),
-        }
+        } | (self.model.metrics() if hasattr(self.model, "metrics") else {})
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -218,6 +224,7 @@ class Trainer:
         """What translating needs, of this model with `weights`."""
         return {
             "step": self.step,
+            "kind": kind_of(self.model.config),
             "config": asdict(self.model.config),
             "model": weights,
             "vocabulary": self.corpus.vocabulary.to_bytes(),
@@ -229,7 +236,7 @@ class Trainer:
 
         Learning rate, betas and the like are the recipe's, should it have changed.
         """
-        check_config(path, content["config"], self.model.config)
+        check_config(path, content, self.model.config)
         load_weights(self.model, content["model"], path)
         state = content["training"]
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

@@ -9,6 +9,7 @@ of a kernel is held against the launches that the emulator sees near D = 512.
 
 import argparse
 import concurrent.futures
+import hashlib
 import importlib.util
 import json
 import os
@@ -28,7 +29,10 @@ HEADER = """\
 # What nvcc makes of the CUDA kernels
 
 nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. A test holds
-every kernel's registers to these numbers.
+every kernel's registers to these numbers: for sm_90 always, for the others where this table is of
+other sources or of another nvcc.
+
+Sources {sources}.
 
 *registers* per thread, bytes of *stack* frame, *spills* in bytes stored and loaded; *threads* of a
 block and its bytes of *shared* memory in a launch at D = 512, or at 508 and 509 for rows that are
@@ -162,14 +166,30 @@ def launches() -> dict[str, tuple[int, int]]:
 # ---- the report --------------------------------------------------------------------------------
 
 
-def report() -> dict:
-    """Version, rows by COLUMNS, faults."""
+def digest() -> str:
+    """Of all that decides what is compiled."""
+    files = sorted({path for source in sources() for path in headers(source)})
+    # Where torch's headers lie differs from machine to machine.
+    flags = [flag for flag in setup.cuda_flags([]) if not flag.startswith("-isystem")]
+    content = b"".join(file.read_bytes() for file in files) + repr(flags).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def report(changed: bool = False) -> dict:
+    """Version, rows by COLUMNS, faults; with ``changed`` for sm_90 alone where the committed table
+    is of these sources and this nvcc."""
     version, architectures = setup.nvcc_facts(setup.find_nvcc())
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    committed = TABLE.read_text() if TABLE.exists() else ""
+    if changed and f"Sources {digest()}." in committed and f"nvcc {version}," in committed:
+        architectures = ["90"]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # The emulator's compiler warns of host code; nvcc's half of it is the headers' alone, which
         # one file shows.
-        jobs = [pool.submit(compile_one, s, architectures, s.stem == HOST) for s in sources]
+        jobs = [pool.submit(compile_one, s, architectures, s.stem == HOST) for s in sources()]
         results = [job.result() for job in jobs]
     faults = [said for said, _ in results if said]
     seen = launches()
@@ -188,13 +208,13 @@ def report() -> dict:
                 faults.append(f"{where}: no block of {threads} threads, {shared} bytes fits")
         cells = k | {"threads": threads, "shared": shared, "resident": resident}
         rows.append(["-" if cells[c] is None else str(cells[c]) for c in COLUMNS])
-    return {"version": version, "rows": rows, "faults": faults}
+    return {"version": version, "architectures": architectures, "rows": rows, "faults": faults}
 
 
 def table(found: dict) -> str:
     lines = [COLUMNS, ["---"] * len(COLUMNS), *found["rows"]]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return HEADER.format(version=found["version"]) + text
+    return HEADER.format(version=found["version"], sources=digest()) + text
 
 
 def read_table(text: str) -> list[list[str]]:
@@ -207,11 +227,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="file of the table")
     parser.add_argument("--json", type=Path, help="file for what was found")
+    parser.add_argument(
+        "--changed", action="store_true", help="sm_90 alone where the table is of these sources"
+    )
     args = parser.parse_args()
     if setup.find_nvcc() is None:
         print("cuda-check: no nvcc was found, nothing was compiled")
         return 0
-    found = report()
+    found = report(args.changed)
     text = table(found)
     print(text)
     if args.write:

@@ -1,0 +1,1 @@
+"""Every system trained small on the same sentences: `make systems`, one table."""

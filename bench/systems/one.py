@@ -1,0 +1,88 @@
+"""One run of one row, in a process of its own: its peak memory is nobody else's.
+
+python -m deepfast.bench.systems.one FOLDER SEED key=value ...
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from deepfast.bench.systems.rows import BASE
+from deepfast.data.text import write_atomically
+from deepfast.models.checkpoint import load_model
+from deepfast.training import NotFiniteError, load_recipe, train
+from deepfast.training.corpus import load_corpus
+from deepfast.training.environment import peak_bytes, resolve_device, settings
+from deepfast.training.trainer import Trainer
+
+RESULT = "result.json"
+
+
+def before(recipe) -> dict:
+    """What is known before the first step: the peak of a step, and the tokens of the run."""
+    device = resolve_device(recipe.train.device)
+    with tempfile.TemporaryDirectory() as folder, settings(recipe.train):
+        corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
+        trainer = Trainer(recipe, corpus, device)
+        found = {"live_bytes": int(trainer.measure()), "model": trainer.model.describe()}
+        steps, tokens = recipe.train.max_steps * recipe.optim.accumulate, 0
+        while steps > 0:
+            seen = [batch.target_tokens for batch in islice(corpus.batches, steps)]
+            tokens, steps = tokens + sum(seen), steps - len(seen)
+    return found | {"target_tokens": tokens}
+
+
+def after(result) -> dict:
+    """What the run left: curves, and the model that translates."""
+    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["event"] == "train"]
+    model, _ = load_model(result.for_translation)
+    return {
+        "steps": result.step,
+        "bleu": result.test_bleu,
+        "curve": [[r["step"], r["nll"]] for r in rows if r["event"] == "valid"],
+        "nll": min(x for x in (result.best_nll, result.average_nll) if x is not None),
+        "target_tokens_per_second": statistics.median(
+            row["target_tokens_per_second"] for row in trained
+        ),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    recipe = load_recipe(
+        BASE,
+        [*args.overrides, f"train.seed={args.seed}", f"output={args.folder / 'run'}",
+         "resume=true"],
+    )  # fmt: skip
+    found = {"seed": args.seed, "overrides": args.overrides} | before(recipe)
+    began = time.perf_counter()
+    try:
+        result = train(recipe)
+    except NotFiniteError as error:
+        found["diverged"] = str(error)
+    else:
+        if result.stopped in ("SIGINT", "SIGTERM"):
+            return 130
+        found |= after(result)
+    found["seconds"] = time.perf_counter() - began
+    found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))
+    found["threads"] = torch.get_num_threads()
+    write_atomically(args.folder / RESULT, json.dumps(found, indent=1).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The rows of the table: what each one changes of the recipe that all share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepfast.data.text import read_parallel, write_atomically
+
+BASE = "phrases-systems"
+
+LARGE = (
+    "data.train_size=200000", "data.vocab_size=4000", "data.max_tokens=16000", "model.dim=512",
+    "model.heads=8", "model.ffn_dim=2048", "model.encoder_layers=30", "model.decoder_layers=6",
+    "optim.warmup=1000", "train.max_steps=4000", "train.validate_every=250",
+    "train.save_every=500", "train.log_every=100", "train.device=cuda", "train.precision=bfloat16",
+)  # fmt: skip
+"""The larger setting, for a GPU."""
+
+HELD_OUT = 500
+"""Pairs held out of two text files, for each of dev and test."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system."""
+
+    name: str
+    """Its folder, and what ``--rows`` takes."""
+    title: str
+    """In the table."""
+    source: str
+    """The paper."""
+    overrides: tuple[str, ...] = ()
+    """key=value, on top of the recipe that all share."""
+
+
+def _plain(norm: str) -> tuple[str, ...]:
+    return ("model.encoder_connection=residual", f"model.norm={norm}")
+
+
+ROWS = (
+    Row("post-norm", "post-norm", "Vaswani 2017", _plain("post")),
+    Row("pre-norm", "pre-norm", "Wang 2019", _plain("pre")),
+    Row("dlcl-post", "DLCL, post-norm", "Wang 2019", ("model.norm=post",)),
+    Row("dlcl-pre", "DLCL, pre-norm", "Wang 2019"),
+)
+"""In the order of the table."""
+
+
+def named(names: str | None) -> list[Row]:
+    """The rows of a comma-separated list; all of them for None.
+
+    Raises:
+        ValueError: for a name that is none of them.
+    """
+    known = {row.name: row for row in ROWS}
+    wanted = list(known) if names is None else names.split(",")
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--rows: expected names of {', '.join(known)}, got {name!r}")
+    return [known[name] for name in wanted]
+
+
+def text_files(source: Path, target: Path, folder: Path) -> tuple[str, ...]:
+    """Overrides that train on two text files, every so many lines of them held out.
+
+    What is held out is written into ``folder``, once.
+    """
+    pairs = read_parallel(source, target).pairs
+    if len(pairs) < 10 * HELD_OUT:
+        raise ValueError(
+            f"{source}: expected at least {10 * HELD_OUT} pairs of lines, of which {HELD_OUT} are "
+            f"held out for each of dev and test, got {len(pairs)}"
+        )
+    stride = len(pairs) // HELD_OUT
+    parts: dict[str, list] = {"train": [], "dev": [], "test": []}
+    for index, pair in enumerate(pairs):
+        at = index % stride
+        # A last piece that is shorter than the others is all for training.
+        held = index < stride * HELD_OUT
+        parts["dev" if held and at == 0 else "test" if held and at == 1 else "train"].append(pair)
+    folder.mkdir(parents=True, exist_ok=True)
+    overrides = ["data.phrases=null"]
+    for part, chosen in parts.items():
+        for side, lines in zip(("source", "target"), zip(*chosen, strict=True), strict=True):
+            path = folder / f"{part}.{side}"
+            write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+            overrides.append(f"data.{part}_{side}={path}")
+    return tuple(overrides)

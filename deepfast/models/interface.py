@@ -1,0 +1,46 @@
+"""What training and search ask of a model, whatever its kind.
+
+    config                                        with vocab_size, padding_idx and backend
+    loss(source_BS, target_in_BT, target_out_BT, label_smoothing) -> (loss, nll), both summed
+    start(source_BS) -> state                     once per batch of sentences
+    step(tokens_B, state) -> logits (B, V)        one position further
+    state.reorder(index, memory=...)              of what `start` gave
+    describe() -> str                             one line of sizes and choices
+
+and, where a model has something of its own to say:
+
+    set_step(step)                                before each step of training, counted from 1
+    metrics() -> dict                             numbers for the line of metrics
+    parameter_groups() -> list of ParameterGroup  how its parameters learn
+    encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
+"""
+
+from typing import TypedDict
+
+from torch import nn
+
+
+class ParameterGroup(TypedDict, total=False):
+    """Parameters that learn alike."""
+
+    params: list[nn.Parameter]
+    lr_scale: float
+    """Times the rate of the schedule; absent: 1."""
+    decays: bool
+    """Whether weight decay holds for them."""
+
+
+def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
+    """How a model's parameters learn: as it says itself, or with decay of linear matrices alone.
+
+    Mixing weights, norms, biases and the embedding would be pulled away from where they belong.
+    """
+    own = getattr(model, "parameter_groups", None)
+    if own is not None:
+        return own()
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in learning if id(p) in matrices], "decays": True},
+        {"params": [p for p in learning if id(p) not in matrices], "decays": False},
+    ]
