@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
+from .fast_forward_lstm import FastForwardLSTM, FastForwardLSTMConfig
 from .transformer import Transformer, TransformerConfig
 
 
@@ -25,7 +26,10 @@ class Kind:
         return {field.name: hints[field.name] for field in fields(self.config)}
 
 
-KINDS = {"transformer": Kind(TransformerConfig, Transformer)}
+KINDS = {
+    "transformer": Kind(TransformerConfig, Transformer),
+    "fast_forward_lstm": Kind(FastForwardLSTMConfig, FastForwardLSTM),
+}
 """Name in a recipe and in a checkpoint -> what it is."""
 
 
