@@ -1,4 +1,5 @@
-"""Translates lines of text with a checkpoint, in the order of the lines.
+"""Translates lines of text with a checkpoint, or with the mean of the probabilities of several,
+in the order of the lines.
 
 The input is UTF-8, one sentence a line, plain or gzip. An empty line stays empty. With --nbest
 above 1 the output has one line per hypothesis: the number of the input line (from 1), the score
@@ -17,7 +18,7 @@ import torch
 from deepfast.data import DataError, Vocabulary, read_lines
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.search import translate_nbest
+from deepfast.search import Ensemble, translate_nbest
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
 
@@ -25,7 +26,9 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument(
+        "checkpoint", nargs="+", help="written by deepfast train; several vote, over one vocabulary"
+    )
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
@@ -43,7 +46,11 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, help="most tokens a line; default 2 * source tokens + 10"
     )
     group.add_argument("--max-tokens", type=int, default=2000, help="source tokens of a batch")
-    group.add_argument("--no-unknown", action="store_true", help="never generate unk")
+    unknown = group.add_mutually_exclusive_group()
+    unknown.add_argument("--no-unknown", action="store_true", help="never generate unk")
+    unknown.add_argument(
+        "--replace-unknown", action="store_true", help="copy the source word that attention is on"
+    )
     group.add_argument("--device", help="cpu or cuda; default: cuda where it is")
     group.add_argument("--precision", choices=PRECISIONS, default="float32")
     group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
@@ -62,8 +69,8 @@ def translate(
         if args.threads < 1:
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    model, vocabulary = load_model(args.checkpoint, device)
-    if _lowercase(args.checkpoint):
+    model, vocabulary, lowercase = _load(args.checkpoint, device)
+    if lowercase:
         lines = [line.lower() for line in lines]
     started = time.perf_counter()
     with (
@@ -83,6 +90,7 @@ def translate(
             max_tokens=args.max_tokens,
             nbest=nbest,
             suppress_unknown=args.no_unknown,
+            replace_unknown=args.replace_unknown,
         )
     seconds = time.perf_counter() - started
     for warning in caught:
@@ -93,6 +101,26 @@ def translate(
         file=sys.stderr,
     )
     return results
+
+
+def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, bytes, bool]:
+    """The model of one checkpoint, or several as one; their vocabulary, and whether it is of
+    lower-cased text."""
+    loaded = [load_model(path, device) for path in paths]
+    vocabulary, lowercase = loaded[0][1], _lowercase(paths[0])
+    for path, (_, other) in zip(paths, loaded, strict=True):
+        if other != vocabulary:
+            raise ValueError(
+                f"{path}: expected the vocabulary of {paths[0]}, got another one: models that "
+                "translate together share theirs"
+            )
+        if _lowercase(path) != lowercase:
+            raise ValueError(
+                f"{path}: expected a model of {'lower-cased' if lowercase else 'cased'} text as "
+                f"{paths[0]} is, got one of {'cased' if lowercase else 'lower-cased'} text"
+            )
+    models = [model for model, _ in loaded]
+    return models[0] if len(models) == 1 else Ensemble(models), vocabulary, lowercase
 
 
 def _lowercase(checkpoint: str) -> bool:

@@ -175,6 +175,8 @@ class FastForwardLSTM(nn.Module):
         if c.attention:
             self.quarter = nn.Linear(top, self.context_dim, bias=False)
             self.attention = Attention(c.dim, self.context_dim, c.dim)
+        else:
+            self.alignment = None
         self.softmax = nn.Linear(c.dim, c.vocab_size, bias=False)
         recurrent = {id(p) for p in self._recurrent()}
         for p in self.parameters():
@@ -320,14 +322,10 @@ class FastForwardLSTM(nn.Module):
         state.position += 1
         return self.softmax(state.h[-1])
 
-    def align(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """(B, T): for each position of the target the place in the source with most weight.
-
-        Raises:
-            ValueError: without attention.
-        """
-        if not self.config.attention:
-            raise ValueError("align: expected a model with attention, got Deep-ED, which has none")
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """Weights (B, T, S) of the source's tokens, 0 on padding; None in place of this method
+        without attention."""
         source = self.encode(source_BS)
-        weights_TBS = self._attended(source, self._words(target_in_BT))[2]
-        return source.places.gather(1, weights_TBS.argmax(-1).T)
+        weights_BTS = self._attended(source, self._words(target_in_BT))[2].transpose(0, 1)
+        places = source.places.unsqueeze(1).expand_as(weights_BTS)
+        return torch.zeros_like(weights_BTS).scatter(2, places, weights_BTS)

@@ -12,6 +12,7 @@ and, where a model has something of its own to say:
     set_step(step)                                before each step of training, counted from 1
     metrics() -> dict                             numbers for the line of metrics
     parameter_groups() -> list of ParameterGroup  how its parameters learn
+    alignment(source_BS, target_in_BT) -> (B, T, S)   how much a word looks at each of the source's
     encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
 """
 

@@ -240,6 +240,15 @@ class Transformer(nn.Module):
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
 
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """(B, T, S): the cross attention of the last decoder layer, the mean over its heads."""
+        memory, memory_packing = self.encode(source_BS)
+        x, packing = self._packed(target_in_BT)
+        attention, seen = self.decoder.layers[-1].cross_attention, []
+        with attention.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+            self.decoder.forward_packed(x, packing, memory, memory_packing)
+        return attention.weights(seen[0], packing, memory, memory_packing)
+
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
         return DecodeState(self.decoder.start(*self.encode(source_BS)))

@@ -9,10 +9,12 @@ sacrebleu is imported when a score is asked for.
 """
 
 from .beam import Hypothesis, beam_search
+from .ensemble import Ensemble
 from .score import Scores, bleu
 from .translate import translate_lines, translate_nbest
 
 __all__ = [
+    "Ensemble",
     "Hypothesis",
     "Scores",
     "beam_search",

@@ -100,7 +100,7 @@ def beam_search(
     ]
     if sentences:
         banned = {pad_id, bos_id} | ({unk_id} if suppress_unknown else set())
-        with torch.inference_mode(), _evaluating(model):
+        with torch.inference_mode(), evaluating(model):
             _search(model, source_BS, sentences, bos_id, sorted(banned - {eos_id}))
     return [sentence.finished for sentence in sentences]
 
@@ -280,7 +280,7 @@ def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is as it was, also where they differed."""
     training = [module for module in model.modules() if module.training]
     for module in training:

@@ -8,6 +8,8 @@ from torch import nn
 from deepfast.data import Vocabulary, evaluation_batches, restore_order
 
 from .beam import beam_search
+from .unknown import check_aligns
+from .unknown import replace_unknown as with_replaced
 
 
 def translate_nbest(
@@ -21,6 +23,7 @@ def translate_nbest(
     nbest: int = 1,
     max_length: int | None = None,
     suppress_unknown: bool = False,
+    replace_unknown: bool = False,
 ) -> list[list[tuple[float, str]]]:
     """The best translations of every line with their scores, in the order of the lines.
 
@@ -34,13 +37,15 @@ def translate_nbest(
         lines: source sentences.
         beam, length_penalty, nbest, max_length, suppress_unknown: see `beam_search`. The model
             decodes ``beam`` times as many hypotheses at once as a batch has sentences.
+        replace_unknown: whether unk becomes the source word it is aligned with.
         max_tokens: tokens of a batch on the source side, eos included.
 
     Returns:
         For each line up to ``nbest`` pairs of score and text, best first.
 
     Raises:
-        ValueError: an argument out of range, or a vocabulary of another size than the model's.
+        ValueError: an argument out of range, a vocabulary of another size than the model's, or
+            ``replace_unknown`` with a model without attention over the source.
         RuntimeError: see `beam_search`.
     """
     if len(vocabulary) != model.config.vocab_size:
@@ -48,6 +53,8 @@ def translate_nbest(
             f"translate: expected a vocabulary of the model's {model.config.vocab_size} pieces, "
             f"got {len(vocabulary)}"
         )
+    if replace_unknown:
+        check_aligns(model)
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
     batches = evaluation_batches([(encoded[i], ()) for i in filled], max_tokens=max_tokens)
@@ -76,7 +83,12 @@ def translate_nbest(
     ]
     results = [[(0.0, "")] for _ in lines]
     for index, hypotheses in zip(filled, restore_order(batches, outputs), strict=True):
-        results[index] = [(h.score, vocabulary.decode(h.tokens)) for h in hypotheses]
+        tokens = [h.tokens for h in hypotheses]
+        if replace_unknown:
+            texts = with_replaced(model, vocabulary, lines[index], tokens)
+        else:
+            texts = [vocabulary.decode(t) for t in tokens]
+        results[index] = [(h.score, text) for h, text in zip(hypotheses, texts, strict=True)]
     return results
 
 
@@ -90,6 +102,7 @@ def translate_lines(
     max_tokens: int = 2000,
     max_length: int | None = None,
     suppress_unknown: bool = False,
+    replace_unknown: bool = False,
 ) -> list[str]:
     """The best translation of every line, in the order of the lines; see `translate_nbest`."""
     results = translate_nbest(
@@ -101,5 +114,6 @@ def translate_lines(
         max_tokens=max_tokens,
         max_length=max_length,
         suppress_unknown=suppress_unknown,
+        replace_unknown=replace_unknown,
     )
     return [best[0][1] for best in results]

@@ -107,17 +107,17 @@ def test_reordered_hypotheses(attention):
         other.reorder(swap)
 
 
-def test_alignment_is_the_place_of_most_weight():
+def test_alignment_is_the_attention():
     model = make()
     source, given, _ = batch()
-    places = model.align(source, given)
+    weights = model.alignment(source, given)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     for b in range(3):
         row, target = source[b].tolist(), real(given[b].tolist())
         kept = [s for s, token in enumerate(row) if token != PAD]
-        most = transcribed(model, real(row), target)[1].argmax(-1).tolist()
-        assert places[b, : len(target)].tolist() == [kept[s] for s in most]
-    with pytest.raises(ValueError, match="align: expected a model with attention, got Deep-ED"):
-        make(attention=False).align(source, given)
+        exact = transcribed(model, real(row), target)[1]
+        torch.testing.assert_close(weights[b, : len(target)][:, kept], exact)
+    assert make(attention=False).alignment is None
 
 
 @pytest.mark.parametrize("attention", [True, False])
