@@ -296,27 +296,29 @@ void backward(const PeepholeLstm& op, int64_t begin, int64_t end) {
     if (op.dc_last != nullptr) memcpy(dc + i * H, at<A>(op.dc_last, order[i] * H), H * sizeof(A));
   }
 
-  for (int64_t s = n > 0 ? op.length[order[0]] - 1 : -1; s >= 0; --s) {
+  const int64_t longest = n > 0 ? op.length[order[0]] : 0;
+  for (int64_t s = longest - 1; s >= 0; --s) {
     A* dz = state + (s & 1) * 4 * n * H;
-    for_products<A>(
-        state + (~s & 1) * 4 * n * H, longer_than(op, s, order, n), 4 * H, at<A>(op.packed, 0),
-        panels, products.get(), [&](int64_t i, int64_t j, const A* product) {
-          const int64_t b = order[i], d = j * wide, row = place(op, b, s);
-          const A* start = op.c0 != nullptr ? at<A>(op.c0, b * H + d) : zeros + d;
-          const bool last = s + 1 == op.length[b] && op.dh_last != nullptr;
-          const CellGrad<T> cell{H,
-                                 at<A>(op.peephole, d),
-                                 s > 0 ? at<A>(op.c, place(op, b, s - 1) * H + d) : start,
-                                 at<A>(op.c, row * H + d),
-                                 at<T>(op.gates, row * 4 * H + d),
-                                 op.dh != nullptr ? at<T>(op.dh, row * H + d) : nullptr,
-                                 last ? at<T>(op.dh_last, b * H + d) : nullptr,
-                                 dc + i * H + d,
-                                 dz + i * 4 * H + d,
-                                 at<T>(op.df, row * 4 * H + d),
-                                 at<A>(op.dpeephole, b * 3 * H + d)};
-          cell.run(product, least(wide, H - d));
-        });
+    const A* behind = s + 1 < longest ? state + (~s & 1) * 4 * n * H : nullptr;
+    for_products<A>(behind, longer_than(op, s, order, n), 4 * H, at<A>(op.packed, 0), panels,
+                    products.get(), [&](int64_t i, int64_t j, const A* product) {
+                      const int64_t b = order[i], d = j * wide, row = place(op, b, s);
+                      const A* start = op.c0 != nullptr ? at<A>(op.c0, b * H + d) : zeros + d;
+                      const bool last = s + 1 == op.length[b] && op.dh_last != nullptr;
+                      const CellGrad<T> cell{
+                          H,
+                          at<A>(op.peephole, d),
+                          s > 0 ? at<A>(op.c, place(op, b, s - 1) * H + d) : start,
+                          at<A>(op.c, row * H + d),
+                          at<T>(op.gates, row * 4 * H + d),
+                          op.dh != nullptr ? at<T>(op.dh, row * H + d) : nullptr,
+                          last ? at<T>(op.dh_last, b * H + d) : nullptr,
+                          dc + i * H + d,
+                          dz + i * 4 * H + d,
+                          at<T>(op.df, row * 4 * H + d),
+                          at<A>(op.dpeephole, b * 3 * H + d)};
+                      cell.run(product, least(wide, H - d));
+                    });
   }
 
   if (op.dh0 != nullptr)

@@ -44,7 +44,9 @@ def _fake(f, weight, peephole, h0, c0, lengths, reverse, keep, backend):
     )
 
 
-def _weight_grad(df: Tensor, h: Tensor, h0: Tensor | None, lengths: Tensor | None, reverse: bool):
+def _weight_grad(
+    df: Tensor, h: Tensor, h0: Tensor | None, lengths: Tensor | None, reverse: bool, out: Tensor
+) -> None:
     """``sum_t h_{t-1}^T df_t``, one product over all positions.
 
     Both are 0 behind a sentence's length, so that the h before its first position is 0 too, but
@@ -52,15 +54,16 @@ def _weight_grad(df: Tensor, h: Tensor, h0: Tensor | None, lengths: Tensor | Non
     """
     steps, batch, dim = h.shape
     before, after = (h[1:], df[:-1]) if reverse else (h[:-1], df[1:])
-    dweight = before.reshape(-1, dim).T @ after.reshape(-1, 4 * dim)
+    torch.mm(before.reshape(-1, dim).T, after.reshape(-1, 4 * dim), out=out)
     if h0 is None or steps == 0:
-        return dweight
+        return
     if not reverse:
-        return dweight.addmm_(h0.T, df[0])
+        out.addmm_(h0.T, df[0])
+        return
     # A sentence without a position takes any: df is 0 there.
-    last = lengths.clamp(1, steps) - 1 if lengths is not None else df.new_full((batch,), steps - 1)
+    last = lengths.clamp(1, steps) - 1 if lengths is not None else h0.new_full((batch,), steps - 1)
     first = df.gather(0, last.long().view(1, -1, 1).expand(1, -1, 4 * dim))[0]
-    return dweight.addmm_(h0.T, first)
+    out.addmm_(h0.T, first)
 
 
 def _grad_forward(
@@ -77,7 +80,7 @@ def _grad_forward(
         reverse, c, gates, df, dh0 if wants[1] else None, dc0 if wants[2] else None, dpeephole,
     )  # fmt: skip
     if wants[0]:
-        dweight.copy_(_weight_grad(df, h, h0, lengths, reverse))
+        _weight_grad(df, h, h0, lengths, reverse, dweight)
     return results
 
 
