@@ -28,6 +28,7 @@ so serve every op."""
 OPS = {
     "layer_norm": ("layer_norm_forward", "layer_norm_backward"),
     "depth_mix": ("depth_mix_forward", "depth_mix_backward"),
+    "depth_attention": ("depth_attention_forward", "depth_attention_backward"),
     "boundary": (
         "boundary_forward",
         "boundary_backward",
@@ -49,8 +50,8 @@ KERNEL_FILES = {
 }
 """The files of kernels/ behind an op, where they are not one of its name."""
 
-NO_CUDA = ("peephole_lstm",)
-"""Ops without CUDA kernels of their own: on a GPU they are Triton's."""
+NO_CUDA = ("depth_attention", "peephole_lstm")
+"""Ops without kernels in csrc/cuda: on a GPU Triton serves them."""
 
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
@@ -110,7 +111,7 @@ def emulate_cuda(launches) -> None:
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
-        return f"there is no CUDA kernel of {op}"
+        return f"{op} has no kernel in CUDA C++; Triton's serves on a GPU"
     if device_type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":

@@ -23,6 +23,10 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+SOURCES = tl.constexpr(16)
+"""Tensors that a launch takes as a tuple."""
+
+
 class RowTile(NamedTuple):
     """A launch choice: the sides of the tile and the number of warps."""
 
@@ -57,6 +61,16 @@ def multiprocessors(device: torch.device) -> int:
 def stride(x: torch.Tensor | None) -> int:
     """From row to row; any number for an operand that is absent."""
     return 0 if x is None else x.stride(0)
+
+
+def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
+    """A launch's tensors; unused places hold the first, so that one variant serves any number."""
+    group = tuple(tensors[first : first + SOURCES.value])
+    return group + group[:1] * (SOURCES.value - len(group))
+
+
+def row_strides(tensors) -> tuple[int, ...]:
+    return tuple(x.stride(0) for x in tensors)
 
 
 def even_programs(tiles: int, most: int) -> int:
@@ -102,6 +116,15 @@ def progression(indices: list[int]) -> Indices | None:
 
 def indices_of(indices: list[int], device: torch.device) -> Indices:
     return progression(indices) or Indices(_table(tuple(indices), device), 0, 0, len(indices))
+
+
+@triton.jit
+def pick(values, k):
+    """values[k] of a tuple of `SOURCES` for a k known at run time only."""
+    value = values[0]
+    for i in tl.static_range(1, SOURCES):
+        value = tl.where(k == i, values[i], value)
+    return value
 
 
 @triton.jit

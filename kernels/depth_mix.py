@@ -14,20 +14,21 @@ import triton
 import triton.language as tl
 
 from .common import (
+    SOURCES,
     flat_rows,
     load_rows,
     multiprocessors,
     norm_backward,
     normalise,
+    pick,
     row_channels,
+    row_strides,
     row_tile,
+    source_group,
     store_rows,
     store_sum,
     sum_partials,
 )
-
-SOURCES = tl.constexpr(16)
-"""Tensors that a launch takes."""
 
 
 @triton.jit
@@ -35,15 +36,6 @@ def _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL: tl.constexpr):
     if PER_CHANNEL:
         return tl.load(p_weight + k * D + o_d, mask=m_d, other=0.0)
     return tl.load(p_weight + k)
-
-
-@triton.jit
-def _pick(values, k):
-    """values[k] of a tuple for a k known at run time only."""
-    value = values[0]
-    for i in tl.static_range(1, SOURCES):
-        value = tl.where(k == i, values[i], value)
-    return value
 
 
 @triton.jit(do_not_specialize=["T", "K"])
@@ -64,7 +56,7 @@ def depth_mix_fwd_kernel(
     else:
         b_sum = load_rows(p_sum + o_row * D + o_flat, m, BA, BT, BC)
     for k in tl.range(0, K, num_stages=STAGES):
-        p_z = _pick(sources, k) + o_row * _pick(s_sources, k) + o_flat
+        p_z = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
         b_z = load_rows(p_z, m, BA, BT, BC).to(tl.float32)
         if p_mean is not None:
             b_z, b_mean, b_rstd = normalise(b_z, m_d, D, eps)
@@ -92,7 +84,7 @@ def depth_mix_bwd_kernel(
 ):  # fmt: skip
     # Neighbouring programs read the same dout, each with a source of its own.
     k, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    p_x, s_x = _pick(sources, k), _pick(s_sources, k)
+    p_x, s_x = pick(sources, k), pick(s_sources, k)
     o_d = row_channels(BA, BC)
     m_d = o_d < D
     # One for each element: a tile of another layout would go through shared memory in the loop.
@@ -122,22 +114,12 @@ def depth_mix_bwd_kernel(
             b_u = b_w * b_dout
             if p_mean is not None:
                 b_u = norm_backward(b_u, b_n, b_rstd, D)
-            p_dx = _pick(dsources, k) + o_row * _pick(s_dsources, k) + o_flat
+            p_dx = pick(dsources, k) + o_row * pick(s_dsources, k) + o_flat
             store_rows(p_dx, b_u, m, BA, BT, BC)
     if p_partial is not None:
         p = p_partial + (chunk.to(tl.int64) * 2 * K + k) * D + o_d
         store_sum(p, b_gn, m_d)
         store_sum(p + K * D, b_g, m_d)
-
-
-def _group(tensors, first):
-    """The launch's tensors; unused places hold the first, so that one variant serves any number."""
-    group = tuple(tensors[first : first + SOURCES.value])
-    return group + group[:1] * (SOURCES.value - len(group))
-
-
-def _strides(tensors):
-    return tuple(x.stride(0) for x in tensors)
 
 
 def _from(table, first):
@@ -152,12 +134,12 @@ def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
     more = len(sources) > SOURCES.value
     total = weight.new_empty(T, D) if more else None
     for first in range(0, len(sources), SOURCES.value):
-        group = _group(sources, first)
+        group = source_group(sources, first)
         depth_mix_fwd_kernel[(triton.cdiv(T, tile.BT),)](
             group, weight[first:], _from(gain, first), _from(shift, first), total, out,
             _from(mean, first) if norm else None, _from(rstd, first) if norm else None,
             T, min(SOURCES.value, len(sources) - first), eps,
-            _strides(group), out.stride(0),
+            row_strides(group), out.stride(0),
             PER_CHANNEL=weight.dim() == 2, FIRST=first == 0,
             LAST=first + SOURCES.value >= len(sources), STAGES=3 if D <= 2048 else 2,
             D=D, **tile._asdict(),
@@ -176,15 +158,15 @@ def depth_mix_backward(
     sums = weight.new_empty(2, len(sources), D) if want else None
     for first in range(0, len(sources), SOURCES.value):
         K = min(SOURCES.value, len(sources) - first)
-        group = _group(sources, first)
-        dgroup = _group(dsources, first) if dsources else None
+        group = source_group(sources, first)
+        dgroup = source_group(dsources, first) if dsources else None
         chunks = min(triton.cdiv(T, tile.BT), triton.cdiv(programs, K))
         partial = weight.new_empty(chunks, 2, K, D) if want else None
         depth_mix_bwd_kernel[(K, chunks)](
             group, weight[first:], _from(gain, first), _from(mean, first) if norm else None,
             _from(rstd, first) if norm else None, dout, dgroup, partial,
             T, K,
-            _strides(group), dout.stride(0), _strides(dgroup) if dsources else None,
+            row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
             # Tiles of fp32 read ahead would not leave enough registers.
             PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
             maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),

@@ -60,6 +60,12 @@ def tolerances():
 
 
 @pytest.fixture(scope="session")
+def written_out():
+    """Transformer layers and stacks in plain PyTorch, for models of its DIM and HEADS."""
+    return _module("nn/written_out")
+
+
+@pytest.fixture(scope="session")
 def _emulated_library():
     build = _module("cuda/build")
     if build.compiler() is None:

@@ -76,6 +76,7 @@ def every_op(**kwargs):
     ops.layer_norm(x, None, None, **kwargs).sum().backward()
     ops.activation(x, "gelu", **kwargs).sum().backward()
     ops.depth_mix([x, x], torch.ones(2), **kwargs).sum().backward()
+    ops.depth_attention([x, x], torch.ones(4), **kwargs).sum().backward()
     cu = torch.tensor([0, 3], dtype=torch.int32)
     q = x.view(3, 2, 2)
     ops.attention(

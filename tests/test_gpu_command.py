@@ -163,7 +163,10 @@ def table_module():
 def a_run(**changes):
     """Results of a GPU on which everything passed; cuda is faster at 512, triton at 1024."""
     fine = {"status": "ok", "passed": 9, "failed": [], "skipped": []}
-    groups = ("layer_norm", "activation", "depth_mix", "boundary", "attention", "stacks")
+    groups = (
+        "layer_norm", "activation", "depth_mix", "depth_attention", "boundary", "attention",
+        "stacks",
+    )  # fmt: skip
     rows = [
         {"what": f"LN {which}, T=9, D={D}, bf16", "variant": f"deepfast, {by}", "seconds": s}
         for which in ("forward", "backward")
@@ -179,7 +182,9 @@ def a_run(**changes):
 def test_a_run_decides_between_the_backends():
     table = table_module()
     ops = ("layer_norm", "activation", "depth_mix", "boundary")
-    assert table.proved(a_run()) == {"cuda": ops, "triton": (*ops, "attention")}
+    # What has no kernel in CUDA C++ is not proved there.
+    more = ("layer_norm", "activation", "depth_mix", "depth_attention", "boundary", "attention")
+    assert table.proved(a_run()) == {"cuda": ops, "triton": more}
     assert table.shapes(a_run()) == {"layer_norm": ((512, "cuda"), (1024, "triton"))}
 
 
@@ -189,9 +194,11 @@ def test_what_did_not_pass_is_not_proved(outcome):
     told = [{"test": "tests/gpu/test_boundary.py::test_launchers[cuda-dtype0]"}]
     run["tests"]["boundary"] = run["tests"]["boundary"] | {outcome: told}
     cuda = ("layer_norm", "activation", "depth_mix")
-    assert table.proved(run) == {"cuda": cuda, "triton": (*cuda, "boundary", "attention")}
+    rest = ("depth_attention", "boundary", "attention")
+    assert table.proved(run) == {"cuda": cuda, "triton": (*cuda, *rest)}
     del run["tests"]["depth_mix"]
-    assert table.proved(run)["triton"] == ("layer_norm", "activation", "attention")
+    left = ("layer_norm", "activation", "depth_attention", "attention")
+    assert table.proved(run)["triton"] == left
 
 
 def test_a_crash_proves_nothing():

@@ -31,6 +31,7 @@ TEST_GROUPS = {
     "layer_norm": ["tests/gpu/test_layer_norm.py"],
     "activation": ["tests/gpu/test_activation.py"],
     "depth_mix": ["tests/gpu/test_depth_mix.py"],
+    "depth_attention": ["tests/gpu/test_depth_attention.py"],
     "boundary": ["tests/gpu/test_boundary.py"],
     "attention": ["tests/gpu/test_attention.py"],
     "linear_cross_entropy": ["tests/gpu/test_linear_cross_entropy.py"],

@@ -205,6 +205,8 @@ class _Stack:
 def depth_mix(bench: Bench) -> None:
     bench.attempt(_depth_mix)
     bench.attempt(_functional_depth_mix)
+    for hops in (1, 4):
+        bench.attempt(_depth_attention, hops)
 
 
 def _depth_mix(bench: Bench) -> None:
@@ -255,6 +257,32 @@ def _functional_depth_mix(bench: Bench) -> None:
     for which, make in {"forward": forward, "backward": backward}.items():
         kernels = bench.backends("depth_mix")
         bench.case(f"{what}, {which}", {ours(by): functools.partial(make, by) for by in kernels})
+
+
+def _depth_attention(bench: Bench, hops: int) -> None:
+    """ops.depth_attention over a list of tensors, by queries against their RMSNorm."""
+    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
+    sources = [random(bench, T, D, grad=True) for _ in range(count)]
+    query = torch.randn(hops, D, device=bench.device, requires_grad=True)
+    grad, state = random(bench, T, hops, D), 2 * T * D
+
+    def forward(by):
+        return Variant(
+            run=lambda: ops.depth_attention(sources, query, backend=by),
+            nbytes=(count + hops) * state,
+        )
+
+    def backward(by):
+        out = ops.depth_attention(sources, query, backend=by)
+        return Variant(
+            run=lambda: torch.autograd.grad(out, (*sources, query), grad, retain_graph=True),
+            nbytes=(2 * count + 2 * hops) * state,
+        )
+
+    what = f"depth attention, {count} sources, {hops} hops, T={T}, D={D}, bf16"
+    for which, make in {"forward": forward, "backward": backward}.items():
+        by = bench.backends("depth_attention")
+        bench.case(f"{what}, {which}", {ours(b): functools.partial(make, b) for b in by})
 
 
 def boundary(bench: Bench) -> None:

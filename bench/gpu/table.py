@@ -23,6 +23,7 @@ TESTS = {
     "layer_norm": ("layer_norm",),
     "activation": ("activation",),
     "depth_mix": ("depth_mix",),
+    "depth_attention": ("depth_attention",),
     "boundary": ("boundary", "depth_mix", "stacks"),
     "attention": ("attention", "stacks"),
     "linear_cross_entropy": ("linear_cross_entropy",),

@@ -52,6 +52,13 @@ void define_launches(Library& m) {
       "bool norm, Tensor? mean, Tensor? rstd, Tensor dout, Tensor(a!)[] dsources, "
       "Tensor(b!)? dweight, Tensor(c!)? dgain, Tensor(d!)? dshift) -> ()");
   m.def(
+      "depth_attention_forward(Tensor[] sources, Tensor? query, Tensor? scores, bool norm, "
+      "float eps, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) most, Tensor(d!) total) -> ()");
+  m.def(
+      "depth_attention_backward(Tensor[] sources, Tensor? query, Tensor? scores, bool norm, "
+      "float eps, Tensor out, Tensor most, Tensor total, Tensor dout, Tensor? dlse, "
+      "Tensor(a!)[] dsources, Tensor(b!)? dquery, Tensor(c!)? dscores) -> ()");
+  m.def(
       "cross_entropy(Tensor(a!) logits, Tensor target, float label_smoothing, int ignore_index, "
       "bool write_grad, Tensor(b!) loss, Tensor(c!) nll) -> ()");
   m.def(

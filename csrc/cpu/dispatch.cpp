@@ -20,6 +20,8 @@
   void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t);             \
   void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);                 \
   void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);                \
+  void depth_attention_forward(const DepthAttention&, int64_t, int64_t, int64_t);     \
+  void depth_attention_backward(const DepthAttention&, int64_t, int64_t, int64_t);    \
   void activation_forward(const Activation&, int64_t, int64_t, int64_t);              \
   void activation_backward(const Activation&, int64_t, int64_t, int64_t);             \
   void cross_entropy(const CrossEntropy&, int64_t, int64_t, int64_t);                 \
@@ -36,6 +38,8 @@
                          boundary_backward,                                           \
                          depth_mix_forward,                                           \
                          depth_mix_backward,                                          \
+                         depth_attention_forward,                                     \
+                         depth_attention_backward,                                    \
                          activation_forward,                                          \
                          activation_backward,                                         \
                          cross_entropy,                                               \

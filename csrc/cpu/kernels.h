@@ -116,6 +116,24 @@ struct DepthMix {
   void *dgain, *dshift;   // (chunks, sources, D)
 };
 
+// Attention over separate tensors: one softmax over the sources for each token and hop.
+struct DepthAttention {
+  Storage storage;
+  int64_t dim, sources, hops;
+  bool norm;
+  double eps;
+  const Matrix* source;      // [sources]
+  const void* query;         // (hops, D), or null where scores are given
+  const void* scores;        // (T, sources, hops), or null
+  Matrix out;                // (T * hops, D), row t * hops + h
+  void *lse, *most, *total;  // (T, hops)
+  Matrix dout;
+  const void* dlse;       // (T, hops) or null
+  const Matrix* dsource;  // [sources]
+  void* dquery;           // (chunks, hops, D)
+  void* dscores;          // (T, sources, hops)
+};
+
 // out = dropout(act(h)); the gradient reads h of gelu and out of relu, and may need no draws.
 struct Activation {
   Storage storage;
@@ -166,6 +184,9 @@ struct Kernels {
   void (*boundary_backward)(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_forward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
   void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+  void (*depth_attention_forward)(const DepthAttention&, int64_t begin, int64_t end, int64_t chunk);
+  void (*depth_attention_backward)(const DepthAttention&, int64_t begin, int64_t end,
+                                   int64_t chunk);
   void (*activation_forward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
   void (*activation_backward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
   void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);

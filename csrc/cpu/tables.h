@@ -21,6 +21,8 @@ void boundary_forward(const Boundary&, int64_t begin, int64_t end, int64_t chunk
 void boundary_backward(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
 void depth_mix_forward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
 void depth_mix_backward(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
+void depth_attention_forward(const DepthAttention&, int64_t begin, int64_t end, int64_t chunk);
+void depth_attention_backward(const DepthAttention&, int64_t begin, int64_t end, int64_t chunk);
 void activation_forward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 void activation_backward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 void cross_entropy(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);

@@ -16,7 +16,12 @@ COMMANDS = {
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
+    "tune": "find the weights of deep-shallow decoding on a dev text",
+    "prune": "leave out the layers that latent depth does not use",
+    "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
+    "show-weights": "draw the depth weights that a model has learned",
+    "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",
     "report": "measure everything and write one HTML page",
 }
 
@@ -35,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         if name != wanted:
             commands.add_parser(name, help=summary)
             continue
-        module = importlib.import_module(f"deepfast.cli.{name}")
+        module = importlib.import_module(f"deepfast.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,

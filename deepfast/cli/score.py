@@ -7,7 +7,11 @@ one sentence a line, plain or gzip."""
 import argparse
 import json
 
-from deepfast.cli.translate import add_decoding_arguments, translate
+from deepfast.cli.translate import (
+    add_decoding_arguments,
+    add_deep_shallow_arguments,
+    translate,
+)
 from deepfast.data import read_lines
 from deepfast.search import bleu
 
@@ -24,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--source", help="text to translate")
     group.add_argument("--reference", help="its reference translation")
     add_decoding_arguments(parser)
+    add_deep_shallow_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

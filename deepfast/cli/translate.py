@@ -12,13 +12,24 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from deepfast.data import DataError, Vocabulary, read_lines
+from deepfast.data import (
+    DataError,
+    TokenVocabulary,
+    Vocabulary,
+    read_lines,
+    read_vocabulary,
+    tag_of,
+)
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.search import Ensemble, translate_nbest
+from deepfast.search import Ensemble, deep_shallow_nbest, translate_nbest
+from deepfast.search.deep_shallow import ALPHA, GAMMA
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
 
@@ -27,16 +38,38 @@ PRECISIONS = ("float32", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", nargs="+", help="written by deepfast train; several vote, over one vocabulary"
-    )
+        "checkpoint", nargs="+",
+        help="written by deepfast train or convert; several vote, over one vocabulary",
+    )  # fmt: skip
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
     add_decoding_arguments(parser)
+    add_deep_shallow_arguments(parser)
+
+
+def add_deep_shallow_arguments(parser: argparse.ArgumentParser) -> None:
+    """How two networks translate, and what becomes of unknown words; shared with
+    `deepfast score --checkpoint`."""
+    parser.add_argument(
+        "--replace-unknown", action="store_true",
+        help="in place of unk, copy the source word that attention is on",
+    )  # fmt: skip
+    group = parser.add_argument_group("deep-shallow decoding, of a model that has grown")
+    group.add_argument(
+        "--deep-shallow", action="store_true", help="by the model and by its bottom alone, together"
+    )
+    group.add_argument(
+        "--alpha", type=float,
+        help=f"weight of the network that found a translation, 0 to 1; default {ALPHA}",
+    )  # fmt: skip
+    group.add_argument(
+        "--gamma", type=float, help=f"power of the length that divides; default {GAMMA}"
+    )
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to translate; shared with `deepfast score --checkpoint`."""
+    """How to translate; shared with `deepfast score --checkpoint` and `deepfast tune`."""
     group = parser.add_argument_group("decoding")
     group.add_argument("--beam", type=int, default=4, help="hypotheses kept; 1 is greedy")
     group.add_argument(
@@ -46,11 +79,8 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, help="most tokens a line; default 2 * source tokens + 10"
     )
     group.add_argument("--max-tokens", type=int, default=2000, help="source tokens of a batch")
-    unknown = group.add_mutually_exclusive_group()
-    unknown.add_argument("--no-unknown", action="store_true", help="never generate unk")
-    unknown.add_argument(
-        "--replace-unknown", action="store_true", help="copy the source word that attention is on"
-    )
+    group.add_argument("--language", help="puts the tag of this language in front of every line")
+    group.add_argument("--no-unknown", action="store_true", help="never generate unk")
     group.add_argument("--device", help="cpu or cuda; default: cuda where it is")
     group.add_argument("--precision", choices=PRECISIONS, default="float32")
     group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
@@ -59,7 +89,24 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 def translate(
     args: argparse.Namespace, lines: list[str], nbest: int = 1
 ) -> list[list[tuple[float, str]]]:
-    """Scores and texts of every line, as the decoding arguments want it; tells of it on stderr."""
+    """Scores and texts of every line, as the arguments want it; tells of it on stderr."""
+    given = {name: getattr(args, name) for name in ("alpha", "gamma")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.deep_shallow:
+        raise ValueError(f"--{next(iter(given))}: expected --deep-shallow beside it, got none")
+    for name in ("no_unknown", "deep_shallow"):
+        if args.replace_unknown and getattr(args, name):
+            raise ValueError(
+                f"--replace-unknown: expected no --{name.replace('_', '-')} beside it, got both"
+            )
+    search = partial(translate_nbest, replace_unknown=args.replace_unknown)
+    if args.deep_shallow:
+        search = partial(deep_shallow_nbest, **given)
+    return searched(args, lines, partial(search, nbest=nbest))
+
+
+def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., Any]) -> Any:
+    """What ``search(model, vocabulary, lines, **options)`` finds for the decoding arguments."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
@@ -69,9 +116,12 @@ def translate(
         if args.threads < 1:
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    model, vocabulary, lowercase = _load(args.checkpoint, device)
-    if lowercase:
+    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
+    model, vocabulary = _load(paths, device)
+    if lowercased(paths[0]):
         lines = [line.lower() for line in lines]
+    if args.language is not None:
+        lines = _tagged(lines, args.language, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -80,17 +130,15 @@ def translate(
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        results = translate_nbest(
+        results = search(
             model,
-            Vocabulary.from_bytes(vocabulary),
+            vocabulary,
             lines,
             beam=args.beam,
             length_penalty=args.length_penalty,
             max_length=args.max_length,
             max_tokens=args.max_tokens,
-            nbest=nbest,
             suppress_unknown=args.no_unknown,
-            replace_unknown=args.replace_unknown,
         )
     seconds = time.perf_counter() - started
     for warning in caught:
@@ -103,27 +151,37 @@ def translate(
     return results
 
 
-def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, bytes, bool]:
-    """The model of one checkpoint, or several as one; their vocabulary, and whether it is of
-    lower-cased text."""
+def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, Vocabulary | TokenVocabulary]:
+    """The model of one checkpoint, or of several as one, and their vocabulary."""
     loaded = [load_model(path, device) for path in paths]
-    vocabulary, lowercase = loaded[0][1], _lowercase(paths[0])
+    vocabulary, lowercase = loaded[0][1], lowercased(paths[0])
     for path, (_, other) in zip(paths, loaded, strict=True):
         if other != vocabulary:
             raise ValueError(
                 f"{path}: expected the vocabulary of {paths[0]}, got another one: models that "
                 "translate together share theirs"
             )
-        if _lowercase(path) != lowercase:
+        if lowercased(path) != lowercase:
             raise ValueError(
                 f"{path}: expected a model of {'lower-cased' if lowercase else 'cased'} text as "
                 f"{paths[0]} is, got one of {'cased' if lowercase else 'lower-cased'} text"
             )
     models = [model for model, _ in loaded]
-    return models[0] if len(models) == 1 else Ensemble(models), vocabulary, lowercase
+    return models[0] if len(models) == 1 else Ensemble(models), read_vocabulary(vocabulary)
 
 
-def _lowercase(checkpoint: str) -> bool:
+def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
+    tag = tag_of(language)
+    if tag not in vocabulary.tags:
+        known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
+        raise ValueError(
+            f"--language: expected a language of the checkpoint ({known}), got {language!r}"
+        )
+    # An empty line stays empty.
+    return [f"{tag} {line}" if line.strip() else line for line in lines]
+
+
+def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))

@@ -19,7 +19,8 @@ from deepfast.data.batches import (
 from deepfast.data.errors import DataError, MissingPackage
 from deepfast.data.phrases import Corpus, phrases, write
 from deepfast.data.text import Dropped, ParallelText, read_lines, read_parallel
-from deepfast.data.vocabulary import Vocabulary
+from deepfast.data.tokens import TokenVocabulary, read_dictionary, read_vocabulary
+from deepfast.data.vocabulary import Vocabulary, split_tag, tag_of
 
 __all__ = [
     "Batch",
@@ -29,12 +30,17 @@ __all__ = [
     "MissingPackage",
     "ParallelText",
     "TokenBatches",
+    "TokenVocabulary",
     "Vocabulary",
     "evaluation_batches",
     "make_batch",
     "phrases",
+    "read_dictionary",
     "read_lines",
     "read_parallel",
+    "read_vocabulary",
     "restore_order",
+    "split_tag",
+    "tag_of",
     "write",
 ]

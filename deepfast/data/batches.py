@@ -111,6 +111,7 @@ class TokenBatches:
         bos_id: int = BOS,
         eos_id: int = EOS,
         place: Callable[[int], str] = "example {}".format,
+        groups: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -122,6 +123,7 @@ class TokenBatches:
             shuffle: False keeps the batches of every epoch in order of length.
             rank, world_size: which share of every epoch to yield.
             place: names example i in messages, such as `ParallelText.place`.
+            groups: of each pair, such as its language; a batch is of one group. None: one group.
 
         Raises:
             DataError: a sentence alone exceeds `max_tokens`, nothing is left, there are fewer
@@ -140,6 +142,7 @@ class TokenBatches:
         """Batches of this epoch that this rank has been given."""
         self._ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
         self._lengths = [_length(pair) for pair in pairs]
+        self._groups = [0] * len(pairs) if groups is None else list(groups)
         self._kept = []
         for i, length in enumerate(self._lengths):
             if length > max_length:
@@ -153,11 +156,11 @@ class TokenBatches:
                 if pairs
                 else "expected at least one pair, got none"
             )
-        # Stable sorting by length alone makes the cuts the same in every epoch.
-        self._kept.sort(key=self._lengths.__getitem__)
-        self._cuts = _cut([self._lengths[i] for i in self._kept], max_tokens)
+        # Stable sorting by group and length alone makes the cuts the same in every epoch.
+        self._kept.sort(key=self._key)
+        self._cuts = _cut([self._key(i) for i in self._kept], max_tokens)
         if self._cuts is None:
-            worst = self._kept[-1]
+            worst = max(self._kept, key=self._lengths.__getitem__)
             raise DataError(
                 f"{place(worst)}: a sentence of {self._lengths[worst]} tokens does not fit into "
                 f"max_tokens={max_tokens}: raise max_tokens or lower max_length={max_length}"
@@ -165,6 +168,9 @@ class TokenBatches:
         _split_for_ranks(self._cuts, world_size)
         self._order: tuple[tuple[int, int], list[list[int]]] | None = None
         self._fingerprint: str | None = None
+
+    def _key(self, index: int) -> tuple[int, int]:
+        return self._groups[index], self._lengths[index]
 
     def __len__(self) -> int:
         """Batches of an epoch for this rank; the same in every epoch."""
@@ -179,7 +185,7 @@ class TokenBatches:
             # A string seeds by SHA-512, the same in every process and Python version.
             generator = random.Random(f"deepfast batches {self.seed} {epoch}")
             generator.shuffle(kept)
-            kept.sort(key=self._lengths.__getitem__)
+            kept.sort(key=self._key)
             generator.shuffle(groups)
         cuts = [self._cuts[group * self.world_size + self.rank] for group in groups]
         order = [kept[start:end] for start, end in cuts]
@@ -224,6 +230,8 @@ class TokenBatches:
             for i in sorted(self._kept):
                 for side in self.pairs[i]:
                     digest.update(array("q", (i, len(side), *side)).tobytes())
+            if any(self._groups):
+                digest.update(array("q", self._groups).tobytes())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
@@ -275,17 +283,22 @@ def evaluation_batches(
     pad_id: int = PAD,
     bos_id: int = BOS,
     eos_id: int = EOS,
+    groups: Sequence[int] | None = None,
 ) -> list[Batch]:
     """All pairs once, sorted by length, nothing dropped; `restore_order` puts outputs back.
 
-    A sentence longer than `max_tokens` gets a batch of its own: every input needs an output.
+    Of several ``groups``, one for each pair, none shares a batch with another. A sentence longer
+    than `max_tokens` gets a batch of its own: every input needs an output.
     To translate, give pairs of a source and an empty target.
     """
     _check_positive(max_tokens=max_tokens)
     lengths = [_length(pair) for pair in pairs]
-    order = sorted(range(len(pairs)), key=lengths.__getitem__)
+    groups = groups or [0] * len(pairs)
+    order = sorted(
+        range(len(pairs)), key=lambda i: (lengths[i] > max_tokens, groups[i], lengths[i])
+    )
     fitting = sum(length <= max_tokens for length in lengths)
-    cuts = _cut([lengths[i] for i in order[:fitting]], max_tokens) or []
+    cuts = _cut([(groups[i], lengths[i]) for i in order[:fitting]], max_tokens) or []
     cuts += [(i, i + 1) for i in range(fitting, len(order))]
     ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     return [make_batch(pairs, order[start:end], **ids) for start, end in cuts]
@@ -320,16 +333,17 @@ def _length(pair: Pair) -> int:
     return max(len(pair[0]), len(pair[1])) + 1
 
 
-def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]] | None:
-    """Cut ascending lengths into ranges within the budget; None where one alone exceeds it."""
+def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, int]] | None:
+    """Cut ascending (group, length) into ranges of one group within the budget; None where a
+    length alone exceeds it."""
     cuts, start = [], 0
-    for i, length in enumerate(lengths):
+    for i, (group, length) in enumerate(keys):
         if length > max_tokens:
             return None
-        if (i + 1 - start) * length > max_tokens:
+        if group != keys[start][0] or (i + 1 - start) * length > max_tokens:
             cuts.append((start, i))
             start = i
-    return [*cuts, (start, len(lengths))] if lengths else cuts
+    return [*cuts, (start, len(keys))] if keys else cuts
 
 
 def _split_for_ranks(cuts: list[tuple[int, int]], world_size: int) -> None:

@@ -11,6 +11,7 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from deepfast.data.errors import DataError, require
@@ -23,6 +24,8 @@ SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 # Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
 PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
+# Fields of a piece, and the type of one that training was told, not taught.
+TEXT, TYPE, USER_DEFINED = 1, 3, 4
 
 
 class Vocabulary:
@@ -31,6 +34,9 @@ class Vocabulary:
     Text is NFKC-normalised and runs of white space become one space before it is split, so
     `decode(encode(text))` is `text` up to that. A character never seen in training becomes unk,
     which decodes to `⁇`.
+
+    A language tag such as `<de>` in front of a sentence is one token, where the vocabulary was
+    trained with it.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
@@ -59,6 +65,7 @@ class Vocabulary:
         path: str | os.PathLike[str] | None = None,
         at_most: bool = False,
         split_digits: bool = True,
+        tags: Sequence[str] = (),
     ) -> Vocabulary:
         """Learn `size` pieces, specials included, from the sentences of both languages.
 
@@ -69,6 +76,7 @@ class Vocabulary:
             path: where to save the result, or None.
             at_most: take as many pieces as the sentences support when `size` is beyond that.
             split_digits: every digit is a piece of its own, which makes figures copyable.
+            tags: further pieces, with the ids from 4 on.
 
         Raises:
             DataError: no sentences, or `size` is more or less than the sentences support (the
@@ -91,6 +99,7 @@ class Vocabulary:
                 # Every character of the training text gets a piece: no unk in training.
                 character_coverage=1.0,
                 split_digits=split_digits,
+                user_defined_symbols=list(tags),
                 hard_vocab_limit=not at_most,
                 num_threads=1,
                 input_sentence_size=0,
@@ -146,6 +155,11 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._processor)
 
+    @property
+    def target_size(self) -> int:
+        """Pieces of the target's side: the same ones."""
+        return len(self)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self._model == other._model
 
@@ -158,8 +172,16 @@ class Vocabulary:
     def __repr__(self) -> str:
         return f"Vocabulary({len(self)} pieces, {self.fingerprint()})"
 
+    @cached_property
+    def tags(self) -> dict[str, int]:
+        """Language tags and their ids."""
+        return _user_defined(self._model)
+
     def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence, without bos and eos."""
+        """The ids of a sentence, without bos and eos; a language tag in front is the first."""
+        first, rest = split_tag(sentence)
+        if first is not None and first in self.tags:
+            return [self.tags[first], *self._processor.EncodeAsIds(rest)]
         return self._processor.EncodeAsIds(sentence)
 
     def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -212,6 +234,48 @@ class Vocabulary:
             unknown += ids.count(UNK)
             total += len(ids)
         return unknown / total if total else 0.0
+
+
+def tag_of(language: str) -> str:
+    """`<de>` for `de`: what stands in front of a source sentence where there are several."""
+    return f"<{language}>"
+
+
+def split_tag(sentence: str) -> tuple[str | None, str]:
+    """A tag in front of a sentence, or None, and the rest."""
+    sentence = sentence.lstrip()
+    if not sentence.startswith("<"):
+        return None, sentence
+    first, _, rest = sentence.partition(" ")
+    return (first, rest) if first.endswith(">") else (None, sentence)
+
+
+def _user_defined(model: bytes) -> dict[str, int]:
+    """Pieces that training was told, and their ids: sentencepiece does not show their type."""
+    pieces = [value for number, value in _fields(model) if number == PIECES]
+    found = {}
+    for index, piece in enumerate(pieces):
+        fields = dict(_fields(piece))
+        if fields.get(TYPE) == USER_DEFINED:
+            found[fields[TEXT].decode()] = index
+    return found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Number and value of every field of a protobuf message."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+        else:
+            # Four bytes, or bytes after their number.
+            length = 4
+            if tag & 7 == 2:
+                length, position = _varint(message, position)
+            value = message[position : position + length]
+            position += length
+        yield tag >> 3, value
 
 
 def _one_line_each(sentences: Iterable[str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. Wha
     kind         one of `deepfast.models.KINDS`; "transformer" where it is absent
     config       the fields of that kind's config
     model        the model's state dict
-    vocabulary   the sentencepiece model, as bytes or as a uint8 tensor
+    vocabulary   the sentencepiece model, or a dictionary of tokens, as bytes or as a uint8 tensor
 
 Further keys belong to training and are not looked at here.
 """
@@ -85,8 +85,8 @@ def load_model(
 
     Returns:
         The model, in evaluation mode and with ``backend=None`` (what served the training says
-        nothing of this machine), and the bytes of the sentencepiece model
-        (`deepfast.data.Vocabulary.from_bytes`).
+        nothing of this machine), and the bytes of its vocabulary
+        (`deepfast.data.read_vocabulary`).
 
     Raises:
         ValueError: see `read_checkpoint`; or the config, the weights or the vocabulary are

@@ -10,9 +10,11 @@
 and, where a model has something of its own to say:
 
     set_step(step)                                before each step of training, counted from 1
-    metrics() -> dict                             numbers for the line of metrics
+    metrics() -> dict                             numbers and lists for the line of metrics
+    group(source_tokens) -> int                   sentences of one batch must agree in it
     parameter_groups() -> list of ParameterGroup  how its parameters learn
     alignment(source_BS, target_in_BT) -> (B, T, S)   how much a word looks at each of the source's
+    bottom                                        a whole model within, see `search.deep_shallow`
     encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
 """
 
@@ -32,13 +34,16 @@ class ParameterGroup(TypedDict, total=False):
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
-    """How a model's parameters learn: as it says itself, or with decay of linear matrices alone.
+    """How a model's parameters learn: as it says itself, or as `decaying_matrices`."""
+    own = getattr(model, "parameter_groups", None)
+    return decaying_matrices(model) if own is None else own()
+
+
+def decaying_matrices(model: nn.Module) -> list[ParameterGroup]:
+    """All parameters alike, but that the matrices of linear maps alone decay.
 
     Mixing weights, norms, biases and the embedding would be pulled away from where they belong.
     """
-    own = getattr(model, "parameter_groups", None)
-    if own is not None:
-        return own()
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     learning = [p for p in model.parameters() if p.requires_grad]
     return [

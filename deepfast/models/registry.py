@@ -6,8 +6,13 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
+from .depth_growing import DepthGrowing, DepthGrowingConfig
 from .fast_forward_lstm import FastForwardLSTM, FastForwardLSTMConfig
-from .transformer import Transformer, TransformerConfig
+from .transformer import Transformer
+from .transformer_config import TransformerConfig
+
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
+"""Fields of every config that the vocabulary decides, not the recipe."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Kind:
     """One kind of model."""
 
     config: type
-    """A ``kw_only`` dataclass; ``vocab_size`` and ``padding_idx`` come from the vocabulary."""
+    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
     model: Callable[[Any], nn.Module]
     """Makes a module of a config."""
 
@@ -28,6 +33,7 @@ class Kind:
 
 KINDS = {
     "transformer": Kind(TransformerConfig, Transformer),
+    "depth_growing": Kind(DepthGrowingConfig, DepthGrowing),
     "fast_forward_lstm": Kind(FastForwardLSTMConfig, FastForwardLSTM),
 }
 """Name in a recipe and in a checkpoint -> what it is."""

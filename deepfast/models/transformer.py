@@ -1,128 +1,35 @@
 """The encoder-decoder Transformer for translation, with a depth connection on either side.
 
-Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL.
+Vaswani et al. 2017 for the model; Wang et al. 2019 for pre-norm, depth and DLCL; Bapna et al. 2018
+for transparent attention; Wang et al. 2018 for the fusion of layers; Li et al. 2020 for latent
+depth.
 """
 
-import inspect
+import contextlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DecoderCache, Packing, TransformerDecoder, TransformerEncoder
-from deepfast.nn.connection import CONNECTIONS
-from deepfast.ops.activation import KINDS
+from deepfast.nn import (
+    DecoderCache,
+    LatentDepth,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransparentAttention,
+)
+
+from .interface import ParameterGroup, decaying_matrices
+from .transformer_config import TransformerConfig
 
 IGNORED = -100
 """A label that stands for none."""
-
-
-@dataclass(kw_only=True)
-class TransformerConfig:
-    """Sizes and choices of a `Transformer`."""
-
-    vocab_size: int
-    """V, of the vocabulary shared by source and target."""
-    padding_idx: int = 0
-    """Id of the padding token."""
-    dim: int = 512
-    """D."""
-    heads: int = 8
-    """H, a divisor of dim."""
-    ffn_dim: int = 2048
-    """F."""
-    encoder_layers: int = 6
-    """L of the encoder."""
-    decoder_layers: int = 6
-    """L of the decoder."""
-    encoder_connection: str = "dlcl"
-    """"dlcl" or "residual"."""
-    decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
-    norm: str = "pre"
-    """"pre" or "post"."""
-    activation: str = "relu"
-    """"relu" or "gelu"."""
-    dropout: float = 0.1
-    """On embeddings and on each branch before its residual add."""
-    attention_dropout: float = 0.0
-    """On attention weights."""
-    activation_dropout: float = 0.0
-    """After the feed-forward activation."""
-    dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides."""
-    backend: str | None = None
-    """See deepfast.backend."""
-
-    def __post_init__(self):
-        for name in ("vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
-        if self.dim % self.heads or self.dim % 2:
-            raise ValueError(
-                f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
-            )
-        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
-            raise ValueError(
-                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
-                f"got {self.padding_idx!r}"
-            )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        for name, allowed in (
-            ("encoder_connection", CONNECTIONS),
-            ("decoder_connection", CONNECTIONS),
-            ("norm", ("pre", "post")),
-            ("activation", KINDS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-
-        self._check_dlcl()
-
-    def _check_dlcl(self):
-        if not self.dlcl:
-            return
-        if "dlcl" not in (self.encoder_connection, self.decoder_connection):
-            raise ValueError(
-                f"dlcl: expected a side with connection 'dlcl' for {sorted(self.dlcl)}, got none"
-            )
-        known = set(inspect.signature(DLCL).parameters) - {"num_layers", "dim", "norm", "backend"}
-        unknown = sorted(set(self.dlcl) - known)
-        if unknown:
-            raise ValueError(
-                f"dlcl: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
-            )
-
-    def side(self, connection: str) -> dict:
-        """Arguments of the encoder's or the decoder's stack."""
-        names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
-                 "activation_dropout", "backend")  # fmt: skip
-        options = {name: getattr(self, name) for name in names}
-        return options | {
-            "connection": connection,
-            "dlcl": self.dlcl if connection == "dlcl" else None,
-        }
-
-
-def base(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's base size: 512 wide, 8 heads, 2048 feed-forward."""
-    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "heads": 8, "ffn_dim": 2048}
-                             | changes)  # fmt: skip
-
-
-def big(vocab_size: int, **changes) -> TransformerConfig:
-    """The paper's big size: 1024 wide, 16 heads, 4096 feed-forward, dropout 0.3."""
-    sizes = {"dim": 1024, "heads": 16, "ffn_dim": 4096, "dropout": 0.3}
-    return TransformerConfig(**{"vocab_size": vocab_size} | sizes | changes)
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -154,7 +61,7 @@ class DecodeState:
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one embedding shared by source, target and output projection.
+    """Encoder, decoder, and by default one embedding shared by source, target and output.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
@@ -163,46 +70,184 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        self.embedding = nn.Embedding(c.vocab_size, c.dim, padding_idx=c.padding_idx)
-        nn.init.normal_(self.embedding.weight, std=c.dim**-0.5)
-        with torch.no_grad():
-            self.embedding.weight[c.padding_idx].zero_()
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side(c.encoder_connection))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side(c.decoder_connection))
+        self.embedding = self._new_embedding(c.vocab_size)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = self.output = None
+        if c.share_embeddings != "all":
+            self.target_embedding = self._new_embedding(target_size)
+        if c.share_embeddings == "none":
+            self.output = nn.Linear(c.dim, target_size, bias=False)
+            nn.init.normal_(self.output.weight, std=c.dim**-0.5)
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
+        self.transparent = None
+        if c.cross_attention == "transparent":
+            self.transparent = TransparentAttention(
+                c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
+                dropout=c.mixture_dropout, backend=c.backend,
+            )  # fmt: skip
+
+        self.fusions = c.fusions()
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        return (
-            f"{c.encoder_layers} encoder layers ({c.encoder_connection}), {c.decoder_layers} "
-            f"decoder layers ({c.decoder_connection}), {c.norm}-norm"
-        )
+        sides = {
+            "encoder": (c.encoder_layers, c.encoder_connection, c.encoder_fusion),
+            "decoder": (c.decoder_layers, c.decoder_connection, c.decoder_fusion),
+        }
+        parts = [
+            f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
+            for side, (layers, connection, fusion) in sides.items()
+        ]
+        transparent = [] if self.transparent is None else ["transparent attention"]
+        return ", ".join([*parts, f"{c.norm}-norm", *transparent])
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def _latent(self) -> dict[str, LatentDepth]:
+        """Side -> its choice of layers."""
+        sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
+        return {name: latent for name, latent in sides.items() if latent is not None}
+
+    def set_step(self, step: int) -> None:
+        """Which step of training comes, counted from 1: latent depth anneals and draws by it."""
+        for latent in self._latent.values():
+            latent.set_step(step)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Latent depth's logits may learn faster than the rest."""
+        groups = decaying_matrices(self)
+        for latent in self._latent.values():
+            if latent.lr_scale != 1:
+                for group in groups:
+                    group["params"] = [p for p in group["params"] if p is not latent.logits]
+                groups.append({"params": [latent.logits], "lr_scale": latent.lr_scale})
+        return groups
+
+    def metrics(self) -> dict[str, float | list[int]]:
+        """Of latent depth: layers that are used in expectation, the KL in nats, and which layers
+        each language uses in evaluation."""
+        row = {}
+        for side, latent in self._latent.items():
+            row[f"{side}_depth"] = latent.depth().item()
+            row[f"{side}_kl"] = latent.kl().item()
+            for index, name in enumerate(self.config.languages or [None]):
+                used = [i for i, z in enumerate(latent.choose(index)) if z > 0]
+                end = f"_{name}" if name else ""
+                row |= {f"{side}_layers{end}": len(used), f"{side}_used{end}": used}
+        return row
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """What the source sentences of one batch must agree in: their language, by its index."""
+        tags = list(self.config.languages.values())
+        if not self._latent or not tags:
+            return 0
+        if not tokens or tokens[0] not in tags:
+            raise ValueError(
+                "expected a source sentence that begins with the tag of one of the languages "
+                f"{', '.join(self.config.languages)}, got none"
+            )
+        return tags.index(tokens[0])
+
+    def _language(self, source_BS: Tensor) -> int:
+        """The language of a batch, from its sentences' first tokens."""
+        if not self._latent or not self.config.languages or not source_BS.numel():
+            return 0
+        real = source_BS != self.config.padding_idx
+        first = source_BS.gather(1, real.int().argmax(1, keepdim=True))
+        languages = {self.group([tag]) for tag in first.flatten().tolist()}
+        if len(languages) > 1:
+            raise ValueError(
+                f"expected a batch of one language, got one of {len(languages)}: latent depth "
+                "chooses layers for a whole batch"
+            )
+        return languages.pop()
+
+    def _new_embedding(self, size: int) -> nn.Embedding:
+        dim, padding_idx = self.config.dim, self.config.padding_idx
+        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        nn.init.normal_(embedding.weight, std=dim**-0.5)
+        with torch.no_grad():
+            embedding.weight[padding_idx].zero_()
+        return embedding
+
+    @property
+    def _target(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self._target if self.output is None else self.output).weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions (T,) to (T, D)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def _packed(self, tokens_BS: Tensor) -> tuple[Tensor, Packing]:
+    def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
         # Positions count real tokens, so padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) - 1).flatten()
+        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
-        return self._embed(tokens, positions), packing
+        return self._embed(tokens, positions, embedding), packing
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
-        """Token ids (B, S) to packed encoder output (T, D) and its packing."""
-        x, packing = self._packed(source_BS)
-        return self.encoder.forward_packed(x, packing), packing
+    def embed_source(self, source_BS: Tensor) -> tuple[Tensor, Packing]:
+        """Token ids (B, S) to packed embeddings with positions (T, D), and their packing."""
+        return self._packed(source_BS, self.embedding)
+
+    def embed_target(self, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """As `embed_source`, of the other side."""
+        return self._packed(target_in_BT, self._target)
+
+    def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
+        """Target tokens (B,) that all stand at one position, from 0, to (B, D)."""
+        positions = torch.full_like(tokens_B, self.config.first_position + position)
+        return self._embed(tokens_B, positions, self._target)
+
+    def encode(
+        self, source_BS: Tensor, language: int | None = None
+    ) -> tuple[Tensor | list[Tensor], Packing]:
+        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
+        (T, D) or, in transparent attention, such a tensor for each decoder layer.
+
+        language: what latent depth chooses layers for; None: what the sentences' tags say.
+        """
+        language = self._language(source_BS) if language is None else language
+        return self._encode(*self.embed_source(source_BS), language)
+
+    def _encode(
+        self, x: Tensor, packing: Packing, language: int, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor | list[Tensor], Packing]:
+        run = partial(self.encoder.forward_packed, x, packing, language=language)
+        if self.transparent is None:
+            return self.fusions("encoder", run, seen), packing
+        states: list[Tensor] = []
+        output = run(states=states)
+        return self.transparent(states, output), packing
+
+    def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
+        """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
+
+        The encoder's at the source; with ``target_in_BT`` the decoder's there.
+
+        Raises:
+            ValueError: where that side has no fusion with attention.
+        """
+        seen: list[Tensor] = []
+        if target_in_BT is None:
+            self._encode(*self.embed_source(source_BS), self._language(source_BS), seen)
+        else:
+            self._decode(source_BS, target_in_BT, seen)
+        return seen[0]
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the tied embedding."""
-        return F.linear(x, self.embedding.weight)
+        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
@@ -211,11 +256,17 @@ class Transformer(nn.Module):
         """
         return self.project(self._decode(source_BS, target_in_BT)[0])
 
-    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+    def _decode(
+        self, source_BS: Tensor, target_in_BT: Tensor, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Packing]:
         """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
-        memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT)
-        return self.decoder.forward_packed(x, packing, memory, memory_packing), packing
+        language = self._language(source_BS)
+        memory, memory_packing = self.encode(source_BS, language)
+        x, packing = self.embed_target(target_in_BT)
+        run = partial(
+            self.decoder.forward_packed, x, packing, memory, memory_packing, language=language
+        )
+        return self.fusions("decoder", run, seen), packing
 
     def loss(
         self,
@@ -227,35 +278,57 @@ class Transformer(nn.Module):
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
         The positions are those of ``target_in_BT``; no logits are held. The loss is
-        label-smoothed, the likelihood is not and has no gradient.
+        label-smoothed, the likelihood is not and has no gradient. Latent depth adds its penalty to
+        the loss of each position.
         """
         x, packing = self._decode(source_BS, target_in_BT)
+        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+
+    def loss_of(
+        self,
+        x: Tensor,
+        packing: Packing,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        """What `loss` returns, of packed decoder output (N, D) and its packing."""
         # A compiler does not pack: there padding is computed, and must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        return ops.linear_cross_entropy(
-            x, self.embedding.weight, labels, label_smoothing=label_smoothing,
+        loss, nll = ops.linear_cross_entropy(
+            x, self._output_weight, labels, label_smoothing=label_smoothing,
             ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
+        for latent in self._latent.values():
+            loss = loss + latent.penalty() * (~padding_BT).sum()
+        return loss, nll
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """(B, T, S): the cross attention of the last decoder layer, the mean over its heads."""
-        memory, memory_packing = self.encode(source_BS)
-        x, packing = self._packed(target_in_BT)
-        attention, seen = self.decoder.layers[-1].cross_attention, []
-        with attention.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-            self.decoder.forward_packed(x, packing, memory, memory_packing)
-        return attention.weights(seen[0], packing, memory, memory_packing)
+        """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
+        heads."""
+        seen: list[tuple[nn.Module, tuple, dict]] = []
+        with contextlib.ExitStack() as hooks:
+            for layer in self.decoder.layers:
+                if layer.crosses:
+                    hook = layer.cross_attention.register_forward_pre_hook(
+                        lambda *call: seen.append(call), with_kwargs=True
+                    )
+                    hooks.enter_context(hook)
+            self._decode(source_BS, target_in_BT)
+        attention, (x, packing), given = seen[-1]
+        return attention.weights(x, packing, given["memory"], given["memory_packing"])
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
-        return DecodeState(self.decoder.start(*self.encode(source_BS)))
+        language = self._language(source_BS)
+        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        positions = torch.full_like(tokens_B, state.position)
-        x = self.decoder.step(self._embed(tokens_B, positions), state.cache)
+        run = partial(self.decoder.step, self.embed_at(tokens_B, state.position), state.cache)
+        x = self.fusions("decoder", run)
         state.position += 1
         return self.project(x)

@@ -12,7 +12,7 @@ from deepfast import backend as backends
 from deepfast import ops
 from deepfast.ops import _common as common
 
-from .bare import bare
+from .bare import bare, gated
 from .packing import Packing
 from .recompute import Again, Kept, remade
 
@@ -158,6 +158,7 @@ class MultiheadAttention(nn.Module):
         cache: KeyValueCache | None = None,
         again: Again | None = None,
         recompute: bool = False,
+        gate: Tensor | float | None = None,
     ) -> Tensor:
         """Attends from x to itself, or to ``memory``.
 
@@ -170,6 +171,7 @@ class MultiheadAttention(nn.Module):
             cache: x holds one new position per sentence; earlier ones are in the cache.
             again: makes x again in backward, which then does not keep it.
             recompute: backward makes queries, keys and values again; without, it keeps them.
+            gate: scales the result; a tensor must be a scalar, and may learn.
 
         Returns:
             (T, D), before dropout and residual.
@@ -192,7 +194,7 @@ class MultiheadAttention(nn.Module):
         run = self._padded if padded else self._packed
         with unkept.context():
             o = run(q, *kv, packing, causal, memory_packing, cache)
-        return self.out(o)
+        return gated(self.out, o, gate)
 
     def weights(
         self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing

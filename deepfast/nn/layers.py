@@ -16,7 +16,8 @@ from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.ops.activation import KINDS
 
 from .attention import KeyValueCache, MultiheadAttention
-from .bare import bare
+from .bare import bare, gated, gated_parameters
+from .latent_depth import Gate
 from .layer_norm import LayerNorm
 from .packing import Packing
 from .recompute import Again
@@ -44,8 +45,8 @@ class FeedForward(nn.Module):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._rest(self.up(x))
+    def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
+        return self._rest(self.up(x), gate)
 
     def after_norm(
         self,
@@ -56,38 +57,40 @@ class FeedForward(nn.Module):
         *,
         memory: str = "keep",
         want_norm: bool = False,
+        gate: Gate | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``s = residual + dropout(x)`` and the branch of n = LN(s); n in place of s if wanted.
 
-        Neither n nor masks are kept for backward, and the hidden activation by ``memory``.
+        Neither n nor masks are kept for backward, and the hidden activation by ``memory``. The
+        branch is scaled by ``gate``.
         """
         plain = bare(norm, LayerNorm) and bare(self.up, nn.Linear)
         if memory in RERUN or not (plain and bare(self.down, nn.Linear)):
             # When this runs again, it stops in front of the last product: one op could not.
             if want_norm or not plain:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
-                return (n if want_norm else s), self(n)
+                return (n if want_norm else s), self(n, gate)
             h, s = ops.norm_linear(
                 x, norm.weight, norm.bias, self.up.weight, self.up.bias, norm.eps,
                 residual=residual, dropout_p=dropout_p, training=self.training,
                 backend=norm.backend,
             )  # fmt: skip
-            return s, self._rest(h)
+            return s, self._rest(h, gate)
+        down = gated_parameters(self.down, gate)
         branch, s = ops.feed_forward(
-            x, norm.weight, norm.bias, self.up.weight, self.up.bias, self.down.weight,
-            self.down.bias, norm.eps, residual=residual, dropout_p=dropout_p,
-            activation=self.activation, activation_dropout_p=self.dropout,
-            training=self.training, keep=memory == "keep", want_norm=want_norm,
-            backend=norm.backend,
+            x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
+            residual=residual, dropout_p=dropout_p, activation=self.activation,
+            activation_dropout_p=self.dropout, training=self.training, keep=memory == "keep",
+            want_norm=want_norm, backend=norm.backend,
         )  # fmt: skip
         return s, branch
 
-    def _rest(self, h: Tensor) -> Tensor:
+    def _rest(self, h: Tensor, gate: Gate | None = None) -> Tensor:
         h = ops.activation(
             h, self.activation, dropout_p=self.dropout, training=self.training,
             backend=self.backend,
         )  # fmt: skip
-        return self.down(h)
+        return gated(self.down, h, gate)
 
 
 class _Layer(nn.Module):
@@ -130,18 +133,32 @@ class _Layer(nn.Module):
 
     crosses = False
 
-    def _recomputes(self, attention: nn.Module, again: Again | None) -> dict:
-        """What to tell ``attention`` of memory; one of another make is told nothing."""
-        if not isinstance(attention, MultiheadAttention):
-            return {}
-        return {"again": again, "recompute": self.memory == "leaner"}
+    def _attend(
+        self,
+        attention: nn.Module,
+        *inputs: Tensor | Packing,
+        again: Again | None,
+        gate: Gate | None,
+        **options,
+    ) -> Tensor:
+        """The branch of ``attention``; one of another make is told nothing of memory and gate."""
+        if isinstance(attention, MultiheadAttention):
+            recompute = self.memory == "leaner"
+            return attention(*inputs, again=again, recompute=recompute, gate=gate, **options)
+        branch = attention(*inputs, **options)
+        return branch if gate is None else branch * gate
 
-    def _end(self, norm: LayerNorm, branch: Tensor, residual: Tensor):
+    def norms_alone(self, x: Tensor) -> Tensor:
+        """A post-norm layer whose branches are 0."""
+        x = self.attention_norm(x)
+        return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
+
+    def _end(self, norm: LayerNorm, branch: Tensor, residual: Tensor, gate: Gate | None):
         """From the last attention's branch to the layer's last residual and branch; in post-norm
         to the layer's output. ``norm`` is the one between attention and the feed-forward block."""
         post = self.norm == "post"
         x, f = self.feed_forward.after_norm(
-            norm, branch, residual, self.dropout, memory=self.memory, want_norm=post
+            norm, branch, residual, self.dropout, memory=self.memory, want_norm=post, gate=gate
         )
         if not post:
             return x, f
@@ -166,15 +183,22 @@ class TransformerEncoderLayer(_Layer):
     """
 
     def body(
-        self, x: Tensor, n: Tensor | None, packing: Packing, again: Again | None = None
+        self,
+        x: Tensor,
+        n: Tensor | None,
+        packing: Packing,
+        again: Again | None = None,
+        gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output.
 
         again: makes n again in backward, which then does not keep it.
+        gate: scales every branch; None is 1.
         """
-        told = self._recomputes(self.attention, again)
-        a = self.attention(x if n is None else n, packing, **told)
-        return self._end(self.feed_forward_norm if n is not None else self.attention_norm, a, x)
+        source = x if n is None else n
+        a = self._attend(self.attention, source, packing, again=again, gate=gate)
+        norm = self.feed_forward_norm if n is not None else self.attention_norm
+        return self._end(norm, a, x, gate)
 
     def forward(
         self,
@@ -184,16 +208,17 @@ class TransformerEncoderLayer(_Layer):
         normed: Tensor | None = None,
         packing: Packing | None = None,
         again: Again | None = None,
+        gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, S, D) to (B, S, D); True in the mask is padding.
 
         In a stack, with the packing of its tokens: x (T, D) and, in pre-norm, ``normed``, LN(x), to
         the layer's last residual and branch; in post-norm to its output. ``again`` makes LN(x)
-        again. A stack calls the module, so that whatever hangs on it (hooks, compilation, sharding)
-        is met.
+        again, and every branch is scaled by ``gate``. A stack calls the module, so that whatever
+        hangs on it (hooks, compilation, sharding) is met.
         """
         if packing is not None:
-            return self.body(x, normed, packing, again)
+            return self.body(x, normed, packing, again, gate)
         x_BSD = x
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         x = packing.pack(x_BSD)
@@ -217,21 +242,26 @@ class TransformerDecoderLayer(_Layer):
         memory_packing: Packing,
         cache: KeyValueCache | None = None,
         again: Again | None = None,
+        gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output."""
-        told = self._recomputes(self.attention, again)
-        a = self.attention(x if n is None else n, packing, causal=True, cache=cache, **told)
+        source = x if n is None else n
+        a = self._attend(
+            self.attention, source, packing, causal=True, cache=cache, again=again, gate=gate
+        )
         pre = self.norm == "pre"
         norm = self.cross_attention_norm if pre else self.attention_norm
         n, s = norm(a, residual=x, dropout_p=self.dropout)
         # What runs again makes n with everything else; a maker would keep s for it.
         made = bare(norm, LayerNorm) and self.memory not in RERUN and torch.is_grad_enabled()
         again = norm.again(n, s) if made else None
-        told = self._recomputes(self.cross_attention, again)
-        c = self.cross_attention(n, packing, memory=memory, memory_packing=memory_packing, **told)
+        c = self._attend(
+            self.cross_attention, n, packing, memory=memory, memory_packing=memory_packing,
+            again=again, gate=gate,
+        )  # fmt: skip
         if pre:
-            return self._end(self.feed_forward_norm, c, s)
-        return self._end(self.cross_attention_norm, c, n)
+            return self._end(self.feed_forward_norm, c, s, gate)
+        return self._end(self.cross_attention_norm, c, n, gate)
 
     def forward(
         self,
@@ -245,6 +275,7 @@ class TransformerDecoderLayer(_Layer):
         memory_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
         again: Again | None = None,
+        gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 
@@ -252,7 +283,7 @@ class TransformerDecoderLayer(_Layer):
         the keys and values that `MultiheadAttention.project_memory` made of it.
         """
         if packing is not None:
-            return self.body(x, normed, packing, memory, memory_packing, cache, again)
+            return self.body(x, normed, packing, memory, memory_packing, cache, again, gate)
         x_BSD, memory_BSD = x, memory
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)

@@ -1,6 +1,6 @@
 """Transformer encoder and decoder of any depth."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -8,13 +8,19 @@ from torch import Tensor, nn
 from deepfast.memory.policies import resolve
 
 from .attention import KeyValueCache
-from .connection import Connection
+from .connection import Body, Connection
+from .latent_depth import Gate, LatentDepth
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .packing import Packing
 
 
+def _is(gate: Gate, value: float) -> bool:
+    """Whether a gate is chosen and has this value; what is drawn is not looked at."""
+    return isinstance(gate, float) and gate == value
+
+
 class _Stack(nn.Module):
-    """What encoder and decoder share: layers of one kind, a connection, memory policies."""
+    """What encoder and decoder share: layers of one kind, a connection, memory policies, gates."""
 
     planned: str
     """Where a plan has this side's policies."""
@@ -35,6 +41,8 @@ class _Stack(nn.Module):
         activation_dropout: float = 0.0,
         activation: str = "relu",
         dlcl: dict | None = None,
+        latent: dict | None = None,
+        block: int | None = None,
         memory: str | Sequence[str] | object = "keep",
         backend: str | None = None,
     ):
@@ -63,8 +71,39 @@ class _Stack(nn.Module):
             dropout=dropout,
             backend=backend,
             dlcl=dlcl,
+            block=block,
         )
+        if latent and connection != "latent":
+            raise ValueError(f"latent options need connection='latent', got {connection!r}")
+        self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         self.set_memory(memory)
+
+    def gates(self, language: int = 0) -> list[Gate] | None:
+        """What scales the branches of each layer in one forward pass: drawn while training, chosen
+        in evaluation; None without latent depth."""
+        return None if self.latent is None else self.latent(language)
+
+    def _connect(
+        self,
+        x: Tensor,
+        call: Callable[..., Tensor | tuple[Tensor, Tensor]],
+        gates: Sequence[Gate] | None,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """Runs the layers that are used; ``call`` is of a layer's index and keywords."""
+        post = self.connection.norm == "post"
+
+        def body(index: int, gate: Gate | None) -> Body:
+            if gate is None or _is(gate, 1.0):
+                return lambda x, n, again=None: call(index, x, normed=n, again=again)
+            if post and _is(gate, 0.0):
+                return lambda x, n: self.layers[index].norms_alone(x)
+            return lambda x, n, again=None: call(index, x, normed=n, again=again, gate=gate)
+
+        gates = gates or [None] * len(self.layers)
+        bodies = [body(index, gate) for index, gate in enumerate(gates)]
+        skipped = () if post else [i for i, gate in enumerate(gates) if _is(gate, 0.0)]
+        return self.connection(x, bodies, self.policies, states=states, skipped=skipped)
 
     def set_memory(self, memory: str | Sequence[str] | object) -> None:
         """Chooses what each layer keeps for backward, from the next forward on.
@@ -91,54 +130,75 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers; with ``connection="dlcl"`` each reads all layers below it.
+    """A stack of encoder layers; but with ``connection="residual"`` each reads all below it.
 
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: "dlcl" or "residual".
+        connection: one of `deepfast.nn.connection.CONNECTIONS`: "dlcl"; "residual"; "denseformer",
+            which is a DLCL with other defaults; "attnres" and "block_attnres", see
+            `AttentionResiduals`; "latent": residual, and learned which layers are used.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
-        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``.
+        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
+            ``{"norm": None}`` mixes states without layer-norms.
+        block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
+        latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
+            In evaluation a pre-norm layer that is not used costs nothing, and of a post-norm one
+            the layer-norms are left, which hold its input's scale.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.
 
-    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL.
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Pagliardini et al. 2024
+    for DenseFormer.
     """
 
     layer, planned = TransformerEncoderLayer, "policies"
 
-    def forward(self, x_BSD: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, key_padding_mask: Tensor | None = None, *, language: int = 0
+    ) -> Tensor:
         """(B, S, D) to (B, S, D), zero at padding. ``key_padding_mask`` (B, S): True is padding."""
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.dim:
             raise ValueError(
                 f"TransformerEncoder: expected (B, S, {self.dim}), got {tuple(x_BSD.shape)}"
             )
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
-        return packing.unpack(self.forward_packed(packing.pack(x_BSD), packing))
+        return packing.unpack(self.forward_packed(packing.pack(x_BSD), packing, language=language))
 
     def forward_packed(
-        self, x_TD: Tensor, packing: Packing, *, states: list[Tensor] | None = None
+        self,
+        x_TD: Tensor,
+        packing: Packing,
+        *,
+        states: list[Tensor] | None = None,
+        language: int = 0,
     ) -> Tensor:
-        """Real tokens (T, D) to (T, D); a list ``states`` is given those between the layers."""
+        """Real tokens (T, D) to (T, D); a list ``states`` is given those between the layers.
 
-        def body(layer):
-            return lambda x, n, again=None: layer(x, normed=n, packing=packing, again=again)
+        ``language`` is what latent depth chooses layers for.
+        """
 
-        return self.connection(x_TD, map(body, self.layers), self.policies, states=states)
+        def call(index, x, **options):
+            return self.layers[index](x, packing=packing, **options)
+
+        return self._connect(x_TD, call, self.gates(language), states)
 
 
 @dataclass
 class DecoderCache:
     """What decoding one position at a time keeps, per layer."""
 
-    memory: list[tuple[Tensor, Tensor]]
+    memory: list[tuple[Tensor, Tensor] | None]
+    """None for a layer that is not used."""
     memory_packing: Packing
     layers: list[KeyValueCache] = field(default_factory=list)
+    gates: list[Gate] | None = None
+    """Of latent depth, the same for all steps."""
 
     def reorder(self, index: Tensor, *, memory: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',) of the batch, with ``memory`` the encoder's side too."""
@@ -146,7 +206,7 @@ class DecoderCache:
             cache.reorder(index)
         if not memory:
             return
-        self.memory = [(k[index], v[index]) for k, v in self.memory]
+        self.memory = [kv and (kv[0][index], kv[1][index]) for kv in self.memory]
         padding = self.memory_packing.padding
         self.memory_packing = Packing(
             index.numel(),
@@ -167,6 +227,8 @@ class TransformerDecoder(_Stack):
         memory_BSD: Tensor,
         key_padding_mask: Tensor | None = None,
         memory_key_padding_mask: Tensor | None = None,
+        *,
+        language: int = 0,
     ) -> Tensor:
         """(B, T, D) and the encoder's output (B, S, D) to (B, T, D), zero at padding.
 
@@ -175,8 +237,9 @@ class TransformerDecoder(_Stack):
         packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
         memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)
         y = self.forward_packed(
-            packing.pack(x_BSD), packing, memory_packing.pack(memory_BSD), memory_packing
-        )
+            packing.pack(x_BSD), packing, memory_packing.pack(memory_BSD), memory_packing,
+            language=language,
+        )  # fmt: skip
         return packing.unpack(y)
 
     def forward_packed(
@@ -187,15 +250,23 @@ class TransformerDecoder(_Stack):
         memory_packing: Packing,
         *,
         states: list[Tensor] | None = None,
+        language: int = 0,
     ) -> Tensor:
         """Real tokens (T, D) to (T, D).
 
         memory_TD: what all layers attend to, or one for each layer.
         states: a list that is given those between the layers.
+        language: what latent depth chooses layers for.
         """
         # Each layer projects it, so that it decides whether keys and values are kept.
-        caches = [None] * len(self.layers)
-        return self._run(x_TD, packing, self._each(memory_TD), memory_packing, caches, states)
+        memory, gates = self._each(memory_TD), self.gates(language)
+
+        def call(index, x, **options):
+            return self.layers[index](
+                x, memory[index], packing=packing, memory_packing=memory_packing, **options
+            )
+
+        return self._connect(x_TD, call, gates, states)
 
     def _each(self, memory_TD: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """What each layer attends to."""
@@ -208,28 +279,35 @@ class TransformerDecoder(_Stack):
             )
         return memory_TD
 
-    def start(self, memory_TD: Tensor | Sequence[Tensor], memory_packing: Packing) -> DecoderCache:
+    def start(
+        self,
+        memory_TD: Tensor | Sequence[Tensor],
+        memory_packing: Packing,
+        *,
+        language: int = 0,
+    ) -> DecoderCache:
         """Projects the encoder's output, or one for each layer, once for all steps of decoding."""
+        gates = self.gates(language)
         memory = [
-            layer.cross_attention.project_memory(one, memory_packing, decoding=True)
-            for layer, one in zip(self.layers, self._each(memory_TD), strict=True)
+            None
+            if gates and _is(gates[index], 0.0)
+            else layer.cross_attention.project_memory(one, memory_packing, decoding=True)
+            for index, (layer, one) in enumerate(
+                zip(self.layers, self._each(memory_TD), strict=True)
+            )
         ]
-        return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers])
+        return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers], gates)
 
     def step(
         self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
     ) -> Tensor:
         """One new position per sentence, (B, D) to (B, D)."""
         packing = Packing(x_BD.shape[0], 1)
-        return self._run(x_BD, packing, cache.memory, cache.memory_packing, cache.layers, states)
 
-    def _run(self, x, packing, memory, memory_packing, caches, states) -> Tensor:
-        def body(layer, kv, cache):
-            return lambda x, n, again=None: layer(
-                x, kv, normed=n, packing=packing, memory_packing=memory_packing, cache=cache,
-                again=again,
+        def call(index, x, **options):
+            return self.layers[index](
+                x, cache.memory[index], packing=packing, memory_packing=cache.memory_packing,
+                cache=cache.layers[index], **options,
             )  # fmt: skip
 
-        return self.connection(
-            x, map(body, self.layers, memory, caches), self.policies, states=states
-        )
+        return self._connect(x_BD, call, cache.gates, states)

@@ -3,6 +3,7 @@
 from . import _launches as _launches  # registers what torch is told of them
 from .activation import activation
 from .attention import attention
+from .depth_attention import depth_attention
 from .depth_mix import depth_mix
 from .feed_forward import feed_forward
 from .layer_norm import layer_norm
@@ -13,6 +14,7 @@ from .peephole_lstm import peephole_lstm
 __all__ = [
     "activation",
     "attention",
+    "depth_attention",
     "depth_mix",
     "feed_forward",
     "layer_norm",

@@ -114,6 +114,27 @@ def check_parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) 
         raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
 
 
+def linear_operands(
+    op: str, x: Tensor, width: int, names: tuple[str, str, str], weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, width) and bias (N,) of a product in x's dtype, checked, cast under autocast.
+
+    names: of the weight, of N and of the bias.
+    """
+    name, rows, bias_name = names
+    check_tensor(op, name, weight)
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise ValueError(f"{op}: {name} must be ({rows}, {width}), got {tuple(weight.shape)}")
+    check_parameter(op, bias_name, bias, (weight.shape[0],), x.device)
+    weight, bias = autocast(weight, bias)
+    for label, p in ((name, weight), (bias_name, bias)):
+        if p is not None and (p.dtype != x.dtype or p.device != x.device):
+            raise ValueError(
+                f"{op}: {label} must be {x.dtype} on {x.device}, got {p.dtype} on {p.device}"
+            )
+    return weight, bias
+
+
 def check_dropout(op: str, p: float, *, argument: str = "dropout_p") -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p}")

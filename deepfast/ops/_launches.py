@@ -42,6 +42,11 @@ def _lstm_backward(
     return _lstm_forward(gates)
 
 
+def _depth_attention(sources, query, scores, norm, eps, out, *_, **__) -> int:
+    """The weighted sum and, with a query, the scores."""
+    return 2 * (1 if query is None else 2) * len(sources) * math.prod(out)
+
+
 FLOPS = {
     "mix_rows": _mix_rows,
     "pull_rows": _pull_rows,
@@ -49,6 +54,9 @@ FLOPS = {
     "boundary_backward": _boundary_backward,
     "depth_mix_forward": lambda sources, *_, **__: 2 * len(sources) * math.prod(sources[0]),
     "depth_mix_backward": lambda sources, *_, **__: 4 * len(sources) * math.prod(sources[0]),
+    "depth_attention_forward": _depth_attention,
+    # Two products for each: the operands are the same up to the result.
+    "depth_attention_backward": lambda *shapes, **__: 2 * _depth_attention(*shapes),
     "peephole_lstm_forward": _lstm_forward,
     "peephole_lstm_backward": _lstm_backward,
 }

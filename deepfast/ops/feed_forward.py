@@ -241,21 +241,10 @@ def feed_forward(
     x, residual, dim = check(name, x, residual, norm_weight, norm_bias, dropout_p)
     check_kind(name, activation, argument="activation")
     common.check_dropout(name, activation_dropout_p, argument="activation_dropout_p")
-    common.check_tensor(name, "up", up)
-    common.check_tensor(name, "down", down)
-    for label, rows, weight, wanted in (("up", "F", up, dim), ("down", "N", down, up.shape[0])):
-        if weight.dim() != 2 or weight.shape[1] != wanted:
-            raise ValueError(
-                f"{name}: {label} must be ({rows}, {wanted}), got {tuple(weight.shape)}"
-            )
-    common.check_parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
-    common.check_parameter(name, "down_bias", down_bias, (down.shape[0],), x.device)
-    up, up_bias, down, down_bias = common.autocast(up, up_bias, down, down_bias)
-    for label, p in (("up", up), ("up_bias", up_bias), ("down", down), ("down_bias", down_bias)):
-        if p is not None and (p.dtype != x.dtype or p.device != x.device):
-            raise ValueError(
-                f"{name}: {label} must be {x.dtype} on {x.device}, got {p.dtype} on {p.device}"
-            )
+    names = "up", "F", "up_bias"
+    up, up_bias = common.linear_operands(name, x, dim, names, up, up_bias)
+    names = "down", "N", "down_bias"
+    down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
     p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
     seed = common.draw_seed(seed, x.device) if p > 0 else None
     activation_seed = common.draw_seed(activation_seed, x.device) if q > 0 else None

@@ -166,16 +166,8 @@ def norm_linear(
     and Apex's memory-efficient layer-norms.
     """
     x, residual, dim = check("norm_linear", x, residual, norm_weight, norm_bias, dropout_p)
-    common.check_tensor("norm_linear", "weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != dim:
-        raise ValueError(f"norm_linear: weight must be (N, {dim}), got {tuple(weight.shape)}")
-    common.check_parameter("norm_linear", "bias", bias, (weight.shape[0],), x.device)
-    weight, bias = common.autocast(weight, bias)
-    for name, p in (("weight", weight), ("bias", bias)):
-        if p is not None and (p.dtype != x.dtype or p.device != x.device):
-            raise ValueError(
-                f"norm_linear: {name} must be {x.dtype} on {x.device}, got {p.dtype} on {p.device}"
-            )
+    names = "weight", "N", "bias"
+    weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
     p = dropout_p if training else 0.0
     seed = common.draw_seed(seed, x.device) if p > 0 else None
     out, total = _norm_linear(

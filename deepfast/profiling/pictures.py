@@ -202,30 +202,53 @@ def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
     return inline(figure, "losses", "Training and dev NLL over optimizer steps")
 
 
-def depth_weights(weights: Sequence[Sequence[float]]) -> str:
-    """Learned W: rows are layers, columns the sources they read, colours centred at zero."""
+def heat_map(axes, matrix, *, hidden, limit: float | None = None):
+    """Depth weights: rows are layers, columns the sources they read, colours centred at zero.
+    Returns what a colour bar is made of.
+
+    Args:
+        matrix: (L+1, L+1) array.
+        hidden: bool array of that shape, True where nothing is drawn; what a row may read and is
+            hidden all the same is left grey.
+        limit: the weight of the strongest colour; None: such that few weights are beyond it.
+    """
     import numpy as np
 
-    matrix = np.array(weights)
     count = len(matrix)
-    hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
-    # The first rows, which have few sources, would leave no colour for the others.
-    limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
-    figure, axes = figure_of(WIDTH, WIDTH * 0.8)
+    if limit is None:
+        # The first rows, which have few sources, would leave no colour for the others.
+        limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
+    lines = {"edgecolors": "white", "linewidth": 0.25 if count <= 60 else 0.0}
+    readable = np.tril(np.ones_like(matrix, dtype=bool))
+    if (readable & hidden).any():
+        axes.pcolormesh(
+            np.ma.masked_array(np.zeros_like(matrix), ~(readable & hidden)), cmap="Greys",
+            vmin=-0.14, vmax=1, **lines,
+        )  # fmt: skip
     mesh = axes.pcolormesh(
-        np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit,
-        edgecolors="white", linewidth=0.25,
-    )  # fmt: skip
+        np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit, **lines
+    )
     axes.set_aspect("equal")
     axes.invert_yaxis()
     axes.grid(False)
-    ticks = [i for i in range(count) if i % 5 == 0]
+    last = count - 1
+    step = 1 if count <= 8 else 5 if count <= 60 else 10
+    # The output's row has a name, and needs room for it.
+    ticks = [i for i in range(0, last, step) if last - i > step / 3] + [last]
     axes.set_xticks([t + 0.5 for t in ticks], [str(t) for t in ticks])
-    rows = [f"{t + 1}" for t in ticks]
-    if count - 1 in ticks:
-        rows[-1] = "output"
-    axes.set_yticks([t + 0.5 for t in ticks], rows)
+    axes.set_yticks([t + 0.5 for t in ticks], [*(str(t + 1) for t in ticks[:-1]), "output"])
     axes.set_xlabel("source: 0 is the embedding, k the output of layer k")
     axes.set_ylabel("input of layer")
+    return mesh
+
+
+def depth_weights(weights: Sequence[Sequence[float]]) -> str:
+    """Learned W as SVG text."""
+    import numpy as np
+
+    matrix = np.array(weights)
+    hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
+    figure, axes = figure_of(WIDTH, WIDTH * 0.8)
+    mesh = heat_map(axes, matrix, hidden=hidden)
     figure.colorbar(mesh, ax=axes, shrink=0.7, pad=0.02, extend="both")
     return inline(figure, "weights", "Heat map of the learned depth weights")

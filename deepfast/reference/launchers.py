@@ -219,6 +219,49 @@ def depth_mix_backward(
             dsources[k].copy_(_norm_backward(u, n, rstd[k]) if norm else u)
 
 
+def _depth_scores(sources, query, scores, norm, eps):
+    """Sources (K, T, D), the factor of each one's norm (K, T, 1), and the scores (T, K, H)."""
+    v = torch.stack([_load(x) for x in sources])
+    r = (v.square().mean(-1, keepdim=True) + eps).rsqrt() if norm else torch.ones_like(v[..., :1])
+    return v, r, torch.einsum("ktd,hd->tkh", v * r, query) if scores is None else scores
+
+
+def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
+    """``out = sum_k softmax_k(s)_k v_k``, (T * H, D) with row t * H + h, and (T, H) each: the
+    largest score ``most``, ``total = sum_k exp(s_k - most)``, ``lse = most + log(total)``.
+
+    With query (H, D) ``s_kh = query_h . v_k``, with ``norm`` of RMSNorm(v_k); else ``scores``.
+    """
+    v, _, s = _depth_scores(sources, query, scores, norm, eps)
+    out.copy_(torch.einsum("tkh,ktd->thd", s.softmax(1), v).flatten(0, 1))
+    lse.copy_(s.logsumexp(1))
+    most.copy_(s.amax(1))
+    total.copy_((s - most.unsqueeze(1)).exp().sum(1))
+
+
+def depth_attention_backward(
+    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
+):
+    """Gradients of depth_attention_forward from those of ``out`` and, if given, of ``lse``;
+    ``dsources`` is empty where none is wanted."""
+    v, r, s = _depth_scores(sources, query, scores, norm, eps)
+    g = _load(dout).unflatten(0, most.shape)
+    delta = (g * _load(out).unflatten(0, most.shape)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    p = (s - most.unsqueeze(1)).exp() / total.unsqueeze(1)
+    ds = p * (torch.einsum("thd,ktd->tkh", g, v) - delta.unsqueeze(1))
+    _put(dscores, ds)
+    c = ds * r.transpose(0, 1)
+    if dquery is not None:
+        dquery.copy_(torch.einsum("tkh,ktd->hd", c, v))
+    dv = torch.einsum("tkh,thd->ktd", p, g)
+    dv = dv if query is None else dv + torch.einsum("tkh,hd->ktd", c, query)
+    if norm:
+        dv = dv - v * r.square() * (ds * s).sum(-1).T.unsqueeze(-1) / v.shape[-1]
+    for target, d in zip(dsources, dv, strict=False):
+        target.copy_(d)
+
+
 def attention_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
     seed, o, lse,

@@ -280,7 +280,7 @@ def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is as it was, also where they differed."""
     training = [module for module in model.modules() if module.training]
     for module in training:

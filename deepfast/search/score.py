@@ -5,7 +5,7 @@ Papineni et al., BLEU, 2002; Popovic, chrF, 2015; Post, A Call for Clarity in Re
 Scores, 2018, https://aclanthology.org/W18-6319.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from deepfast.data.errors import require
@@ -80,3 +80,16 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         length_ratio=cased.sys_len / cased.ref_len if cased.ref_len else 0.0,
         sentences=len(hypotheses),
     )
+
+
+def bleu_against(references: Sequence[str]) -> Callable[[Sequence[str]], float]:
+    """The cased BLEU of `bleu` for many translations of one text, whose n-grams are counted once.
+
+    Raises:
+        MissingPackage: sacrebleu is not installed.
+    """
+    require("sacrebleu", "scoring")
+    from sacrebleu.metrics import BLEU
+
+    metric = BLEU(tokenize="13a", references=[list(references)])
+    return lambda hypotheses: metric.corpus_score(list(hypotheses), None).score

@@ -1,20 +1,23 @@
 """Lines of text in, lines of text out."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from deepfast.data import Vocabulary, evaluation_batches, restore_order
+from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
 
-from .beam import beam_search
+from .beam import Hypothesis, beam_search
 from .unknown import check_aligns
 from .unknown import replace_unknown as with_replaced
+
+Found = TypeVar("Found")
 
 
 def translate_nbest(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,
@@ -28,8 +31,9 @@ def translate_nbest(
     """The best translations of every line with their scores, in the order of the lines.
 
     Lines are sorted by length into batches of at most ``max_tokens`` source tokens, padding
-    included. A line without text has the one translation ``(0.0, "")``. A line longer than
-    ``max_tokens`` is translated in a batch of its own, with a warning that names it.
+    included, and of what the model wants to have alike, such as their language. A line without
+    text has the one translation ``(0.0, "")``. A line longer than ``max_tokens`` is translated in a
+    batch of its own, with a warning that names it.
 
     Args:
         model: on the device where it is to run; autocast is the caller's choice.
@@ -48,16 +52,64 @@ def translate_nbest(
             ``replace_unknown`` with a model without attention over the source.
         RuntimeError: see `beam_search`.
     """
-    if len(vocabulary) != model.config.vocab_size:
-        raise ValueError(
-            f"translate: expected a vocabulary of the model's {model.config.vocab_size} pieces, "
-            f"got {len(vocabulary)}"
-        )
+
     if replace_unknown:
-        check_aligns(model)
+        check_aligns(model, vocabulary)
+
+    def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
+        return beam_search(
+            model,
+            source_BS,
+            beam=beam,
+            length_penalty=length_penalty,
+            max_length=max_length,
+            nbest=nbest,
+            suppress_unknown=suppress_unknown,
+            bos_id=vocabulary.bos_id,
+            eos_id=vocabulary.eos_id,
+            unk_id=vocabulary.unk_id,
+        )
+
+    def texts(line: str, tokens: list[tuple[int, ...]]) -> list[str]:
+        if replace_unknown:
+            return with_replaced(model, vocabulary, line, tokens)
+        return [vocabulary.decode(t) for t in tokens]
+
+    found = decode_lines(model, vocabulary, lines, decode, max_tokens=max_tokens)
+    results = []
+    for line, best in zip(lines, found, strict=True):
+        best = best or [Hypothesis((), 0.0, 0.0)]
+        scores = [h.score for h in best]
+        results.append(list(zip(scores, texts(line, [h.tokens for h in best]), strict=True)))
+    return results
+
+
+def decode_lines(
+    model: nn.Module,
+    vocabulary: Vocabulary | TokenVocabulary,
+    lines: Sequence[str],
+    decode: Callable[[Tensor], list[Found]],
+    *,
+    max_tokens: int,
+) -> list[Found | None]:
+    """What ``decode`` finds for every line, in the order of the lines; None without text.
+
+    ``decode`` is given batches of sentences (B, S) on the model's device; for the rest see
+    `translate_nbest`.
+    """
+    size = model.config.vocab_size
+    target_size = getattr(model.config, "target_vocab_size", None) or size
+    for expected, got in ((size, len(vocabulary)), (target_size, vocabulary.target_size)):
+        if expected != got:
+            raise ValueError(
+                f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"
+            )
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
-    batches = evaluation_batches([(encoded[i], ()) for i in filled], max_tokens=max_tokens)
+    groups = [model.group(encoded[i]) for i in filled] if hasattr(model, "group") else None
+    batches = evaluation_batches(
+        [(encoded[i], ()) for i in filled], max_tokens=max_tokens, groups=groups
+    )
     # eos makes a line one token longer.
     too_long = [index for index in filled if len(encoded[index]) + 1 > max_tokens]
     if too_long:
@@ -69,32 +121,16 @@ def translate_nbest(
             stacklevel=2,
         )
     device = next(model.parameters()).device
-    outputs = [
-        beam_search(
-            model,
-            batch.source_BS.to(device),
-            beam=beam,
-            length_penalty=length_penalty,
-            max_length=max_length,
-            nbest=nbest,
-            suppress_unknown=suppress_unknown,
-        )
-        for batch in batches
-    ]
-    results = [[(0.0, "")] for _ in lines]
-    for index, hypotheses in zip(filled, restore_order(batches, outputs), strict=True):
-        tokens = [h.tokens for h in hypotheses]
-        if replace_unknown:
-            texts = with_replaced(model, vocabulary, lines[index], tokens)
-        else:
-            texts = [vocabulary.decode(t) for t in tokens]
-        results[index] = [(h.score, text) for h, text in zip(hypotheses, texts, strict=True)]
+    outputs = [decode(batch.source_BS.to(device)) for batch in batches]
+    results: list[Found | None] = [None] * len(lines)
+    for index, found in zip(filled, restore_order(batches, outputs), strict=True):
+        results[index] = found
     return results
 
 
 def translate_lines(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     *,
     beam: int = 4,

@@ -10,17 +10,21 @@ import torch
 from torch import nn
 
 from deepfast.data import Vocabulary
-from deepfast.data.vocabulary import BOS, EOS, PAD, UNK
 
 from .beam import evaluating
 
 
-def check_aligns(model: nn.Module) -> None:
-    """Refuses a model, or one of an `Ensemble`, that has no attention over the source.
+def check_aligns(model: nn.Module, vocabulary: object) -> None:
+    """Refuses a model, or one of an `Ensemble`, that has no attention over the source, and a
+    vocabulary that does not tell the words of a line.
 
     Raises:
         ValueError: names it.
     """
+    if not isinstance(vocabulary, Vocabulary):
+        raise ValueError(
+            f"replace_unknown: expected a vocabulary of subwords, got {type(vocabulary).__name__}"
+        )
     for part in getattr(model, "models", (model,)):
         if getattr(part, "alignment", None) is None:
             name = part.describe() if hasattr(part, "describe") else type(part).__name__
@@ -42,17 +46,18 @@ def replace_unknown(
         line: the source, with at least one piece.
         hypotheses: token ids without bos and eos.
     """
-    rows = [i for i, tokens in enumerate(hypotheses) if UNK in tokens]
+    unknown = vocabulary.unk_id
+    rows = [i for i, tokens in enumerate(hypotheses) if unknown in tokens]
     if not rows:
         return [vocabulary.decode(tokens) for tokens in hypotheses]
     words, word_of = vocabulary.words(line)
     device = next(model.parameters()).device
     length = 1 + max(len(hypotheses[i]) for i in rows)
-    target = torch.full((len(rows), length), PAD, device=device)
+    target = torch.full((len(rows), length), vocabulary.pad_id, device=device)
     for row, i in enumerate(rows):
-        given = [BOS, *hypotheses[i]]
+        given = [vocabulary.bos_id, *hypotheses[i]]
         target[row, : len(given)] = torch.tensor(given)
-    source = torch.tensor([*vocabulary.encode(line), EOS], device=device)
+    source = torch.tensor([*vocabulary.encode(line), vocabulary.eos_id], device=device)
     with torch.inference_mode(), evaluating(model):
         weights = model.alignment(source.expand(len(rows), -1), target)
     # The eos of the source is no word.
@@ -61,7 +66,7 @@ def replace_unknown(
     for row, i in enumerate(rows):
         copies, before = [], None
         for token, place in zip(hypotheses[i], places[row], strict=False):
-            word = word_of[place] if token == UNK else None
+            word = word_of[place] if token == unknown else None
             if word is not None:
                 copies.append("" if word == before else words[word])
             before = word

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,14 @@ from torch import Tensor
 from deepfast.models import kind_of
 from deepfast.models.checkpoint import FORMAT, VERSION, read_checkpoint
 from deepfast.training.errors import CheckpointError
+from deepfast.training.report import METRICS
+
+if TYPE_CHECKING:
+    from deepfast.training.recipe import Recipe
 
 KEYS = ("step", "config", "model", "vocabulary", "recipe")
 STEP_FILE = "step-{:08d}.pt"
+BEST, AVERAGE = "best.pt", "average.pt"
 
 
 def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -101,10 +106,12 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
         )
     # The backend changes how the same numbers are computed, not which.
     mine = asdict(config)
+    # A field that came after the checkpoint had its default's meaning before.
+    saved = {field.name: field.default for field in fields(config)} | saved
     differences = [
-        f"{name} {saved.get(name)!r} in the checkpoint and {value!r} in the recipe"
+        f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
         for name, value in mine.items()
-        if name != "backend" and saved.get(name) != value
+        if name != "backend" and saved[name] != value
     ]
     if differences:
         raise CheckpointError(
@@ -122,6 +129,34 @@ def prune(folder: str | os.PathLike[str], keep: int) -> None:
     """Remove all but the newest `keep` checkpoints of a run."""
     for path in step_checkpoints(folder)[:-keep]:
         path.unlink()
+
+
+def checkpoint_to_resume(recipe: Recipe) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
+
+    Raises:
+        CheckpointError: the folder holds another run, or one that went further.
+    """
+    folder = Path(recipe.output)
+    present = step_checkpoints(folder)
+    if recipe.resume is True:
+        return present[-1] if present else None
+    if recipe.resume is False:
+        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
+        if ours:
+            raise CheckpointError(
+                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
+                "continue it with resume=true, or choose another with output=FOLDER"
+            )
+        return None
+    path = Path(recipe.resume)
+    later = [p for p in present if not path.exists() or not p.samefile(path)]
+    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
+        raise CheckpointError(
+            f"{folder}: expected a folder without later checkpoints than {path}, got "
+            f"{later[-1].name}: choose another with output=FOLDER"
+        )
+    return path
 
 
 def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from deepfast.data import (
     Batch,
+    DataError,
     TokenBatches,
     Vocabulary,
     evaluation_batches,
     phrases,
     read_parallel,
+    split_tag,
+    tag_of,
     write,
 )
 from deepfast.training.recipe import DataSection
@@ -33,6 +36,8 @@ class Corpus:
     test: list[Pair]
     summary: list[str]
     """Lines for the user: sizes, tokens, unknown pieces, dropped pairs."""
+    languages: dict[str, int]
+    """Language -> id of the tag that stands in front of its source sentences; empty for one."""
 
 
 def load_corpus(
@@ -54,17 +59,27 @@ def load_corpus(
     if vocabulary is None:
         # One language after the other, as a user would hand over two files.
         text = [side for column in zip(*train, strict=True) for side in column]
-        at_most = section.vocab_at_most
-        vocabulary = Vocabulary.train(text, section.vocab_size, at_most=at_most)
+        tags = [tag_of(language) for language in section.tagged]
+        vocabulary = Vocabulary.train(
+            text, section.vocab_size, at_most=section.vocab_at_most, tags=tags
+        )
+    languages = _languages(section, vocabulary)
+    pairs = vocabulary.encode_pairs(train)
     batches = TokenBatches(
-        vocabulary.encode_pairs(train),
+        pairs,
         max_tokens=section.max_tokens,
         max_length=section.max_length,
         seed=seed,
         place=place,
+        groups=_groups(pairs, languages, place),
     )
     dev_pairs = vocabulary.encode_pairs(parts["dev"])
-    dev_batches = evaluation_batches(dev_pairs, max_tokens=section.max_tokens) if dev_pairs else []
+    dev_groups = _groups(dev_pairs, languages, "dev pair {}".format)
+    dev_batches = (
+        evaluation_batches(dev_pairs, max_tokens=section.max_tokens, groups=dev_groups)
+        if dev_pairs
+        else []
+    )
     summary = [
         f"vocabulary {len(vocabulary)} pieces, {vocabulary.fingerprint()}",
         _describe("train", train, batches.pairs, vocabulary),
@@ -76,7 +91,62 @@ def load_corpus(
         summary.append(f"      {batches.dropped}")
     if dev_pairs:
         summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
-    return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary)
+    return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
+
+
+def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids of the tags of all languages, where there are several."""
+    missing = [tag_of(name) for name in section.tagged if tag_of(name) not in vocabulary.tags]
+    if missing:
+        raise DataError(
+            f"expected a vocabulary with the tags of all languages, got one without "
+            f"{', '.join(missing)}: learn one (data.vocabulary=null)"
+        )
+    return {name: vocabulary.tags[tag_of(name)] for name in section.tagged}
+
+
+def _groups(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    languages: dict[str, int],
+    place: Callable[[int], str],
+) -> list[int] | None:
+    """The tag of each pair, whose language alone may share a batch with it."""
+    if not languages:
+        return None
+    tags = set(languages.values())
+    for index, (source, _) in enumerate(pairs):
+        if not source or source[0] not in tags:
+            raise DataError(
+                f"{place(index)}: expected a source that begins with the tag of one of the "
+                f"languages {', '.join(map(tag_of, languages))}, got none"
+            )
+    return [source[0] for source, _ in pairs]
+
+
+def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
+    """Indices of the pairs of each language, by the tag in front of their source."""
+    found: dict[str, list[int]] = {}
+    for index, (source, _) in enumerate(pairs):
+        tag = split_tag(source)[0]
+        found.setdefault((tag or "").strip("<>"), []).append(index)
+    return found
+
+
+def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
+    """Phrases of all languages, one after the other, and their files."""
+    sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
+    parts: dict[str, list[Pair]] = {part: [] for part in sizes}
+    for language in section.generated:
+        corpus = phrases(language, seed=section.seed, **sizes)
+        # Files of two languages would have the same English name.
+        write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
+        tag = f"{tag_of(language)} " if section.tagged else ""
+        for part, pairs in parts.items():
+            for english, foreign in getattr(corpus, part):
+                turned = section.direction == "many-to-one"
+                source, target = (foreign, english) if turned else (english, foreign)
+                pairs.append((tag + source, target))
+    return parts
 
 
 def _read(
@@ -84,10 +154,7 @@ def _read(
 ) -> tuple[dict[str, list[Pair]], int, Callable[[int], str]]:
     """The pairs of each part, the empty training pairs left out, and the names of examples."""
     if section.phrases is not None:
-        sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
-        corpus = phrases(section.phrases, seed=section.seed, **sizes)
-        write(corpus, folder / "phrases")
-        return {part: getattr(corpus, part) for part in sizes}, 0, "example {}".format
+        return _generate(section, folder), 0, "example {}".format
     parts = {}
     for part in ("dev", "test"):
         source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))

@@ -1,5 +1,7 @@
 """The errors of training; each is one sentence that a user can act on."""
 
+from typing import Any
+
 
 class RecipeError(ValueError):
     """A recipe or an override that cannot be used."""
@@ -15,3 +17,9 @@ class TrainingError(RuntimeError):
 
 class NotFiniteError(TrainingError):
     """A loss or gradient that is NaN or infinite."""
+
+
+def expect(condition: bool, key: str, expected: str, got: Any) -> None:
+    """Refuses a value of a recipe in a sentence."""
+    if not condition:
+        raise RecipeError(f"{key}: expected {expected}, got {got!r}")

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.table import describe, lines
 from deepfast.memory.units import format_bytes
+from deepfast.nn.connection import PRESETS
 from deepfast.training.errors import TrainingError
 from deepfast.training.recipe import Recipe
 from deepfast.training.trainer import Trainer
@@ -75,6 +77,13 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     raise AssertionError("the last attempt returns or raises")
 
 
+def set_policy(model: nn.Module, policy: str) -> None:
+    """One policy for all layers; where nothing can be mixed again the nearest takes its place."""
+    for stack in (model.encoder, model.decoder):
+        mixes = stack.connection.dlcl is not None or policy != "history"
+        stack.set_memory(policy if mixes else "states")
+
+
 def _trial(trainer: Trainer, planned: Plan) -> float:
     """Bytes of a step under a plan's policies, on the rank that needs most."""
     trainer.model.encoder.set_memory(planned.policies)
@@ -92,7 +101,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     decoder = None
     if named:
         # Where nothing can be mixed again the nearest policy takes its place.
-        mixes = config.decoder_connection == "dlcl" or recipe.memory != "history"
+        mixes = config.decoder_connection in PRESETS or recipe.memory != "history"
         decoder = recipe.memory if mixes else "states"
     if budget is None and not named:
         budget = recipe.memory
@@ -106,8 +115,8 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         ffn=config.ffn_dim,
         vocabulary=config.vocab_size,
         decoder_layers=config.decoder_layers,
-        connection=config.encoder_connection,
-        decoder_connection=config.decoder_connection,
+        connection=_planned(config.encoder_connection),
+        decoder_connection=_planned(config.decoder_connection),
         norm=config.norm,
         weight="scalar" if scalar else "vector",
         dtype=recipe.train.precision,
@@ -120,6 +129,12 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
     )
+
+
+def _planned(connection: str) -> str:
+    """What the planner calls a connection: every DLCL holds the same states, and latent depth what
+    the plain residual one does."""
+    return "dlcl" if connection in PRESETS else "residual"
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:

@@ -5,7 +5,6 @@ Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file k
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,17 +12,18 @@ from torch import nn
 
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
-from deepfast.models import KINDS, TransformerConfig, base, big, build
-from deepfast.nn import DLCL
+from deepfast.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big, build
+from deepfast.models.registry import DERIVED_FIELDS
+from deepfast.models.transformer_config import option_types
+from deepfast.nn.connection import ATTENTION_RESIDUALS, PRESETS
+from deepfast.training.data_section import DataSection
 from deepfast.training.errors import RecipeError
+from deepfast.training.errors import expect as _expect
+from deepfast.training.growing import check_grow
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
 PRECISIONS = ("float32", "bfloat16")
-LANGUAGES = ("de", "fr", "es")
-
-DERIVED_FIELDS = ("vocab_size", "padding_idx")
-"""Fields of a model's config that the vocabulary decides, not the recipe."""
 
 MODEL_FIELDS = {
     name: kind
@@ -33,102 +33,14 @@ MODEL_FIELDS = {
 } | {"kind": str, "size": str | None}
 """Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
 
-DLCL_FIELDS = {
-    name: parameter.annotation
-    for name, parameter in inspect.signature(DLCL, eval_str=True).parameters.items()
-    if name not in ("num_layers", "dim", "norm", "backend")
+NESTED_FIELDS = {
+    "dlcl": option_types("dlcl"),
+    "top_dlcl": option_types("dlcl"),
+    "latent": option_types("latent"),
+    "fusion": option_types("fusion"),
 }
-"""Key -> type of `model.dlcl`; the rest of DLCL's arguments follow from the model."""
-
-
-def _expect(condition: bool, key: str, expected: str, got: Any) -> None:
-    if not condition:
-        raise RecipeError(f"{key}: expected {expected}, got {got!r}")
-
-
-@dataclass(kw_only=True)
-class DataSection:
-    """Where the sentence pairs come from, and how they become batches."""
-
-    phrases: str | None = None
-    """"de", "fr" or "es": train on generated phrases from English; None: on the files below."""
-    seed: int = 1
-    """Seed of the generated phrases."""
-    train_size: int = 30_000
-    """Generated pairs to train on."""
-    dev_size: int = 500
-    """Generated pairs to validate on; 0 for no validation."""
-    test_size: int = 1_000
-    """Generated pairs held out for the end."""
-    train_source: str | None = None
-    """Text file, plain or gzip, one sentence a line."""
-    train_target: str | None = None
-    """Its translation, line by line."""
-    dev_source: str | None = None
-    """Text file to validate on, or None for no validation."""
-    dev_target: str | None = None
-    """Its translation."""
-    test_source: str | None = None
-    """Text file held out for the end, or None."""
-    test_target: str | None = None
-    """Its translation."""
-    lowercase: bool = False
-    """Train and validate on lower-cased text."""
-    vocabulary: str | None = None
-    """A ready sentencepiece model; None: learn one from the training pairs."""
-    vocab_size: int = 8_000
-    """Pieces of a learned vocabulary, shared by both languages, specials included."""
-    vocab_at_most: bool = False
-    """Take fewer pieces where the text does not support `vocab_size`."""
-    max_tokens: int = 4_096
-    """Tokens of a micro-batch on either side, padding included, at most."""
-    max_length: int = 256
-    """Tokens of a training sentence, bos or eos included; longer pairs are dropped and counted."""
-
-    def __post_init__(self):
-        allowed = ", ".join(LANGUAGES)
-        known = self.phrases is None or self.phrases in LANGUAGES
-        _expect(known, "data.phrases", f"one of {allowed} or null", self.phrases)
-        for name in ("train_size", "max_tokens", "max_length"):
-            value = getattr(self, name)
-            _expect(value >= 1, f"data.{name}", "a whole number of at least 1", value)
-        for name in ("dev_size", "test_size"):
-            value = getattr(self, name)
-            _expect(value >= 0, f"data.{name}", "a whole number of at least 0", value)
-        _expect(self.vocab_size > 4, "data.vocab_size", "more than 4 pieces", self.vocab_size)
-        _expect(
-            self.max_length <= self.max_tokens,
-            "data.max_length",
-            f"at most data.max_tokens={self.max_tokens}, or a sentence would fit no batch",
-            self.max_length,
-        )
-        self._check_files()
-
-    def _check_files(self) -> None:
-        if self.phrases is not None and self.train_source is not None:
-            raise RecipeError(
-                "data: expected either phrases or train_source and train_target, got both"
-            )
-        if self.phrases is None and self.train_source is None:
-            raise RecipeError(
-                "data: expected text to train on, got none: set data.train_source=FILE and "
-                "data.train_target=FILE, or data.phrases=de"
-            )
-        for part in ("train", "dev", "test"):
-            source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
-            if (source is None) != (target is None):
-                missing = "source" if source is None else "target"
-                raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is anything to validate on."""
-        return self.dev_size > 0 if self.phrases else self.dev_source is not None
-
-    @property
-    def tests(self) -> bool:
-        """Whether anything is held out for the end."""
-        return self.test_size > 0 if self.phrases else self.test_source is not None
+"""Key of the section `model` that holds keys itself -> their types; the rest of the arguments of
+such a module follow from the model."""
 
 
 @dataclass(kw_only=True)
@@ -261,6 +173,9 @@ class Recipe:
     memory: str | None = None
     """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
     into it; or the name of a memory policy for all layers; None: "keep"."""
+    grow: dict[str, Any] | None = None
+    """A second run grows the model in depth: `model` has fields of its top, `optim` and `train`
+    what is not as in the first run, and `from` a checkpoint to grow on, with no first run."""
     output: str = "runs/deepfast"
     """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
     resume: bool | str = False
@@ -279,23 +194,42 @@ class Recipe:
         if self.train.test_bleu and not self.data.tests:
             raise RecipeError("train.test_bleu: expected test pairs to translate, got none")
         _expect(bool(self.output), "output", "a folder", self.output)
+        check_grow(self)
 
     def _check_memory(self, config: Any) -> None:
-        planned = isinstance(config, TransformerConfig)
-        _expect(planned, "memory", "null for a model without memory policies", self.memory)
-        if self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection == "dlcl"
+        stacks = isinstance(config, TransformerConfig)
+        _expect(stacks, "memory", "null for a model without memory policies", self.memory)
+        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
+        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all"),
+                             ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value == planned, "memory", expected, self.memory)
+        for key in ("encoder_connection", "decoder_connection"):
+            value = getattr(config, key)
+            expected = f"null where model.{key} is {value}"
+            _expect(value not in ATTENTION_RESIDUALS, "memory", expected, self.memory)
+        if isinstance(config, DepthGrowingConfig):
+            expected = (
+                f"one of {', '.join(POLICIES)} or null for a model that grows: none is planned"
+            )
+            _expect(self.memory in POLICIES, "memory", expected, self.memory)
+        elif self.memory in POLICIES:
+            mixes = self.memory != "history" or config.encoder_connection in PRESETS
             expected = "another policy where model.encoder_connection is not dlcl"
             _expect(mixes, "memory", expected, self.memory)
-            return
-        try:
-            parse_bytes(self.memory)
-        except ValueError as error:
-            expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
-            raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
+        else:
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
+                raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
 
-    def model_config(self, vocab_size: int, padding_idx: int = 0) -> Any:
-        """The model's config, one of `deepfast.models.KINDS`, for a vocabulary."""
+    def model_config(
+        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
+    ) -> Any:
+        """The model's config, one of `deepfast.models.KINDS`, for a vocabulary and the ids of the
+        languages' tags in it."""
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
         _expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
@@ -309,31 +243,27 @@ class Recipe:
                 f"model.{unknown[0]}: expected a field of {kind.config.__name__} that the "
                 "vocabulary does not decide"
             )
+        if languages and "languages" in kind.fields:
+            options["languages"] = languages
         make = sizes.get(size, kind.config)
         try:
-            config = make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
+            return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{error}") from error
-        if name == "transformer":
-            _check_dlcl(config)
-        return config
 
-    def build_model(self, vocab_size: int, padding_idx: int = 0) -> nn.Module:
+    def build_model(
+        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
+    ) -> nn.Module:
         """The model, initialised from torch's default generator."""
-        return build(self.model_config(vocab_size, padding_idx))
+        return build(self.model_config(vocab_size, padding_idx, languages))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as in a recipe file."""
         plain = asdict(self)
-        plain["optim"]["betas"] = list(self.optim.betas)
+        for section in (plain["optim"], (plain["grow"] or {}).get("optim", {})):
+            if "betas" in section:
+                section["betas"] = list(section["betas"])
+        latent = plain["model"].get("latent", {})
+        if "beta" in latent:
+            latent["beta"] = list(latent["beta"])
         return plain
-
-
-def _check_dlcl(config: TransformerConfig) -> None:
-    """Values of ``model.dlcl`` that no DLCL takes."""
-    if "dlcl" in (config.encoder_connection, config.decoder_connection):
-        try:
-            DLCL(1, config.dim, norm=config.norm, **config.dlcl)
-        except (ValueError, TypeError) as error:
-            reason = str(error).removeprefix("DLCL: ")
-            raise RecipeError(f"model.dlcl: {reason}") from error

@@ -14,9 +14,10 @@ from typing import Any
 
 from deepfast.data.errors import require
 from deepfast.training.errors import RecipeError
+from deepfast.training.growing import TOP_FIELDS
 from deepfast.training.recipe import (
-    DLCL_FIELDS,
     MODEL_FIELDS,
+    NESTED_FIELDS,
     DataSection,
     OptimSection,
     Recipe,
@@ -26,7 +27,7 @@ from deepfast.training.recipe import (
 SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
 TOP = {"memory": str | None, "output": str, "resume": bool | str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         dict: "keys and values", types.NoneType: "null"}  # fmt: skip
+         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
 
 
 def _known_types() -> dict[str, Any]:
@@ -36,11 +37,17 @@ def _known_types() -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
         known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
     known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
-    known |= {f"model.dlcl.{key}": kind for key, kind in DLCL_FIELDS.items()}
-    return known
+    for name, keys in NESTED_FIELDS.items():
+        known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
+    known["grow.from"] = str | None
+    grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
+    return known | {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
 
 
 KEYS = _known_types()
+
+NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
+"""Keys that hold further keys."""
 
 
 def recipe_names() -> dict[str, str]:
@@ -58,7 +65,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: path of a YAML file, or a name of `recipe_names()`.
-        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted.
+        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null in
+            place of a section, `"model.latent=null"`, takes back what the file has in it.
 
     Raises:
         RecipeError: no such recipe, unreadable YAML, an unknown key, or a value of a wrong type
@@ -73,7 +81,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, value = override.partition("=")
         if not equals:
             raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
-        flat |= _flatten(_nested(key.strip(), _parse(value, override)), override)
+        changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
+        # An empty section takes back what the file has in it.
+        if not changes:
+            flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
+        flat |= changes
     return _build(flat)
 
 
@@ -139,11 +151,11 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        section = key in SECTIONS or key in ("model", "model.dlcl")
-        if section:
+        if key in NESTED:
             if value is not None and not isinstance(value, dict):
                 raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
-            flat |= _flatten(value or {}, where, f"{key}.")
+            if value is not None:
+                flat |= _flatten(value, where, f"{key}.") if value else {key: {}}
         elif key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
@@ -172,18 +184,13 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
 
 
 def _build(flat: dict[str, Any]) -> Recipe:
-    sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, "model")}
-    top: dict[str, Any] = {}
-    for key, value in flat.items():
-        section, dot, name = key.partition(".")
-        if not dot:
-            top[key] = value
-        elif name.startswith("dlcl."):
-            sections["model"].setdefault("dlcl", {})[name.removeprefix("dlcl.")] = value
-        else:
-            sections[section][name] = value
-    return Recipe(
-        **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},
-        model=sections["model"],
-        **top,
-    )
+    tree: dict[str, Any] = {}
+    # An empty section before what an override puts into it.
+    for key in sorted(flat, key=lambda key: key.count(".")):
+        place = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = flat[key]
+    sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
+    return Recipe(**sections, **tree)

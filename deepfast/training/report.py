@@ -110,14 +110,17 @@ def describe(row: dict[str, Any]) -> str:
         if "nll" in row:
             parts.append(f"nll {row['nll']:.4f} nats, ppl {row['ppl']:.2f}")
         if "bleu" in row:
-            parts.append(f"BLEU {row['bleu']:.2f}")
+            each = [f"{k.removeprefix('bleu_')} {row[k]:.2f}" for k in row if k.startswith("bleu_")]
+            parts.append(f"BLEU {row['bleu']:.2f}" + (f" ({', '.join(each)})" if each else ""))
         if row.get("best"):
             parts.append("best so far")
         if "of" in row:
             parts.append(f"of {row['of']}")
         return f"{head}  {row['event']} {', '.join(parts)}"
+    depths = [f"{key.replace('_', ' ')} {row[key]:.1f}  " for key in row if key.endswith("_depth")]
     return (
         f"{head}  loss {row['loss']:.4f}  nll {row['nll']:.4f} nats  ppl {row['ppl']:.2f}  "
+        f"{''.join(depths)}"
         f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  "
         f"{row['target_tokens_per_second']:,.0f} target tok/s  "
         f"{row['source_tokens_per_second']:,.0f} source tok/s  "

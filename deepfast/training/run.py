@@ -16,14 +16,17 @@ from deepfast.data.text import write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.models.checkpoint import load_model
 from deepfast.training.checkpoint import (
+    AVERAGE,
+    BEST,
     STEP_FILE,
     average_checkpoints,
+    checkpoint_to_resume,
     load_checkpoint,
     prune,
     save_checkpoint,
     step_checkpoints,
 )
-from deepfast.training.corpus import load_corpus
+from deepfast.training.corpus import by_language, load_corpus
 from deepfast.training.environment import (
     StopSignal,
     peak_bytes,
@@ -32,13 +35,13 @@ from deepfast.training.environment import (
     settings,
 )
 from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
-from deepfast.training.memory import fit_memory
+from deepfast.training.growing import load_bottom, read_bottom, runs
+from deepfast.training.memory import fit_memory, set_policy
 from deepfast.training.recipe import Recipe
 from deepfast.training.recipe_file import differences, dump_recipe
-from deepfast.training.report import METRICS, Report
+from deepfast.training.report import Report
 from deepfast.training.trainer import Trainer, perplexity
 
-BEST, AVERAGE = "best.pt", "average.pt"
 SIGNALS = ("SIGINT", "SIGTERM")
 
 
@@ -65,7 +68,7 @@ class TrainResult:
     average_nll: float | None
     """Its dev NLL, nats per target token."""
     test_bleu: float | None
-    """BLEU of the test part, 0 to 100."""
+    """BLEU of the test part, 0 to 100; of several languages the mean."""
 
     @property
     def for_translation(self) -> Path:
@@ -80,6 +83,8 @@ class TrainResult:
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
     """Trains a translation model as the recipe says; Ctrl-C leaves a checkpoint to resume from.
 
+    A recipe with a section `grow` is two runs, and the result is that of the last one.
+
     Torch's and Python's generators are seeded; threads and determinism are put back at the end.
 
     Args:
@@ -89,8 +94,12 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         ValueError: a recipe, text or checkpoint that cannot be used.
         RuntimeError: a loss that is not finite, or a folder that cannot be written.
     """
-    with settings(recipe.train):
-        return _Run(recipe, quiet).go()
+    for part in runs(recipe):
+        with settings(part.train):
+            result = _Run(part, quiet).go()
+        if result.stopped in SIGNALS:
+            break
+    return result
 
 
 class _Run:
@@ -100,19 +109,27 @@ class _Run:
         self.recipe, self.section = recipe, recipe.train
         self.folder = Path(recipe.output)
         device = resolve_device(recipe.train.device)
-        self.saved: Path | None = _checkpoint_to_resume(recipe)
+        self.saved: Path | None = checkpoint_to_resume(recipe)
         content = load_checkpoint(self.saved) if self.saved else None
         if content is not None and "training" not in content:
             raise CheckpointError(
                 f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
                 "state, such as an average"
             )
+        # A checkpoint of this run has its bottom within.
+        bottom = None if content else read_bottom(recipe)
+        self.grows_on: str | None = None
+        """What a run that begins has below it, for people."""
         with _made(self.folder):
-            vocabulary = Vocabulary.from_bytes(content["vocabulary"]) if content else None
+            start = content or bottom
+            vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
             corpus = load_corpus(
                 recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
             )
             self.trainer = Trainer(recipe, corpus, device)
+            if bottom is not None:
+                load_bottom(recipe, self.trainer.model, bottom)
+                self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
         self.measured: int | None = None
         """Peak bytes of a step, of the trial before the first."""
         self.changed: list[str] = []
@@ -172,6 +189,8 @@ class _Run:
             f"model {trainer.model.describe()}, {count:,} parameters, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
+        if self.grows_on is not None:
+            say(f"grows on {self.grows_on}")
         if trainer.step:
             say(f"resumed from {self.saved} at step {trainer.step}")
             for line in self.changed:
@@ -179,6 +198,10 @@ class _Run:
 
     def _fit_memory(self) -> None:
         if self.recipe.memory is None:
+            return
+        if self.recipe.grow is not None:
+            # A policy by name: what a frozen bottom needs is not planned.
+            set_policy(self.trainer.model, self.recipe.memory)
             return
         row = fit_memory(self.trainer, self.report.say)
         self.measured = row["measured_bytes"]
@@ -233,7 +256,7 @@ class _Run:
         best = trainer.record(nll)
         row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
         if self.section.validate_bleu:
-            row["bleu"] = self._bleu(trainer.model, trainer.corpus.dev)
+            row |= self._bleu(trainer.model, trainer.corpus.dev)
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
         if best:
             trainer.seconds = self.seconds
@@ -248,14 +271,22 @@ class _Run:
         self.saved = self._step_path()
         prune(self.folder, self.section.keep_last)
 
-    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> float:
+    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
+        """BLEU, 0 to 100; of several languages each one's, and their mean."""
         # Search is needed only here, and only when asked for.
         from deepfast.search import bleu, translate_lines
 
+        corpus = self.trainer.corpus
         lines, references = zip(*pairs, strict=True)
         model.eval()
-        outputs = translate_lines(model, self.trainer.corpus.vocabulary, lines)
-        return bleu(outputs, references).bleu
+        outputs = translate_lines(model, corpus.vocabulary, lines)
+        if not corpus.languages:
+            return {"bleu": bleu(outputs, references).bleu}
+        each = {
+            f"bleu_{name}": bleu([outputs[i] for i in own], [references[i] for i in own]).bleu
+            for name, own in by_language(pairs).items()
+        }
+        return {"bleu": sum(each.values()) / len(each)} | each
 
     def _finish(self, stopped: str) -> TrainResult:
         """Averages, and translates the test part with the better of average and best."""
@@ -275,9 +306,9 @@ class _Run:
         if self.section.test_bleu:
             path = result.for_translation
             model, _ = load_model(path, trainer.device)
-            result.test_bleu = self._bleu(model, corpus.test)
-            row = step | {"bleu": result.test_bleu, "of": path.name}
-            self.report.log("test", row, seconds=self.seconds)
+            scores = self._bleu(model, corpus.test)
+            result.test_bleu = scores["bleu"]
+            self.report.log("test", step | scores | {"of": path.name}, seconds=self.seconds)
         return result
 
     def _result(self, stopped: str) -> TrainResult:
@@ -312,31 +343,3 @@ def _made(folder: Path) -> Iterator[None]:
             for path in new:
                 path.rmdir()
         raise
-
-
-def _checkpoint_to_resume(recipe: Recipe) -> Path | None:
-    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
-
-    Raises:
-        CheckpointError: the folder holds another run, or one that went further.
-    """
-    folder = Path(recipe.output)
-    present = step_checkpoints(folder)
-    if recipe.resume is True:
-        return present[-1] if present else None
-    if recipe.resume is False:
-        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
-        if ours:
-            raise CheckpointError(
-                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
-                "continue it with resume=true, or choose another with output=FOLDER"
-            )
-        return None
-    path = Path(recipe.resume)
-    later = [p for p in present if not path.exists() or not p.samefile(path)]
-    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
-        raise CheckpointError(
-            f"{folder}: expected a folder without later checkpoints than {path}, got "
-            f"{later[-1].name}: choose another with output=FOLDER"
-        )
-    return path

@@ -54,7 +54,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
         self.recipe, self.corpus, self.device = recipe, corpus, device
         vocabulary = corpus.vocabulary
-        self.model = recipe.build_model(len(vocabulary), vocabulary.pad_id).to(device)
+        model = recipe.build_model(len(vocabulary), vocabulary.pad_id, corpus.languages)
+        self.model = model.to(device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)
         self.step = 0
@@ -90,8 +91,7 @@ class Trainer:
         generators = random_state(self.device)
 
         self.model.train()
-        if hasattr(self.model, "set_step"):
-            self.model.set_step(self.step + 1)
+        self._tell_step()
         self.optimizer.zero_grad(set_to_none=True)
         loss = nll = torch.zeros((), device=self.device)
         for batch in batches:
@@ -124,6 +124,10 @@ class Trainer:
         window.source_tokens += sum(batch.source_tokens for batch in batches)
         window.target_tokens += target_tokens
         window.seconds += time.perf_counter() - began
+
+    def _tell_step(self) -> None:
+        if hasattr(self.model, "set_step"):
+            self.model.set_step(self.step + 1)
 
     def measure(self) -> float:
         """Peak bytes of a step on the largest micro-batch: parameters, gradients, the optimizer's
@@ -194,6 +198,7 @@ class Trainer:
             where = f"of {name}" if name else "norm over all parameters"
             return NotFiniteError(f"step {step}: the gradient {where} is not finite")
         set_random_state(generators, self.device)
+        self._tell_step()
         module = None
         for batch in batches:
             module = module or first_nonfinite_module(

@@ -267,3 +267,38 @@ def test_restore_order_checks_counts():
 def test_batches_need_no_sentencepiece(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     assert len(list(TokenBatches(PAIRS, max_tokens=100))) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_is_of_one_group(world_size):
+    groups = [random.Random(i).randrange(3) for i in range(len(PAIRS))]
+    seen = []
+    for rank in range(world_size):
+        batches = TokenBatches(
+            PAIRS, max_tokens=90, groups=groups, rank=rank, world_size=world_size
+        )
+        for batch in batches:
+            assert len({groups[i] for i in batch.indices}) == 1
+            assert padded_cost(batch) <= 90
+            seen += batch.indices
+        # Another epoch has the same cuts.
+        for batch in batches:
+            assert len({groups[i] for i in batch.indices}) == 1
+    assert sorted(seen) == list(range(len(PAIRS)))
+
+
+def test_groups_are_part_of_what_a_run_resumes():
+    first = TokenBatches(PAIRS, max_tokens=90, groups=[i % 2 for i in range(len(PAIRS))])
+    second = TokenBatches(PAIRS, max_tokens=90)
+    with pytest.raises(DataError, match="cannot resume"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_evaluation_batches_of_groups():
+    groups = [i % 3 for i in range(len(PAIRS))]
+    batches = evaluation_batches(PAIRS, max_tokens=15, groups=groups)
+    for batch in batches:
+        assert len({groups[i] for i in batch.indices}) == 1
+        assert padded_cost(batch) <= 15 or len(batch) == 1
+    outputs = [list(batch.indices) for batch in batches]
+    assert restore_order(batches, outputs) == list(range(len(PAIRS)))

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from deepfast.data import DataError, MissingPackage, Vocabulary, phrases
+from deepfast.data import DataError, MissingPackage, Vocabulary, phrases, split_tag, tag_of
 from deepfast.data.vocabulary import NORMALIZER_SPEC, TRAINER_SPEC, _varint
 
 SENTENCES = [
@@ -201,3 +201,28 @@ def test_phrases_have_no_unknown_pieces():
     texts = [text for pair in corpus.test for text in pair]
     assert vocabulary.unknown_rate(texts) == 0.0
     assert all(vocabulary.decode(vocabulary.encode(text)) == text for text in texts)
+
+
+def test_tags_are_one_token_in_front():
+    tagged = Vocabulary.train(SENTENCES, 100, tags=["<de>", "<fr>"])
+    assert tagged.tags == {"<de>": 4, "<fr>": 5}
+    plain = tagged.encode("the dog")
+    assert tagged.encode("<de> the dog") == tagged.encode("  <de>  the dog") == [4, *plain]
+    assert tagged.encode("<fr>") == [5]
+    assert tagged.decode([5, *plain]) == "<fr> the dog"
+    # What no vocabulary was told is text.
+    assert tagged.encode("<es> the dog")[0] not in (4, 5)
+    assert Vocabulary.from_bytes(tagged.to_bytes()).tags == tagged.tags
+
+
+def test_a_vocabulary_without_tags(vocabulary):
+    assert vocabulary.tags == {}
+    assert vocabulary.encode("<de> the dog") == vocabulary._processor.EncodeAsIds("<de> the dog")
+
+
+def test_split_tag():
+    assert split_tag("<de> a  b") == ("<de>", "a  b")
+    assert split_tag("<de>") == ("<de>", "")
+    assert split_tag("a <de> b") == (None, "a <de> b")
+    assert split_tag("<b c> d") == (None, "<b c> d")
+    assert tag_of("de") == "<de>"

@@ -71,6 +71,28 @@ def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
     )  # fmt: skip
 
 
+def attended(K, H, D, dtype, scored):
+    """Operands of attention over depth: by queries, or by given scores."""
+    x, query = tensor(T, D, dtype=dtype), None if scored else tensor(H, D)
+    scores = tensor(T, K, H) if scored else None
+    statistics = {"most": tensor(T, H), "total": tensor(T, H)}
+    given = {"sources": [x] * K, "query": query, "scores": scores, "norm": not scored, "eps": 1e-6}
+    return x, given | {"out": tensor(T * H, D, dtype=dtype)} | statistics
+
+
+def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False):
+    _, given = attended(K, H, D, dtype, scored)
+    launch(**given, lse=tensor(T, H))
+
+
+def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False):
+    x, given = attended(K, H, D, dtype, scored)
+    launch(
+        **given, dout=tensor(T * H, D, dtype=dtype), dlse=tensor(T, H), dsources=[x] * K,
+        dquery=None if scored else tensor(H, D), dscores=tensor(T, K, H) if scored else None,
+    )  # fmt: skip
+
+
 def engine(D, dtype):
     """A (T, D) tensor, the engine's states, and the depth weights with gain and shift."""
     rows, x = LAYERS + 1, tensor(T, D, dtype=dtype)
@@ -211,6 +233,7 @@ def hopper(module, *calls, **sizes):
 NORM = ("layer_norm", layer_norm_forward, layer_norm_backward)
 ACTIVATION = ("activation", activation_forward, activation_backward)
 MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
+DEPTH_ATTENTION = ("depth_attention", depth_attention_forward, depth_attention_backward)
 ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
 LSTM = ("peephole_lstm", peephole_lstm_forward, peephole_lstm_backward)
@@ -227,6 +250,10 @@ CASES = [
     *every(*MIX, K=16, D=512),
     *hopper(*MIX, K=33, D=512),
     *hopper(*MIX, K=16, D=512, dtype=FP32),
+    *every(*DEPTH_ATTENTION, K=16, D=512),
+    *hopper(*DEPTH_ATTENTION, K=33, D=512, H=4),
+    *hopper(*DEPTH_ATTENTION, K=7, D=512, H=4, scored=True),
+    *hopper(*DEPTH_ATTENTION, K=16, D=512, dtype=FP32),
     *every(*ENGINE, B=8, D=512),
     *hopper(*ENGINE, B=16, D=512),
     *hopper(*ENGINE, B=8, D=512, dtype=FP32),

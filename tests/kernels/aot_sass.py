@@ -76,6 +76,8 @@ LEAST_WIDE = 0.5
 FEWER_WIDE = {
     # Streams no (T, D) operand: adds up a few partial sums.
     "sum_partials_kernel": 0.0,
+    # Stores one number for each row.
+    "depth_attention_delta_kernel": 0.0,
 }
 
 # What a change may add to the committed numbers before it is told.

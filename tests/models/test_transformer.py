@@ -145,6 +145,43 @@ def test_embedding_is_tied():
     assert model.embedding.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize(
+    ("share", "names"),
+    [("decoder", ["embedding", "target_embedding"]),
+     ("none", ["embedding", "output", "target_embedding"])],
+)  # fmt: skip
+def test_embeddings_that_are_not_shared(share, names):
+    model = build(share_embeddings=share, target_vocab_size=13, first_position=2)
+    found = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    assert sorted(found - {"encoder", "decoder"}) == names
+    assert model.embedding.weight.shape == (11, 16)
+    loss, _ = model.loss(SOURCE, TARGET + 2 * (TARGET > 8), TARGET)
+    logits = model(SOURCE, TARGET + 2 * (TARGET > 8))
+    assert logits.shape == (9, 13)
+    assert_close(loss, F.cross_entropy(logits, TARGET[TARGET != 0], reduction="sum"))
+    loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.dim() == 2)
+    with torch.no_grad():
+        state = model.start(SOURCE)
+        for position in range(2):
+            step = model.step(TARGET[:, position], state)
+        rows = model(SOURCE[:1], TARGET[:1])
+    assert_close(step[0], rows[1])
+
+
+def test_the_first_position_shifts_the_sinusoids():
+    shifted, plain = build(first_position=2), build()
+    plain.load_state_dict(shifted.state_dict())
+    seen = []
+    for model in (shifted, plain):
+        model.embedding.weight.data.zero_()
+        hook = model.encoder.connection.register_forward_pre_hook(lambda _, a: seen.append(a[0]))
+        model.encode(SOURCE[:1])
+        hook.remove()
+    assert_close(seen[0], sinusoids(torch.arange(2, 7), 16))
+    assert_close(seen[1], sinusoids(torch.arange(5), 16))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
 def test_loss_is_torchs_on_the_logits(smoothing):
     model = build()
@@ -261,6 +298,10 @@ def test_sizes_of_the_paper():
         ({"activation": "tanh"}, "activation: expected one of relu, gelu, got 'tanh'"),
         ({"encoder_connection": "dense"}, "encoder_connection: expected one of dlcl, residual"),
         ({"decoder_connection": None}, "decoder_connection: expected one of dlcl, residual"),
+        ({"share_embeddings": "some"}, "share_embeddings: expected one of all, decoder, none"),
+        ({"target_vocab_size": 12}, "target_vocab_size: expected the source's 11 where share_emb"),
+        ({"target_vocab_size": 0}, "target_vocab_size: expected None or a whole number of at lea"),
+        ({"first_position": -1}, "first_position: expected a whole number from 0, got -1"),
     ],
 )
 def test_config_refuses(changes, sentence):

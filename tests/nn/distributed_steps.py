@@ -44,6 +44,40 @@ def ddp(norm, memory):
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def latent(norm, memory):
+    """Each rank has a language of its own, leaves out other layers in evaluation, and has drawn
+    another number of numbers; both draw the same gates."""
+
+    def stack(memory):
+        torch.manual_seed(0)
+        options = {"languages": 2, "hard": True}
+        return TransformerEncoder(
+            4, 16, 2, 24, connection="latent", norm=norm, dropout=0.0, memory=memory, latent=options
+        )
+
+    rank = dist.get_rank()
+    plain, module = stack("keep"), stack(memory)
+    wrapped = DistributedDataParallel(module)
+    torch.rand(1 + rank)
+    for step in (1, 2):
+        for side in (plain, module):
+            side.zero_grad()
+            side.latent.set_step(step)
+        plain(batch(), language=rank).square().sum().backward()
+        wrapped(batch(), language=rank).square().sum().backward()
+        expected = averaged_grads(plain)
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        gates = [torch.empty(2, 4) for _ in range(2)]
+        dist.all_gather(gates, module.latent.draw().detach())
+        assert torch.equal(*gates)
+        with torch.no_grad():
+            module.latent.logits.copy_(torch.tensor([[1.0, -1, 1, 1], [-1.0, 1, -1, -1]]))
+            plain.latent.logits.copy_(module.latent.logits)
+            wrapped.eval()(batch(), language=rank)
+        wrapped.train()
+
+
 def fsdp(norm, memory):
     """bf16 compute, sharded layer by layer; the connection, with W, keeps its fp32 parameters."""
     plain, module = encoder(norm), encoder(norm, memory)
@@ -78,6 +112,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         form, norm, memory = name.split("-")
-        {"ddp": ddp, "fsdp": fsdp}[form](norm, memory)
+        {"ddp": ddp, "fsdp": fsdp, "latent": latent}[form](norm, memory)
         print(f"{name}: rank {dist.get_rank()} agrees", flush=True)
     dist.destroy_process_group()

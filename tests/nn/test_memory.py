@@ -29,6 +29,9 @@ CASES = {
     "decoder": {"decoder": True, "attention_dropout": 0.1},
     "decoder, residual": {"decoder": True, "connection": "residual", "padding": True},
     "decoder, post": {"decoder": True, "norm": "post"},
+    "latent": {"connection": "latent", "padding": True},
+    "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
+    "decoder, latent": {"decoder": True, "connection": "latent"},
 }
 
 
@@ -69,8 +72,7 @@ def assert_same(got, expected):
 
 
 def allowed(case):
-    residual = CASES[case].get("connection") == "residual"
-    return OTHERS[:-1] if residual else OTHERS
+    return OTHERS if CASES[case].get("connection", "dlcl") == "dlcl" else OTHERS[:-1]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +85,7 @@ def test_the_same_bits_as_keep(case):
         assert_same(step(module, padding=padding), expected)
 
 
-@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post"])
+@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post", "decoder, latent"])
 def test_the_same_bits_under_autocast(case):
     expected = step(stack("keep", **CASES[case]), autocast=True)
     for policy in allowed(case):

@@ -45,29 +45,29 @@ def feed(m, x):
     return m.down(torch.relu(m.up(x)))
 
 
-def encoder_layer(m, x, n, padding=None):
+def encoder_layer(m, x, n, padding=None, z=1.0):
     """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's."""
     if m.norm == "pre":
-        x = x + attend(m.attention, n, padding=padding)
-        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
-    x = norm_of(m.attention_norm, x + attend(m.attention, x, padding=padding))
-    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
+        x = x + z * attend(m.attention, n, padding=padding)
+        return x + z * feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
+    x = norm_of(m.attention_norm, x + z * attend(m.attention, x, padding=padding))
+    return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
 
 
-def decoder_layer(m, x, n, memory, padding=None, memory_padding=None):
+def decoder_layer(m, x, n, memory, padding=None, memory_padding=None, z=1.0):
     def own(n):
-        return attend(m.attention, n, padding=padding, causal=True)
+        return z * attend(m.attention, n, padding=padding, causal=True)
 
     def cross(n):
-        return attend(m.cross_attention, n, memory, memory_padding)
+        return z * attend(m.cross_attention, n, memory, memory_padding)
 
     if m.norm == "pre":
         x = x + own(n)
         x = x + cross(norm_of(m.cross_attention_norm, x))
-        return x + feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
+        return x + z * feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
     x = norm_of(m.attention_norm, x + own(x))
     x = norm_of(m.cross_attention_norm, x + cross(x))
-    return norm_of(m.feed_forward_norm, x + feed(m.feed_forward, x))
+    return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
 
 
 def stack_and_sum(connection, x, bodies):
@@ -96,14 +96,20 @@ def stack_and_sum(connection, x, bodies):
     return norm_of(connection.norms[-1], x) if connection.norm == "pre" else x
 
 
-def naive_encoder(m, x, padding=None):
-    bodies = [lambda x, n, f=f: encoder_layer(f, x, n, padding) for f in m.layers]
+def naive_encoder(m, x, padding=None, gates=None):
+    gates = [1.0] * len(m.layers) if gates is None else gates
+    bodies = [
+        lambda x, n, f=f, z=z: encoder_layer(f, x, n, padding, z)
+        for f, z in zip(m.layers, gates, strict=True)
+    ]
     return stack_and_sum(m.connection, x, bodies)
 
 
-def naive_decoder(m, x, memory, padding=None, memory_padding=None):
+def naive_decoder(m, x, memory, padding=None, memory_padding=None, gates=None):
+    gates = [1.0] * len(m.layers) if gates is None else gates
     bodies = [
-        lambda x, n, f=f: decoder_layer(f, x, n, memory, padding, memory_padding) for f in m.layers
+        lambda x, n, f=f, z=z: decoder_layer(f, x, n, memory, padding, memory_padding, z)
+        for f, z in zip(m.layers, gates, strict=True)
     ]
     return stack_and_sum(m.connection, x, bodies)
 

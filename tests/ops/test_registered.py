@@ -61,6 +61,9 @@ def case(name, backend, p, tokens=T):
         sources, (w, nw, nb) = list(leaves[:K]), leaves[K:]
         return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
 
+    def depth_attention(*leaves):
+        return ops.depth_attention(list(leaves[:K]), leaves[K], return_lse=True, backend=backend)
+
     def norm_linear(x, residual, nw, nb, w, b):
         return ops.norm_linear(x, nw, nb, w, b, residual=residual, training=True, **options)
 
@@ -101,6 +104,10 @@ def case(name, backend, p, tokens=T):
         "depth_mix": lambda: Case(
             depth_mix, [*(leaf(*x) for _ in range(K)), leaf(K), leaf(K, D), leaf(K, D)],
             lambda *t: (list(t[:K]), *t[K:], 1e-5, backend),
+        ),
+        "depth_attention": lambda: Case(
+            depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, D)],
+            lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
         ),
         "norm_linear": lambda: Case(
             norm_linear, [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N)],
@@ -149,8 +156,8 @@ def operator(name):
 
 
 NAMES = [
-    "layer_norm", "activation", "depth_mix", "norm_linear", "feed_forward", "attention",
-    "linear_cross_entropy", "peephole_lstm",
+    "layer_norm", "activation", "depth_mix", "depth_attention", "norm_linear", "feed_forward",
+    "attention", "linear_cross_entropy", "peephole_lstm",
 ]  # fmt: skip
 DROPOUT = [0.0, 0.3]
 
@@ -166,9 +173,9 @@ def any_backend(request):
 
 
 def serves(name, backend):
-    """On the CPU attention is torch's, which registers itself."""
+    """On the CPU attention is torch's, which registers itself; some ops have no CUDA kernel."""
     if name in backends.NO_CUDA and backend == "cuda":
-        pytest.skip(f"there is no CUDA kernel of {name}")
+        pytest.skip(f"{name} has no CUDA kernel")
     if name == "attention" and backend in SDPA:
         pytest.skip(f"attention by {backend} is torch's")
 
@@ -189,6 +196,9 @@ def test_opcheck_without_optional_operands(backend):
     opcheck(operator("activation"), (x, "relu", 0.5, torch.tensor(3), backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2), None, None, 1e-5, backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2, D), None, leaf(2, D), 1e-5, backend))
+    if backend != "cuda":
+        scores = leaf(2, 3, 2, N)
+        opcheck(operator("depth_attention"), ([x, x], None, scores, False, 1e-6, backend))
     opcheck(operator("norm_linear"), (x, None, None, None, weight, None, 1e-5, 0.0, None, backend))
 
 
@@ -212,9 +222,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
-    for name in (
-        "layer_norm", "activation", "depth_mix", "linear_cross_entropy", "peephole_lstm",
-    ):  # fmt: skip
+    for name in ("layer_norm", "activation", "depth_mix", "depth_attention",
+                 "linear_cross_entropy", "peephole_lstm"):  # fmt: skip
         c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
@@ -370,6 +379,8 @@ def test_flops():
         "layer_norm": (0, 0),
         "activation": (0, 0),
         "depth_mix": (2 * K * T * D, 4 * K * T * D),
+        # Scores and sum of two hops, and twice that backward.
+        "depth_attention": (2 * 2 * 2 * K * T * D, 2 * 2 * 2 * 2 * K * T * D),
         "norm_linear": (2 * T * N * D, 4 * T * N * D),
         # Sentences of 2 and 3 tokens: 13 pairs, two products forward and five backward.
         "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),

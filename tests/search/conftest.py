@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.data import Vocabulary
-from deepfast.models import Transformer, TransformerConfig
+from deepfast.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
 
 SENTENCES = [
     "a small house stands by the river",
@@ -15,19 +15,29 @@ SENTENCES = [
 ] * 3
 
 
+SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
+
+
 def lively(vocab_size=9, seed=0, **changes):
     """A tiny model whose predictions are neither flat nor a copy of its input."""
-    sizes = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
-    config = TransformerConfig(
-        **sizes | {"decoder_connection": "dlcl", "vocab_size": vocab_size} | changes
-    )
-    model = Transformer(config)
+    options = SIZES | {"decoder_connection": "dlcl", "vocab_size": vocab_size} | changes
+    return shaken(Transformer(TransformerConfig(**options)), seed)
+
+
+def grown(vocab_size=9, seed=0):
+    """The same with a top on it."""
+    options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size}
+    return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
+
+
+def shaken(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.5 if "embedding" in name else 0.4
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
-        model.embedding.weight[config.padding_idx].zero_()
+        embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+        embedding.weight[model.config.padding_idx].zero_()
     return model
 
 
@@ -71,6 +81,16 @@ def _one_thread(threads):
 @pytest.fixture(scope="session")
 def make_model():
     return lively
+
+
+@pytest.fixture(scope="session")
+def make_grown():
+    return grown
+
+
+@pytest.fixture(params=[lively, grown], ids=["transformer", "grown"])
+def any_model(request):
+    return request.param()
 
 
 @pytest.fixture(scope="session")

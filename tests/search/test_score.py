@@ -6,6 +6,7 @@ import pytest
 import sacrebleu
 
 from deepfast.search import bleu
+from deepfast.search.score import bleu_against
 
 HYPOTHESES = ["Das Haus steht am Fluss .", "die alte Brücke ist gesperrt.", "Sie liest"]
 REFERENCES = ["Das Haus steht am Fluss.", "Die alte Brücke ist gesperrt.", "Sie liest ein Buch."]
@@ -23,6 +24,12 @@ def test_figures_are_those_of_sacrebleu():
     assert scores.brevity_penalty == pytest.approx(cased.bp)
     assert scores.length_ratio == pytest.approx(cased.sys_len / cased.ref_len)
     assert scores.sentences == 3
+
+
+def test_many_translations_of_one_text():
+    score = bleu_against(REFERENCES)
+    for hypotheses in (HYPOTHESES, REFERENCES, ["", "die alte Brücke ist", "Das Haus"]):
+        assert score(hypotheses) == pytest.approx(bleu(hypotheses, REFERENCES).bleu)
 
 
 def test_signatures_tell_the_two_apart():

@@ -123,7 +123,7 @@ def test_a_model_without_attention_is_refused(vocabulary, tmp_path, capsys, mode
     for one in (blind, Ensemble([model, blind])):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
             translate_nbest(one, vocabulary, [LINE], replace_unknown=True)
-    check_aligns(Ensemble([model, recurrent(len(vocabulary))]))
+    check_aligns(Ensemble([model, recurrent(len(vocabulary))]), vocabulary)
 
 
 def test_option(checkpoint, tmp_path, capsys):
@@ -132,5 +132,6 @@ def test_option(checkpoint, tmp_path, capsys):
     fast = ["--beam", "2", "--max-length", "6", "--device", "cpu", "--replace-unknown"]
     assert main(["translate", str(checkpoint), "--input", str(source), *fast]) == 0
     assert "⁇" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["translate", str(checkpoint), "--no-unknown", *fast])
+    for option in ("--no-unknown", "--deep-shallow"):
+        assert main(["translate", str(checkpoint), "--input", str(source), option, *fast]) == 1
+        assert f"--replace-unknown: expected no {option}" in capsys.readouterr().err

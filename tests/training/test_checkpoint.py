@@ -6,9 +6,10 @@ import io
 import pytest
 import torch
 
+from deepfast.models import TransformerConfig
 from deepfast.training import CheckpointError, average_checkpoints, load_checkpoint
 from deepfast.training import checkpoint as module
-from deepfast.training.checkpoint import save_checkpoint
+from deepfast.training.checkpoint import check_config, save_checkpoint
 
 
 def content(value=1.0, width=3):
@@ -24,6 +25,15 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     assert back["training"]["python"] == (3, (1, 2), None)
     assert torch.equal(back["model"]["w"], torch.ones(3))
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_field_newer_than_the_checkpoint_had_its_default():
+    config = TransformerConfig(vocab_size=9)
+    saved = {name: value for name, value in vars(config).items() if name != "cross_attention"}
+    check_config("a.pt", {"config": saved}, config)
+    other = TransformerConfig(vocab_size=9, cross_attention="transparent")
+    with pytest.raises(CheckpointError, match="cross_attention 'top' in the checkpoint and 'trans"):
+        check_config("a.pt", {"config": saved}, other)
 
 
 class FullDisk(io.FileIO):

@@ -1,6 +1,7 @@
 """Recipes: files, overrides, and a sentence for every mistake."""
 
 import importlib.resources
+import shlex
 
 import pytest
 import yaml
@@ -33,6 +34,62 @@ def test_shipped_recipes_have_summary_and_command_on_top(name):
     assert command.startswith(f"#     deepfast train {name}")
 
 
+def commands(name):
+    """The words after `deepfast train NAME` of every command in a recipe's comments."""
+    file = importlib.resources.files("deepfast") / "recipes" / f"{name}.yaml"
+    for line in file.read_text("utf-8").splitlines():
+        words = shlex.split(line.removeprefix("#     ")) if line.startswith("#     ") else []
+        if words[:2] == ["deepfast", "train"]:
+            assert words[2] == name
+            yield words[3:]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_command_in_a_recipe_s_comments_loads(name):
+    loaded = [load_recipe(name, words) for words in commands(name)]
+    # Each of them may run beside the others.
+    assert len({recipe.output for recipe in loaded}) == len(loaded) >= 1
+
+
+# Wang et al. 2019: peak, warm-up, betas, and dropout of attention and ReLU.
+PAPER = {
+    "transformer-base": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
+    "transformer-pre": (1e-3, 8000, (0.9, 0.997), 0.1, 6, "residual", "top", 8),
+    "transformer-big": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
+    "transparent16": (2e-3, 16000, (0.9, 0.997), 0.1, 16, "residual", "transparent", 8),
+    "dlcl30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "dlcl", "top", 16),
+    "denseformer30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "denseformer", "top", 16),
+}
+
+
+def test_the_paper_s_baselines():
+    seen = {}
+    for name in ("transformer-base", "dlcl30"):
+        for words in commands(name):
+            recipe = load_recipe(name, words)
+            optim, model = recipe.optim, recipe.model_config(vocab_size=100)
+            assert (optim.label_smoothing, recipe.train.average_last) == (0.1, 5)
+            assert model.attention_dropout == model.activation_dropout
+            assert model.decoder_layers == 6
+            assert model.dim == (1024 if "big" in recipe.output else 512)
+            assert model.norm == ("pre" if model.attention_dropout else "post")
+            seen[recipe.output.removeprefix("runs/")] = (
+                optim.lr, optim.warmup, optim.betas, model.attention_dropout, model.encoder_layers,
+                model.encoder_connection, model.cross_attention, optim.accumulate,
+            )  # fmt: skip
+    assert seen == PAPER
+
+
+def test_the_transparent_twin_differs_in_what_the_decoder_reads_alone():
+    dlcl, other = (load_recipe(f"phrases-{n}").to_dict() for n in ("dlcl30", "transparent30"))
+    connections = [r["model"].pop("encoder_connection") for r in (dlcl, other)]
+    assert connections == ["dlcl", "residual"]
+    assert other["model"].pop("cross_attention") == "transparent"
+    assert {k: v for k, v in dlcl.items() if k != "output"} == {
+        k: v for k, v in other.items() if k != "output"
+    }
+
+
 def test_the_two_compared_recipes_differ_in_the_connection_alone():
     dlcl, post = (load_recipe(f"phrases-{n}").to_dict() for n in ("dlcl30", "postnorm30"))
     assert (dlcl["model"].pop("norm"), post["model"].pop("norm")) == ("pre", "post")
@@ -54,6 +111,33 @@ def test_overrides_replace_nested_values():
     assert recipe.optim.lr == 2e-3
     assert recipe.optim.betas == (0.9, 0.99)
     assert recipe.output == "x/y"
+
+
+def test_fusion_of_layers():
+    changes = ["model.encoder_fusion=attention", "model.fusion.hops=2"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
+    with pytest.raises(RecipeError, match=r"model\.fusion: hops must be at least 1, got 0"):
+        load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
+    for memory in ("2GiB", "lean"):
+        with pytest.raises(
+            RecipeError, match=r"memory: expected null where model\.encoder_fusion is"
+        ):
+            load_recipe("phrases-small", [*changes, f"memory={memory}"])
+
+
+def test_attention_residuals():
+    changes = ["model.encoder_connection=block_attnres", "model.attnres_block=3"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
+    for more, message in (
+        ("memory=lean", r"memory: expected null where model\.encoder_connection is block"),
+        ("model.norm=post", "norm: expected pre with attention residuals, got 'post'"),
+        ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
+        ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load_recipe("phrases-small", [*changes, more])
 
 
 def test_a_recipe_file_by_path_and_back(tmp_path):

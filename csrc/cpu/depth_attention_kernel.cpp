@@ -1,0 +1,192 @@
+// Attention over depth: a softmax over the sources of each token, and their weighted sum.
+//
+//   s_k = q . v_k * r_k (or given),  r_k = 1 / sqrt(mean(v_k^2) + eps), or 1 without norm
+//   out = sum_k p_k v_k,  p_k = exp(s_k - most) / total,  lse = most + log total
+//
+//   delta = <dout, out> - dlse,  ds_k = p_k * (<dout, v_k> - delta)
+//   dv_k  = p_k dout + ds_k r_k q - v_k * r_k^2 ds_k s_k / D,  dq = sum_{t,k} ds_k r_k v_k
+//
+// with most the largest score and total = sum_k exp(s_k - most), and sums over the hops where there
+// are several. The softmax is made online (Milakov, Gimelshein 2018): each source is read once
+// forward and once backward, and no score is kept between the two. Backward has most and total
+// instead of lse, which far from 0 is too coarse to take the scores' distance from.
+// Compiled once per instruction set.
+#include "exp.h"
+#include "rows.h"
+#include "tables.h"
+
+namespace deepfast {
+namespace DEEPFAST_ISA {
+namespace {
+
+template <class T, class A = compute_t<T>>
+DEEPFAST_INLINE A dot_rows(const T* row, const A* with, int64_t dim) {
+  return sum_over_lanes<A, RowSum<A>>(dim,
+                                      [&](auto lanes, int64_t d, auto& s) {
+                                        s.add(load(lanes, row + d) * load(lanes, with + d));
+                                      })
+      .total();
+}
+
+// For x <= 0.
+template <class A>
+DEEPFAST_INLINE A exponential_of(A x) {
+  return exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, x))[0];
+}
+
+// Brings in the row after this one: that of the next source, or the first source's for the token
+// after. Rows of many sources are more streams than a processor follows by itself.
+template <class T>
+DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
+  const bool last = k + 1 == op.sources;
+  if (last && t + 1 == end) return;
+  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[last ? 0 : k + 1], t + last));
+  for (int64_t at = 0; at < op.dim * static_cast<int64_t>(sizeof(T)); at += 64)
+    __builtin_prefetch(p + at, 0, 2);
+}
+
+// The scores of one source's row, hop by hop.
+template <class T, class A = compute_t<T>>
+class Scores {
+ public:
+  DEEPFAST_INLINE Scores(const DepthAttention& op, const T* row, int64_t t, int64_t k)
+      : op_(op), row_(row), given_(at<A>(op.scores, (t * op.sources + k) * op.hops)) {
+    if (op.query == nullptr) return;
+    if (!op.norm) {
+      first_ = dot_rows(row, at<A>(op.query, 0), op.dim);
+      return;
+    }
+    // The norm and the first hop's product in one pass.
+    const A* query = at<A>(op.query, 0);
+    const auto sums = sum_over_lanes<A, RowSums<A>>(op.dim, [&](auto lanes, int64_t d, auto& s) {
+      const auto x = load(lanes, row + d);
+      s.first.add(x * x);
+      s.second.add(x * load(lanes, query + d));
+    });
+    const A mean = sums.first.total() / static_cast<A>(op.dim);
+    r_ = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
+    first_ = sums.second.total() * r_;
+  }
+  // 1 / RMS, or 1 without norm.
+  DEEPFAST_INLINE A r() const { return r_; }
+  DEEPFAST_INLINE A operator()(int64_t h) const {
+    if (given_ != nullptr) return given_[h];
+    return h == 0 ? first_ : dot_rows(row_, at<A>(op_.query, h * op_.dim), op_.dim) * r_;
+  }
+
+ private:
+  const DepthAttention& op_;
+  const T* row_;
+  const A* given_;
+  A first_ = 0, r_ = 1;
+};
+
+template <class T>
+void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
+  using A = compute_t<T>;
+  constexpr A kNone = -__builtin_inf();
+  const int64_t dim = op.dim, hops = op.hops;
+  Scratch<A> sum(hops * dim), most(hops), total(hops);
+  for (int64_t t = begin; t < end; ++t) {
+    memset(sum.get(), 0, hops * dim * sizeof(A));
+    for (int64_t h = 0; h < hops; ++h) most[h] = kNone, total[h] = 0;
+    for (int64_t k = 0; k < op.sources; ++k) {
+      const T* row = row_of<T>(op.source[k], t);
+      prefetch_next<T>(op, t, k, end);
+      const Scores<T> scores(op, row, t, k);
+      for (int64_t h = 0; h < hops; ++h) {
+        const A s = scores(h);
+        // Its weight is 0 whatever the others are; of two such scores the difference is NaN.
+        if (s == kNone) continue;
+        const bool rises = s > most[h];
+        const A kept = rises ? exponential_of(most[h] - s) : A(1);
+        const A p = rises ? A(1) : exponential_of(s - most[h]);
+        if (rises) most[h] = s;
+        total[h] = total[h] * kept + p;
+        A* row_sum = sum + h * dim;
+        for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+          store(lanes, row_sum + d, load(lanes, row_sum + d) * kept + p * load(lanes, row + d));
+        });
+      }
+    }
+    for (int64_t h = 0; h < hops; ++h) {
+      const A scale = A(1) / total[h];
+      const A* row_sum = sum + h * dim;
+      T* out = row_of<T>(op.out, t * hops + h);
+      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+        store(lanes, out + d, load(lanes, row_sum + d) * scale);
+      });
+      *at<A>(op.most, t * hops + h) = most[h];
+      *at<A>(op.total, t * hops + h) = total[h];
+      *at<A>(op.lse, t * hops + h) =
+          most[h] + static_cast<A>(__builtin_log(static_cast<double>(total[h])));
+    }
+  }
+}
+
+template <class T>
+void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
+  using A = compute_t<T>;
+  const int64_t dim = op.dim, hops = op.hops;
+  const A* query = at<A>(op.query, 0);
+  A* dquery = at<A>(op.dquery, chunk * hops * dim);
+  // By hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
+  Scratch<A> dout(hops * dim), delta(hops), p(hops), c(hops);
+  for (int64_t t = begin; t < end; ++t) {
+    for (int64_t h = 0; h < hops; ++h) {
+      load_row(row_of<T>(op.dout, t * hops + h), dout + h * dim, dim);
+      delta[h] = dot_rows(row_of<T>(op.out, t * hops + h), dout + h * dim, dim);
+      if (op.dlse != nullptr) delta[h] -= *at<A>(op.dlse, t * hops + h);
+    }
+    for (int64_t k = 0; k < op.sources; ++k) {
+      const T* row = row_of<T>(op.source[k], t);
+      prefetch_next<T>(op, t, k, end);
+      const Scores<T> scores(op, row, t, k);
+      A slope = 0;
+      for (int64_t h = 0; h < hops; ++h) {
+        const A s = scores(h);
+        p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
+        const A ds = p[h] * (dot_rows(row, dout + h * dim, dim) - delta[h]);
+        c[h] = ds * scores.r();
+        slope += ds * s;
+        if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.sources + k) * hops + h) = ds;
+        if (dquery != nullptr) {
+          A* target = dquery + h * dim;
+          for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+            store(lanes, target + d, load(lanes, target + d) + c[h] * load(lanes, row + d));
+          });
+        }
+      }
+      if (op.dsource[k].data == nullptr) continue;
+      // Scores that are given, and rows that are not normalised, have no part of their own.
+      const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
+      T* target = row_of<T>(op.dsource[k], t);
+      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+        auto u = broadcast(lanes, A(0));
+        if (op.norm) u -= back * load(lanes, row + d);
+        for (int64_t h = 0; h < hops; ++h) {
+          u += p[h] * load(lanes, dout + h * dim + d);
+          if (query != nullptr) u += c[h] * load(lanes, query + h * dim + d);
+        }
+        store(lanes, target + d, u);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t end, int64_t) {
+  with_storage(op.storage, [&](auto* tag) {
+    forward_rows<typename pointee<decltype(tag)>::type>(op, begin, end);
+  });
+}
+
+void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
+  with_storage(op.storage, [&](auto* tag) {
+    backward_rows<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
+  });
+}
+
+}  // namespace DEEPFAST_ISA
+}  // namespace deepfast

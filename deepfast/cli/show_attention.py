@@ -1,0 +1,84 @@
+"""Draws how a fusion of layers weighs them: hops by layers by words.
+
+Of a model whose recipe has model.encoder_fusion or model.decoder_fusion. The decoder's weights are
+those along a translation: the model's own, or the one given."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from deepfast.cli.translate import lowercased
+from deepfast.data import Vocabulary
+from deepfast.data.errors import require
+from deepfast.data.vocabulary import BOS, EOS
+from deepfast.models.checkpoint import load_model
+from deepfast.nn.fusion import WITH_ATTENTION
+from deepfast.search import translate_lines
+
+EXAMPLE = 'deepfast show-attention model.pt "the old house" --output layers.svg'
+PICTURES = (".svg", ".png")
+SIDES = ("encoder", "decoder")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("text", metavar="TEXT", help="a sentence to translate")
+    parser.add_argument("--side", choices=SIDES, help="default: the first that has a fusion")
+    parser.add_argument("--translation", help="for the decoder; default: the model's own")
+    parser.add_argument("--output", default="attention.svg", help="a file, .svg or .png")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = Path(args.output)
+    if path.suffix not in PICTURES:
+        raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output!r}")
+    require("matplotlib", "drawing")
+    model, content = load_model(args.checkpoint)
+    vocabulary = Vocabulary.from_bytes(content)
+    side = args.side or _fused_side(model)
+    if args.translation is not None and side != "decoder":
+        raise ValueError("--translation: expected with the decoder's fusion alone")
+    texts = [args.text, args.translation]
+    if lowercased(args.checkpoint):
+        texts = [None if text is None else text.lower() for text in texts]
+    weights, words = layer_weights(model, vocabulary, side, *texts)
+    # matplotlib takes a second to import.
+    from deepfast.profiling.attention_picture import draw
+
+    draw(weights, words, path, title=f"{side}: weight of each layer")
+    print(path)
+    return 0
+
+
+def _fused_side(model: torch.nn.Module) -> str:
+    for side in SIDES:
+        if getattr(model.config, f"{side}_fusion", None) in WITH_ATTENTION:
+            return side
+    raise ValueError(
+        "expected a model with an encoder_fusion or a decoder_fusion of "
+        f"{' or '.join(WITH_ATTENTION)}, got one without"
+    )
+
+
+@torch.inference_mode()
+def layer_weights(
+    model: torch.nn.Module, vocabulary: Vocabulary, side: str, text: str, translation: str | None
+) -> tuple[torch.Tensor, list[str]]:
+    """(N, hops, L + 1) and the N words; of a weight for each channel their mean, as one hop."""
+    source = vocabulary.encode(text)
+    if not source:
+        raise ValueError("TEXT: expected words, got none")
+    source_BS = torch.tensor([[*source, EOS]])
+    if side == "encoder":
+        words = [*vocabulary.pieces(text), "</s>"]
+        weights = model.layer_attention(source_BS)
+    else:
+        if translation is None:
+            (translation,) = translate_lines(model, vocabulary, [text])
+        words = ["<s>", *vocabulary.pieces(translation)]
+        target = torch.tensor([[BOS, *vocabulary.encode(translation)]])
+        weights = model.layer_attention(source_BS, target)
+    if getattr(model.config, f"{side}_fusion") == "channel_attention":
+        weights = weights.mean(1, keepdim=True)
+    return weights, [word.removeprefix("\u2581") or "\u2581" for word in words]

@@ -1,0 +1,61 @@
+"""The fusions of layers on either side of an encoder-decoder model."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from deepfast.nn import LayerFusion
+from deepfast.nn.fusion import WITH_ATTENTION, layer_embedding
+
+
+class Fusions(nn.Module):
+    """`LayerFusion` over the encoder's layers, the decoder's, or both, with one layer embedding.
+
+    Args:
+        dim: D.
+        sides: "encoder" and "decoder" -> (kind of the fusion or None, number of layers).
+        options: further arguments of `LayerFusion`, for both sides.
+
+    Attributes:
+        encoder, decoder: their `LayerFusion`, or None.
+        layer_embedding: E, as deep as the deeper side, or None: layer l of either side has the
+            same.
+    """
+
+    def __init__(self, dim: int, sides: dict[str, tuple[str | None, int]], **options):
+        super().__init__()
+        self.encoder = self.decoder = None
+        for side, (kind, layers) in sides.items():
+            if kind is not None:
+                fusion = LayerFusion(layers + 1, dim, kind, own_embedding=False, **options)
+                setattr(self, side, fusion)
+        attending = [f.num_states for f in self.children() if f.kind in WITH_ATTENTION]
+        self.layer_embedding = layer_embedding(max(attending), dim) if attending else None
+
+    def forward(self, side: str, run: Callable, seen: list[Tensor] | None = None) -> Tensor:
+        """What ``run()`` returns, or the fusion of the stack's layers where that side has one.
+
+        Args:
+            side: "encoder" or "decoder".
+            run: the stack, with an argument ``states``, see `TransformerEncoder.forward_packed`.
+            seen: a list to be given the weights of the layers, (N, hops, L + 1).
+
+        Raises:
+            ValueError: where weights are asked of a side without attention.
+        """
+        fusion = getattr(self, side)
+        if seen is not None and (fusion is None or fusion.kind not in WITH_ATTENTION):
+            got = None if fusion is None else fusion.kind
+            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
+        if fusion is None:
+            return run()
+        states: list[Tensor] = []
+        y = run(states=states)
+        # The last state has passed the stack's final LN.
+        states[-1] = y
+        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
+        if seen is None:
+            return fusion(states, embedding)
+        y, weights = fusion(states, embedding, return_attention=True)
+        seen.append(weights)
+        return y

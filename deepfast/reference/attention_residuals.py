@@ -1,0 +1,33 @@
+"""Attention residuals, as published: Kimi Team, Attention Residuals, arXiv 2603.15031, 2026.
+
+v_0 is the embedding, v_k what layer k adds to its input (its output without the residual); w_l the
+query of the l-th input. Rows count from 0: row l, of v_0 .. v_l, feeds layer l + 1, and row L is
+the output of the stack.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .depth_attention import rms_norm
+
+
+def attend(values: Sequence[Tensor], w: Tensor, eps: float = 1e-6) -> Tensor:
+    """``sum_i phi(w, v_i) v_i / sum_i phi(w, v_i)`` with ``phi(w, v) = exp(w . RMSNorm(v))``."""
+    phi = [(rms_norm(v, eps=eps) * w).sum(-1, keepdim=True).exp() for v in values]
+    return sum(p * v for p, v in zip(phi, values, strict=True)) / sum(phi)
+
+
+def full(v: Sequence[Tensor], w: Tensor, row: int, eps: float = 1e-6) -> Tensor:
+    """Row ``row``: attention over v_0 .. v_row. w: (L + 1, D)."""
+    return attend(v[: row + 1], w[row], eps)
+
+
+def block(v: Sequence[Tensor], w: Tensor, row: int, size: int, eps: float = 1e-6) -> Tensor:
+    """Row ``row`` in blocks of ``size`` layers: attention over v_0, the sums of the finished
+    blocks, and the sum of what the layers of the block at hand have added so far, if any."""
+    done = row // size
+    values = [v[0], *(sum(v[b * size + 1 : (b + 1) * size + 1]) for b in range(done))]
+    if row % size:
+        values.append(sum(v[done * size + 1 : row + 1]))
+    return attend(values, w[row], eps)

@@ -1,0 +1,39 @@
+"""Transparent attention: what each decoder layer attends to, when it reads all encoder layers.
+
+Bapna et al., Training Deeper Neural Machine Translation Models with Transparent Attention, EMNLP
+2018, https://aclanthology.org/D18-1338.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .layer_norm import normalise
+
+
+def transparent_attention(
+    states: Sequence[Tensor],
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> list[Tensor]:
+    """``z_j = sum_k softmax(weight[j])[k] * h_k`` for each decoder layer j.
+
+    In pre-norm, where states are sums that were never normalised, h_k is LN_k of a state.
+
+    states: the embedding and the outputs of L encoder layers, (..., D) each. weight: (M, L+1).
+    norm_weight, norm_bias: (L+1, D), or None for states as they are.
+    """
+    memories = []
+    for logits in weight:
+        share = logits.softmax(0)
+        total = 0.0
+        for k, state in enumerate(states):
+            h = state
+            if norm_weight is not None:
+                h = normalise(state, eps)[0] * norm_weight[k] + norm_bias[k]
+            total = total + share[k] * h
+        memories.append(total)
+    return memories

@@ -1,0 +1,286 @@
+"""Attention over depth: a softmax over the sources of each token, and their weighted sum.
+
+    s_kh = q_h . v_k r_k (or given),  r_k = 1 / sqrt(mean(v_k^2) + eps), or 1 without norm
+    out_h = sum_k p_kh v_k,  p_kh = exp(s_kh - most_h) / total_h,  lse_h = most_h + log(total_h)
+
+    delta_h = <dout_h, out_h> - dlse_h,  ds_kh = p_kh (<dout_h, v_k> - delta_h)
+    dv_k = sum_h (p_kh dout_h + ds_kh r_k q_h) - v_k r_k^2 / D sum_h ds_kh s_kh
+    dq_h = sum over tokens and sources of ds_kh r_k v_k
+
+with the largest score most_h and total_h = sum_k exp(s_kh - most_h). The softmax is made online
+(Milakov, Gimelshein 2018), and backward makes the scores again from the sources it reads anyway. A
+launch takes up to 16 sources; between launches forward carries the sum so far in fp32. Programs of
+several hops run side by side in forward, so that all but the first read a source from the level-2
+cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    SOURCES,
+    flat_rows,
+    load_rows,
+    multiprocessors,
+    pick,
+    row_channels,
+    row_strides,
+    row_sum,
+    row_tile,
+    source_group,
+    store_rows,
+    store_sum,
+    sum_partials,
+)
+
+
+@triton.jit
+def _by_token(p, m_t, other: tl.constexpr):
+    """One value of each token, (1, BT, 1)."""
+    return tl.load(p, mask=m_t, other=other)[None, :, None]
+
+
+@triton.jit
+def _inverse_rms(b_v, D, eps, NORM: tl.constexpr):
+    if NORM:
+        return tl.rsqrt(row_sum(b_v * b_v) / D + eps)
+    else:
+        return 1.0
+
+
+@triton.jit(do_not_specialize=["T", "K", "s_scores"])
+def depth_attention_fwd_kernel(
+    sources, p_query, p_scores, p_sum, p_out, p_lse, p_most, p_total,
+    T, K, eps,
+    s_sources, s_scores,
+    H: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # One axis: of others a grid has 65535 programs at most.
+    h, first = tl.program_id(0) % H, tl.program_id(0) // H * BT
+    o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
+    o_t = (first + tl.arange(0, BT)).to(tl.int64)
+    m_t = o_t < T
+    o_stat = o_t * H + h
+    o_sum = (o_row * H + h) * D + o_flat
+    if p_query is not None:
+        b_q = load_rows(p_query + h * D + o_flat, o_flat < D, BA, BT, BC)
+    if FIRST:
+        b_sum = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
+        b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
+    else:
+        b_sum = load_rows(p_sum + o_sum, m, BA, BT, BC)
+        b_most = _by_token(p_most + o_stat, m_t, 0.0)
+        b_total = _by_token(p_total + o_stat, m_t, 0.0)
+    for k in tl.range(0, K, num_stages=STAGES):
+        p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
+        b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
+        if p_query is not None:
+            b_s = row_sum(b_v * b_q) * _inverse_rms(b_v, D, eps, NORM)
+        else:
+            b_s = _by_token(p_scores + o_t * s_scores + k * H + h, m_t, 0.0)
+        b_high = tl.maximum(b_most, b_s)
+        # Of two scores of -inf the difference is NaN, and their weights are 0.
+        b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
+        b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
+        b_sum = b_sum * b_kept + b_p * b_v
+        b_total = b_total * b_kept + b_p
+        b_most = b_high
+    tl.store(p_most + o_stat, tl.reshape(b_most, (BT,)), mask=m_t)
+    tl.store(p_total + o_stat, tl.reshape(b_total, (BT,)), mask=m_t)
+    if LAST:
+        tl.store(p_lse + o_stat, tl.reshape(b_most + tl.log(b_total), (BT,)), mask=m_t)
+        store_rows(p_out + o_sum, b_sum / b_total, m, BA, BT, BC)
+    else:
+        store_rows(p_sum + o_sum, b_sum, m, BA, BT, BC)
+
+
+@triton.jit
+def _delta(p_out, p_dlse, b_dout, m, m_t, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    """``<dout, out> - dlse`` of each row, (1, BT, 1); ``p_out`` (BA * BT, BC), ``p_dlse`` (BT,)."""
+    b_delta = row_sum(load_rows(p_out, m, BA, BT, BC).to(tl.float32) * b_dout)
+    if p_dlse is not None:
+        b_delta -= _by_token(p_dlse, m_t, 0.0)
+    return b_delta
+
+
+@triton.jit(do_not_specialize=["R"])
+def depth_attention_delta_kernel(
+    p_out, p_dout, p_dlse, p_delta,
+    R,
+    s_dout,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BT
+    o_row, o_flat, m = flat_rows(first, R, D, BA, BT, BC)
+    o_r = (first + tl.arange(0, BT)).to(tl.int64)
+    b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
+    if p_dlse is not None:
+        p_dlse += o_r
+    b_delta = _delta(p_out + o_row * D + o_flat, p_dlse, b_dout, m, o_r < R, BA, BT, BC)
+    tl.store(p_delta + o_r, tl.reshape(b_delta, (BT,)), mask=o_r < R)
+
+
+@triton.jit(do_not_specialize=["T", "K", "s_scores"])
+def depth_attention_bwd_kernel(
+    sources, p_query, p_scores, p_out, p_most, p_total, p_dout, p_dlse, p_delta, dsources, p_slopes,
+    p_dscores, p_partial,
+    T, K, eps,
+    s_sources, s_dout, s_dsources, s_scores,
+    H: tl.constexpr, NORM: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    b_dq = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    _, o_w, _ = flat_rows(0, T, D, BA, BT, BC)
+    if p_query is not None and H == 1:
+        b_q = load_rows(p_query + o_w, o_w < D, BA, BT, BC)
+    for start in tl.range(program * BT, T, programs * BT):
+        o_row, o_flat, m = flat_rows(start, T, D, BA, BT, BC)
+        o_t = (start + tl.arange(0, BT)).to(tl.int64)
+        m_t = o_t < T
+        if H == 1:
+            b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
+            b_most, b_total = _by_token(p_most + o_t, m_t, 0.0), _by_token(p_total + o_t, m_t, 1.0)
+            p_dl = None if p_dlse is None else p_dlse + o_t
+            b_delta = _delta(p_out + o_row * D + o_flat, p_dl, b_dout, m, m_t, BA, BT, BC)
+        for k in tl.range(0, K, num_stages=STAGES):
+            p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
+            b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
+            b_r = _inverse_rms(b_v, D, eps, NORM)
+            b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
+            b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
+            for h in range(0, H):
+                if H > 1:
+                    # From a cache: the tile is read again for every source.
+                    p_g = p_dout + (o_row * H + h) * s_dout + o_flat
+                    b_dout = load_rows(p_g, m, BA, BT, BC).to(tl.float32)
+                    b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
+                    b_total = _by_token(p_total + o_t * H + h, m_t, 1.0)
+                    b_delta = _by_token(p_delta + o_t * H + h, m_t, 0.0)
+                    if p_query is not None:
+                        b_q = load_rows(p_query + h * D + o_w, o_w < D, BA, BT, BC)
+                o_score = o_t * s_scores + k * H + h
+                if p_query is not None:
+                    b_s = row_sum(b_v * b_q) * b_r
+                else:
+                    b_s = _by_token(p_scores + o_score, m_t, 0.0)
+                b_p = tl.exp(b_s - b_most) / b_total
+                b_ds = b_p * (row_sum(b_v * b_dout) - b_delta)
+                b_u += b_p * b_dout
+                if p_query is not None:
+                    b_c = b_ds * b_r
+                    b_u += b_c * b_q
+                    b_back += b_ds * b_s
+                    if p_partial is not None:
+                        # Tokens behind the last are rows of zeros.
+                        b_dq += b_c * b_v
+                    if p_slopes is not None:
+                        tl.store(p_slopes + o_score, tl.reshape(b_c, (BT,)), mask=m_t)
+                if p_dscores is not None:
+                    tl.store(p_dscores + o_score, tl.reshape(b_ds, (BT,)), mask=m_t)
+            if dsources is not None:
+                if NORM:
+                    b_u -= b_v * (b_r * b_r * b_back / D)
+                p_du = pick(dsources, k) + o_row * pick(s_dsources, k) + o_flat
+                store_rows(p_du, b_u, m, BA, BT, BC)
+    if p_partial is not None:
+        o_d = row_channels(BA, BC)
+        store_sum(p_partial + program.to(tl.int64) * D + o_d, b_dq, o_d < D)
+
+
+@triton.jit(do_not_specialize=["T", "K", "s_slopes"])
+def depth_attention_query_kernel(
+    sources, p_slopes, p_partial,
+    T, K,
+    s_sources, s_slopes,
+    H: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs read the same sources, each for a hop of its own.
+    h, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b_dq = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    for start in tl.range(chunk * BT, T, chunks * BT):
+        o_row, o_flat, m = flat_rows(start, T, D, BA, BT, BC)
+        o_t = (start + tl.arange(0, BT)).to(tl.int64)
+        for k in tl.range(0, K, num_stages=STAGES):
+            p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
+            b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
+            b_dq += _by_token(p_slopes + o_t * s_slopes + k * H + h, o_t < T, 0.0) * b_v
+    o_d = row_channels(BA, BC)
+    store_sum(p_partial + (chunk.to(tl.int64) * H + h) * D + o_d, b_dq, o_d < D)
+
+
+def _columns(table, first, H):
+    """A table (T, K, H) from source ``first`` on; None stays None."""
+    return None if table is None else table.view(-1)[first * H :]
+
+
+def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
+    """See `deepfast.reference.launchers.depth_attention_forward`."""
+    (T, H), D, K = lse.shape, out.shape[1], len(sources)
+    tile = row_tile(D, out.element_size(), per_thread=32, num_warps=4)
+    carried = lse.new_empty(T * H, D) if SOURCES.value < K else None
+    if T == 0:
+        return
+    for first in range(0, K, SOURCES.value):
+        group = source_group(sources, first)
+        depth_attention_fwd_kernel[(H * triton.cdiv(T, tile.BT),)](
+            group, query, _columns(scores, first, H), carried, out, lse, most, total,
+            T, min(SOURCES.value, K - first), eps,
+            row_strides(group), K * H,
+            H=H, NORM=norm, FIRST=first == 0, LAST=first + SOURCES.value >= K,
+            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
+        )  # fmt: skip
+
+
+def depth_attention_backward(
+    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
+):
+    """See `deepfast.reference.launchers.depth_attention_backward`."""
+    (T, H), D, K = most.shape, dout.shape[1], len(sources)
+    if T == 0:
+        return None if dquery is None else dquery.zero_()
+    tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
+    delta = torch.empty_like(most) if H > 1 else None
+    if H > 1:
+        # Of one hop it is made where it is used, once for all sources.
+        depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
+            out, dout, dlse, delta, T * H, dout.stride(0), D=D, **tile._asdict()
+        )
+    # As many programs as run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
+    programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
+    chunks = min(triton.cdiv(T, tile.BT), programs)
+    groups = triton.cdiv(K, SOURCES.value)
+    learns, options = dquery is not None, tile._asdict() | {"D": D, "H": H}
+    # With several hops a kernel of its own sums their queries' gradients.
+    slopes = most.new_empty(T, K, H) if learns and H > 1 else None
+    hop_chunks = min(chunks, triton.cdiv(programs, H))
+    partial = most.new_empty(groups, hop_chunks, 1, H, D) if learns else None
+    for i, first in enumerate(range(0, K, SOURCES.value)):
+        count, group = min(SOURCES.value, K - first), source_group(sources, first)
+        dgroup = source_group(dsources, first) if dsources else None
+        strides = row_strides(group)
+        # Tiles of fp32 read ahead would not leave enough registers.
+        stages = 1 if dout.element_size() == 4 else 3
+        depth_attention_bwd_kernel[(chunks,)](
+            group, query, _columns(scores, first, H), out, most, total, dout, dlse, delta, dgroup,
+            _columns(slopes, first, H), _columns(dscores, first, H),
+            partial[i] if learns and H == 1 else None,
+            T, count, eps,
+            strides, dout.stride(0), row_strides(dgroup) if dsources else None, K * H,
+            NORM=norm, STAGES=stages if H == 1 else 1,
+            maxnreg=min(168, 2048 // tile.num_warps), **options,
+        )  # fmt: skip
+        if slopes is not None:
+            depth_attention_query_kernel[(H, hop_chunks)](
+                group, _columns(slopes, first, H), partial[i],
+                T, count,
+                strides, K * H,
+                STAGES=stages, **options,
+            )  # fmt: skip
+    if learns:
+        sum_partials(partial.flatten(0, 1), dquery)
+    return None

@@ -1,0 +1,209 @@
+"""A Transformer with DLCL whose names, ids and arithmetic are those of the authors' checkpoints.
+
+Written from the paper and the description of their files: every state in a list, stacked and summed
+for each layer, whole prefixes decoded anew. Slow, and with nothing of deepfast in it.
+"""
+
+import argparse
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LUA, PAD, EOS, UNK = range(4)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * dim, dim) * dim**-0.5)
+        self.in_proj_bias = nn.Parameter(0.1 * torch.randn(3 * dim))
+        self.out_proj = nn.Linear(dim, dim)
+
+    def forward(self, query, memory, mask):
+        """mask (B, 1, T, S): True is hidden."""
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        inputs = (query, memory, memory)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        )
+        score = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        share = score.masked_fill(mask, -math.inf).softmax(-1)
+        return self.out_proj((share @ v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, dim, heads, ffn, pre, crosses, later_names):
+        super().__init__()
+        self.pre, self.crosses = pre, crosses
+        self.self_attn = Attention(dim, heads)
+        if crosses:
+            self.encoder_attn = Attention(dim, heads)
+        self.fc1, self.fc2 = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
+        norms = [nn.LayerNorm(dim) for _ in range(2 + crosses)]
+        if later_names:
+            names = ["self_attn", "encoder_attn", "final"] if crosses else ["self_attn", "final"]
+            for name, norm in zip(names, norms, strict=True):
+                setattr(self, f"{name}_layer_norm", norm)
+            self.norms = lambda i: getattr(self, f"{names[i]}_layer_norm")
+        else:
+            self.layer_norms = nn.ModuleList(norms)
+            self.norms = lambda i: self.layer_norms[i]
+
+    def sublayer(self, i, x, f):
+        if self.pre:
+            return x + f(self.norms(i)(x))
+        return self.norms(i)(x + f(x))
+
+    def forward(self, x, mask, memory=None, memory_mask=None):
+        x = self.sublayer(0, x, lambda n: self.self_attn(n, n, mask))
+        if self.crosses:
+            x = self.sublayer(1, x, lambda n: self.encoder_attn(n, memory, memory_mask))
+        return self.sublayer(1 + self.crosses, x, lambda n: self.fc2(F.relu(self.fc1(n))))
+
+
+class History(nn.Module):
+    def __init__(self, layers, dim, pre, weights, numbers):
+        """weights: per pair of layers, None for a plain matrix. numbers: of the norms."""
+        super().__init__()
+        self.pre = pre
+        shape = (layers + 1, layers + 1, *(() if weights is None else (weights,)))
+        # Also above the diagonal, where nothing is read.
+        self.weight = nn.Parameter(torch.randn(shape) / (layers + 1))
+        self.layer_norms = nn.ModuleDict({str(n): nn.LayerNorm(dim) for n in numbers})
+        self.of_state = dict(
+            zip(range(layers + 1 - len(numbers), layers + 1), numbers, strict=True)
+        )
+
+    def norm(self, x, k):
+        return self.layer_norms[str(self.of_state[k])](x) if k in self.of_state else x
+
+    def add(self, states, y):
+        states.append(self.norm(y, len(states)) if self.pre else y)
+
+    def pop(self, states):
+        row = len(states) - 1
+        w = self.weight[row, : row + 1].view(row + 1, -1)
+        # scalar_n: channel h is weighted by the weight h mod n.
+        channels = torch.arange(states[0].shape[-1]) % w.shape[1]
+        x = (torch.stack(states) * w[:, channels].view(row + 1, 1, 1, -1)).sum(0)
+        return x if self.pre else self.norm(x, row)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("_float_tensor", torch.zeros(0))
+
+    def forward(self, tokens, dim):
+        real = tokens != PAD
+        position = torch.where(real, real.cumsum(1) + PAD, PAD).unsqueeze(-1).float()
+        half = dim // 2
+        frequency = torch.exp(torch.arange(half) * -(math.log(10000) / (half - 1)))
+        table = torch.cat(((position * frequency).sin(), (position * frequency).cos()), -1)
+        return table.masked_fill(~real.unsqueeze(-1), 0)
+
+
+class Side(nn.Module):
+    def __init__(self, layers, embedding, dim, heads, ffn, pre, history, crosses, later_names):
+        super().__init__()
+        self.embed_tokens, self.embed_positions = embedding, Positions()
+        self.layers = nn.ModuleList(
+            Layer(dim, heads, ffn, pre, crosses, later_names) for _ in range(layers)
+        )
+        self.history = history
+        self.layer_norm = nn.LayerNorm(dim) if pre else None
+
+    def run(self, tokens, *masks):
+        dim = self.embed_tokens.weight.shape[1]
+        x = math.sqrt(dim) * self.embed_tokens(tokens) + self.embed_positions(tokens, dim)
+        states = []
+        if self.history is not None:
+            self.history.add(states, x)
+        for layer in self.layers:
+            x = x if self.history is None else self.history.pop(states)
+            x = layer(x, *masks)
+            if self.history is not None:
+                self.history.add(states, x)
+        x = x if self.history is None else self.history.pop(states)
+        return x if self.layer_norm is None else self.layer_norm(x)
+
+
+class FairseqLike(nn.Module):
+    """Sizes are small and odd; `namespace` is what its training would have kept as arguments."""
+
+    def __init__(
+        self, source, target, *, norm="pre", share="all", weights=1, numbering="from 1",
+        decoder_history=True, later_names=False, dim=12, heads=2, ffn=20, layers=(3, 2),
+    ):  # fmt: skip
+        super().__init__()
+        pre = norm == "pre"
+
+        def embedding(size):
+            made = nn.Embedding(size, dim, padding_idx=PAD)
+            nn.init.normal_(made.weight, std=dim**-0.5)
+            nn.init.zeros_(made.weight[PAD])
+            return made
+
+        def history(count, wanted):
+            numbers = {"from 1": range(1, count + 1), "from 0": range(count),
+                       "embedding too": range(count + 1), "none": ()}[numbering]  # fmt: skip
+            return History(count, dim, pre, weights, numbers) if wanted else None
+
+        first = embedding(source)
+        second = first if share == "all" else embedding(target)
+        rest = dim, heads, ffn, pre
+        dlcl = numbering != "no history"
+        numbering = numbering if dlcl else "none"
+        self.encoder = Side(layers[0], first, *rest, history(layers[0], dlcl), False, later_names)
+        self.decoder = Side(layers[1], second, *rest, history(layers[1], dlcl and decoder_history),
+                            True, later_names)  # fmt: skip
+        if share == "none":
+            self.decoder.embed_out = nn.Parameter(torch.randn(target, dim) * dim**-0.5)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    p.add_(0.2 * torch.randn_like(p))
+        kinds = {side: None if getattr(self, side).history is None else "learnable_dense"
+                 for side in ("encoder", "decoder")}  # fmt: skip
+        if numbering == "none" and dlcl:
+            kinds = {s: kind and "learnable_dense_nonorm" for s, kind in kinds.items()}
+        self.namespace = argparse.Namespace(
+            arch="dense_transformer_wmt_en_de", dropout=0.1, attention_dropout=0.0,
+            relu_dropout=0.1, share_all_embeddings=share == "all",
+            share_decoder_input_output_embed=share != "none",
+            **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (
+                ("attention_heads", heads), ("ffn_embed_dim", ffn), ("normalize_before", pre),
+                ("learned_pos", False), ("history_type", kinds[side]))},
+        )  # fmt: skip
+
+    def forward(self, source, target):
+        """Ids (B, S) and (B, T) to logits (B, T, V); the source's padding stands on the left."""
+        hidden = (source == PAD)[:, None, None, :]
+        memory = self.encoder.run(source, hidden)
+        future = torch.ones(target.shape[1], target.shape[1]).triu(1).bool()
+        x = self.decoder.run(target, future[None, None], memory, hidden)
+        out = getattr(self.decoder, "embed_out", None)
+        return F.linear(x, self.decoder.embed_tokens.weight if out is None else out)
+
+    def greedy(self, source, longest):
+        """The most probable ids, one after another, up to </s> or ``longest`` of them."""
+        target = [EOS]
+        while len(target) <= longest:
+            logits = self(source, torch.tensor([target]))[0, -1]
+            logits[PAD] = -math.inf
+            target.append(int(logits.argmax()))
+            if target[-1] == EOS:
+                break
+        return [token for token in target[1:] if token != EOS]
+
+    def checkpoint(self):
+        """What torch.save would have been given."""
+        return {
+            "args": self.namespace, "model": self.state_dict(), "extra_state": {"epoch": 3},
+            "optimizer_history": [{"criterion_name": "LabelSmoothedCrossEntropyCriterion"}],
+            "last_optimizer_state": None,
+        }  # fmt: skip

@@ -1,0 +1,121 @@
+"""The Transformer with a fusion of its layers on either side."""
+
+import pytest
+import torch
+
+from deepfast.models import Transformer, TransformerConfig
+from deepfast.nn.fusion import FUSIONS, WITH_ATTENTION
+
+SIZES = {"vocab_size": 11, "dim": 12, "heads": 2, "ffn_dim": 16, "dropout": 0.0}
+FUSION = {"hidden_dim": 6}
+SOURCE = torch.tensor([[3, 4, 5, 6], [7, 8, 2, 0]])
+TARGET_IN = torch.tensor([[1, 9, 5], [1, 4, 0]])
+TARGET_OUT = torch.tensor([[9, 5, 2], [4, 2, 0]])
+
+
+def transformer(kind="attention", norm="post", **changes):
+    torch.manual_seed(1)
+    options = {"encoder_fusion": kind, "decoder_fusion": kind, "norm": norm, "fusion": FUSION}
+    if kind in WITH_ATTENTION:
+        options["fusion"] = FUSION | {"hops": 2, "attention_dim": 5}
+    config = TransformerConfig(
+        **SIZES | {"encoder_layers": 3, "decoder_layers": 2} | options | changes
+    )
+    return Transformer(config)
+
+
+def by_hand(model, source, target_in):
+    """Logits, the stacks' states fused outside of the model's own path."""
+
+    def fused(stack, fusion, *args):
+        states = []
+        y = stack.forward_packed(*args, states=states)
+        embedding = (model.fusions.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
+        return fusion([*states[:-1], y], *embedding)
+
+    x, packing = model._packed(source, model.embedding)
+    memory = fused(model.encoder, model.fusions.encoder, x, packing)
+    y, target_packing = model._packed(target_in, model.embedding)
+    args = y, target_packing, memory, packing
+    return model.project(fused(model.decoder, model.fusions.decoder, *args))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_the_output_is_that_of_the_fusion(kind, norm):
+    model = transformer(kind, norm)
+    torch.testing.assert_close(model(SOURCE, TARGET_IN), by_hand(model, SOURCE, TARGET_IN))
+
+
+@pytest.mark.parametrize("memory", ["keep", "lean", "states"])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_every_parameter_learns(kind, norm, memory):
+    model = transformer(kind, norm)
+    for stack in (model.encoder, model.decoder):
+        stack.set_memory(memory)
+    loss, _ = model.loss(SOURCE, TARGET_IN, TARGET_OUT)
+    loss.backward()
+    # The padding's embedding aside, no gradient vanishes.
+    assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_decoding_by_steps_is_decoding_at_once(kind, norm):
+    model = transformer(kind, norm, decoder_connection="dlcl").eval()
+    with torch.no_grad():
+        whole = model(SOURCE[:1], TARGET_IN[:1])
+        state = model.start(SOURCE[:1])
+        steps = [model.step(token, state) for token in TARGET_IN[0].split(1)]
+    torch.testing.assert_close(torch.cat(steps), whole)
+
+
+def test_one_side_alone():
+    model = transformer("attention", decoder_fusion=None)
+    assert model.fusions.decoder is None
+    assert model.fusions.layer_embedding.shape == (4, 12)
+    assert "3 encoder layers (dlcl, attention fusion), 2 decoder layers (residual)" in (
+        model.describe()
+    )
+    plain = transformer(None, fusion={})
+    assert not [name for name, _ in plain.named_parameters() if "fusion" in name]
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_attention_over_layers(kind):
+    model = transformer(kind).eval()
+    hops = 2 if kind == "attention" else 12
+    encoder = model.layer_attention(SOURCE)
+    assert encoder.shape == (7, hops, 4)
+    decoder = model.layer_attention(SOURCE, TARGET_IN)
+    assert decoder.shape == (5, hops, 3)
+    for weights in (encoder, decoder):
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+def test_no_attention_to_show():
+    with pytest.raises(ValueError, match=r"decoder_fusion: expected one of .*got None"):
+        transformer("attention", decoder_fusion=None).layer_attention(SOURCE, TARGET_IN)
+    with pytest.raises(ValueError, match=r"encoder_fusion: expected one of .*got 'average'"):
+        transformer("average").layer_attention(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder_fusion": "sum"}, "encoder_fusion: expected one of None, average.*got 'sum'"),
+        ({"fusion": {"hops": 2}}, "fusion: expected a side with a fusion for .*got none"),
+        (
+            {"encoder_fusion": "attention", "fusion": {"heads": 2}},
+            "fusion: expected keys of activation, attention_dim.*got heads",
+        ),
+        (
+            {"encoder_fusion": "average", "cross_attention": "transparent"},
+            "cross_attention: expected top with encoder_fusion average",
+        ),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**SIZES | changes)
