@@ -39,6 +39,7 @@ OPS = {
     "activation": ("activation_forward", "activation_backward"),
     "attention": ("attention_forward", "attention_backward"),
     "linear_cross_entropy": ("cross_entropy",),
+    "peephole_lstm": ("peephole_lstm_forward", "peephole_lstm_backward"),
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
 
@@ -49,7 +50,7 @@ KERNEL_FILES = {
 }
 """The files of kernels/ behind an op, where they are not one of its name."""
 
-NO_CUDA = ("depth_attention",)
+NO_CUDA = ("depth_attention", "peephole_lstm")
 """Ops without kernels in csrc/cuda: on a GPU Triton serves them."""
 
 CAPABILITY = (8, 0)

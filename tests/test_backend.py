@@ -84,6 +84,8 @@ def every_op(**kwargs):
     ).sum().backward()
     ops.norm_linear(x, None, None, torch.ones(2, 4), **kwargs).sum().backward()
     ops.linear_cross_entropy(x, torch.ones(5, 4), torch.arange(3), **kwargs).backward()
+    f = torch.randn(2, 3, 4, requires_grad=True)
+    ops.peephole_lstm(f, torch.ones(1, 4), torch.ones(3, 1), **kwargs)[0].sum().backward()
     dlcl, history = DLCL(1, 4, **kwargs), DepthHistory()
     dlcl(torch.tanh(dlcl(x, history)), history).sum().backward()
 

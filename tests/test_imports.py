@@ -184,12 +184,26 @@ def test_importing_changes_nothing(python):
 
 def test_op_names_are_one_in_every_folder():
     """Files of an op: reference, op, C++ and test carry its name."""
-    for op in ("layer_norm", "activation", "depth_mix", "depth_attention", "boundary"):
+    for op in (
+        "layer_norm",
+        "activation",
+        "depth_mix",
+        "depth_attention",
+        "boundary",
+        "peephole_lstm",
+    ):
         assert (PACKAGE / "ops" / f"{op}.py").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}.cpp").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}_kernel.cpp").exists()
         assert (ROOT / "tests" / "ops" / f"test_{op}.py").exists()
-    for op in ("layer_norm", "activation", "depth_mix", "depth_attention", "linear_cross_entropy"):
+    for op in (
+        "layer_norm",
+        "activation",
+        "depth_mix",
+        "depth_attention",
+        "linear_cross_entropy",
+        "peephole_lstm",
+    ):
         assert (PACKAGE / "reference" / f"{op}.py").exists()
     # Of this op, what lies between torch's matrix products is the kernel.
     assert (PACKAGE / "ops" / "linear_cross_entropy.py").exists()

@@ -35,6 +35,7 @@ TEST_GROUPS = {
     "boundary": ["tests/gpu/test_boundary.py"],
     "attention": ["tests/gpu/test_attention.py"],
     "linear_cross_entropy": ["tests/gpu/test_linear_cross_entropy.py"],
+    "peephole_lstm": ["tests/gpu/test_peephole_lstm.py"],
     "stacks": ["tests/gpu/test_stacks.py"],
     "elsewhere": [],
 }

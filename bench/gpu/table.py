@@ -27,6 +27,7 @@ TESTS = {
     "boundary": ("boundary", "depth_mix", "stacks"),
     "attention": ("attention", "stacks"),
     "linear_cross_entropy": ("linear_cross_entropy",),
+    "peephole_lstm": ("peephole_lstm",),
 }
 """The groups of tests that an op must have passed."""
 

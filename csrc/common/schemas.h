@@ -61,6 +61,14 @@ void define_launches(Library& m) {
   m.def(
       "cross_entropy(Tensor(a!) logits, Tensor target, float label_smoothing, int ignore_index, "
       "bool write_grad, Tensor(b!) loss, Tensor(c!) nll) -> ()");
+  m.def(
+      "peephole_lstm_forward(Tensor f, Tensor weight, Tensor peephole, Tensor? h0, Tensor? c0, "
+      "Tensor? lengths, bool reverse, Tensor(a!) h, Tensor(b!) h_last, Tensor(c!) c_last, "
+      "Tensor(d!)? c, Tensor(e!)? gates) -> ()");
+  m.def(
+      "peephole_lstm_backward(Tensor? dh, Tensor? dh_last, Tensor? dc_last, Tensor weight, "
+      "Tensor peephole, Tensor? c0, Tensor? lengths, bool reverse, Tensor c, Tensor gates, "
+      "Tensor(a!) df, Tensor(b!)? dh0, Tensor(c!)? dc0, Tensor(d!) dpeephole) -> ()");
 }
 
 }  // namespace deepfast

@@ -38,21 +38,52 @@ struct Exponential<double> {
   static constexpr double kHigh = 0.693145751953125, kLow = 1.4286068203094173e-6;
 };
 
+// exp(x) = power * (1 + rest), power a power of two, for x from kLowest to 0.
+template <class A, int N>
+struct ExpParts {
+  vec_t<A, N> power, rest;
+};
+
+template <class A, int N>
+DEEPFAST_INLINE ExpParts<A, N> exp_parts(Lanes<N> lanes, vec_t<A, N> x) {
+  using E = Exponential<A>;
+  using Bits = vec_t<typename E::Bits, N>;
+  const auto rounded = x * E::kPerLog2 + E::kRounder;
+  const auto n = rounded - E::kRounder;
+  const auto r = (x - n * E::kHigh) - n * E::kLow;
+  auto sum = broadcast(lanes, A(1));
+  for (int k = E::kTerms - 1; k > 1; --k) sum = sum * (r * (A(1) / static_cast<A>(k))) + A(1);
+  // n from the low bits of `rounded`, put into the exponent of 2^n.
+  const Bits power = (bits_as<Bits>(rounded) + E::kBias) << E::kFraction;
+  return {bits_as<vec_t<A, N>>(power), sum * r};
+}
+
 // For x <= 0; a result below the normal numbers is 0, and NaN stays.
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> exponential(Lanes<N> lanes, vec_t<A, N> x) {
-  using E = Exponential<A>;
-  using Bits = vec_t<typename E::Bits, N>;
-  const auto tiny = x < E::kLowest;
-  const auto kept = tiny ? broadcast(lanes, A(0)) : x;
-  const auto rounded = kept * E::kPerLog2 + E::kRounder;
-  const auto n = rounded - E::kRounder;
-  const auto r = (kept - n * E::kHigh) - n * E::kLow;
-  auto sum = broadcast(lanes, A(1));
-  for (int k = E::kTerms - 1; k > 0; --k) sum = sum * (r * (A(1) / static_cast<A>(k))) + A(1);
-  // n from the low bits of `rounded`, put into the exponent of 2^n.
-  const Bits power = (bits_as<Bits>(rounded) + E::kBias) << E::kFraction;
-  return tiny ? broadcast(lanes, A(0)) : sum * bits_as<vec_t<A, N>>(power);
+  const auto zero = broadcast(lanes, A(0));
+  const auto tiny = x < Exponential<A>::kLowest;
+  const auto e = exp_parts<A>(lanes, tiny ? zero : x);
+  return tiny ? zero : (e.rest + A(1)) * e.power;
+}
+
+// 1 / (1 + exp(-x)) for any x; NaN stays.
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> logistic(Lanes<N> lanes, vec_t<A, N> x) {
+  const auto e = exponential<A>(lanes, x < 0 ? x : -x);
+  const auto one = broadcast(lanes, A(1));
+  return (x < 0 ? e : one) / (one + e);
+}
+
+// -m / (2 + m) with m = exp(-2 |x|) - 1, made without cancellation for small x. NaN stays.
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> hyperbolic_tangent(Lanes<N> lanes, vec_t<A, N> x) {
+  const auto y = (x < 0 ? x : -x) * A(2);
+  const auto low = broadcast(lanes, Exponential<A>::kLowest);
+  const auto e = exp_parts<A>(lanes, y < low ? low : y);
+  const auto m = e.power * e.rest + (e.power - A(1));
+  const auto t = m / (A(2) + m);
+  return x < 0 ? t : -t;
 }
 
 }  // namespace DEEPFAST_ISA

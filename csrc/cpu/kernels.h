@@ -155,6 +155,25 @@ struct CrossEntropy {
   void *loss, *nll;       // (T)
 };
 
+// An LSTM layer with peepholes over (T, B) positions, and its backward. The packed weight has
+// panels of 4 * kPanel values for each of `depth` rows: for forward the four gates of kPanel
+// channels, for backward 4 * kPanel channels of the transposed weight.
+struct PeepholeLstm {
+  Storage storage;
+  int64_t steps, batch, dim;  // T, B, H
+  bool reverse;
+  const int64_t* length;  // (B), at most T
+  const int64_t* order;   // (B), a range of it is one thread's sentences, the longest first
+  const void *weight, *h0, *f, *dh, *dh_last;  // in the storage type
+  void *h, *h_last, *gates, *df, *dh0;         // in the storage type
+  const void *peephole, *c0, *dc_last;
+  void *packed, *c_last, *c, *dc0;
+  void* dpeephole;  // (B, 3, H), each sentence's own sum
+};
+
+// Bytes of a panel's column for one gate, of the widest registers there are.
+constexpr int64_t kPanelBytes = 64;
+
 struct Kernels {
   const char* name;
   void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
@@ -171,6 +190,11 @@ struct Kernels {
   void (*activation_forward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
   void (*activation_backward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
   void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
+  void (*peephole_lstm_pack)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+  void (*peephole_lstm_pack_transposed)(const PeepholeLstm&, int64_t begin, int64_t end,
+                                        int64_t chunk);
+  void (*peephole_lstm_forward)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+  void (*peephole_lstm_backward)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
 };
 
 // The best instruction set of this processor, chosen once.

@@ -46,7 +46,10 @@ class Chunks {
 class Partial {
  public:
   Partial(bool wanted, const Chunks& chunks, int64_t width, Storage storage)
-      : chunks_(chunks.count()), width_(width), wide_(storage == Storage::f64) {
+      : Partial(wanted, chunks.count(), width, storage) {}
+  // Of any number of partial rows, at least one.
+  Partial(bool wanted, int64_t rows, int64_t width, Storage storage)
+      : chunks_(rows), width_(width), wide_(storage == Storage::f64) {
     if (wanted) data_.assign(chunks_ * width_ * compute_size(storage), 0);
   }
   void* get() { return data_.empty() ? nullptr : data_.data(); }

@@ -26,6 +26,10 @@ void depth_attention_backward(const DepthAttention&, int64_t begin, int64_t end,
 void activation_forward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 void activation_backward(const Activation&, int64_t begin, int64_t end, int64_t chunk);
 void cross_entropy(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
+void peephole_lstm_pack(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+void peephole_lstm_pack_transposed(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+void peephole_lstm_forward(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+void peephole_lstm_backward(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
 
 }  // namespace DEEPFAST_ISA
 }  // namespace deepfast

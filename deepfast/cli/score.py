@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("references", nargs="?", metavar="REFERENCES", help="line by line")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     group = parser.add_argument_group("translate first")
-    group.add_argument("--checkpoint", help="written by deepfast train")
+    group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
     group.add_argument("--source", help="text to translate")
     group.add_argument("--reference", help="its reference translation")
     add_decoding_arguments(parser)

@@ -1,4 +1,5 @@
-"""Translates lines of text with a checkpoint, in the order of the lines.
+"""Translates lines of text with a checkpoint, or with the mean of the probabilities of several,
+in the order of the lines.
 
 The input is UTF-8, one sentence a line, plain or gzip. An empty line stays empty. With --nbest
 above 1 the output has one line per hypothesis: the number of the input line (from 1), the score
@@ -27,7 +28,7 @@ from deepfast.data import (
 )
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
 from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.search import deep_shallow_nbest, translate_nbest
+from deepfast.search import Ensemble, deep_shallow_nbest, translate_nbest
 from deepfast.search.deep_shallow import ALPHA, GAMMA
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
@@ -36,7 +37,10 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
+    parser.add_argument(
+        "checkpoint", nargs="+",
+        help="written by deepfast train or convert; several vote, over one vocabulary",
+    )  # fmt: skip
     parser.add_argument("--input", default="-", help="text file, .gz too; - is standard input")
     parser.add_argument("--output", default="-", help="a file, .gz too; - is standard output")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")
@@ -45,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_deep_shallow_arguments(parser: argparse.ArgumentParser) -> None:
-    """How two networks translate; shared with `deepfast score --checkpoint`."""
+    """How two networks translate, and what becomes of unknown words; shared with
+    `deepfast score --checkpoint`."""
+    parser.add_argument(
+        "--replace-unknown", action="store_true",
+        help="in place of unk, copy the source word that attention is on",
+    )  # fmt: skip
     group = parser.add_argument_group("deep-shallow decoding, of a model that has grown")
     group.add_argument(
         "--deep-shallow", action="store_true", help="by the model and by its bottom alone, together"
@@ -85,7 +94,14 @@ def translate(
     given = {name: value for name, value in given.items() if value is not None}
     if given and not args.deep_shallow:
         raise ValueError(f"--{next(iter(given))}: expected --deep-shallow beside it, got none")
-    search = partial(deep_shallow_nbest, **given) if args.deep_shallow else translate_nbest
+    for name in ("no_unknown", "deep_shallow"):
+        if args.replace_unknown and getattr(args, name):
+            raise ValueError(
+                f"--replace-unknown: expected no --{name.replace('_', '-')} beside it, got both"
+            )
+    search = partial(translate_nbest, replace_unknown=args.replace_unknown)
+    if args.deep_shallow:
+        search = partial(deep_shallow_nbest, **given)
     return searched(args, lines, partial(search, nbest=nbest))
 
 
@@ -100,9 +116,9 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         if args.threads < 1:
             raise ValueError(f"--threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    model, content = load_model(args.checkpoint, device)
-    vocabulary = read_vocabulary(content)
-    if lowercased(args.checkpoint):
+    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
+    model, vocabulary = _load(paths, device)
+    if lowercased(paths[0]):
         lines = [line.lower() for line in lines]
     if args.language is not None:
         lines = _tagged(lines, args.language, vocabulary)
@@ -133,6 +149,25 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
         file=sys.stderr,
     )
     return results
+
+
+def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, Vocabulary | TokenVocabulary]:
+    """The model of one checkpoint, or of several as one, and their vocabulary."""
+    loaded = [load_model(path, device) for path in paths]
+    vocabulary, lowercase = loaded[0][1], lowercased(paths[0])
+    for path, (_, other) in zip(paths, loaded, strict=True):
+        if other != vocabulary:
+            raise ValueError(
+                f"{path}: expected the vocabulary of {paths[0]}, got another one: models that "
+                "translate together share theirs"
+            )
+        if lowercased(path) != lowercase:
+            raise ValueError(
+                f"{path}: expected a model of {'lower-cased' if lowercase else 'cased'} text as "
+                f"{paths[0]} is, got one of {'cased' if lowercase else 'lower-cased'} text"
+            )
+    models = [model for model, _ in loaded]
+    return models[0] if len(models) == 1 else Ensemble(models), read_vocabulary(vocabulary)
 
 
 def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:

@@ -18,6 +18,8 @@ from deepfast.data.errors import DataError, require
 from deepfast.data.text import write_atomically
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
+# Sentencepiece's sign for the space in front of a word.
+SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 # Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
@@ -186,8 +188,10 @@ class Vocabulary:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
         return [(self.encode(source), self.encode(target)) for source, target in pairs]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
         """The text of the ids; pad, bos and eos vanish, unk shows as `⁇`.
+
+        unknown: for each unk of ids, in order, the words that stand in its place; may be empty.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -197,13 +201,30 @@ class Vocabulary:
         for token in ids:
             if not 0 <= token < len(self):
                 raise DataError(f"decode: ids must be from 0 to {len(self) - 1}, got {token}")
-        text = self._processor.DecodeIds([i for i in ids if i not in (PAD, BOS, EOS)])
+        ids = [i for i in ids if i not in (PAD, BOS, EOS)]
+        if unknown is None:
+            text = self._processor.DecodeIds(ids)
+        else:
+            words = iter(unknown)
+            pieces = [f" {next(words)} " if i == UNK else self._processor.IdToPiece(i) for i in ids]
+            text = "".join(pieces).replace(SPACE, " ")
         # Sentencepiece surrounds its sign for unk with spaces.
         return " ".join(text.split())
 
     def pieces(self, sentence: str) -> list[str]:
         """The pieces of a sentence as text, to look at."""
         return self._processor.EncodeAsPieces(sentence)
+
+    def words(self, sentence: str) -> tuple[list[str], list[int]]:
+        """The words of a sentence, and for each of its ids the number of its word."""
+        words: list[str] = []
+        numbers = []
+        for piece in self.pieces(sentence):
+            if piece.startswith(SPACE) or not words:
+                words.append("")
+            words[-1] += piece.removeprefix(SPACE)
+            numbers.append(len(words) - 1)
+        return words, numbers
 
     def unknown_rate(self, sentences: Iterable[str]) -> float:
         """Pieces that are unk, as a fraction of all pieces of the sentences; 0.0 without pieces."""

@@ -13,6 +13,7 @@ and, where a model has something of its own to say:
     metrics() -> dict                             numbers and lists for the line of metrics
     group(source_tokens) -> int                   sentences of one batch must agree in it
     parameter_groups() -> list of ParameterGroup  how its parameters learn
+    alignment(source_BS, target_in_BT) -> (B, T, S)   how much a word looks at each of the source's
     bottom                                        a whole model within, see `search.deep_shallow`
     encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
 """

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from .depth_growing import DepthGrowing, DepthGrowingConfig
+from .fast_forward_lstm import FastForwardLSTM, FastForwardLSTMConfig
 from .transformer import Transformer
 from .transformer_config import TransformerConfig
 
@@ -33,6 +34,7 @@ class Kind:
 KINDS = {
     "transformer": Kind(TransformerConfig, Transformer),
     "depth_growing": Kind(DepthGrowingConfig, DepthGrowing),
+    "fast_forward_lstm": Kind(FastForwardLSTMConfig, FastForwardLSTM),
 }
 """Name in a recipe and in a checkpoint -> what it is."""
 

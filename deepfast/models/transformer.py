@@ -5,6 +5,7 @@ for transparent attention; Wang et al. 2018 for the fusion of layers; Li et al. 
 depth.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -304,6 +305,21 @@ class Transformer(nn.Module):
         for latent in self._latent.values():
             loss = loss + latent.penalty() * (~padding_BT).sum()
         return loss, nll
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
+        heads."""
+        seen: list[tuple[nn.Module, tuple, dict]] = []
+        with contextlib.ExitStack() as hooks:
+            for layer in self.decoder.layers:
+                if layer.crosses:
+                    hook = layer.cross_attention.register_forward_pre_hook(
+                        lambda *call: seen.append(call), with_kwargs=True
+                    )
+                    hooks.enter_context(hook)
+            self._decode(source_BS, target_in_BT)
+        attention, (x, packing), given = seen[-1]
+        return attention.weights(x, packing, given["memory"], given["memory_packing"])
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

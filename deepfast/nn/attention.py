@@ -196,6 +196,20 @@ class MultiheadAttention(nn.Module):
             o = run(q, *kv, packing, causal, memory_packing, cache)
         return gated(self.out, o, gate)
 
+    def weights(
+        self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing
+    ) -> Tensor:
+        """(B, T, S): what each position of x attends to, the mean over heads, 0 on padding.
+
+        To look at: `forward` never holds it. Cross attention only.
+        """
+        (q,) = self._split(packing.unpack(self.query(x_TD)), 1)
+        k, _ = self.project_memory(memory_TD, memory_packing, decoding=True)
+        scores = q @ k.transpose(2, 3) * (self.dim // self.heads) ** -0.5
+        if memory_packing.padding is not None:
+            scores = scores.masked_fill(memory_packing.padding[:, None, None, :], -torch.inf)
+        return scores.softmax(-1).mean(1)
+
     def _packed(self, q, k, v, packing, causal, memory_packing, _cache) -> Tensor:
         o = ops.attention(
             q,

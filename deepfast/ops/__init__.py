@@ -9,6 +9,7 @@ from .feed_forward import feed_forward
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .norm_linear import norm_linear
+from .peephole_lstm import peephole_lstm
 
 __all__ = [
     "activation",
@@ -19,4 +20,5 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "norm_linear",
+    "peephole_lstm",
 ]

@@ -32,6 +32,16 @@ def _boundary_backward(states, slot, near, *rest, **__) -> int:
     return 2 * (again + 2 * len(pull_rows)) * math.prod(states[1:])
 
 
+def _lstm_forward(f, *_, **__) -> int:
+    return 2 * f[0] * f[1] * f[2] * (f[2] // 4)
+
+
+def _lstm_backward(
+    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, *_, **__
+):
+    return _lstm_forward(gates)
+
+
 def _depth_attention(sources, query, scores, norm, eps, out, *_, **__) -> int:
     """The weighted sum and, with a query, the scores."""
     return 2 * (1 if query is None else 2) * len(sources) * math.prod(out)
@@ -47,6 +57,8 @@ FLOPS = {
     "depth_attention_forward": _depth_attention,
     # Two products for each: the operands are the same up to the result.
     "depth_attention_backward": lambda *shapes, **__: 2 * _depth_attention(*shapes),
+    "peephole_lstm_forward": _lstm_forward,
+    "peephole_lstm_backward": _lstm_backward,
 }
 """Formulas over shapes; a launch that is not here has no matrix product."""
 

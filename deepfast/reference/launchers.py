@@ -14,6 +14,7 @@ from .attention import attention, scores, sentences, weight_masks
 from .dropout import dropout
 from .layer_norm import compute_dtype, normalise
 from .linear_cross_entropy import cross_entropy as losses
+from .peephole_lstm import cell, position
 
 
 def _load(x: Tensor) -> Tensor:
@@ -309,3 +310,72 @@ def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, los
         hit = target.unsqueeze(-1).where(counts, 0)
         d.scatter_add_(-1, hit, torch.full_like(d[:, :1], label_smoothing - 1))
         logits.copy_(d.where(counts, 0.0))
+
+
+def _running(steps, batch, lengths, device):
+    """The lengths, all of them ``steps`` without any, and for each sentence its number."""
+    if lengths is None:
+        lengths = torch.full((batch,), steps, device=device)
+    return lengths.clamp(0, steps), torch.arange(batch, device=device)
+
+
+def peephole_lstm_forward(
+    f, weight, peephole, h0, c0, lengths, reverse, h, h_last, c_last, c, gates
+):
+    """``z = f_t + h_{t-1} W`` and the cell of `deepfast.reference.peephole_lstm`, step by step.
+
+    f and gates (T, B, 4H), h and c (T, B, H), c in the compute dtype; c and gates are there both or
+    none. Results are 0 behind a sentence's length. h0 and c0 (B, H), or None for zeros.
+    """
+    length, row = _running(*f.shape[:2], lengths, f.device)
+    w = _load(weight)
+    for out in (h, c, gates):
+        if out is not None:
+            out.zero_()
+    h_last.zero_() if h0 is None else h_last.copy_(h0)
+    c_last.zero_() if c0 is None else c_last.copy_(c0)
+    for step in range(f.shape[0]):
+        at = row[step < length]
+        place = position(step, length[at], reverse), at
+        new_h, new_c, activations = cell(
+            _load(f[place]) + _load(h_last[at]) @ w, c_last[at], peephole
+        )
+        h_last[at], c_last[at] = new_h.to(h.dtype), new_c
+        h[place] = h_last[at]
+        if c is not None:
+            c[place], gates[place] = new_c, activations.to(f.dtype)
+
+
+def peephole_lstm_backward(
+    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
+):
+    """Gradients of peephole_lstm_forward but for the weight's, ``sum_t h_{t-1}^T df_t``.
+
+    df is 0 behind a sentence's length; dh, dh_last and dc_last may be None.
+    """
+    length, row = _running(*df.shape[:2], lengths, df.device)
+    w = _load(weight)
+    c_zero = torch.zeros_like(c[0]) if c0 is None else c0
+    dh_in = torch.zeros_like(c_zero) if dh_last is None else _load(dh_last).clone()
+    dc_in = torch.zeros_like(c_zero) if dc_last is None else dc_last.clone()
+    df.zero_()
+    dpeephole.zero_()
+    for step in reversed(range(df.shape[0])):
+        at = row[step < length]
+        place = position(step, length[at], reverse), at
+        before = c[position(step - 1, length[at], reverse), at] if step else c_zero[at]
+        value, enter, stay, leave = _load(gates[place]).chunk(4, -1)
+        now, d = c[place], dh_in[at] if dh is None else dh_in[at] + _load(dh[place])
+        top = now.tanh()
+        dpi = d * top * leave * (1 - leave)
+        dc = dc_in[at] + d * leave * (1 - top * top) + dpi * peephole[2]
+        drho, dphi = dc * value * enter * (1 - enter), dc * before * stay * (1 - stay)
+        dz = torch.cat((dc * enter * (1 - value * value), drho, dphi, dpi), -1)
+        df[place] = dz.to(df.dtype)
+        dpeephole += torch.stack(
+            [(drho * before).sum(0), (dphi * before).sum(0), (dpi * now).sum(0)]
+        )
+        dc_in[at] = dc * stay + drho * peephole[0] + dphi * peephole[1]
+        dh_in[at] = dz @ w.T
+    _put(dh0, dh_in)
+    _put(dc0, dc_in)

@@ -10,11 +10,13 @@ sacrebleu is imported when a score is asked for.
 
 from .beam import Hypothesis, beam_search
 from .deep_shallow import Tuned, deep_shallow_nbest, tune_deep_shallow
+from .ensemble import Ensemble
 from .forced import score_hypotheses
 from .score import Scores, bleu
 from .translate import translate_lines, translate_nbest
 
 __all__ = [
+    "Ensemble",
     "Hypothesis",
     "Scores",
     "Tuned",

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
 
-from .beam import beam_search
+from .beam import Hypothesis, beam_search
+from .unknown import check_aligns
+from .unknown import replace_unknown as with_replaced
 
 Found = TypeVar("Found")
 
@@ -24,6 +26,7 @@ def translate_nbest(
     nbest: int = 1,
     max_length: int | None = None,
     suppress_unknown: bool = False,
+    replace_unknown: bool = False,
 ) -> list[list[tuple[float, str]]]:
     """The best translations of every line with their scores, in the order of the lines.
 
@@ -38,18 +41,23 @@ def translate_nbest(
         lines: source sentences.
         beam, length_penalty, nbest, max_length, suppress_unknown: see `beam_search`. The model
             decodes ``beam`` times as many hypotheses at once as a batch has sentences.
+        replace_unknown: whether unk becomes the source word it is aligned with.
         max_tokens: tokens of a batch on the source side, eos included.
 
     Returns:
         For each line up to ``nbest`` pairs of score and text, best first.
 
     Raises:
-        ValueError: an argument out of range, or a vocabulary of another size than the model's.
+        ValueError: an argument out of range, a vocabulary of another size than the model's, or
+            ``replace_unknown`` with a model without attention over the source.
         RuntimeError: see `beam_search`.
     """
 
-    def decode(source_BS: Tensor) -> list[list[tuple[float, str]]]:
-        found = beam_search(
+    if replace_unknown:
+        check_aligns(model, vocabulary)
+
+    def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
+        return beam_search(
             model,
             source_BS,
             beam=beam,
@@ -61,10 +69,19 @@ def translate_nbest(
             eos_id=vocabulary.eos_id,
             unk_id=vocabulary.unk_id,
         )
-        return [[(h.score, vocabulary.decode(h.tokens)) for h in best] for best in found]
 
-    results = decode_lines(model, vocabulary, lines, decode, max_tokens=max_tokens)
-    return [[(0.0, "")] if best is None else best for best in results]
+    def texts(line: str, tokens: list[tuple[int, ...]]) -> list[str]:
+        if replace_unknown:
+            return with_replaced(model, vocabulary, line, tokens)
+        return [vocabulary.decode(t) for t in tokens]
+
+    found = decode_lines(model, vocabulary, lines, decode, max_tokens=max_tokens)
+    results = []
+    for line, best in zip(lines, found, strict=True):
+        best = best or [Hypothesis((), 0.0, 0.0)]
+        scores = [h.score for h in best]
+        results.append(list(zip(scores, texts(line, [h.tokens for h in best]), strict=True)))
+    return results
 
 
 def decode_lines(
@@ -121,6 +138,7 @@ def translate_lines(
     max_tokens: int = 2000,
     max_length: int | None = None,
     suppress_unknown: bool = False,
+    replace_unknown: bool = False,
 ) -> list[str]:
     """The best translation of every line, in the order of the lines; see `translate_nbest`."""
     results = translate_nbest(
@@ -132,5 +150,6 @@ def translate_lines(
         max_tokens=max_tokens,
         max_length=max_length,
         suppress_unknown=suppress_unknown,
+        replace_unknown=replace_unknown,
     )
     return [best[0][1] for best in results]

@@ -175,6 +175,31 @@ def cross_entropy(launch, V, dtype=BF16, rows=256):
     )  # fmt: skip
 
 
+def peephole_lstm(H, dtype, steps=3, batch=64):
+    """What both launches of the LSTM take; lengths make no other kernel of the rest."""
+    state = tensor(batch, H)
+    return {
+        "weight": tensor(H, 4 * H, dtype=dtype), "peephole": tensor(3, H), "c0": state,
+        "lengths": tensor(batch, dtype=torch.int64), "reverse": True, "c": tensor(steps, batch, H),
+        "gates": tensor(steps, batch, 4 * H, dtype=dtype),
+    }  # fmt: skip
+
+
+def peephole_lstm_forward(launch, H, dtype=BF16):
+    given = peephole_lstm(H, dtype)
+    h = torch.empty_like(given["c"], dtype=dtype)
+    launch(**given, f=given["gates"], h0=h[0], h=h, h_last=h[0], c_last=given["c0"])
+
+
+def peephole_lstm_backward(launch, H, dtype=BF16):
+    given = peephole_lstm(H, dtype)
+    dh, dc = torch.empty_like(given["c"], dtype=dtype), given["c0"]
+    launch(
+        **given, dh=dh, dh_last=dh[0], dc_last=dc, df=given["gates"], dh0=dh[0], dc0=dc,
+        dpeephole=given["peephole"],
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of a launcher."""
@@ -211,6 +236,7 @@ MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
 DEPTH_ATTENTION = ("depth_attention", depth_attention_forward, depth_attention_backward)
 ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
+LSTM = ("peephole_lstm", peephole_lstm_forward, peephole_lstm_backward)
 ATTENTION = ("attention", attention_forward, attention_backward)
 
 CASES = [
@@ -241,4 +267,6 @@ CASES = [
     *hopper(*ATTENTION, length=128, dtype=FP32),
     *every("cross_entropy", cross_entropy, V=32000),
     *hopper("cross_entropy", cross_entropy, V=32000, dtype=FP32),
+    *every(*LSTM, H=512),
+    *hopper(*LSTM, H=512, dtype=FP32),
 ]

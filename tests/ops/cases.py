@@ -74,6 +74,12 @@ def case(name, backend, p, tokens=T):
             backend=backend,
         )  # fmt: skip
 
+    def peephole_lstm(f, w, peephole, h0, c0):
+        return ops.peephole_lstm(
+            f, w, peephole, h0=h0, c0=c0, lengths=torch.arange(2) * 2, reverse=True,
+            backend=backend,
+        )  # fmt: skip
+
     x = (tokens, D)
     return {
         "layer_norm": lambda: Case(
@@ -114,6 +120,11 @@ def case(name, backend, p, tokens=T):
                 w.requires_grad, backend,
             ),
         ),
+        "peephole_lstm": lambda: Case(
+            peephole_lstm,
+            [leaf(tokens, 2, 4 * K), leaf(K, 4 * K), leaf(3, K), leaf(2, K), leaf(2, K)],
+            lambda f, *rest: (f, *rest, torch.arange(2) * 2, True, f.requires_grad, backend),
+        ),
     }[name]()  # fmt: skip
 
 
@@ -134,7 +145,7 @@ def operator(name):
 
 NAMES = [
     "layer_norm", "activation", "depth_mix", "depth_attention", "norm_linear", "feed_forward",
-    "attention", "linear_cross_entropy",
+    "attention", "linear_cross_entropy", "peephole_lstm",
 ]  # fmt: skip
 DROPOUT = [0.0, 0.3]
 

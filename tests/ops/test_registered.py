@@ -57,7 +57,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(backends, "_launchers", spies)
     backends._resolve.cache_clear()
     for name in ("layer_norm", "activation", "depth_mix", "depth_attention",
-                 "linear_cross_entropy"):  # fmt: skip
+                 "linear_cross_entropy", "peephole_lstm"):  # fmt: skip
         c = case(name, "cpu", 0.3)
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
@@ -118,6 +118,8 @@ def test_flops():
         "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),
         # Gradients are made in forward.
         "linear_cross_entropy": (3 * 2 * T * N * D, 0),
+        # The recurrent products of two sentences, for the state and for the weight in backward.
+        "peephole_lstm": (2 * T * 2 * K * 4 * K, 4 * T * 2 * K * 4 * K),
     }
     for name, (forward, backward) in expected.items():
         c = case(name, "reference", 0.0)

@@ -1,0 +1,250 @@
+"""An LSTM layer with peepholes, all steps of a batch in one pass."""
+
+import torch
+from torch import Tensor
+
+from deepfast import backend as backends
+from deepfast.reference.layer_norm import compute_dtype
+
+from . import _common as common
+from ._register import register, watched
+
+
+def _launches(like: Tensor, backend: str | None):
+    return backends.choose(
+        "peephole_lstm", backend, like.device.type, like.dtype, like.shape[-1] // 4
+    )[1]
+
+
+def _forward(f, weight, peephole, h0, c0, lengths, reverse, keep, backend):
+    launch = _launches(f, backend)
+    results = _fake(f, weight, peephole, h0, c0, lengths, reverse, keep, backend)
+    kept = results[3:] if keep else (None, None)
+    launch.peephole_lstm_forward(
+        f.contiguous(), weight.contiguous(), common.parameter(peephole, f.dtype), _contiguous(h0),
+        common.parameter(c0, f.dtype), _contiguous(lengths), reverse, *results[:3], *kept,
+    )  # fmt: skip
+    return results
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _fake(f, weight, peephole, h0, c0, lengths, reverse, keep, backend):
+    steps, batch, width = f.shape
+    dtype = compute_dtype(f.dtype)
+    shape = (steps, batch, width // 4)
+    return (
+        f.new_empty(shape),
+        f.new_empty(shape[1:]),
+        f.new_empty(shape[1:], dtype=dtype),
+        f.new_empty(shape if keep else 0, dtype=dtype),
+        f.new_empty(f.shape if keep else 0),
+    )
+
+
+def _weight_grad(
+    df: Tensor, h: Tensor, h0: Tensor | None, lengths: Tensor | None, reverse: bool, out: Tensor
+) -> None:
+    """``sum_t h_{t-1}^T df_t``, one product over all positions.
+
+    Both are 0 behind a sentence's length, so that the h before its first position is 0 too, but
+    for an h0.
+    """
+    steps, batch, dim = h.shape
+    before, after = (h[1:], df[:-1]) if reverse else (h[:-1], df[1:])
+    torch.mm(before.reshape(-1, dim).T, after.reshape(-1, 4 * dim), out=out)
+    if h0 is None or steps == 0:
+        return
+    if not reverse:
+        out.addmm_(h0.T, df[0])
+        return
+    # A sentence without a position takes any: df is 0 there.
+    last = lengths.clamp(1, steps) - 1 if lengths is not None else h0.new_full((batch,), steps - 1)
+    first = df.gather(0, last.long().view(1, -1, 1).expand(1, -1, 4 * dim))[0]
+    out.addmm_(h0.T, first)
+
+
+def _grad_forward(
+    h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants, backend
+):
+    launch = _launches(gates, backend)
+    results = df, dweight, dpeephole, dh0, dc0 = _grad_fake(
+        h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants,
+        backend,
+    )  # fmt: skip
+    launch.peephole_lstm_backward(
+        _contiguous(dh), _contiguous(dh_last), _contiguous(dc_last), weight.contiguous(),
+        common.parameter(peephole, h.dtype), common.parameter(c0, h.dtype), _contiguous(lengths),
+        reverse, c, gates, df, dh0 if wants[1] else None, dc0 if wants[2] else None, dpeephole,
+    )  # fmt: skip
+    if wants[0]:
+        _weight_grad(df, h, h0, lengths, reverse, dweight)
+    return results
+
+
+def _grad_fake(
+    h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants, backend
+):
+    state = h.shape[1:]
+    return (
+        gates.new_empty(gates.shape),
+        gates.new_empty((state[1], 4 * state[1]) if wants[0] else 0),
+        c.new_empty(3, state[1]),
+        gates.new_empty(state if wants[1] else 0),
+        c.new_empty(state if wants[2] else 0),
+    )
+
+
+def _flops(f, *_, **__) -> int:
+    # The product with the recurrent weight.
+    steps, batch, width = f
+    return 2 * steps * batch * width * (width // 4)
+
+
+def _grad_flops(h, *rest, **__) -> int:
+    steps, batch, dim = h
+    products = 2 if rest[-2][0] else 1
+    return products * _flops((steps, batch, 4 * dim))
+
+
+_peephole_lstm_grad = register(
+    "peephole_lstm_grad(Tensor h, Tensor? dh, Tensor? dh_last, Tensor? dc_last, Tensor weight, "
+    "Tensor peephole, Tensor? h0, Tensor? c0, Tensor? lengths, bool reverse, Tensor c, "
+    "Tensor gates, bool[] wants, str? backend) "
+    "-> (Tensor df, Tensor dweight, Tensor dpeephole, Tensor dh0, Tensor dc0)",
+    _grad_forward,
+    fake=_grad_fake,
+    flops=_grad_flops,
+)
+
+
+def _setup(ctx, inputs, output):
+    _, weight, peephole, h0, c0, lengths, ctx.reverse, _, ctx.backend = inputs
+    h, _, _, c, gates = output
+    ctx.save_for_backward(weight, peephole, h0, c0, lengths, h, c, gates)
+
+
+def _backward(ctx, dh, dh_last, dc_last, *_):
+    if dh is None and dh_last is None and dc_last is None:
+        return (None,) * 9
+    weight, peephole, h0, c0, lengths, h, c, gates = ctx.saved_tensors
+    if c.shape != h.shape:
+        raise RuntimeError("peephole_lstm: a gradient needs keep=True, got keep=False")
+    needs = ctx.needs_input_grad[:5]
+    df, dweight, dpeephole, dh0, dc0 = _peephole_lstm_grad(
+        h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, ctx.reverse, c, gates,
+        [needs[1], needs[3], needs[4]], ctx.backend,
+    )  # fmt: skip
+    grads = (
+        df,
+        dweight,
+        dpeephole.to(peephole.dtype) if needs[2] else None,
+        dh0,
+        dc0.to(c0.dtype) if needs[4] else None,
+    )
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
+
+
+def _cast(f, weight, peephole, h0, *rest):
+    f, weight, h0 = common.autocast(f, weight, h0)
+    return f, weight, peephole, h0, *rest
+
+
+_peephole_lstm = register(
+    "peephole_lstm(Tensor f, Tensor weight, Tensor peephole, Tensor? h0, Tensor? c0, "
+    "Tensor? lengths, bool reverse, bool keep, str? backend) "
+    "-> (Tensor h, Tensor h_last, Tensor c_last, Tensor c, Tensor gates)",
+    _forward,
+    fake=_fake,
+    flops=_flops,
+    cast=_cast,
+    setup=_setup,
+    backward=_backward,
+    public=3,
+)
+
+
+def _check(f, weight, peephole, h0, c0, lengths) -> None:
+    op = "peephole_lstm"
+    common.check_tensor(op, "f", f)
+    if f.dim() != 3 or f.shape[2] % 4:
+        raise ValueError(f"{op}: f must be (T, B, 4H), got {tuple(f.shape)}")
+    steps, batch, dim = f.shape[0], f.shape[1], f.shape[2] // 4
+    for name, x, shape in (("weight", weight, (dim, 4 * dim)), ("h0", h0, (batch, dim))):
+        if x is None and name == "h0":
+            continue
+        common.check_tensor(op, name, x)
+        common.check_parameter(op, name, x, shape, f.device)
+        if x.dtype != f.dtype:
+            raise ValueError(f"{op}: {name} must have f's dtype {f.dtype}, got {x.dtype}")
+    common.check_tensor(op, "peephole", peephole)
+    common.check_parameter(op, "peephole", peephole, (3, dim), f.device)
+    common.check_parameter(op, "c0", c0, (batch, dim), f.device)
+    common.check_parameter(op, "lengths", lengths, (batch,), f.device)
+    if lengths is None:
+        return
+    if lengths.dtype != torch.int64:
+        raise ValueError(f"{op}: lengths must be int64, got {lengths.dtype}")
+    # A device is not waited for: there a length out of range counts as the nearest one.
+    if lengths.device.type == "cpu" and not watched(lengths) and batch:
+        least, most = lengths.min().item(), lengths.max().item()
+        if least < 0 or most > steps:
+            raise ValueError(f"{op}: lengths must be from 0 to {steps}, got {least} to {most}")
+
+
+def peephole_lstm(
+    f: Tensor,
+    weight: Tensor,
+    peephole: Tensor,
+    *,
+    h0: Tensor | None = None,
+    c0: Tensor | None = None,
+    lengths: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence of an LSTM layer with peepholes over the input of its gates.
+
+    With the four parts of f_t in the order z, rho, phi, pi, and sigma the logistic function::
+
+        (z, rho, phi, pi) = f_t + h_{t-1} W
+        c_t = tanh(z) * sigma(rho + p_0 c_{t-1}) + sigma(phi + p_1 c_{t-1}) * c_{t-1}
+        h_t = tanh(c_t) * sigma(pi + p_2 c_t)
+
+    All steps are one pass, forward and backward, and the weight's gradient is one product behind
+    it. Kept for backward are the four activations in f's dtype, h, and c in fp32. Arithmetic is in
+    fp32 (fp64 for fp64); h is rounded once and goes round as it was rounded.
+
+    Args:
+        f: (T, B, 4H), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype, and
+            weight and h0 with it.
+        weight: (H, 4H) in f's dtype, W.
+        peephole: (3, H), any of these dtypes: of the input, the forget and the output gate.
+        h0: (B, H) in f's dtype, the first h_{t-1}; None for zeros.
+        c0: (B, H), any of these dtypes; None for zeros.
+        lengths: (B,) int64, from 0 to T; None for T. A sentence stands still behind its length,
+            whatever f is there; h is 0 there.
+        reverse: from a sentence's own last position to its first.
+        backend: see `deepfast.backend`.
+
+    Returns:
+        h (T, B, H) in f's dtype, and each sentence's last h, and c in fp32 (fp64 for fp64),
+        (B, H); of a sentence of length 0 these are h0 and c0.
+
+    Raises:
+        TypeError, ValueError: for operands that do not fit.
+        BackendError: when the backend asked for cannot serve.
+        RuntimeError: in backward, for a second derivative.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+
+    Source: Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine
+    Translation, TACL 2016, Eq. 4; Gers, Schmidhuber, Recurrent nets that time and count, 2000.
+    """
+    if isinstance(f, Tensor) and isinstance(weight, Tensor):
+        f, weight, h0 = common.autocast(f, weight, h0)
+    _check(f, weight, peephole, h0, c0, lengths)
+    given = (f, weight, peephole, h0, c0)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    return _peephole_lstm(f, weight, peephole, h0, c0, lengths, reverse, keep, backend)

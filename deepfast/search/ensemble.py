@@ -1,0 +1,62 @@
+"""Several models as one: their probabilities are averaged at every step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class EnsembleState:
+    """The state of each model."""
+
+    states: list[Any]
+
+    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+        """Keeps hypotheses ``index`` in each; see `deepfast.models.interface`."""
+        for state in self.states:
+            state.reorder(index, memory=memory)
+
+
+class Ensemble(nn.Module):
+    """Models of any kinds over one vocabulary, as search takes a model.
+
+    ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` gives its logarithm, which is normalised as it is.
+
+    Args:
+        models: at least one, all with the same ``config.vocab_size`` and ``config.padding_idx``.
+
+    Raises:
+        ValueError: no model, or models of different vocabularies.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]):
+        super().__init__()
+        if not models:
+            raise ValueError("Ensemble: expected at least one model, got none")
+        self.models = nn.ModuleList(models)
+        self.config = models[0].config
+        for name in ("vocab_size", "padding_idx"):
+            values = [getattr(model.config, name) for model in models]
+            if len(set(values)) > 1:
+                raise ValueError(f"Ensemble: expected models with one {name}, got {values}")
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """The mean of the models' attention; see `deepfast.models.interface`."""
+        return torch.stack([m.alignment(source_BS, target_in_BT) for m in self.models]).mean(0)
+
+    def start(self, source_BS: Tensor) -> EnsembleState:
+        """Encodes the source with every model."""
+        return EnsembleState([model.start(source_BS) for model in self.models])
+
+    def step(self, tokens_B: Tensor, state: EnsembleState) -> Tensor:
+        """The last token of each hypothesis (B,) to log-probabilities (B, V) of the next."""
+        logits = [
+            model.step(tokens_B, one) for model, one in zip(self.models, state.states, strict=True)
+        ]
+        dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
+        log_probs = torch.stack([x.log_softmax(-1, dtype=dtype) for x in logits])
+        return log_probs.logsumexp(0) - math.log(len(logits))

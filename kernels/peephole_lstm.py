@@ -1,0 +1,244 @@
+"""An LSTM layer with peepholes: one launch for each step, the product with the weight inside.
+
+    (z, rho, phi, pi) = f_t + h_{t-1} W
+    c_t = tanh(z) * s(rho + p_0 c_{t-1}) + s(phi + p_1 c_{t-1}) * c_{t-1}
+    h_t = tanh(c_t) * s(pi + p_2 c_t)
+
+Zhou et al. 2016, Eq. 4; s is the logistic function. A program has BB sentences and BH channels: it
+makes the four gates of its channels, so that the cell follows in registers, and what a step leaves
+in h (forward) or df (backward) is what the next launch multiplies. B sentences, H channels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import dot, rounded
+
+
+def tile(B: int, H: int, itemsize: int) -> dict[str, int]:
+    """Sentences, channels and depth of a program's product: small, for many programs. A thread of
+    a full tile has 16 bytes of it."""
+    BB = max(16, triton.next_power_of_2(min(B, 32)))
+    BK = min(128 // itemsize, max(16, triton.next_power_of_2(H)))
+    return {"BB": BB, "BH": 16, "BK": BK, "num_warps": itemsize}
+
+
+@triton.jit
+def _logistic(b_x):
+    b_e = tl.exp(-tl.abs(b_x))
+    return tl.where(b_x < 0.0, b_e, 1.0) / (1.0 + b_e)
+
+
+@triton.jit
+def _tanh(b_x):
+    """By its series where exp would cancel."""
+    b_e = tl.exp(-2.0 * tl.abs(b_x))
+    b_far = (1.0 - b_e) / (1.0 + b_e)
+    b_s = b_x * b_x
+    b_near = 0.021869488536155203
+    b_near = b_near * b_s - 0.05396825396825397
+    b_near = b_near * b_s + 0.13333333333333333
+    b_near = b_near * b_s - 0.3333333333333333
+    b_near = b_x + b_x * b_s * b_near
+    return tl.where(b_s < 0.09, b_near, tl.where(b_x < 0.0, -b_far, b_far))
+
+
+@triton.jit
+def _place(p_lengths, step, T, B, BB: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a program's sentences, as int64: number, steps that are left with this one, whether it is
+    the first, row of (T, B), and rows from step to step."""
+    o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
+    b_n = tl.zeros((BB,), dtype=tl.int64) + T
+    if p_lengths is not None:
+        b_n = tl.minimum(tl.maximum(tl.load(p_lengths + o_b, mask=o_b < B, other=0), 0), T)
+    b_n = tl.where(o_b < B, b_n, 0)
+    b_step = tl.zeros((BB,), dtype=tl.int64) + step
+    o_t = b_n - 1 - b_step if REVERSE else b_step
+    return o_b, b_n - b_step, b_step == 0, o_t * B + o_b, -B if REVERSE else B
+
+
+@triton.jit
+def _load(p_x, o_row, m, s_row: tl.constexpr, o_d, H: tl.constexpr):
+    """(rows, channels) in fp32, 0 where the mask is not."""
+    mask = m[:, None] & (o_d < H)[None, :]
+    return tl.load(p_x + o_row[:, None] * s_row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(p_x, b_x, o_row, m, s_row: tl.constexpr, o_d, H: tl.constexpr):
+    mask = m[:, None] & (o_d < H)[None, :]
+    tl.store(
+        p_x + o_row[:, None] * s_row + o_d[None, :], rounded(b_x, p_x.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit
+def _eye(p_peephole, q: tl.constexpr, o_d, H: tl.constexpr):
+    return tl.load(p_peephole + q * H + o_d, mask=o_d < H, other=0.0)[None, :]
+
+
+@triton.jit(do_not_specialize=["step", "depth", "T", "B"])
+def peephole_lstm_fwd_kernel(
+    p_f, p_w, p_peephole, p_before, p_lengths, p_h, p_h_last, p_c_last, p_c, p_gates,
+    step, depth, T, B,
+    H: tl.constexpr, REVERSE: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One step. ``p_before`` is h, or h0 in the first step; a depth of 0 leaves the product out."""
+    o_b, b_left, b_first, o_row, s_step = _place(p_lengths, step, T, B, BB, REVERSE)
+    m = b_left > 0
+    o_d = tl.program_id(1) * BH + tl.arange(0, BH)
+    o_before = tl.where(b_first, o_b, o_row - s_step)
+    b_z = tl.zeros((BB, BH), dtype=tl.float32)
+    b_rho = tl.zeros((BB, BH), dtype=tl.float32)
+    b_phi = tl.zeros((BB, BH), dtype=tl.float32)
+    b_pi = tl.zeros((BB, BH), dtype=tl.float32)
+    for k in range(0, depth, BK):
+        o_k = k + tl.arange(0, BK)
+        m_h = m[:, None] & (o_k < H)[None, :]
+        b_h = tl.load(p_before + o_before[:, None] * H + o_k[None, :], mask=m_h, other=0.0)
+        p_k = p_w + o_k[:, None] * (4 * H) + o_d[None, :]
+        m_w = (o_k < H)[:, None] & (o_d < H)[None, :]
+        b_z = dot(b_h, tl.load(p_k, mask=m_w, other=0.0), b_z)
+        b_rho = dot(b_h, tl.load(p_k + H, mask=m_w, other=0.0), b_rho)
+        b_phi = dot(b_h, tl.load(p_k + 2 * H, mask=m_w, other=0.0), b_phi)
+        b_pi = dot(b_h, tl.load(p_k + 3 * H, mask=m_w, other=0.0), b_pi)
+
+    b_c = _load(p_c_last, o_b, m, H, o_d, H)
+    b_value = _tanh(b_z + _load(p_f, o_row, m, 4 * H, o_d, H))
+    b_rho += _load(p_f + H, o_row, m, 4 * H, o_d, H)
+    b_enter = _logistic(b_rho + _eye(p_peephole, 0, o_d, H) * b_c)
+    b_phi += _load(p_f + 2 * H, o_row, m, 4 * H, o_d, H)
+    b_stay = _logistic(b_phi + _eye(p_peephole, 1, o_d, H) * b_c)
+    b_c = b_value * b_enter + b_stay * b_c
+    b_pi += _load(p_f + 3 * H, o_row, m, 4 * H, o_d, H)
+    b_leave = _logistic(b_pi + _eye(p_peephole, 2, o_d, H) * b_c)
+    b_h = _tanh(b_c) * b_leave
+    _store(p_h, b_h, o_row, m, H, o_d, H)
+    _store(p_h_last, b_h, o_b, b_left == 1, H, o_d, H)
+    _store(p_c_last, b_c, o_b, m, H, o_d, H)
+    if p_c is not None:
+        _store(p_c, b_c, o_row, m, H, o_d, H)
+        _store(p_gates, b_value, o_row, m, 4 * H, o_d, H)
+        _store(p_gates + H, b_enter, o_row, m, 4 * H, o_d, H)
+        _store(p_gates + 2 * H, b_stay, o_row, m, 4 * H, o_d, H)
+        _store(p_gates + 3 * H, b_leave, o_row, m, 4 * H, o_d, H)
+
+
+@triton.jit
+def _add(p_sum, b_x, o_d, H: tl.constexpr):
+    b_sum = tl.load(p_sum + o_d, mask=o_d < H, other=0.0) + tl.sum(b_x, 0)
+    tl.store(p_sum + o_d, b_sum, mask=o_d < H)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def peephole_lstm_bwd_kernel(
+    p_dh, p_dh_last, p_w, p_peephole, p_c0, p_lengths, p_c, p_gates, p_df, p_dc, p_sums,
+    step, T, B,
+    H: tl.constexpr, REVERSE: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One step. ``p_dc`` (B, H) goes from step to step; ``p_sums`` has three rows for each program
+    of the first axis, to which every step adds."""
+    o_b, b_left, b_first, o_row, s_step = _place(p_lengths, step, T, B, BB, REVERSE)
+    m = b_left > 0
+    o_d = tl.program_id(1) * BH + tl.arange(0, BH)
+    b_dh = tl.zeros((BB, BH), dtype=tl.float32)
+    # In the last step of all there is no df behind it.
+    depth = tl.where(step + 1 < T, 4 * H, 0)
+    for k in range(0, depth, BK):
+        o_k = k + tl.arange(0, BK)
+        m_z = (b_left > 1)[:, None] & (o_k < 4 * H)[None, :]
+        o_next = (o_row + s_step)[:, None] * (4 * H) + o_k[None, :]
+        b_dz = tl.load(p_df + o_next, mask=m_z, other=0.0)
+        m_w = (o_d < H)[:, None] & (o_k < 4 * H)[None, :]
+        b_w = tl.load(p_w + o_d[:, None] * (4 * H) + o_k[None, :], mask=m_w, other=0.0)
+        b_dh = dot(b_dz, tl.trans(b_w), b_dh)
+    if p_dh is not None:
+        b_dh += _load(p_dh, o_row, m, H, o_d, H)
+    if p_dh_last is not None:
+        b_dh += _load(p_dh_last, o_b, b_left == 1, H, o_d, H)
+
+    b_before = _load(p_c, o_row - s_step, m & ~b_first, H, o_d, H)
+    if p_c0 is not None:
+        b_before += _load(p_c0, o_b, m & b_first, H, o_d, H)
+    b_now = _load(p_c, o_row, m, H, o_d, H)
+    b_value = _load(p_gates, o_row, m, 4 * H, o_d, H)
+    b_enter = _load(p_gates + H, o_row, m, 4 * H, o_d, H)
+    b_stay = _load(p_gates + 2 * H, o_row, m, 4 * H, o_d, H)
+    b_leave = _load(p_gates + 3 * H, o_row, m, 4 * H, o_d, H)
+    b_top = _tanh(b_now)
+    b_dpi = b_dh * b_top * b_leave * (1.0 - b_leave)
+    b_dc = _load(p_dc, o_b, m, H, o_d, H) + b_dh * b_leave * (1.0 - b_top * b_top)
+    b_dc += b_dpi * _eye(p_peephole, 2, o_d, H)
+    b_drho = b_dc * b_value * b_enter * (1.0 - b_enter)
+    b_dphi = b_dc * b_before * b_stay * (1.0 - b_stay)
+    b_dvalue = b_dc * b_enter * (1.0 - b_value * b_value)
+    _store(p_df, b_dvalue, o_row, m, 4 * H, o_d, H)
+    _store(p_df + H, b_drho, o_row, m, 4 * H, o_d, H)
+    _store(p_df + 2 * H, b_dphi, o_row, m, 4 * H, o_d, H)
+    _store(p_df + 3 * H, b_dpi, o_row, m, 4 * H, o_d, H)
+    b_dc = b_dc * b_stay + b_drho * _eye(p_peephole, 0, o_d, H)
+    _store(p_dc, b_dc + b_dphi * _eye(p_peephole, 1, o_d, H), o_b, m, H, o_d, H)
+    p_sums += tl.program_id(0) * (3 * H)
+    _add(p_sums, b_drho * b_before, o_d, H)
+    _add(p_sums + H, b_dphi * b_before, o_d, H)
+    _add(p_sums + 2 * H, b_dpi * b_now, o_d, H)
+
+
+def _start(state, first):
+    state.zero_() if first is None else state.copy_(first)
+
+
+def peephole_lstm_forward(
+    f, weight, peephole, h0, c0, lengths, reverse, h, h_last, c_last, c, gates
+):
+    """See `deepfast.reference.launchers.peephole_lstm_forward`."""
+    T, B, H = h.shape
+    sides = tile(B, H, f.element_size())
+    for out in (h, c, gates):
+        if out is not None and lengths is not None:
+            out.zero_()
+    _start(h_last, h0)
+    _start(c_last, c0)
+    if B == 0:
+        return
+    grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
+    for step in range(T):
+        before = h if step or h0 is None else h0
+        depth = 0 if before is h and step == 0 else H
+        peephole_lstm_fwd_kernel[grid](
+            f, weight, peephole, before, lengths, h, h_last, c_last, c, gates, step, depth, T, B,
+            H=H, REVERSE=reverse, **sides,
+        )  # fmt: skip
+
+
+def peephole_lstm_backward(
+    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
+):
+    """See `deepfast.reference.launchers.peephole_lstm_backward`."""
+    T, B, H = c.shape
+    sides = tile(B, H, df.element_size())
+    if lengths is not None:
+        df.zero_()
+    dc = c.new_empty(B, H) if dc0 is None else dc0
+    _start(dc, dc_last)
+    grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
+    sums = c.new_zeros(max(1, grid[0]), 3, H)
+    for step in reversed(range(T if B else 0)):
+        peephole_lstm_bwd_kernel[grid](
+            dh, dh_last, weight, peephole, c0, lengths, c, gates, df, dc, sums, step, T, B,
+            H=H, REVERSE=reverse, **sides,
+        )  # fmt: skip
+    dpeephole.copy_(sums.sum(0))
+    if dh0 is None:
+        return
+    # Of a sentence without a position df is 0, and its last h was h0 itself.
+    n = dh0.new_full((B,), T, dtype=torch.int64) if lengths is None else lengths.clamp(0, T)
+    o_first = (n - 1).clamp(min=0) if reverse else n * 0
+    first = (
+        df.gather(0, o_first.view(1, B, 1).expand(1, B, 4 * H))[0] if T else df.new_zeros(B, 4 * H)
+    )
+    d = first.float() @ weight.float().T
+    if dh_last is not None:
+        d = d + dh_last.float().where((n == 0).unsqueeze(1), 0.0)
+    dh0.copy_(d)

@@ -1,0 +1,114 @@
+"""Several models that translate together, of one kind and of two."""
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.data import Vocabulary
+from deepfast.models import FastForwardLSTM, FastForwardLSTMConfig
+from deepfast.search import Ensemble, beam_search, translate_lines
+from deepfast.training.checkpoint import save_checkpoint
+
+LINES = ["the old bridge", "", "we walk home"]
+FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
+
+
+def recurrent(vocab_size):
+    """A tiny model of another kind, that does not predict evenly."""
+    config = FastForwardLSTMConfig(
+        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2
+    )
+    model = FastForwardLSTM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    return model.eval()
+
+
+@pytest.fixture
+def models(model, vocabulary, make_model):
+    return [model, make_model(len(vocabulary), seed=5).eval(), recurrent(len(vocabulary))]
+
+
+def steps(model, source, tokens):
+    state = model.start(source)
+    return [model.step(t, state) for t in tokens]
+
+
+def test_probabilities_are_averaged(models):
+    source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
+    tokens = torch.tensor([[2, 2], [6, 9], [7, 4]])
+    together = steps(Ensemble(models), source, tokens)
+    alone = [steps(model, source, tokens) for model in models]
+    for t, log_probs in enumerate(together):
+        mean = torch.stack([logits[t].softmax(-1) for logits in alone]).mean(0)
+        torch.testing.assert_close(log_probs.exp(), mean)
+        assert not torch.allclose(mean, alone[0][t].softmax(-1), atol=1e-3)
+
+
+def test_hypotheses_move_in_every_model(models):
+    source, index = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]]), torch.tensor([1, 0, 1])
+    ensemble = Ensemble(models)
+    state, other = ensemble.start(source), ensemble.start(source[index])
+    ensemble.step(torch.tensor([2, 2]), state)
+    ensemble.step(torch.tensor([2, 2, 2]), other)
+    state.reorder(index)
+    torch.testing.assert_close(
+        ensemble.step(torch.tensor([4, 5, 6]), state), ensemble.step(torch.tensor([4, 5, 6]), other)
+    )
+
+
+def test_one_model_many_times_is_the_model(model, vocabulary):
+    source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
+    alone = beam_search(model, source, beam=3, nbest=2, max_length=6)
+    together = beam_search(Ensemble([model] * 3), source, beam=3, nbest=2, max_length=6)
+    for one, other in zip(alone, together, strict=True):
+        assert [h.tokens for h in one] == [h.tokens for h in other]
+        assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-4)
+
+
+@pytest.fixture
+def write(tmp_path, vocabulary):
+    """write(name, model, **changes): a checkpoint file."""
+
+    def run(name, model, **changes):
+        kind = "fast_forward_lstm" if isinstance(model, FastForwardLSTM) else "transformer"
+        content = {
+            "kind": kind, "config": vars(model.config), "model": model.state_dict(),
+            "vocabulary": vocabulary.to_bytes(),
+        }  # fmt: skip
+        save_checkpoint(tmp_path / name, content | changes)
+        return str(tmp_path / name)
+
+    return run
+
+
+def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path, capsys):
+    source = tmp_path / "source"
+    source.write_text("".join(f"{line}\n" for line in LINES))
+    paths = [write(f"{i}.pt", model) for i, model in enumerate(models)]
+    assert main(["translate", *paths, "--input", str(source), *FAST]) == 0
+    expected = translate_lines(Ensemble(models), vocabulary, LINES, beam=2, max_length=6)
+    assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
+
+
+def test_models_that_cannot_vote(models, vocabulary, write, tmp_path, capsys, make_model):
+    other = Vocabulary.train(["other words of another text"] * 3, 30).to_bytes()
+    first, source = write("a.pt", models[0]), tmp_path / "source"
+    source.write_text("a small house\n")
+    for path, sentence in (
+        (write("b.pt", models[1], vocabulary=other), "expected the vocabulary of"),
+        (
+            write("c.pt", models[1], recipe={"data": {"lowercase": True}}),
+            "got one of lower-cased text",
+        ),
+    ):
+        assert main(["translate", first, path, "--input", str(source), *FAST]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert path in said
+        assert sentence in said
+    with pytest.raises(ValueError, match="Ensemble: expected at least one model, got none"):
+        Ensemble([])
+    with pytest.raises(ValueError, match=r"models with one vocab_size, got \[60, 9\]"):
+        Ensemble([models[0], make_model(9)])
