@@ -38,9 +38,10 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
             "another folder with --output, or remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "deepfast.bench.systems.one", str(path.parent), str(seed)]
+    command = [sys.executable, "-m", "deepfast.bench.systems.one", row.recipe, str(path.parent)]
+    command += [str(seed), *overrides]
     with open(path.parent / "log.txt", "a", encoding="utf-8") as log:
-        done = subprocess.run([*command, *overrides], stdout=log, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         said = (path.parent / "log.txt").read_text("utf-8").strip().splitlines()[-5:]
         raise RuntimeError(f"{row.name}, seed {seed}: exit {done.returncode}:\n" + "\n".join(said))

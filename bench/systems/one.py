@@ -1,6 +1,6 @@
 """One run of one row, in a process of its own: its peak memory is nobody else's.
 
-python -m deepfast.bench.systems.one FOLDER SEED key=value ...
+python -m deepfast.bench.systems.one RECIPE FOLDER SEED key=value ...
 """
 
 import argparse
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from deepfast.bench.systems.rows import BASE
 from deepfast.data.text import write_atomically
 from deepfast.models.checkpoint import load_model
 from deepfast.training import NotFiniteError, load_recipe, train
@@ -68,12 +67,13 @@ def after(result) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe")
     parser.add_argument("folder", type=Path)
     parser.add_argument("seed", type=int)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     recipe = load_recipe(
-        BASE,
+        args.recipe,
         [*args.overrides, f"train.seed={args.seed}", f"output={args.folder / 'run'}",
          "resume=true"],
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """The rows of the table: what each one changes of the recipe that all share."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,17 @@ class Row:
     """key=value, on top of the recipe that all share."""
     grows: bool = False
     """Trained in two stages: two thirds of the layers for half the steps, then all."""
+    recipe: str = BASE
+    """Of a model of another kind, whose model and rates are taken; the rest is as for all."""
 
     def settings(self, shared: Sequence[str]) -> list[str]:
         """All overrides of a run, of which ``shared`` are those of every row."""
         overrides = [*shared, *self.overrides]
+        if self.recipe != BASE:
+            plain = load_recipe(BASE, shared).to_dict()
+            common = [f"{section}.{key}={json.dumps(value)}" for section in ("data", "train")
+                      for key, value in plain[section].items()]  # fmt: skip
+            overrides = [*common, *self.overrides]
         if self.grows:
             recipe = load_recipe(BASE, overrides)
             model, steps = recipe.model_config(vocab_size=8), recipe.train.max_steps
@@ -95,6 +103,15 @@ ROWS = (
         ("model.encoder_connection=latent", "model.latent.target_layers=8",
          "model.latent.target_weight=0.1", "model.latent.hard=true", "model.latent.soft_steps=60",
          "model.latent.anneal_steps=60", "model.latent.lr_scale=20"),
+    ),
+    *(
+        Row(
+            name, f"fast-forward LSTM, {title}, 3+2 layers", "Zhou 2016",
+            (f"model.attention={attention}",), recipe="phrases-fflstm",
+        )
+        for name, title, attention in (
+            ("deep-att", "Deep-Att", "true"), ("deep-ed", "Deep-ED", "false"),
+        )
     ),
     Row("growing", "depth growing, a third of the layers on top", "Wu 2019", _plain("pre"), True),
 )  # fmt: skip

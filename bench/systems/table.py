@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from deepfast.bench.systems.rows import Row
+from deepfast.bench.systems.rows import BASE, Row
 
 COLUMNS = (
     "system", "paper", "model", "parameters", "steps to {level:.1f}", "dev NLL", "BLEU",
@@ -69,6 +69,7 @@ def page(results: dict[Row, list[dict]], level: float, command: str, machine: st
     tokens = " or ".join(f"{count:,}" for count in sorted(seen))
     changes = "".join(
         f"- {row.title}: `{' '.join(row.overrides) or 'as the recipe'}`"
+        + (f" of `{row.recipe}`" if row.recipe != BASE else "")
         + (", two thirds of the layers for half of the steps, then all\n" if row.grows else "\n")
         for row, runs in results.items()
         if runs
@@ -87,6 +88,7 @@ step*: live tensors with parameters and Adam, *process*: resident memory; *diver
 not finite, or a last dev NLL of more than {WORSE} times the best.
 
 {table}
-What each row changes of the recipe `phrases-systems`:
+What each row changes of the recipe `phrases-systems`, or of its own, of which the model and the
+rates are taken:
 
 {changes}"""

@@ -26,6 +26,7 @@ STACKS: dict[str, dict] = {
     "pre-norm": {"connection": "residual", "norm": "pre"},
     "DLCL, post-norm": {"connection": "dlcl", "norm": "post"},
     "DLCL, pre-norm": {"connection": "dlcl", "norm": "pre"},
+    "latent depth, pre-norm": {"connection": "latent", "norm": "pre"},
 }
 """Name -> arguments of `TransformerEncoder`. Another way to join layers is another line here, and a
 colour below."""
@@ -35,6 +36,7 @@ STACK_COLORS = {
     "pre-norm": "#7a7a7a",
     "DLCL, post-norm": "#c77700",
     "DLCL, pre-norm": COLORS["deepfast"],
+    "latent depth, pre-norm": "#7b4fa3",
 }
 LAYERS, DIM, HEADS, TOKENS, LENGTH, LABELS = 100, 64, 4, 256, 32, 1000
 SEEDS = 3

@@ -29,7 +29,9 @@ def run(**changes):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("setting", [(), LARGE], ids=["small", "large"])
 def test_every_row_is_a_recipe(row, setting):
-    recipe = load_recipe(BASE, row.settings(setting))
+    recipe, shared = load_recipe(row.recipe, row.settings(setting)), load_recipe(BASE, setting)
+    assert recipe.data == shared.data
+    assert row.grows or recipe.train == shared.train
     assert recipe.train.test_bleu
     assert recipe.data.validates
 
