@@ -26,6 +26,7 @@ from deepfast.training.checkpoint import (
 from deepfast.training.corpus import load_corpus
 from deepfast.training.environment import (
     StopSignal,
+    give_back_large_blocks,
     peak_bytes,
     release_freed_memory,
     resolve_device,
@@ -183,6 +184,8 @@ class _Run:
     def _fit_memory(self) -> None:
         if self.recipe.memory is None:
             return
+        if self.trainer.device.type == "cpu":
+            give_back_large_blocks()
         row = fit_memory(self.trainer, self.report.say)
         self.measured = row["measured_bytes"]
         self.report.log("memory", row, seconds=self.seconds)
