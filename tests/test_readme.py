@@ -79,5 +79,5 @@ def test_the_layer_takes_a_batch_of_nothing(loop):
 def test_commands_exist():
     from deepfast.cli import COMMANDS
 
-    for command in re.findall(r"^ {4}(?:\.venv/bin/)?deepfast (\w+)", README.read_text(), re.M):
+    for command in re.findall(r"^ {4}(?:\.venv/bin/)?deepfast ([\w-]+)", README.read_text(), re.M):
         assert command in COMMANDS

@@ -113,6 +113,21 @@ def memory_bytes(device: torch.device) -> int:
         return peak_bytes(device)
 
 
+MMAP_THRESHOLD, MAPPED_FROM = -3, 2**20
+"""glibc's M_MMAP_THRESHOLD, and the bytes from which on a tensor has pages of its own."""
+
+
+def give_back_large_blocks() -> None:
+    """From now on large freed tensors go back to the system at once; glibc alone can.
+
+    It raises the limit by itself as tensors come and go, and then keeps what lies between those
+    that live: tensors of many sizes leave holes of half of what is ever alive.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, MAPPED_FROM)
+
+
 def release_freed_memory() -> None:
     """Gives freed memory that the C library keeps for later back to the system; glibc alone can.
 

@@ -29,6 +29,7 @@ from deepfast.training.checkpoint import (
 from deepfast.training.corpus import by_language, load_corpus
 from deepfast.training.environment import (
     StopSignal,
+    give_back_large_blocks,
     peak_bytes,
     release_freed_memory,
     resolve_device,
@@ -203,6 +204,8 @@ class _Run:
             # A policy by name: what a frozen bottom needs is not planned.
             set_policy(self.trainer.model, self.recipe.memory)
             return
+        if self.trainer.device.type == "cpu":
+            give_back_large_blocks()
         row = fit_memory(self.trainer, self.report.say)
         self.measured = row["measured_bytes"]
         self.report.log("memory", row, seconds=self.seconds)

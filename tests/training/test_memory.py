@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import platform
 import socket
 from dataclasses import asdict
 from pathlib import Path
@@ -210,3 +211,23 @@ def test_all_ranks_stop_together(make_recipe, tmp_path):
         assert process.exitcode == 0
     assert seen[0] == seen[1]
     assert "got 1048576 TiB with memory policies keep" in seen[0]
+
+
+FREED = """
+import sys, torch
+from deepfast.training.environment import give_back_large_blocks, memory_bytes
+if sys.argv[1] == "give back":
+    give_back_large_blocks()
+before, kept = memory_bytes(torch.device("cpu")), []
+for index in range(60):
+    # Between those that stay, of a size that never fits the hole before it.
+    passing = [torch.ones(2**18 * (2 + (index + k) % 7)) for k in range(4)]
+    kept.append(torch.ones(2**17))
+    del passing
+print(memory_bytes(torch.device("cpu")) - before - sum(t.nbytes for t in kept))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed memory so")
+def test_large_freed_tensors_leave_the_process(python):
+    assert int(python("-c", FREED, "give back").stdout) < 16 * 2**20
