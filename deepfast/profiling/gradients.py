@@ -69,6 +69,8 @@ def measure(
         for seed in range(seeds):
             torch.manual_seed(seed)
             encoder = TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=0.0, **options)
+            if encoder.latent is not None:
+                encoder.latent.seed = seed
             x = torch.randn(TOKENS // LENGTH, LENGTH, DIM)
             labels = torch.randint(LABELS, (TOKENS,))
             logs += layer_gradients(encoder, x, labels).log()
