@@ -130,7 +130,7 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers; but with ``connection="residual"`` each reads all below it.
+    """A stack of encoder layers; by its connection each reads the layer below it, or all of them.
 
     Args:
         num_layers: L >= 1.
@@ -153,8 +153,8 @@ class TransformerEncoder(_Stack):
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.
 
-    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Pagliardini et al. 2024
-    for DenseFormer.
+    Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
+    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals.
     """
 
     layer, planned = TransformerEncoderLayer, "policies"

@@ -125,10 +125,28 @@ def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(Path(folder).glob(f"step-{'[0-9]' * 8}.pt"))
 
 
-def prune(folder: str | os.PathLike[str], keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints of a run."""
-    for path in step_checkpoints(folder)[:-keep]:
-        path.unlink()
+def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
+    """The last `count` of a run's checkpoints: those after every `every` steps, and its newest.
+
+    One that was written where a run was interrupted does not count once a later one is there, so
+    that a run that was resumed keeps and averages what it would have uninterrupted.
+    """
+    paths = step_checkpoints(folder)
+    planned = [path for path in paths[:-1] if _step(path) % every == 0]
+    return [*planned, *paths[-1:]][-count:]
+
+
+def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
+    """Remove what neither resuming nor `newest_checkpoints` of `keep` needs, now or later."""
+    paths = step_checkpoints(folder)
+    planned = [path for path in paths if _step(path) % every == 0]
+    for path in paths[:-1]:
+        if path not in planned[-keep:]:
+            path.unlink()
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def checkpoint_to_resume(recipe: Recipe) -> Path | None:

@@ -128,7 +128,7 @@ class TrainSection:
     save_every: int = 1_000
     """Steps between checkpoints."""
     keep_last: int = 5
-    """Checkpoints to keep, beside the best."""
+    """Checkpoints after every `save_every` steps to keep, beside the newest and the best."""
     average_last: int = 5
     """Checkpoints to average into average.pt at the end; 0: none."""
     log_every: int = 50

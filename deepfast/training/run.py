@@ -22,9 +22,9 @@ from deepfast.training.checkpoint import (
     average_checkpoints,
     checkpoint_to_resume,
     load_checkpoint,
+    newest_checkpoints,
     prune,
     save_checkpoint,
-    step_checkpoints,
 )
 from deepfast.training.corpus import by_language, load_corpus
 from deepfast.training.environment import (
@@ -272,7 +272,7 @@ class _Run:
         self.trainer.seconds = self.seconds
         save_checkpoint(self._step_path(), self.trainer.state_dict())
         self.saved = self._step_path()
-        prune(self.folder, self.section.keep_last)
+        prune(self.folder, self.section.keep_last, self.section.save_every)
 
     def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
         """BLEU, 0 to 100; of several languages each one's, and their mean."""
@@ -296,11 +296,13 @@ class _Run:
         result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
         step = {"step": trainer.step}
         if self.section.average_last:
-            paths = step_checkpoints(self.folder)[-self.section.average_last :]
+            section = self.section
+            paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
             weights = average_checkpoints(paths)
             result.average = self.folder / AVERAGE
             save_checkpoint(result.average, trainer.model_state(weights))
-            row: dict[str, Any] = {"of": f"{len(paths)} checkpoints"}
+            plural = "s" if len(paths) > 1 else ""
+            row: dict[str, Any] = {"of": f"{len(paths)} checkpoint{plural}"}
             if corpus.dev_batches:
                 trainer.model.load_state_dict(weights)
                 result.average_nll = nll = trainer.validate()

@@ -131,6 +131,10 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, tmp_path, monkey
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert rows(resumed.output) == rows(whole.output)
     assert resumed.best_nll == whole.best_nll
+    # What was written where it was interrupted is neither kept nor averaged.
+    assert names(resumed.output) == names(whole.output)
+    one, two = (load_checkpoint(run.average)["model"] for run in (whole, resumed))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_two_runs_from_one_seed_agree_and_another_seed_differs(make_recipe, tmp_path):
