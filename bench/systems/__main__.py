@@ -19,6 +19,7 @@ from deepfast.bench.systems.one import RESULT
 from deepfast.bench.systems.rows import LARGE, Row, named, text_files
 from deepfast.bench.systems.table import page
 from deepfast.data.text import write_atomically
+from deepfast.training import load_recipe
 
 
 def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.data:
         shared += text_files(*args.data, args.output / "data")
     shared += tuple(args.overrides)
+    for row in rows:
+        # What cannot be trained is told before hours of the others.
+        load_recipe(row.recipe, row.settings(shared))
     results: dict[Row, list[dict]] = {row: [] for row in rows}
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
@@ -96,10 +100,12 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             results[row].append(found)
             scored = f"BLEU {found['bleu']:.1f}" if "bleu" in found else found["diverged"]
-            print(f"{row.name}, seed {seed}: {scored}, {found['seconds']:.0f} s", flush=True)
+            took = f", {found['seconds']:.0f} s" if "seconds" in found else ""
+            print(f"{row.name}, seed {seed}: {scored}{took}", flush=True)
             text = page(results, args.level, command, machine(args.large))
             write_atomically(path, text.encode())
-    print(f"the table: {path}")
+    if any(results.values()):
+        print(f"the table: {path}")
     return 1 if failed else 0
 
 

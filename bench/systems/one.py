@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -45,16 +44,17 @@ def after(result) -> dict:
     """What the run left: curves, and the model that translates."""
     # A run in stages has a folder for each.
     stages = sorted(result.output.parent.glob("stage*")) or [result.output]
-    curve, trained, steps = [], [], 0
+    curve, trained, steps, seconds = [], [], 0, 0.0
     for stage in stages:
         rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
         curve += [[steps + r["step"], r["nll"]] for r in rows if r["event"] == "valid"]
         trained += [row for row in rows if row["event"] == "train"]
-        steps = curve[-1][0]
+        steps, seconds = curve[-1][0], seconds + rows[-1]["seconds"]
     model, _ = load_model(result.for_translation)
     return {
         "model": model.describe(),
         "steps": steps,
+        "seconds": seconds,
         "bleu": result.test_bleu,
         "curve": curve,
         "nll": min(x for x in (result.best_nll, result.average_nll) if x is not None),
@@ -78,7 +78,6 @@ def main() -> int:
          "resume=true"],
     )  # fmt: skip
     found = {"seed": args.seed, "overrides": args.overrides} | before(recipe)
-    began = time.perf_counter()
     try:
         result = train(recipe)
     except NotFiniteError as error:
@@ -87,7 +86,6 @@ def main() -> int:
         if result.stopped in ("SIGINT", "SIGTERM"):
             return 130
         found |= after(result)
-    found["seconds"] = time.perf_counter() - began
     found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))
     found["threads"] = torch.get_num_threads()
     write_atomically(args.folder / RESULT, json.dumps(found, indent=1).encode())

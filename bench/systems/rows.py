@@ -38,6 +38,8 @@ class Row:
     """Trained in two stages: two thirds of the layers for half the steps, then all."""
     recipe: str = BASE
     """Of a model of another kind, whose model and rates are taken; the rest is as for all."""
+    large: tuple[str, ...] = ()
+    """Of such a model, key=value on top in the larger setting."""
 
     def settings(self, shared: Sequence[str]) -> list[str]:
         """All overrides of a run, of which ``shared`` are those of every row."""
@@ -46,7 +48,8 @@ class Row:
             plain = load_recipe(BASE, shared).to_dict()
             common = [f"{section}.{key}={json.dumps(value)}" for section in ("data", "train")
                       for key, value in plain[section].items()]  # fmt: skip
-            overrides = [*common, *self.overrides]
+            larger = self.large if set(LARGE) <= set(shared) else ()
+            overrides = [*common, *self.overrides, *larger]
         if self.grows:
             recipe = load_recipe(BASE, overrides)
             model, steps = recipe.model_config(vocab_size=8), recipe.train.max_steps
@@ -106,8 +109,10 @@ ROWS = (
     ),
     *(
         Row(
-            name, f"fast-forward LSTM, {title}, 3+2 layers", "Zhou 2016",
-            (f"model.attention={attention}",), recipe="phrases-fflstm",
+            name, f"fast-forward LSTM, {title}", "Zhou 2016",
+            (f"model.attention={attention}", "model.dim=96"), recipe="phrases-fflstm",
+            large=("model.dim=512", "model.embedding_dim=256", "model.encoder_layers=9",
+                   "model.decoder_layers=7"),
         )
         for name, title, attention in (
             ("deep-att", "Deep-Att", "true"), ("deep-ed", "Deep-ED", "false"),

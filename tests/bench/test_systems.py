@@ -51,6 +51,12 @@ def test_names_of_rows():
         named("prenorm")
 
 
+def test_a_row_that_cannot_be_trained_is_told_first(tmp_path):
+    with pytest.raises(ValueError, match="target_layers"):
+        systems.main(["--output", str(tmp_path), *TINY])
+    assert not (tmp_path / "systems.md").exists()
+
+
 def test_what_diverged():
     assert not diverged(run())
     assert diverged(run(curve=[[10, 1.0], [20, 1.6]]))
@@ -107,6 +113,7 @@ def test_a_run_is_made_once(tmp_path, capsys, monkeypatch):
     assert systems.main(arguments) == 0
     assert result.stat().st_mtime_ns == stamp
     assert "| DLCL, pre-norm |" in (tmp_path / "systems.md").read_text()
+    assert found["seconds"] > 0
     # A run of other settings is not taken for this one.
     assert systems.main([*arguments, "optim.lr=1e-3"]) == 1
     assert "expected a run of the same settings" in capsys.readouterr().err
