@@ -199,31 +199,24 @@ class Recipe:
     def _check_memory(self, config: Any) -> None:
         stacks = isinstance(config, TransformerConfig)
         _expect(stacks, "memory", "null for a model without memory policies", self.memory)
-        # What no plan counts: states and mixtures, and further matrices of the vocabulary's size.
-        for key, planned in (("cross_attention", "top"), ("share_embeddings", "all"),
-                             ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
-            value = getattr(config, key)
-            expected = f"null where model.{key} is {value}"
-            _expect(value == planned, "memory", expected, self.memory)
-        for key in ("encoder_connection", "decoder_connection"):
-            value = getattr(config, key)
-            expected = f"null where model.{key} is {value}"
-            _expect(value not in ATTENTION_RESIDUALS, "memory", expected, self.memory)
-        if isinstance(config, DepthGrowingConfig):
-            expected = (
-                f"one of {', '.join(POLICIES)} or null for a model that grows: none is planned"
-            )
-            _expect(self.memory in POLICIES, "memory", expected, self.memory)
-        elif self.memory in POLICIES:
-            mixes = self.memory != "history" or config.encoder_connection in PRESETS
+        unplanned = _not_planned(config)
+        if self.memory in POLICIES:
+            mixes = config.encoder_connection in PRESETS or isinstance(config, DepthGrowingConfig)
             expected = "another policy where model.encoder_connection is not dlcl"
-            _expect(mixes, "memory", expected, self.memory)
+            _expect(mixes or self.memory != "history", "memory", expected, self.memory)
+        elif unplanned is not None:
+            expected = f"one of {', '.join(POLICIES)} or null {unplanned}, which no plan counts"
+            _expect(False, "memory", expected, self.memory)
         else:
             try:
                 parse_bytes(self.memory)
             except ValueError as error:
                 expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
                 raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
+
+    def planned(self) -> bool:
+        """Whether a plan counts what this recipe's model keeps."""
+        return self.grow is None and _not_planned(self.model_config(vocab_size=8)) is None
 
     def model_config(
         self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
@@ -267,3 +260,18 @@ class Recipe:
         if "beta" in latent:
             latent["beta"] = list(latent["beta"])
         return plain
+
+
+def _not_planned(config: TransformerConfig) -> str | None:
+    """What no plan counts, in words: states, mixtures, further matrices of the vocabulary's size;
+    None where there is nothing of the kind."""
+    if isinstance(config, DepthGrowingConfig):
+        return "for a model that grows"
+    for key, plain in (("cross_attention", "top"), ("share_embeddings", "all"),
+                       ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
+        if getattr(config, key) != plain:
+            return f"where model.{key} is {getattr(config, key)}"
+    for key in ("encoder_connection", "decoder_connection"):
+        if getattr(config, key) in ATTENTION_RESIDUALS:
+            return f"where model.{key} is {getattr(config, key)}"
+    return None

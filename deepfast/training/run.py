@@ -200,8 +200,8 @@ class _Run:
     def _fit_memory(self) -> None:
         if self.recipe.memory is None:
             return
-        if self.recipe.grow is not None:
-            # A policy by name: what a frozen bottom needs is not planned.
+        if not self.recipe.planned():
+            # A policy by name, with no prediction beside it.
             set_policy(self.trainer.model, self.recipe.memory)
             return
         if self.trainer.device.type == "cpu":

@@ -231,3 +231,15 @@ print(memory_bytes(torch.device("cpu")) - before - sum(t.nbytes for t in kept))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed memory so")
 def test_large_freed_tensors_leave_the_process(python):
     assert int(python("-c", FREED, "give back").stdout) < 16 * 2**20
+
+
+def test_a_policy_by_name_where_nothing_is_planned(make_recipe, tmp_path):
+    """The same steps; no prediction, and no trial to hold it to."""
+    seen = {}
+    for memory in (None, "leaner"):
+        recipe = make_recipe(WIDE | {"memory": memory, "model.encoder_connection": "attnres",
+                                     "output": str(tmp_path / str(memory))})  # fmt: skip
+        train(recipe, quiet=True)
+        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]
+        assert not rows(recipe, "memory")
+    assert seen[None] == seen["leaner"]

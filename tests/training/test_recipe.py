@@ -119,11 +119,11 @@ def test_fusion_of_layers():
     assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
     with pytest.raises(RecipeError, match=r"model\.fusion: hops must be at least 1, got 0"):
         load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
-    for memory in ("2GiB", "lean"):
-        with pytest.raises(
-            RecipeError, match=r"memory: expected null where model\.encoder_fusion is"
-        ):
-            load_recipe("phrases-small", [*changes, f"memory={memory}"])
+    # A policy by name needs no plan.
+    assert not load_recipe("phrases-small", [*changes, "memory=lean"]).planned()
+    message = r"memory: expected one of keep, .* or null where model\.encoder_fusion is attention"
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("phrases-small", [*changes, "memory=2GiB"])
 
 
 def test_attention_residuals():
@@ -131,7 +131,8 @@ def test_attention_residuals():
     config = load_recipe("phrases-small", changes).model_config(99)
     assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
     for more, message in (
-        ("memory=lean", r"memory: expected null where model\.encoder_connection is block"),
+        ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
+        ("memory=history", r"expected another policy where model\.encoder_connection is not dlcl"),
         ("model.norm=post", "norm: expected pre with attention residuals, got 'post'"),
         ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
         ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
