@@ -100,7 +100,8 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
         if (s == kNone) continue;
         const bool rises = s > most[h];
         const A kept = rises ? exponential_of(most[h] - s) : A(1);
-        const A p = rises ? A(1) : exponential_of(s - most[h]);
+        // 1 where it rises, but NaN for +inf: no weights are in that proportion.
+        const A p = rises ? A(1) + (s - s) : exponential_of(s - most[h]);
         if (rises) most[h] = s;
         total[h] = total[h] * kept + p;
         A* row_sum = sum + h * dim;
@@ -118,8 +119,11 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
       });
       *at<A>(op.most, t * hops + h) = most[h];
       *at<A>(op.total, t * hops + h) = total[h];
+      // The logarithm of an infinite sum is infinite.
       *at<A>(op.lse, t * hops + h) =
-          most[h] + static_cast<A>(__builtin_log(static_cast<double>(total[h])));
+          most[h] == -kNone
+              ? most[h]
+              : most[h] + static_cast<A>(__builtin_log(static_cast<double>(total[h])));
     }
   }
 }

@@ -47,9 +47,9 @@ class Partial {
  public:
   Partial(bool wanted, const Chunks& chunks, int64_t width, Storage storage)
       : Partial(wanted, chunks.count(), width, storage) {}
-  // Of any number of partial rows, at least one.
+  // Of any number of partial rows; the sum of none is 0.
   Partial(bool wanted, int64_t rows, int64_t width, Storage storage)
-      : chunks_(rows), width_(width), wide_(storage == Storage::f64) {
+      : chunks_(std::max<int64_t>(1, rows)), width_(width), wide_(storage == Storage::f64) {
     if (wanted) data_.assign(chunks_ * width_ * compute_size(storage), 0);
   }
   void* get() { return data_.empty() ? nullptr : data_.data(); }

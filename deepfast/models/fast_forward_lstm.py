@@ -107,7 +107,9 @@ class Attention(nn.Module):
     def forward(self, query_BH: Tensor, keys_BSA: Tensor, padding_BS: Tensor) -> Tensor:
         """Weights (B, S), 0 on padding; keys are as ``self.key`` leaves them."""
         scores = self.score(torch.tanh(self.query(query_BH).unsqueeze(1) + keys_BSA)).squeeze(-1)
-        return scores.masked_fill(padding_BS, -torch.inf).softmax(-1)
+        # A finite number: of padding alone the softmax would be NaN.
+        low = torch.finfo(scores.dtype).min
+        return scores.masked_fill(padding_BS, low).softmax(-1).masked_fill(padding_BS, 0)
 
 
 @dataclass
@@ -155,7 +157,8 @@ class DecodeState:
 class FastForwardLSTM(nn.Module):
     """Deep-Att, or without attention Deep-ED.
 
-    Padding may stand anywhere in the source, and on the right of the target.
+    Padding may stand anywhere in the source, and on the right of the target. A source of padding
+    alone has the context 0.
     """
 
     def __init__(self, config: FastForwardLSTMConfig):
@@ -234,15 +237,22 @@ class FastForwardLSTM(nn.Module):
         if self.config.attention:
             memory = self.quarter(torch.cat((h1, h2, f1, f2), -1)).transpose(0, 1)
             return Source(memory, self.attention.key(memory), padding, places)
-        behind = padding.T.unsqueeze(-1)
-        most = [t.masked_fill(behind, -torch.inf).amax(0) for t in (h2, f1, f2)]
-        return Source(torch.cat((last, *most), -1))
+        behind, wordless = padding.T.unsqueeze(-1), (lengths == 0).unsqueeze(-1)
+
+        def most(t: Tensor) -> Tensor:
+            # Of no positions torch knows no largest value.
+            highest = t.masked_fill(behind, -torch.inf).amax(0) if len(t) else t.sum(0)
+            return highest.masked_fill(wordless, 0)
+
+        return Source(torch.cat((last, most(h2), most(f1), most(f2)), -1))
 
     def _attended(self, source: Source, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The decoder's first layer over y (T, B, E), step by step: f, h and weights (T, B, S)."""
         layer, matrix = self.decoder[0], self.decoder[0].feed_forward.weight
         from_context, from_word = matrix.split((self.context_dim, y.shape[-1]), 1)
         words = F.linear(y, from_word)
+        if not len(words):
+            return words, layer.recur(words)[0], words.new_zeros(0, *source.padding.shape)
         h, c = words.new_zeros(y.shape[1], self.config.dim), None
         fs, hs, weights = [], [], []
         for word in words:

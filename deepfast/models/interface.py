@@ -1,6 +1,7 @@
 """What training and search ask of a model, whatever its kind.
 
-    config                                        with vocab_size, padding_idx and backend
+    config                                        with vocab_size, padding_idx and backend, and
+                                                  target_vocab_size where it is another
     loss(source_BS, target_in_BT, target_out_BT, label_smoothing) -> (loss, nll), both summed
     start(source_BS) -> state                     once per batch of sentences
     step(tokens_B, state) -> logits (B, V)        one position further
@@ -18,7 +19,7 @@ and, where a model has something of its own to say:
     encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
 """
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -31,6 +32,11 @@ class ParameterGroup(TypedDict, total=False):
     """Times the rate of the schedule; absent: 1."""
     decays: bool
     """Whether weight decay holds for them."""
+
+
+def target_vocab_size(config: Any) -> int:
+    """Of a model whose config may have no vocabulary of the target's own."""
+    return getattr(config, "target_vocab_size", None) or config.vocab_size
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:

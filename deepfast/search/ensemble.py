@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepfast.models.interface import target_vocab_size
+
 
 @dataclass
 class EnsembleState:
@@ -27,7 +29,8 @@ class Ensemble(nn.Module):
     ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` gives its logarithm, which is normalised as it is.
 
     Args:
-        models: at least one, all with the same ``config.vocab_size`` and ``config.padding_idx``.
+        models: at least one, all with the same sizes of both vocabularies and the same
+            ``config.padding_idx``.
 
     Raises:
         ValueError: no model, or models of different vocabularies.
@@ -39,10 +42,21 @@ class Ensemble(nn.Module):
             raise ValueError("Ensemble: expected at least one model, got none")
         self.models = nn.ModuleList(models)
         self.config = models[0].config
-        for name in ("vocab_size", "padding_idx"):
-            values = [getattr(model.config, name) for model in models]
+        configs = [model.config for model in models]
+        for name, values in (
+            ("vocab_size", [config.vocab_size for config in configs]),
+            ("target_vocab_size", [target_vocab_size(config) for config in configs]),
+            ("padding_idx", [config.padding_idx for config in configs]),
+        ):
             if len(set(values)) > 1:
                 raise ValueError(f"Ensemble: expected models with one {name}, got {values}")
+        self._groups: dict[tuple[int, ...], int] = {}
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """What the source sentences of one batch must agree in: the groups of all models."""
+        # Models may number the same languages in orders of their own: counted as they come.
+        groups = tuple(m.group(tokens) if hasattr(m, "group") else 0 for m in self.models)
+        return self._groups.setdefault(groups, len(self._groups))
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """The mean of the models' attention; see `deepfast.models.interface`."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from deepfast.data import TokenVocabulary, Vocabulary, evaluation_batches, restore_order
+from deepfast.models.interface import target_vocab_size
 
 from .beam import Hypothesis, beam_search
 from .unknown import check_aligns
@@ -97,9 +98,8 @@ def decode_lines(
     ``decode`` is given batches of sentences (B, S) on the model's device; for the rest see
     `translate_nbest`.
     """
-    size = model.config.vocab_size
-    target_size = getattr(model.config, "target_vocab_size", None) or size
-    for expected, got in ((size, len(vocabulary)), (target_size, vocabulary.target_size)):
+    sizes = model.config.vocab_size, target_vocab_size(model.config)
+    for expected, got in zip(sizes, (len(vocabulary), vocabulary.target_size), strict=True):
         if expected != got:
             raise ValueError(
                 f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"

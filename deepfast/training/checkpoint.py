@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,11 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
     # The backend changes how the same numbers are computed, not which.
     mine = asdict(config)
     # A field that came after the checkpoint had its default's meaning before.
-    saved = {field.name: field.default for field in fields(config)} | saved
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(config)
+    }
+    saved = defaults | saved
     differences = [
         f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
         for name, value in mine.items()

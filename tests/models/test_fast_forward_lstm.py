@@ -107,6 +107,47 @@ def test_reordered_hypotheses(attention):
         other.reorder(swap)
 
 
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_source_of_padding_alone(attention):
+    """It has the context 0, as no source at all, and the other sentences are as without it."""
+    model = make(attention)
+    source, given, wanted = batch()
+    source[1] = PAD
+    logits, alone = model(source, given), model(source[[0, 2]], given[[0, 2]])
+    torch.testing.assert_close(logits[[0, 1, 2, 3, 6, 7, 8]], alone)
+    torch.testing.assert_close(logits[4:6], model(source[1:2, :0], given[1:2]))
+    nothing = model.start(source[:1, :0])
+    if attention:
+        assert model.alignment(source, given)[1].eq(0).all()
+    else:
+        assert nothing.source.memory.eq(0).all()
+    state = model.start(source)
+    for t in range(2):
+        expected = model.step(given[1:2, t], nothing)[0]
+        torch.testing.assert_close(model.step(given[:, t], state)[1], expected)
+        torch.testing.assert_close(logits[4 + t], expected)
+    model.loss(source, given, wanted)[0].backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (3, 5, 0), (3, 0, 0), (0, 5, 4), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("attention", [True, False])
+def test_no_sentence_and_no_position(attention, sizes):
+    model = make(attention)
+    B, S, T = sizes
+    source, given, wanted = batch()
+    source, given, wanted = source[:B, :S], given[:B, :T], wanted[:B, :T]
+    assert model(source, given).shape == (given.ne(PAD).sum(), V)
+    if attention:
+        assert model.alignment(source, given).shape == (B, T, S)
+    loss, nll = model.loss(source, given, wanted, 0.1)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert bool(nll) == bool(given.numel())
+    for name, p in model.named_parameters():
+        assert p.grad is None or torch.isfinite(p.grad).all(), name
+
+
 def test_alignment_is_the_attention():
     model = make()
     source, given, _ = batch()

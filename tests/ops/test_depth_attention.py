@@ -143,6 +143,24 @@ def test_a_source_left_out(exact_backend):
     torch.testing.assert_close(sources[3].grad, rest[1].grad)
 
 
+@pytest.mark.parametrize("hops", [None, 2])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_score_of_infinity_is_nan(exact_backend, hops, place):
+    """As torch.softmax has it: in its token's result, and nowhere else."""
+    sources, given = operands(5, (6, 10), hops, "scores")
+    given["scores"][1, place] = torch.inf
+
+    def fused(s, p):
+        return depth_attention(s, **p, return_lse=True, backend=exact_backend)
+
+    got = results(fused, sources, given, torch.float32, torch.float32)
+    want = results(lambda s, p: plain_form(s, **p), sources, given, torch.float32, torch.float32)
+    assert got["out"][1].isnan().all()
+    for name in got.keys() - {"lse"}:
+        torch.testing.assert_close(got[name], want[name], equal_nan=True, msg=name)
+    assert torch.equal(got["lse"].isfinite(), want["lse"].isfinite())
+
+
 @pytest.mark.parametrize("hops", [None, 3])
 def test_merged_results_are_those_of_all_sources(exact_backend, hops):
     """Blocks of sources on their own, joined by their lse; values and gradients."""

@@ -200,6 +200,7 @@ def test_empty(backend, T, B):
     assert torch.equal(out[1], h0)
     grads = torch.autograd.grad(sum(o.sum() for o in out), leaves)
     assert grads[1].eq(0).all()
+    assert grads[2].eq(0).all()
     assert grads[3].eq(1).all()
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.data import Vocabulary
+from deepfast.data import TokenVocabulary, Vocabulary
 from deepfast.models import FastForwardLSTM, FastForwardLSTMConfig
-from deepfast.search import Ensemble, beam_search, translate_lines
+from deepfast.search import Ensemble, beam_search, translate_lines, translate_nbest
 from deepfast.training.checkpoint import save_checkpoint
 
 LINES = ["the old bridge", "", "we walk home"]
@@ -112,3 +112,33 @@ def test_models_that_cannot_vote(models, vocabulary, write, tmp_path, capsys, ma
         Ensemble([])
     with pytest.raises(ValueError, match=r"models with one vocab_size, got \[60, 9\]"):
         Ensemble([models[0], make_model(9)])
+
+
+def test_models_of_different_targets(make_model):
+    apart = {"share_embeddings": "decoder", "vocab_size": 9}
+    ten, nine = make_model(target_vocab_size=10, **apart), make_model(target_vocab_size=9, **apart)
+    with pytest.raises(ValueError, match=r"models with one target_vocab_size, got \[10, 9\]"):
+        Ensemble([ten, make_model(9)])
+    Ensemble([nine, make_model(9)])
+
+
+def test_lines_of_several_languages(make_model):
+    """Each model chooses its layers for a batch, and the models number the languages their way."""
+    vocabulary = TokenVocabulary(["<de>", "<fr>", *"abcdefgh"])
+    tags = {tag: vocabulary.encode(f"<{tag}>")[0] for tag in ("de", "fr")}
+    latent = {"encoder_connection": "latent", "decoder_connection": "latent"}
+    models = [
+        make_model(len(vocabulary), seed, **options)
+        for seed, options in enumerate(
+            [latent | {"languages": tags}, latent | {"languages": dict(reversed(tags.items()))}, {}]
+        )
+    ]
+    ensemble = Ensemble(models).eval()
+    lines = ["<de> a b c", "<fr> a b c", "<de> d e", "", "<fr> f g h"]
+    options = {"nbest": 3, "max_length": 6}
+    alone = [translate_nbest(ensemble, vocabulary, [line], **options)[0] for line in lines]
+    together = translate_nbest(ensemble, vocabulary, lines, **options)
+    for one, other in zip(alone, together, strict=True):
+        assert [text for _, text in one] == [text for _, text in other]
+        assert [score for score, _ in one] == pytest.approx([score for score, _ in other], abs=1e-4)
+    assert alone[0] != alone[1]

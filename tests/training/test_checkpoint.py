@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from deepfast.models import TransformerConfig
+from deepfast.models import DepthGrowingConfig, TransformerConfig
 from deepfast.training import CheckpointError, average_checkpoints, load_checkpoint
 from deepfast.training import checkpoint as module
 from deepfast.training.checkpoint import check_config, save_checkpoint
@@ -33,6 +33,19 @@ def test_a_field_newer_than_the_checkpoint_had_its_default():
     check_config("a.pt", {"config": saved}, config)
     other = TransformerConfig(vocab_size=9, cross_attention="transparent")
     with pytest.raises(CheckpointError, match="cross_attention 'top' in the checkpoint and 'trans"):
+        check_config("a.pt", {"config": saved}, other)
+
+
+def test_a_checkpoint_from_before_every_choice_made_in_a_dict():
+    added = {"dlcl", "latent", "languages", "fusion"}
+    grown = DepthGrowingConfig(vocab_size=9)
+    saved = {k: v for k, v in vars(grown).items() if k not in added | {"top_dlcl"}}
+    check_config("a.pt", {"kind": "depth_growing", "config": saved}, grown)
+    config = TransformerConfig(vocab_size=9)
+    saved = {k: v for k, v in vars(config).items() if k not in added}
+    check_config("a.pt", {"config": saved}, config)
+    other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
+    with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):
         check_config("a.pt", {"config": saved}, other)
 
 
