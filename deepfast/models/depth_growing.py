@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepfast.nn import DecoderCache, LayerNorm, Packing, TransformerDecoder, TransformerEncoder
 
-from .transformer import DecodeState, Transformer
+from .transformer import DecodeState, Transformer, last_attention
 from .transformer_config import TransformerConfig
 
 
@@ -165,6 +165,11 @@ class DepthGrowing(nn.Module):
         """Loss and negative log-likelihood of the deep model; see `Transformer.loss`."""
         x, packing = self._decode(source_BS, target_in_BT)
         return self.bottom.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """(B, T, S): the cross attention of the top's last decoder layer; see
+        `Transformer.alignment`."""
+        return last_attention(self.decoder, lambda: self._decode(source_BS, target_in_BT))
 
     def start(self, source_BS: Tensor) -> GrowingState:
         """Encodes the source by both encoders; `step` then decodes one position at a time."""
