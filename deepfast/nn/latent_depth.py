@@ -166,9 +166,19 @@ class LatentDepth(nn.Module):
         return self._numbers[mark]
 
     def choose(self, language: int = 0) -> list[float]:
-        """z of each layer in evaluation, a function of the logits alone; 0.0: not used."""
+        """z of each layer in evaluation, a function of the logits alone; 0.0: not used.
+
+        Raises:
+            ValueError: logits that are not a number.
+        """
         least = math.log(self.threshold / (1 - self.threshold))
         logits = self.logits[language].detach().double().cpu()
+        wrong = logits.isnan().nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"LatentDepth: expected logits that are numbers, got nan for layer {wrong[0]} of "
+                f"language {language}"
+            )
         used = (logits >= least).double()
         return (used if self.evaluation == "threshold" else used * self._mean(logits)).tolist()
 
