@@ -121,7 +121,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
     if lowercased(paths[0]):
         lines = [line.lower() for line in lines]
     if args.language is not None:
-        lines = _tagged(lines, args.language, vocabulary)
+        lines = _tagged(lines, args.language, model, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -170,13 +170,23 @@ def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, Vocabulary | 
     return models[0] if len(models) == 1 else Ensemble(models), read_vocabulary(vocabulary)
 
 
-def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
-    tag = tag_of(language)
-    if tag not in vocabulary.tags:
-        known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"
+def _tagged(
+    lines: list[str],
+    language: str,
+    model: torch.nn.Module,
+    vocabulary: Vocabulary | TokenVocabulary,
+) -> list[str]:
+    known = [tag.strip("<>") for tag in vocabulary.tags]
+    for part in getattr(model, "models", (model,)):
+        # A pruned model is for fewer than its vocabulary has tags of.
+        own = getattr(part.config, "languages", None) or known
+        known = [name for name in known if name in own]
+    if language not in known:
         raise ValueError(
-            f"--language: expected a language of the checkpoint ({known}), got {language!r}"
+            f"--language: expected a language of the checkpoint ({', '.join(known) or 'none'}), "
+            f"got {language!r}"
         )
+    tag = tag_of(language)
     # An empty line stays empty.
     return [f"{tag} {line}" if line.strip() else line for line in lines]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepfast.nn import DecoderCache, LayerNorm, Packing, TransformerDecoder, TransformerEncoder
 
-from .transformer import DecodeState, Transformer
+from .transformer import DecodeState, Transformer, last_attention
 from .transformer_config import TransformerConfig
 
 
@@ -27,11 +27,14 @@ class DepthGrowingConfig(TransformerConfig):
     top_decoder_layers: int = 2
     """M, of the decoder."""
     top_encoder_connection: str = "residual"
-    """"dlcl" or "residual"; the top has a depth history of its own."""
+    """One of deepfast.nn.connection.CONNECTIONS but "latent"; the top has a depth history of its
+    own."""
     top_decoder_connection: str = "residual"
-    """"dlcl" or "residual"."""
+    """The same of the top's decoder."""
     top_dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
+    top_attnres_block: int | None = None
+    """Layers of a block where the top has "block_attnres"; None: attnres_block."""
     embedding_norm: bool = False
     """Layer-norm on the embedding where it enters the top, as the authors' code has it."""
     bottom_dropout: bool = False
@@ -47,6 +50,7 @@ class DepthGrowingConfig(TransformerConfig):
                 )
         self._check_whole("top_encoder_layers", "top_decoder_layers")
         self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
+        self._check_attnres("top_attnres_block", "top_encoder_connection", "top_decoder_connection")
         for side in ("encoder", "decoder", "top_encoder", "top_decoder"):
             if getattr(self, f"{side}_connection") == "latent":
                 raise ValueError(
@@ -62,7 +66,8 @@ class DepthGrowingConfig(TransformerConfig):
 
     def top(self, connection: str) -> dict:
         """Arguments of the top's encoder or decoder stack."""
-        return self.stack(connection, self.top_dlcl, "top")
+        block = self.attnres_block if self.top_attnres_block is None else self.top_attnres_block
+        return self.stack(connection, self.top_dlcl, block, "top")
 
 
 @dataclass
@@ -165,6 +170,11 @@ class DepthGrowing(nn.Module):
         """Loss and negative log-likelihood of the deep model; see `Transformer.loss`."""
         x, packing = self._decode(source_BS, target_in_BT)
         return self.bottom.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """(B, T, S): the cross attention of the top's last decoder layer; see
+        `Transformer.alignment`."""
+        return last_attention(self.decoder, lambda: self._decode(source_BS, target_in_BT))
 
     def start(self, source_BS: Tensor) -> GrowingState:
         """Encodes the source by both encoders; `step` then decodes one position at a time."""

@@ -30,7 +30,8 @@ def prune_layers(
         language: one of ``config.languages``, for which alone the smaller model is; None: for all.
 
     Returns:
-        Config and weights of the smaller model. Its source sentences begin with the same tags.
+        Config and weights of the smaller model. Its source sentences begin with the same tags, and
+        for one language it knows no other.
 
     Raises:
         ValueError: no side with latent depth, an unknown language, no layer left on a side, or a
@@ -55,6 +56,8 @@ def prune_layers(
         changes[f"{side}_layers"] = left
         if f"{side}.latent.logits" not in weights:
             changes[f"{side}_connection"] = "residual"
+    if language is not None:
+        changes["languages"] = {language: config.languages[language]}
     stay = [changes[f"{s}_layers"] for s in latent if f"{s}.latent.logits" in weights]
     wanted = config.latent.get("target_layers")
     changes["latent"] = dict(config.latent) if stay else {}

@@ -7,7 +7,7 @@ depth.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,6 +58,26 @@ class DecodeState:
         on its own sentence.
         """
         self.cache.reorder(index, memory=memory)
+
+
+def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
+    """(B, T, S): the cross attention of the decoder's last layer that runs while ``run`` does, the
+    mean over its heads."""
+    seen: list[tuple[nn.Module, tuple, dict]] = []
+    with contextlib.ExitStack() as hooks:
+        for layer in decoder.layers:
+            hook = layer.cross_attention.register_forward_pre_hook(
+                lambda *call: seen.append(call), with_kwargs=True
+            )
+            hooks.enter_context(hook)
+        run()
+    if not seen:
+        raise ValueError(
+            "alignment: expected a decoder layer that is used, got none: latent depth leaves out "
+            f"all {len(decoder.layers)}"
+        )
+    attention, (x, packing), given = seen[-1]
+    return attention.weights(x, packing, given["memory"], given["memory_packing"])
 
 
 class Transformer(nn.Module):
@@ -309,17 +329,7 @@ class Transformer(nn.Module):
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
         heads."""
-        seen: list[tuple[nn.Module, tuple, dict]] = []
-        with contextlib.ExitStack() as hooks:
-            for layer in self.decoder.layers:
-                if layer.crosses:
-                    hook = layer.cross_attention.register_forward_pre_hook(
-                        lambda *call: seen.append(call), with_kwargs=True
-                    )
-                    hooks.enter_context(hook)
-            self._decode(source_BS, target_in_BT)
-        attention, (x, packing), given = seen[-1]
-        return attention.weights(x, packing, given["memory"], given["memory_packing"])
+        return last_attention(self.decoder, lambda: self._decode(source_BS, target_in_BT))
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

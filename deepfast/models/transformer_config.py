@@ -118,7 +118,7 @@ class TransformerConfig:
         self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_vocabularies()
         self._check_connections("dlcl", "encoder_connection", "decoder_connection")
-        self._check_attnres()
+        self._check_attnres("attnres_block", "encoder_connection", "decoder_connection")
         self._check_languages()
         self._check_latent()
         self._check_fusion()
@@ -194,17 +194,21 @@ class TransformerConfig:
         }
         self._check_options(dlcl, "dlcl", "connection 'dlcl'", arguments)
 
-    def _check_attnres(self) -> None:
-        sides = {self.encoder_connection, self.decoder_connection}
-        if self.norm != "pre" and sides & set(ATTENTION_RESIDUALS):
-            raise ValueError(f"norm: expected pre with attention residuals, got {self.norm!r}")
-        block = self.attnres_block
+    def _check_attnres(self, field: str, *sides: str) -> None:
+        """Attention residuals of these sides, and the field with the size of their blocks."""
+        connections = {side: getattr(self, side) for side in sides}
+        for side, connection in connections.items():
+            if self.norm != "pre" and connection in ATTENTION_RESIDUALS:
+                raise ValueError(
+                    f"{side}: expected norm pre with attention residuals, got norm {self.norm!r}"
+                )
+        block = getattr(self, field)
         if block is not None and (type(block) is not int or block < 1):
             raise ValueError(
-                f"attnres_block: expected a whole number of at least 1 or None, got {block!r}"
+                f"{field}: expected a whole number of at least 1 or None, got {block!r}"
             )
-        if block is not None and "block_attnres" not in sides:
-            raise ValueError("attnres_block: expected a side with 'block_attnres', got none")
+        if block is not None and "block_attnres" not in connections.values():
+            raise ValueError(f"{field}: expected a side with 'block_attnres', got none")
 
     def _check_languages(self) -> None:
         tags = list(self.languages.values())
@@ -251,9 +255,10 @@ class TransformerConfig:
 
     def side(self, name: str) -> dict:
         """Arguments of the stack of a side, "encoder" or "decoder"."""
-        return self.stack(getattr(self, f"{name}_connection"), self.dlcl, name)
+        connection = getattr(self, f"{name}_connection")
+        return self.stack(connection, self.dlcl, self.attnres_block, name)
 
-    def stack(self, connection: str, dlcl: dict, name: str) -> dict:
+    def stack(self, connection: str, dlcl: dict, block: int | None, name: str) -> dict:
         """Arguments of a stack with this connection, on the side ``name``."""
         names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
                  "activation_dropout", "backend")  # fmt: skip
@@ -264,7 +269,7 @@ class TransformerConfig:
         return options | {
             "connection": connection,
             "dlcl": dlcl if connection in PRESETS else None,
-            "block": self.attnres_block if connection == "block_attnres" else None,
+            "block": block if connection == "block_attnres" else None,
             "latent": latent if connection == "latent" else None,
         }
 

@@ -12,6 +12,9 @@ EVALUATIONS = ("threshold", "mean")
 GRID = 4096
 """Points of the midpoint rule for the mean of a soft z, which has no closed form."""
 
+FORWARDS = 1024
+"""How many forwards of a step can still be run again in backward."""
+
 Gate = Tensor | float
 """z of one layer: drawn, a scalar tensor with a gradient; chosen, a float, 0.0 to leave it out."""
 
@@ -23,7 +26,9 @@ class LatentDepth(nn.Module):
     layers, g Gumbel noise; every layer runs. In evaluation nothing is drawn: a layer is used where
     ``sigma(a)``, the probability that z is above 1/2, is at least ``threshold``, and costs nothing
     elsewhere. Draws depend on ``seed``, the step (`set_step`) and how many came before in the step,
-    not on torch's default generator: all ranks choose alike.
+    not on the state of torch's default generator: all ranks choose alike. Of that one each forward
+    draws a mark: run again from the same state, as checkpointing does in backward, it gets the same
+    z again. Checkpointing with ``preserve_rng_state=False`` is an error.
 
     `penalty` is, over p = sigma(a) and its mean u over languages, in closed form:
 
@@ -121,6 +126,8 @@ class LatentDepth(nn.Module):
     def set_step(self, step: int) -> None:
         """Which step of training comes, counted from 1; 0 where nobody says."""
         self.step, self.draws = step, 0
+        self._numbers: dict[int, int] = {}
+        """Mark of a forward of this step -> how many draws came before."""
 
     def draw(self) -> Tensor:
         """z (N, L) of one forward pass, with a gradient to the logits."""
@@ -134,18 +141,44 @@ class LatentDepth(nn.Module):
     def _noise(self) -> Tensor:
         """g_1 - g_2 (N, L) of the next draw, fp64 on the CPU."""
         # One seed for each draw: to go on where a run stopped, the step is all there is to know.
-        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + self.draws
-        self.draws += 1
+        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + self._number()
         generator = torch.Generator().manual_seed(seed % 2**63)
         shape = 2, self.languages, self.num_layers
         e = torch.empty(shape, dtype=torch.float64).exponential_(generator=generator)
         # -log of an exponential is a Gumbel.
         return e[1].log() - e[0].log()
 
+    def _number(self) -> int:
+        """How many draws came before in the step, for one that is made again its own number."""
+        # Checkpointing puts this generator back to where it was.
+        mark = int(torch.randint(2**62, (), device="cpu"))
+        if mark not in self._numbers:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "LatentDepth: expected backward to run a forward of this step again from the "
+                    "same state of torch's CPU generator, got another one: checkpointing needs "
+                    "preserve_rng_state=True, and backward comes before the next set_step"
+                )
+            self._numbers[mark] = self.draws
+            self.draws += 1
+            if len(self._numbers) > FORWARDS:
+                del self._numbers[next(iter(self._numbers))]
+        return self._numbers[mark]
+
     def choose(self, language: int = 0) -> list[float]:
-        """z of each layer in evaluation, a function of the logits alone; 0.0: not used."""
+        """z of each layer in evaluation, a function of the logits alone; 0.0: not used.
+
+        Raises:
+            ValueError: logits that are not a number.
+        """
         least = math.log(self.threshold / (1 - self.threshold))
         logits = self.logits[language].detach().double().cpu()
+        wrong = logits.isnan().nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"LatentDepth: expected logits that are numbers, got nan for layer {wrong[0]} of "
+                f"language {language}"
+            )
         used = (logits >= least).double()
         return (used if self.evaluation == "threshold" else used * self._mean(logits)).tolist()
 

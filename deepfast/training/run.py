@@ -95,7 +95,11 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         ValueError: a recipe, text or checkpoint that cannot be used.
         RuntimeError: a loss that is not finite, or a folder that cannot be written.
     """
-    for part in runs(recipe):
+    parts = runs(recipe)
+    for part in parts:
+        # Of the second run too before the first begins.
+        resolve_device(part.train.device)
+    for part in parts:
         with settings(part.train):
             result = _Run(part, quiet).go()
         if result.stopped in SIGNALS:

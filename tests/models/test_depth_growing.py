@@ -139,6 +139,17 @@ def test_gradcheck_of_the_tops_parameters():
     assert torch.autograd.gradcheck(loss, values)
 
 
+def test_blocks_of_attention_residuals_are_each_network_s_own():
+    own = {"encoder_connection": "block_attnres", "top_decoder_connection": "block_attnres"}
+    for below, above, expected in ((2, None, 2), (2, 3, 3), (None, 1, 1)):
+        config = DepthGrowingConfig(
+            vocab_size=11, **SIZES | own, attnres_block=below, top_attnres_block=above
+        )
+        model = DepthGrowing(config)
+        assert model.decoder.connection.residuals.block == expected
+        assert model.bottom.encoder.connection.residuals.block == (below or 1)
+
+
 @EVERY
 def test_decoding_step_by_step_equals_forward(case):
     model = build(case)

@@ -103,6 +103,24 @@ def test_a_batch_of_several_languages_or_none(source):
         build().start(torch.tensor(source))
 
 
+def test_no_alignment_without_a_decoder_layer():
+    model = build()
+    with torch.no_grad():
+        model.decoder.latent.logits[1] = -1
+    model.alignment(tagged(4), TARGET)
+    with pytest.raises(ValueError, match="alignment: expected a decoder layer that is used, got n"):
+        model.alignment(tagged(5), TARGET)
+
+
+def test_logits_that_are_no_numbers_are_told():
+    model = build()
+    with torch.no_grad():
+        model.encoder.latent.logits[1, 2] = torch.nan
+    model.start(tagged(4))
+    with pytest.raises(ValueError, match="logits that are numbers, got nan for layer 2 of languag"):
+        model.start(tagged(5))
+
+
 def test_one_language_needs_no_tag():
     model = build({})
     assert model.group([8, 9]) == 0
@@ -201,6 +219,8 @@ def test_a_pruned_model_gives_the_same_bits(language):
     assert c.encoder_layers == sum(z > 0 for z in LOGITS["encoder"][index])
     assert c.decoder_layers == sum(z > 0 for z in LOGITS["decoder"][index])
     assert c.latent == {}
+    # It knows no other.
+    assert c.languages == {language: LANGUAGES[language]}
     source = tagged(LANGUAGES[language])
     with torch.no_grad():
         assert torch.equal(smaller(source, TARGET), model(source, TARGET))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import LiveBytes
 from deepfast.nn import LatentDepth, Packing, TransformerDecoder, TransformerEncoder
@@ -91,13 +92,6 @@ def test_each_forward_draws_anew_and_a_step_draws_again():
     other.load_state_dict(module.state_dict())
     other.set_step(5)
     assert not torch.equal(other.draw(), first[0])
-
-
-def test_drawing_leaves_torch_s_generator_alone():
-    module = latent()
-    state = torch.get_rng_state()
-    module(1)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_hard_begins_after_the_soft_steps():
@@ -297,6 +291,60 @@ def test_a_stack_without_any_layer_left_is_its_last_norm():
         m.latent.logits.fill_(-1)
     x = torch.randn(2, 4, DIM)
     torch.testing.assert_close(m(x), m.connection.norms[-1](x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_draws_the_same_again(reentrant, dropout):
+    """Two forwards in front of their backwards, of which the first comes last."""
+    inputs = torch.randn(2, 5, DIM)
+
+    def run(wrap):
+        torch.manual_seed(9)
+        x = inputs.clone().requires_grad_()
+        m = TransformerEncoder(
+            LAYERS, DIM, HEADS, FFN, connection="latent", dropout=dropout, latent=LATENT
+        )
+        shaken(m).latent.set_step(3)
+        outputs = [wrap(m, x), wrap(m, x)]
+        for y in reversed(outputs):
+            y.square().sum().backward()
+        return [*outputs, x.grad, *(p.grad for p in m.parameters())]
+
+    want = run(lambda m, x: m(x))
+    assert not torch.equal(*want[:2])
+    got = run(lambda m, x: checkpointed(m, x, reentrant))
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
+
+
+def checkpointed(m, x, reentrant=False, **options):
+    return checkpoint(m, x, use_reentrant=reentrant, **options)
+
+
+def test_a_draw_that_backward_cannot_make_again_is_an_error():
+    m, x = encoder(), leaf(2, 5, DIM)
+    loss = checkpointed(m, x, preserve_rng_state=False).sum()
+    with pytest.raises(RuntimeError, match="checkpointing needs preserve_rng_state=True"):
+        loss.backward()
+    loss = checkpointed(m, x).sum()
+    m.latent.set_step(4)
+    with pytest.raises(RuntimeError, match="backward comes before the next set_step"):
+        loss.backward()
+
+
+def test_draws_are_remembered_for_so_many_forwards(monkeypatch):
+    monkeypatch.setattr("deepfast.nn.latent_depth.FORWARDS", 3)
+    module = latent()
+    draws = []
+    for _ in range(5):
+        state = torch.get_rng_state()
+        draws.append((state, module.draw()))
+    for number, (state, z) in enumerate(draws):
+        torch.set_rng_state(state)
+        if number >= 2:
+            assert torch.equal(module.draw(), z)
+    assert (len(module._numbers), module.draws) == (3, 5)
 
 
 def test_states_of_the_layers_that_run():

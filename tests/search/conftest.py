@@ -24,9 +24,9 @@ def lively(vocab_size=9, seed=0, **changes):
     return shaken(Transformer(TransformerConfig(**options)), seed)
 
 
-def grown(vocab_size=9, seed=0):
+def grown(vocab_size=9, seed=0, **changes):
     """The same with a top on it."""
-    options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size}
+    options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size} | changes
     return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
 
 

@@ -67,11 +67,12 @@ def recurrent(vocab_size, attention=True):
     return FastForwardLSTM(config).eval()
 
 
-@pytest.mark.parametrize("kind", ["transformer", "fast_forward_lstm", "both"])
-def test_every_model_with_attention(model, vocabulary, kind):
+@pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
+def test_every_model_with_attention(model, make_grown, vocabulary, kind):
     lstm = recurrent(len(vocabulary))
     chosen = {
-        "transformer": model, "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
+        "transformer": model, "depth_growing": make_grown(len(vocabulary)).eval(),
+        "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
     }[kind]  # fmt: skip
     # Nothing but unk is likely.
     step = chosen.step
@@ -96,10 +97,11 @@ def test_every_model_with_attention(model, vocabulary, kind):
     assert [b[0][0] for b in plain] == [b[0][0] for b in replaced]
 
 
-def test_a_transformer_tells_its_cross_attention(make_model):
+@pytest.mark.parametrize("kind", ["transformer", "depth_growing"])
+def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
     """Its weights of the values are what its last layer's attention gives; with one head, that is
     all there is of them."""
-    model = make_model(20, heads=1).eval()
+    model = {"transformer": make_model, "depth_growing": make_grown}[kind](20, heads=1).eval()
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
     weights = model.alignment(source, target)

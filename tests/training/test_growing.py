@@ -195,6 +195,22 @@ def test_a_second_run_that_is_there_is_seen_before_the_first_begins(make_recipe,
     assert not (tmp_path / "run" / "stage1").exists()
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+def test_a_device_of_the_second_run_that_is_not_here(make_recipe, tmp_path, device):
+    with pytest.raises(RecipeError, match=r"train\.device: expected .*, got '" + device):
+        train(make_recipe(GROW | {"grow.train.device": device}), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_attention_residuals_on_top(make_recipe):
+    changes = {"grow.model.top_encoder_connection": "block_attnres",
+               "grow.model.top_attnres_block": 1, "grow.train.max_steps": 1,
+               "train.max_steps": 1, "train.validate_every": 1, "memory": "lean"}  # fmt: skip
+    result = train(make_recipe(GROW | changes), quiet=True)
+    model, _ = load_model(result.checkpoint)
+    assert model.encoder.connection.residuals.block == 1
+
+
 def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
     """What a run leaves in its folder trains the same once more."""
     recipe = make_recipe(GROW | {"grow.optim.betas": [0.8, 0.9]})
@@ -230,6 +246,12 @@ def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
         ({"grow.model.top_dlcl.window": 0, "grow.model.top_encoder_connection": "dlcl"},
          "grow.model.top_dlcl: window must be at least 1, got 0"),
         ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl: expected a side with connection"),
+        ({"model.norm": "post", "grow.model.top_decoder_connection": "attnres"},
+         "grow.model.top_decoder_connection: expected norm pre with attention residuals, got norm"),
+        ({"grow.model.top_attnres_block": 2},
+         "grow.model.top_attnres_block: expected a side with 'block_attnres', got none"),
+        ({"grow.model.top_encoder_connection": "block_attnres", "grow.model.top_attnres_block": 0},
+         "grow.model.top_attnres_block: expected a whole number of at least 1 or None, got 0"),
         ({"model.kind": "depth_growing"}, "model.kind: expected transformer and a section grow"),
         ({"model.kind": "depth_growing", "grow.optim.lr": 1.0, "grow.from": "x"}, "model.kind: ex"),
         ({"model.top_encoder_layers": 2}, "model.top_encoder_layers: expected a field of Trans"),

@@ -218,6 +218,10 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
 
     assert main(["translate", whole, "--input", english, "--language", "it"]) == 1
     assert "--language: expected a language of the checkpoint (de, xx)" in capsys.readouterr().err
+    assert main(["translate", small, "--input", english, "--language", "xx"]) == 1
+    assert "--language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
+    assert main(["translate", whole, small, "--input", english, "--language", "xx"]) == 1
+    assert "--language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
     assert main(["translate", whole, "--input", english, "--device", "cpu"]) == 1
     assert "begins with the tag of one of the languages de, xx" in capsys.readouterr().err
     assert main(["prune", whole, "--output", small, "--language", "it"]) == 1

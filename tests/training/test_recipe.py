@@ -133,7 +133,7 @@ def test_attention_residuals():
     for more, message in (
         ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
         ("memory=history", r"expected another policy where model\.encoder_connection is not dlcl"),
-        ("model.norm=post", "norm: expected pre with attention residuals, got 'post'"),
+        ("model.norm=post", "model.encoder_connection: expected norm pre with attention residuals"),
         ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
         ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
     ):
