@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from deepfast.cli.translate import lowercased
+from deepfast.cli.translate import lowercased, tagged
 from deepfast.data import Vocabulary
 from deepfast.data.errors import require
 from deepfast.data.vocabulary import BOS, EOS
@@ -24,6 +24,7 @@ SIDES = ("encoder", "decoder")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast train")
     parser.add_argument("text", metavar="TEXT", help="a sentence to translate")
+    parser.add_argument("--language", help="puts the tag of this language in front of TEXT")
     parser.add_argument("--side", choices=SIDES, help="default: the first that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
     parser.add_argument("--output", default="attention.svg", help="a file, .svg or .png")
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     texts = [args.text, args.translation]
     if lowercased(args.checkpoint):
         texts = [None if text is None else text.lower() for text in texts]
+    if args.language is not None:
+        texts[:1] = tagged(texts[:1], args.language, vocabulary)
     weights, words = layer_weights(model, vocabulary, side, *texts)
     # matplotlib takes a second to import.
     from deepfast.profiling.attention_picture import draw

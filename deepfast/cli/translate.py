@@ -121,7 +121,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
     if lowercased(paths[0]):
         lines = [line.lower() for line in lines]
     if args.language is not None:
-        lines = _tagged(lines, args.language, vocabulary)
+        lines = tagged(lines, args.language, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -170,7 +170,8 @@ def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, Vocabulary | 
     return models[0] if len(models) == 1 else Ensemble(models), read_vocabulary(vocabulary)
 
 
-def _tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
+def tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabulary) -> list[str]:
+    """The lines with the tag of a language in front; shared with `deepfast show-attention`."""
     tag = tag_of(language)
     if tag not in vocabulary.tags:
         known = ", ".join(name.strip("<>") for name in vocabulary.tags) or "none"

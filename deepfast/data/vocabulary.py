@@ -179,10 +179,8 @@ class Vocabulary:
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front is the first."""
-        first, rest = split_tag(sentence)
-        if first is not None and first in self.tags:
-            return [self.tags[first], *self._processor.EncodeAsIds(rest)]
-        return self._processor.EncodeAsIds(sentence)
+        tag, rest = self._known_tag(sentence)
+        return [*(self.tags[name] for name in tag), *self._processor.EncodeAsIds(rest)]
 
     def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
@@ -212,8 +210,9 @@ class Vocabulary:
         return " ".join(text.split())
 
     def pieces(self, sentence: str) -> list[str]:
-        """The pieces of a sentence as text, to look at."""
-        return self._processor.EncodeAsPieces(sentence)
+        """The pieces of a sentence as text, one for each of its ids."""
+        tag, rest = self._known_tag(sentence)
+        return [*tag, *self._processor.EncodeAsPieces(rest)]
 
     def words(self, sentence: str) -> tuple[list[str], list[int]]:
         """The words of a sentence, and for each of its ids the number of its word."""
@@ -225,6 +224,11 @@ class Vocabulary:
             words[-1] += piece.removeprefix(SPACE)
             numbers.append(len(words) - 1)
         return words, numbers
+
+    def _known_tag(self, sentence: str) -> tuple[list[str], str]:
+        """The language tag in front of a sentence, where there is one of these, and the rest."""
+        tag, rest = split_tag(sentence)
+        return ([tag], rest) if tag in self.tags else ([], sentence)
 
     def unknown_rate(self, sentences: Iterable[str]) -> float:
         """Pieces that are unk, as a fraction of all pieces of the sentences; 0.0 without pieces."""
