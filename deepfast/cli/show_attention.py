@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deepfast.cli.translate import lowercased, tagged
-from deepfast.data import Vocabulary
+from deepfast.data import Vocabulary, lower
 from deepfast.data.errors import require
 from deepfast.data.vocabulary import BOS, EOS
 from deepfast.models.checkpoint import load_model
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--translation: expected with the decoder's fusion alone")
     texts = [args.text, args.translation]
     if lowercased(args.checkpoint):
-        texts = [None if text is None else text.lower() for text in texts]
+        texts = [None if text is None else lower(text, vocabulary.tags) for text in texts]
     if args.language is not None:
         texts[:1] = tagged(texts[:1], args.language, vocabulary)
     weights, words = layer_weights(model, vocabulary, side, *texts)

@@ -22,6 +22,7 @@ from deepfast.data import (
     DataError,
     TokenVocabulary,
     Vocabulary,
+    lower,
     read_lines,
     read_vocabulary,
     tag_of,
@@ -119,7 +120,7 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
     paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
     model, vocabulary = _load(paths, device)
     if lowercased(paths[0]):
-        lines = [line.lower() for line in lines]
+        lines = [lower(line, vocabulary.tags) for line in lines]
     if args.language is not None:
         lines = tagged(lines, args.language, vocabulary)
     started = time.perf_counter()

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -252,6 +252,12 @@ def split_tag(sentence: str) -> tuple[str | None, str]:
         return None, sentence
     first, _, rest = sentence.partition(" ")
     return (first, rest) if first.endswith(">") else (None, sentence)
+
+
+def lower(sentence: str, tags: Container[str]) -> str:
+    """Lower-cased, but for a language tag in front that is one of ``tags``."""
+    tag, rest = split_tag(sentence)
+    return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
 
 
 def _user_defined(model: bytes) -> dict[str, int]:
