@@ -186,7 +186,8 @@ def tagged(lines: list[str], language: str, vocabulary: Vocabulary | TokenVocabu
 def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
-    return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    return isinstance(data, dict) and bool(data.get("lowercase"))
 
 
 def run(args: argparse.Namespace) -> int:
