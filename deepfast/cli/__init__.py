@@ -52,7 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # Argparse takes the words of a list in one run: overrides behind an option are left over.
+    if hasattr(args, "overrides"):
+        args.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code = args.run(args)
         sys.stdout.flush()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from deepfast.cli.translate import lowercased
-from deepfast.data import Vocabulary
+from deepfast.cli.translate import lowercased, tagged
+from deepfast.data import Vocabulary, lower
 from deepfast.data.errors import require
 from deepfast.data.vocabulary import BOS, EOS
 from deepfast.models.checkpoint import load_model
@@ -24,6 +24,7 @@ SIDES = ("encoder", "decoder")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast train")
     parser.add_argument("text", metavar="TEXT", help="a sentence to translate")
+    parser.add_argument("--language", help="puts the tag of this language in front of TEXT")
     parser.add_argument("--side", choices=SIDES, help="default: the first that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
     parser.add_argument("--output", default="attention.svg", help="a file, .svg or .png")
@@ -41,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--translation: expected with the decoder's fusion alone")
     texts = [args.text, args.translation]
     if lowercased(args.checkpoint):
-        texts = [None if text is None else text.lower() for text in texts]
+        texts = [None if text is None else lower(text, vocabulary.tags) for text in texts]
+    if args.language is not None:
+        texts[:1] = tagged(texts[:1], args.language, model, vocabulary)
     weights, words = layer_weights(model, vocabulary, side, *texts)
     # matplotlib takes a second to import.
     from deepfast.profiling.attention_picture import draw

@@ -22,6 +22,7 @@ from deepfast.data import (
     DataError,
     TokenVocabulary,
     Vocabulary,
+    lower,
     read_lines,
     read_vocabulary,
     tag_of,
@@ -119,9 +120,9 @@ def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., A
     paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
     model, vocabulary = _load(paths, device)
     if lowercased(paths[0]):
-        lines = [line.lower() for line in lines]
+        lines = [lower(line, vocabulary.tags) for line in lines]
     if args.language is not None:
-        lines = _tagged(lines, args.language, model, vocabulary)
+        lines = tagged(lines, args.language, model, vocabulary)
     started = time.perf_counter()
     with (
         torch.autocast(
@@ -170,12 +171,13 @@ def _load(paths: list[str], device: str) -> tuple[torch.nn.Module, Vocabulary | 
     return models[0] if len(models) == 1 else Ensemble(models), read_vocabulary(vocabulary)
 
 
-def _tagged(
+def tagged(
     lines: list[str],
     language: str,
     model: torch.nn.Module,
     vocabulary: Vocabulary | TokenVocabulary,
 ) -> list[str]:
+    """The lines with the tag of a language in front; shared with `deepfast show-attention`."""
     known = [tag.strip("<>") for tag in vocabulary.tags]
     for part in getattr(model, "models", (model,)):
         # A pruned model is for fewer than its vocabulary has tags of.
@@ -194,7 +196,8 @@ def _tagged(
 def lowercased(checkpoint: str) -> bool:
     """Whether the model was trained on lower-cased text: capitals would all be unknown to it."""
     recipe = read_checkpoint(checkpoint).get("recipe")
-    return isinstance(recipe, dict) and bool(recipe.get("data", {}).get("lowercase"))
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    return isinstance(data, dict) and bool(data.get("lowercase"))
 
 
 def run(args: argparse.Namespace) -> int:

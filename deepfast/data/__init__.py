@@ -20,7 +20,7 @@ from deepfast.data.errors import DataError, MissingPackage
 from deepfast.data.phrases import Corpus, phrases, write
 from deepfast.data.text import Dropped, ParallelText, read_lines, read_parallel
 from deepfast.data.tokens import TokenVocabulary, read_dictionary, read_vocabulary
-from deepfast.data.vocabulary import Vocabulary, split_tag, tag_of
+from deepfast.data.vocabulary import Vocabulary, lower, split_tag, tag_of
 
 __all__ = [
     "Batch",
@@ -33,6 +33,7 @@ __all__ = [
     "TokenVocabulary",
     "Vocabulary",
     "evaluation_batches",
+    "lower",
     "make_batch",
     "phrases",
     "read_dictionary",

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -179,10 +179,8 @@ class Vocabulary:
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front is the first."""
-        first, rest = split_tag(sentence)
-        if first is not None and first in self.tags:
-            return [self.tags[first], *self._processor.EncodeAsIds(rest)]
-        return self._processor.EncodeAsIds(sentence)
+        tag, rest = self._known_tag(sentence)
+        return [*(self.tags[name] for name in tag), *self._processor.EncodeAsIds(rest)]
 
     def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
@@ -212,8 +210,9 @@ class Vocabulary:
         return " ".join(text.split())
 
     def pieces(self, sentence: str) -> list[str]:
-        """The pieces of a sentence as text, to look at."""
-        return self._processor.EncodeAsPieces(sentence)
+        """The pieces of a sentence as text, one for each of its ids."""
+        tag, rest = self._known_tag(sentence)
+        return [*tag, *self._processor.EncodeAsPieces(rest)]
 
     def words(self, sentence: str) -> tuple[list[str], list[int]]:
         """The words of a sentence, and for each of its ids the number of its word."""
@@ -225,6 +224,11 @@ class Vocabulary:
             words[-1] += piece.removeprefix(SPACE)
             numbers.append(len(words) - 1)
         return words, numbers
+
+    def _known_tag(self, sentence: str) -> tuple[list[str], str]:
+        """The language tag in front of a sentence, where there is one of these, and the rest."""
+        tag, rest = split_tag(sentence)
+        return ([tag], rest) if tag in self.tags else ([], sentence)
 
     def unknown_rate(self, sentences: Iterable[str]) -> float:
         """Pieces that are unk, as a fraction of all pieces of the sentences; 0.0 without pieces."""
@@ -248,6 +252,12 @@ def split_tag(sentence: str) -> tuple[str | None, str]:
         return None, sentence
     first, _, rest = sentence.partition(" ")
     return (first, rest) if first.endswith(">") else (None, sentence)
+
+
+def lower(sentence: str, tags: Container[str]) -> str:
+    """Lower-cased, but for a language tag in front that is one of ``tags``."""
+    tag, rest = split_tag(sentence)
+    return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
 
 
 def _user_defined(model: bytes) -> dict[str, int]:

@@ -123,7 +123,7 @@ def _bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
 
 
 def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise ValueError(
             f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
             f"({', '.join(KINDS)}), got {name!r}"

@@ -18,6 +18,7 @@ import argparse
 import os
 import pickle
 import re
+import struct
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ ROWS = (1, 3, 0, 2)
 """Of this package's ids 0 to 3 the file's: pad, unk, none, eos."""
 
 FIRST_POSITION = 2
+
+# What unpickling raises at bytes that are no pickle: any of them may look like an instruction.
+NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
+             RuntimeError, TypeError, ValueError)  # fmt: skip
 
 SIDES = ("encoder", "decoder")
 # Buffers that hold nothing a model needs.
@@ -61,8 +66,8 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
             content = torch.load(path, map_location="cpu", weights_only=not unsafe)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        found = re.search(r"GLOBAL (\S+)|global[: ]+`?([\w.]+)`? was", str(error))
+    except NO_PICKLE as error:
+        found = re.search(r"GLOBAL ([\w.]+) was|global[: ]+`?([\w.]+)`? was", str(error))
         if found and not unsafe:
             name = found[1] or found[2]
             raise ValueError(

@@ -211,7 +211,7 @@ class TransformerConfig:
             raise ValueError(f"{field}: expected a side with 'block_attnres', got none")
 
     def _check_languages(self) -> None:
-        tags = list(self.languages.values())
+        tags = list(self.languages.values()) if isinstance(self.languages, dict) else [None]
         within = all(isinstance(tag, int) and 0 <= tag < self.vocab_size for tag in tags)
         if not within or len(set(tags)) < len(tags) or self.padding_idx in tags:
             raise ValueError(

@@ -1,5 +1,7 @@
 """DLCL: dynamic linear combination of layers."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -91,6 +93,8 @@ class DLCL(nn.Module):
         ):
             if value < 1:
                 raise ValueError(f"DLCL: {name} must be at least 1, got {value}")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"DLCL: eps must be a number of at least 0, got {eps}")
         if weight == "group" and groups is None:
             raise ValueError(f"DLCL: weight='group' needs groups, from 1 to {dim}, got None")
         if weight != "group" and groups is not None:

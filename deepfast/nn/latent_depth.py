@@ -104,13 +104,14 @@ class LatentDepth(nn.Module):
         expect(self.num_layers >= 1, "num_layers", "at least 1")
         expect(self.languages >= 1, "languages", "at least 1")
         for name in ("tau", "lr_scale"):
-            expect(getattr(self, name) > 0, name, "a number above 0")
+            expect(0 < getattr(self, name) < math.inf, name, "a number above 0")
         for name in ("soft_steps", "anneal_steps"):
             expect(getattr(self, name) >= 0, name, "at least 0 steps")
         for name in ("kl_weight", "entropy_weight", "target_weight"):
-            expect(getattr(self, name) >= 0, name, "a number of at least 0")
+            expect(0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         expect(self.prior in PRIORS, "prior", f"one of {', '.join(PRIORS)}")
-        expect(len(self.beta) == 2 and min(self.beta) > 0, "beta", "two numbers above 0")
+        within = len(self.beta) == 2 and all(0 < number < math.inf for number in self.beta)
+        expect(within, "beta", "two numbers above 0")
         serves = self.prior == "beta" or self.beta == (1, 1)
         expect(serves, "beta", f"(1, 1) for the prior {self.prior}")
         wanted = self.target_layers

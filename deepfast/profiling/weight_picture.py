@@ -6,6 +6,7 @@ or under 5% of the largest in its row.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -44,14 +45,17 @@ class SideWeights:
 
 
 def weights_of(model: nn.Module) -> list[SideWeights]:
-    """The depth weights of a model's sides.
+    """The depth weights of a model's sides; of one that has grown those of bottom and top.
 
     Raises:
         ValueError: a model without any.
     """
     found = []
-    for side in ("encoder", "decoder"):
-        connection = getattr(getattr(model, side, None), "connection", None)
+    parts = {"": model}
+    if hasattr(model, "bottom"):
+        parts = {"bottom ": model.bottom, "top ": model}
+    for part, side in product(parts, ("encoder", "decoder")):
+        connection = getattr(getattr(parts[part], side, None), "connection", None)
         dlcl = getattr(connection, "dlcl", None)
         if dlcl is None:
             continue
@@ -62,7 +66,7 @@ def weights_of(model: nn.Module) -> list[SideWeights]:
             groups = f" in {dlcl.groups} groups" if dlcl.kind == "group" else ""
             note = f"mean over {dlcl.dim} channels{groups}"
             weight = weight.mean(2)
-        found.append(SideWeights(side, weight, note))
+        found.append(SideWeights(part + side, weight, note))
     if not found:
         raise ValueError("expected a model with DLCL in the encoder or the decoder, got none")
     return found

@@ -21,6 +21,7 @@ from deepfast.data.vocabulary import BOS, EOS
 from deepfast.models import kind_of
 
 from .beam import beam_search
+from .ensemble import Ensemble
 from .forced import score_hypotheses
 from .score import bleu_against
 from .translate import decode_lines
@@ -86,8 +87,12 @@ def deep_shallow_candidates(
         bos_id, eos_id, options: see `beam_search`.
 
     Raises:
-        ValueError: the model has not grown, or see `beam_search`.
+        ValueError: the model has not grown or is an `Ensemble`, or see `beam_search`.
     """
+    if isinstance(model, Ensemble):
+        raise ValueError(
+            f"deep-shallow decoding: expected one model of one checkpoint, got {len(model.models)}"
+        )
     if not hasattr(model, "bottom"):
         raise ValueError(
             "deep-shallow decoding: expected a model of the kind depth_growing, got "

@@ -57,11 +57,13 @@ def replace_unknown(
     for row, i in enumerate(rows):
         given = [vocabulary.bos_id, *hypotheses[i]]
         target[row, : len(given)] = torch.tensor(given)
-    source = torch.tensor([*vocabulary.encode(line), vocabulary.eos_id], device=device)
+    tokens = vocabulary.encode(line)
+    source = torch.tensor([*tokens, vocabulary.eos_id], device=device)
     with torch.inference_mode(), evaluating(model):
         weights = model.alignment(source.expand(len(rows), -1), target)
-    # The eos of the source is no word.
-    places = weights[..., :-1].argmax(-1).tolist()
+    # Neither a language tag nor the eos of the source is a word.
+    first = int(len(tokens) > 1 and tokens[0] in vocabulary.tags.values())
+    places = (first + weights[..., first:-1].argmax(-1)).tolist()
     texts = {}
     for row, i in enumerate(rows):
         copies, before = [], None

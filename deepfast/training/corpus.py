@@ -12,6 +12,7 @@ from deepfast.data import (
     TokenBatches,
     Vocabulary,
     evaluation_batches,
+    lower,
     phrases,
     read_parallel,
     split_tag,
@@ -51,15 +52,15 @@ def load_corpus(
         vocabulary: of the checkpoint that is resumed.
     """
     parts, dropped, place = _read(section, folder)
+    tags = [tag_of(language) for language in section.tagged]
     if section.lowercase:
-        parts = {p: [(s.lower(), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+        parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
     train = parts["train"]
     if vocabulary is None and section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
     if vocabulary is None:
         # One language after the other, as a user would hand over two files.
         text = [side for column in zip(*train, strict=True) for side in column]
-        tags = [tag_of(language) for language in section.tagged]
         vocabulary = Vocabulary.train(
             text, section.vocab_size, at_most=section.vocab_at_most, tags=tags
         )

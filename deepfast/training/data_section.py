@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from deepfast.data.vocabulary import SPECIALS, tag_of
 from deepfast.training.errors import RecipeError, expect
 
 LANGUAGES = ("de", "fr", "es")
@@ -73,8 +75,7 @@ class DataSection:
         expect(self.direction in DIRECTIONS, "data.direction", f"one of {allowed}", self.direction)
         given = self.languages is None or self.phrases is None
         expect(given, "data.languages", "null beside phrases", self.languages)
-        plain = self.languages is None or len(_listed(self.languages)) > 1
-        expect(plain, "data.languages", "two or more languages or null", self.languages)
+        self._check_languages()
         for name in ("train_size", "max_tokens", "max_length"):
             value = getattr(self, name)
             expect(value >= 1, f"data.{name}", "a whole number of at least 1", value)
@@ -89,6 +90,18 @@ class DataSection:
             self.max_length,
         )
         self._check_files()
+
+    def _check_languages(self) -> None:
+        if self.languages is None:
+            return
+        names = _listed(self.languages)
+        expect(len(names) > 1, "data.languages", "two or more languages or null", self.languages)
+        once = len(set(names)) == len(names)
+        expect(once, "data.languages", "each language once", self.languages)
+        for name in names:
+            # A tag is one word, and none of the specials.
+            fits = re.fullmatch(r"[^\s,<>]+", name) and tag_of(name) not in SPECIALS
+            expect(bool(fits), "data.languages", "names such as de or zh-CN", name)
 
     def _check_files(self) -> None:
         if self.phrases is not None and self.train_source is not None:

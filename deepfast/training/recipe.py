@@ -5,6 +5,7 @@ Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file k
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,11 +74,11 @@ class OptimSection:
     """Micro-batches per step; the loss is divided by the target tokens of all of them."""
 
     def __post_init__(self):
-        _expect(self.lr > 0, "optim.lr", "a number above 0", self.lr)
+        _expect(0 < self.lr < math.inf, "optim.lr", "a number above 0", self.lr)
         _expect(self.warmup >= 1, "optim.warmup", "at least 1 step", self.warmup)
         within = all(0 <= beta < 1 for beta in self.betas)
         _expect(within, "optim.betas", "two numbers in [0, 1)", list(self.betas))
-        _expect(self.eps > 0, "optim.eps", "a number above 0", self.eps)
+        _expect(0 < self.eps < math.inf, "optim.eps", "a number above 0", self.eps)
         allowed = f"one of {', '.join(SCHEDULES)}"
         _expect(self.schedule in SCHEDULES, "optim.schedule", allowed, self.schedule)
         restart, rate = self.restart_step, self.restart_lr
@@ -85,10 +86,11 @@ class OptimSection:
         _expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
         both = (restart is None) == (rate is None)
         _expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
-        _expect(rate is None or rate > 0, "optim.restart_lr", "a number above 0 or null", rate)
+        finite = rate is None or 0 < rate < math.inf
+        _expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
         for name in ("weight_decay", "l2"):
             value = getattr(self, name)
-            _expect(value >= 0, f"optim.{name}", "a number of at least 0", value)
+            _expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
         one = not (self.weight_decay and self.l2)
         _expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
         smoothing = self.label_smoothing

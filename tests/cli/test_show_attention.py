@@ -14,7 +14,9 @@ TEXT = "a small house"
 
 @pytest.fixture(scope="module")
 def make_checkpoint(tmp_path_factory):
-    vocabulary = Vocabulary.train(["a small house stands", "the old bridge is closed"] * 3, 40)
+    vocabulary = Vocabulary.train(
+        ["a small house stands", "the old bridge is closed"] * 3, 41, tags=["<de>"]
+    )
 
     def make(**changes):
         config = TransformerConfig(
@@ -53,6 +55,16 @@ def test_hops_by_layers_by_words(make_checkpoint, tmp_path, capsys):
     assert "encoder: weight of each layer" in said
 
 
+@pytest.mark.parametrize("arguments", [[f"<de> {TEXT}"], [TEXT, "--language", "de"]])
+def test_a_language(make_checkpoint, tmp_path, arguments):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "layers.svg"
+    assert (
+        main(["show-attention", make_checkpoint(**FUSED), *arguments, "--output", str(path)]) == 0
+    )
+    assert path.read_text("utf-8").count("&lt;de&gt;") >= 1
+
+
 @pytest.mark.parametrize("more", [[], ["--translation", "the old bridge"]])
 def test_the_decoder_along_a_translation(make_checkpoint, tmp_path, more):
     pytest.importorskip("matplotlib")
@@ -68,6 +80,7 @@ def test_the_decoder_along_a_translation(make_checkpoint, tmp_path, more):
         ({}, [TEXT], "expected a model with an encoder_fusion or a decoder_fusion"),
         (FUSED, [TEXT, "--output", "x.pdf"], "ending in .svg or .png, got 'x.pdf'"),
         (FUSED, ["  "], "TEXT: expected words, got none"),
+        (FUSED, [TEXT, "--language", "it"], "expected a language of the checkpoint (de), got 'it'"),
         (FUSED, [TEXT, "--translation", "x"], "--translation: expected with the decoder"),
         (FUSED | {"decoder_fusion": None}, [TEXT, "--side", "decoder"], "got None"),
     ],

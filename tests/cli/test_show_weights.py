@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.models import Transformer, TransformerConfig
+from deepfast.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
 from deepfast.profiling import weight_picture
 from deepfast.training.checkpoint import save_checkpoint
 
@@ -81,6 +81,28 @@ def test_table_and_picture(save, tmp_path, capsys):
     assert re.search(r"encoder: \d+ of 15 weights", svg)
     assert re.search(r"decoder: \d of 6 weights", svg)
     assert pictures[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bottom_and_top_of_a_grown_model(tmp_path, capsys):
+    config = DepthGrowingConfig(
+        vocab_size=9, dim=8, heads=2, ffn_dim=8, encoder_layers=4, decoder_layers=2,
+        top_encoder_layers=3, top_decoder_connection="dlcl",
+    )  # fmt: skip
+    model = DepthGrowing(config)
+    sides = weight_picture.weights_of(model)
+    assert [(side.title, len(side.matrix)) for side in sides] == [
+        ("bottom encoder", 5), ("top decoder", 3),
+    ]  # fmt: skip
+    bottom = model.bottom.encoder.connection.dlcl.effective_weight().detach()
+    torch.testing.assert_close(sides[0].matrix, bottom)
+    save_checkpoint(tmp_path / "model.pt", {
+        "kind": "depth_growing", "config": vars(config), "model": model.state_dict(),
+        "vocabulary": b"none",
+    })  # fmt: skip
+    assert main(["show-weights", str(tmp_path / "model.pt")]) == 0
+    said = capsys.readouterr().out
+    assert "Depth weights of the bottom encoder" in said
+    assert "Depth weights of the top decoder" in said
 
 
 def test_a_side_without_weights_is_left_out(save, capsys):

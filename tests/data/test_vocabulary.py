@@ -81,6 +81,25 @@ def test_every_digit_is_a_piece_unless_told(vocabulary):
     assert whole.pieces("1996") == ["▁1996"]
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("<de> the dog", ["<de>", "the", "dog"]),
+        ("  <fr>  dog", ["<fr>", "dog"]),
+        ("<it> dog", ["<it>", "dog"]),
+        ("<de>", ["<de>"]),
+    ],
+)
+def test_pieces_and_words_go_with_the_ids_of_a_tagged_line(line, words):
+    vocabulary = Vocabulary.train(["the dog", "a <it> cat"] * 9, 40, tags=["<de>", "<fr>"],
+                                  at_most=True)  # fmt: skip
+    ids, pieces = vocabulary.encode(line), vocabulary.pieces(line)
+    assert (ids[0] in vocabulary.tags.values()) == (pieces[0] in vocabulary.tags)
+    found, word_of = vocabulary.words(line)
+    assert found == words
+    assert len(ids) == len(pieces) == len(word_of)
+
+
 def test_too_large_names_the_most(vocabulary):
     with pytest.raises(DataError, match=r"size 9000 is more .* expected at most") as caught:
         Vocabulary.train(SENTENCES, 9000)

@@ -138,6 +138,11 @@ def test_newer_version(content, save, version):
     ("changes", "sentence"),
     [
         ({"version": None}, "expected a checkpoint of version 1 or later, got None"),
+        ({"kind": ["transformer"]}, r"that this deepfast knows \(.*\), got \['transformer'\]"),
+        (
+            {"config": CONFIG | {"languages": None}},
+            r"config cannot be used \(languages: .*got None",
+        ),
         ({"config": [1]}, "expected the checkpoint's config as a dict, got list"),
         ({"config": CONFIG | {"depth": 3}}, "does not know: depth"),
         ({"config": CONFIG | {"dim": 15}}, r"config cannot be used \(dim: expected an even"),

@@ -188,6 +188,26 @@ def test_other_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        b"hello",
+        b"the 100\nold 30\n",
+        b"1 2 3\n",
+        b"X\x01\x00\x00\x00\xb8.",
+        b"X\x1a\x80",
+        b"c:HW!4}\n)$J\n.",
+        b"]a.",
+        b"(K\x01]d.",
+    ],
+)
+def test_bytes_that_begin_like_a_pickle_are_another_file(tmp_path, content):
+    path = tmp_path / "file.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"pt: expected a fairseq checkpoint, got another file$"):
+        fairseq.read_fairseq(path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"encoder_learned_pos": True}, "expected encoder_learned_pos False, got True"),

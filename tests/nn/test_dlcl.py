@@ -353,6 +353,7 @@ def test_frozen_parameters(chain, backend, norm, trainable):
         ({"dim": 0}, "dim must be at least 1, got 0"),
         ({"window": 0}, "window must be at least 1"),
         ({"dilation": 0}, "dilation must be at least 1"),
+        ({"eps": -1.0}, "eps must be a number of at least 0, got -1.0"),
         ({"period": 0}, "period must be at least 1"),
         ({"weight": "group"}, r"weight='group' needs groups, from 1 to 4, got None$"),
         ({"groups": 2}, "groups=2 needs weight='group', got weight='scalar'$"),

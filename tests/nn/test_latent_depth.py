@@ -1,6 +1,7 @@
 """Latent depth: draws and losses against the specification, stacks against ones written out."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -178,6 +179,9 @@ def test_weights_of_the_losses_never_fall_below_zero():
     ("options", "message"),
     [
         ({"tau": 0}, "tau: expected a number above 0, got 0"),
+        ({"tau": math.inf}, "tau: expected a number above 0, got inf"),
+        ({"kl_weight": math.inf}, "kl_weight: expected a number of at least 0, got inf"),
+        ({"prior": "beta", "beta": (2, math.inf)}, "beta: expected two numbers above 0"),
         ({"prior": "flat"}, "prior: expected one of uniform, beta, mean, got 'flat'"),
         ({"beta": (2, 1)}, r"beta: expected \(1, 1\) for the prior uniform, got \(2, 1\)"),
         ({"prior": "beta", "beta": (2, 0)}, "beta: expected two numbers above 0"),

@@ -7,8 +7,10 @@ import os
 import sys
 
 import pytest
+import torch
 
 from deepfast.cli import main
+from deepfast.cli.translate import lowercased
 from deepfast.search import translate_lines, translate_nbest
 
 TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
@@ -37,6 +39,13 @@ def test_file_to_file(checkpoint, source, tmp_path, expected, capsys):
     assert said.out == ""
     assert "deepfast translate: 4 lines in" in said.err
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["test.de", "test.en"]
+
+
+@pytest.mark.parametrize("recipe", [None, 3, {}, {"data": None}, {"data": "x"}])
+def test_a_checkpoint_whose_recipe_says_nothing_of_case(checkpoint, tmp_path, recipe):
+    path = tmp_path / "model.pt"
+    torch.save(torch.load(checkpoint, weights_only=True) | {"recipe": recipe}, path)
+    assert not lowercased(str(path))
 
 
 def test_gzip_to_gzip(checkpoint, tmp_path, expected):

@@ -175,6 +175,10 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
     ("arguments", "sentence"),
     [
         (["translate", "{c}", "--deep-shallow"], "depth_growing, got transformer"),
+        (
+            ["translate", "{c}", "{c}", "--deep-shallow"],
+            "expected one model of one checkpoint, got 2",
+        ),
         (["translate", "{c}", "--gamma", "1"], "--gamma: expected --deep-shallow beside it"),
         (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
     ],

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
+from deepfast.data import Vocabulary
 from deepfast.data.vocabulary import UNK
 from deepfast.models import FastForwardLSTM, FastForwardLSTMConfig
 from deepfast.search import Ensemble, translate_nbest
@@ -57,6 +58,16 @@ def test_pieces_of_one_unknown_word_are_one_copy(vocabulary):
 def test_the_end_of_the_source_is_no_word(vocabulary):
     model = Looks([len(vocabulary.encode(LINE))])
     assert replace_unknown(model, vocabulary, LINE, [[UNK]])[0] in LINE.split()
+
+
+@pytest.mark.parametrize("word", ["the", "bridge"])
+def test_behind_a_language_tag_the_same_word(word):
+    vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
+    line = "<de> the old bridge"
+    end = len(vocabulary.encode(line.partition(word)[0] + word))
+    assert replace_unknown(Looks([end - 1]), vocabulary, line, [[UNK]]) == [word]
+    # Most attention may be on the tag, but it is no word.
+    assert replace_unknown(Looks([0]), vocabulary, line, [[UNK]])[0] in line.split()[1:]
 
 
 def recurrent(vocab_size, attention=True):

@@ -32,6 +32,21 @@ def test_print_shows_the_recipe_with_overrides(recipe_path, capsys):
     assert "lr: 0.002" in capsys.readouterr().out
 
 
+def test_overrides_may_stand_behind_options(recipe_path, capsys):
+    words = ["train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "lr: 0.002" in said
+    assert "warmup: 7" in said
+    for more in (["--prnt"], ["--prnt", "optim.lr=1"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        assert f"unrecognized arguments: {more[0]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["info", "optim.lr=1"])
+    assert "unrecognized arguments: optim.lr=1" in capsys.readouterr().err
+
+
 def test_a_run_ends_with_how_to_translate(recipe_path, tmp_path, capsys):
     assert main(["train", str(recipe_path), "train.max_steps=2"]) == 0
     assert f"deepfast translate {tmp_path / 'run'}" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.data import DataError
+from deepfast.data import DataError, lower
 from deepfast.models.checkpoint import load_model
 from deepfast.training import RecipeError, dump_recipe, load_recipe, recipe_from_dict, train
 from deepfast.training.corpus import by_language, load_corpus
@@ -97,6 +97,39 @@ def test_a_line_without_a_tag_is_named(latent_recipe, tagged, tmp_path):
     recipe = latent_recipe({"data.train_source": str(path)})
     with pytest.raises(DataError, match=r"train\.source:7: expected a source that begins with"):
         load_corpus(recipe.data, seed=1, folder=tmp_path)
+
+
+def test_lower_case_leaves_the_tags_as_they_are(make_recipe, tmp_path):
+    sources = ["<zh-CN> The Old Bridge", "<fr> A Small HOUSE"] * 4
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in sources))
+    (tmp_path / "target").write_text("Brücke\nHaus\n" * 4)
+    files = {f"data.{part}_{side}": str(tmp_path / side) for part in ("train", "dev", "test")
+             for side in ("source", "target")}  # fmt: skip
+    recipe = make_recipe(files | {"data.languages": "zh-CN,fr", "data.lowercase": True,
+                                  "data.vocab_at_most": True})  # fmt: skip
+    corpus = load_corpus(recipe.data, seed=1, folder=tmp_path)
+    assert corpus.languages == {"zh-CN": 4, "fr": 5}
+    assert corpus.test[:2] == [("<zh-CN> the old bridge", "brücke"), ("<fr> a small house", "haus")]
+    assert lower(sources[0], ["<zh-CN>"]) == "<zh-CN> the old bridge"
+    # What is no tag of the vocabulary is text.
+    assert lower("<B> Bold", ["<zh-CN>"]) == "<b> bold"
+
+
+@pytest.mark.parametrize(
+    ("languages", "message"),
+    [
+        (["de"], "expected two or more languages or null, got ['de']"),
+        (["de", "de"], "expected each language once, got ['de', 'de']"),
+        (["de x", "fr"], "expected names such as de or zh-CN, got 'de x'"),
+        (["<de>", "fr"], "expected names such as de or zh-CN, got '<de>'"),
+        (["de", "s"], "expected names such as de or zh-CN, got 's'"),
+        ("de,,fr", "expected names such as de or zh-CN, got ''"),
+    ],
+)
+def test_names_of_languages_that_cannot_be_tags(languages, message):
+    with pytest.raises(RecipeError) as error:
+        DataSection(languages=languages, train_source="a", train_target="b")
+    assert str(error.value) == f"data.languages: {message}"
 
 
 def test_a_ready_vocabulary_needs_the_tags(latent_recipe, make_recipe, tmp_path):

@@ -164,6 +164,12 @@ def test_sizes_are_base_and_big():
         ("encoder_layers=3", "the nearest known key is model.encoder_layers"),
         ("model.dlcl.windo=3", "the nearest known key is model.dlcl.window"),
         ("optim.lr=-1", "optim.lr: expected a number above 0, got -1.0"),
+        ("optim.lr=.inf", "optim.lr: expected a number above 0, got inf"),
+        ("optim.eps=.inf", "optim.eps: expected a number above 0, got inf"),
+        ("optim.l2=.inf", "optim.l2: expected a number of at least 0, got inf"),
+        ("optim.weight_decay=.inf", "optim.weight_decay: expected a number of at least 0, got inf"),
+        ("model.dlcl.eps=-1", "model.dlcl: eps must be a number of at least 0, got -1"),
+        ("model.dlcl.eps=.inf", "model.dlcl: eps must be a number of at least 0, got inf"),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
         ("optim.lr=true", "optim.lr: expected a number, got True"),
         ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers, got 0.9"),
@@ -196,6 +202,12 @@ def test_a_wrong_override_is_one_sentence(override, message):
         load_recipe("phrases-small", [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_restart_needs_a_finite_rate():
+    changes = ["optim.restart_step=3", "optim.restart_lr=.inf"]
+    with pytest.raises(RecipeError, match=r"optim\.restart_lr: expected a number above 0 or null"):
+        load_recipe("phrases-small", changes)
 
 
 def test_dlcl_options_without_dlcl_are_refused():
