@@ -49,6 +49,7 @@ class DepthGrowingConfig(TransformerConfig):
                     f"{name}: expected {plain} for a model that grows, got {getattr(self, name)!r}"
                 )
         self._check_whole("top_encoder_layers", "top_decoder_layers")
+        self._check_dicts("top_dlcl")
         self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
         self._check_attnres("top_attnres_block", "top_encoder_connection", "top_decoder_connection")
         for side in ("encoder", "decoder", "top_encoder", "top_decoder"):

@@ -117,6 +117,7 @@ class TransformerConfig:
         self._check_choice("cross_attention", ("top", "transparent"))
         self._check_choice("share_embeddings", ("all", "decoder", "none"))
         self._check_vocabularies()
+        self._check_dicts("dlcl", "latent", "languages", "fusion")
         self._check_connections("dlcl", "encoder_connection", "decoder_connection")
         self._check_attnres("attnres_block", "encoder_connection", "decoder_connection")
         self._check_languages()
@@ -128,6 +129,12 @@ class TransformerConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+
+    def _check_dicts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, dict):
+                raise ValueError(f"{name}: expected a dict, got {value!r}")
 
     def _check_choice(self, name: str, allowed: Iterable[str | None]) -> None:
         value = getattr(self, name)
@@ -211,7 +218,7 @@ class TransformerConfig:
             raise ValueError(f"{field}: expected a side with 'block_attnres', got none")
 
     def _check_languages(self) -> None:
-        tags = list(self.languages.values()) if isinstance(self.languages, dict) else [None]
+        tags = list(self.languages.values())
         within = all(isinstance(tag, int) and 0 <= tag < self.vocab_size for tag in tags)
         if not within or len(set(tags)) < len(tags) or self.padding_idx in tags:
             raise ValueError(

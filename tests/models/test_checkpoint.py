@@ -139,9 +139,11 @@ def test_newer_version(content, save, version):
     [
         ({"version": None}, "expected a checkpoint of version 1 or later, got None"),
         ({"kind": ["transformer"]}, r"that this deepfast knows \(.*\), got \['transformer'\]"),
+        ({"config": CONFIG | {"languages": None}}, r"\(languages: expected a dict, got None\)"),
+        ({"config": CONFIG | {"dlcl": [1]}}, r"config cannot be used \(dlcl: expected a dict, got"),
         (
-            {"config": CONFIG | {"languages": None}},
-            r"config cannot be used \(languages: .*got None",
+            {"kind": "depth_growing", "config": CONFIG | {"top_dlcl": None}},
+            "top_dlcl: expected a d",
         ),
         ({"config": [1]}, "expected the checkpoint's config as a dict, got list"),
         ({"config": CONFIG | {"depth": 3}}, "does not know: depth"),
