@@ -161,4 +161,4 @@ def test_a_plan_takes_denseformer_for_a_dlcl():
                                            "memory=history"])  # fmt: skip
     assert recipe.memory == "history"
     with pytest.raises(RecipeError, match=r"null where model\.cross_attention is transparent"):
-        load_recipe("phrases-small", ["model.cross_attention=transparent", "memory=lean"])
+        load_recipe("phrases-small", ["model.cross_attention=transparent", "memory=2GiB"])
