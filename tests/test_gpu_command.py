@@ -40,7 +40,9 @@ def start(folder, *options):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Exit status, output, results and page of a run of the tests, and of one of the benchmarks."""
-    parts = {"tests": ("--sections",), "sections": ("--tests",)}
+    # All of tests/gpu runs without a GPU too; here it is the groups and their processes.
+    parts = {"tests": ("--sections", "--tests", "activation", "elsewhere")}
+    parts["sections"] = ("--tests",)
     started = {}
     for name, options in parts.items():
         folder = tmp_path_factory.mktemp(name)
@@ -81,14 +83,22 @@ def test_every_target_is_measured(runs):
     assert all(t["reached"] is not None for t in targets)
 
 
-def test_all_gpu_tests_run(runs):
+def test_groups_of_tests_run(runs):
     status, output, data, _ = runs["tests"]
     assert status == 0, output
+    assert set(data["tests"]) == {"activation", "elsewhere"}
     for name, group in data["tests"].items():
         assert group["status"] == "ok"
         assert group["failed"] == []
-        # Those of other folders have no dry run.
-        assert group["passed"] > 0 or name == "elsewhere"
+        # Those of other folders need a GPU.
+        assert (group["passed"] > 0) == (name == "activation")
+        assert bool(group["skipped"]) == (name == "elsewhere")
+
+
+def test_every_gpu_test_is_of_a_group():
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    groups = gpu_module().TEST_GROUPS
+    assert sorted(file for names in groups.values() for file in names) == sorted(files)
 
 
 def gpu_module():

@@ -120,9 +120,9 @@ def environment(dry: bool, **more: str) -> dict[str, str]:
     """Of the processes started here."""
     changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"} | more
     if dry:
-        changed |= {"TRITON_INTERPRET": "1", "DEEPFAST_DRY_RUN": "1", "OMP_NUM_THREADS": "1"}
+        changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # What the shell may have set would stand in for what is measured.
-    ours = ("DEEPFAST_BACKEND", "DEEPFAST_DRY_RUN", "TRITON_INTERPRET")
+    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET")
     return {k: v for k, v in os.environ.items() if k not in ours} | changed
 
 
