@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import gzip
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -25,6 +26,7 @@ from deepfast.data import (
     lower,
     read_lines,
     read_vocabulary,
+    split_tag,
     tag_of,
 )
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
@@ -189,8 +191,19 @@ def tagged(
             f"got {language!r}"
         )
     tag = tag_of(language)
+    for number, line in enumerate(lines, 1):
+        own, _ = split_tag(line)
+        if own in vocabulary.tags:
+            raise ValueError(
+                f"--language: expected lines without a tag, got {own} in front of line {number}"
+            )
     # An empty line stays empty.
     return [f"{tag} {line}" if line.strip() else line for line in lines]
+
+
+def to_translate(checkpoint: object, *options: str) -> str:
+    """The line that tells how to use a checkpoint; shared by all commands that write one."""
+    return f"to translate: deepfast translate {shlex.join([str(checkpoint), *options])} < FILE"
 
 
 def lowercased(checkpoint: str) -> bool:
