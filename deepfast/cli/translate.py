@@ -89,6 +89,19 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
 
 
+def decoding_options(args: argparse.Namespace) -> list[str]:
+    """What `add_decoding_arguments` was given that is not the default, as words to give again."""
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    words = []
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(args, name)
+        if value != default:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
 def translate(
     args: argparse.Namespace, lines: list[str], nbest: int = 1
 ) -> list[list[tuple[float, str]]]:
@@ -105,7 +118,14 @@ def translate(
     search = partial(translate_nbest, replace_unknown=args.replace_unknown)
     if args.deep_shallow:
         search = partial(deep_shallow_nbest, **given)
-    return searched(args, lines, partial(search, nbest=nbest))
+    results = searched(args, lines, partial(search, nbest=nbest))
+    if args.deep_shallow and not given:
+        print(
+            f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
+            "worse than the model alone: deepfast tune finds those of a dev text",
+            file=sys.stderr,
+        )
+    return results
 
 
 def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., Any]) -> Any:
