@@ -23,7 +23,7 @@ COMMANDS = {
     "prune": "leave out the layers that latent depth does not use",
     "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
-    "show-weights": "draw the depth weights that a model has learned",
+    "show-weights": "show the depth weights, or the choice of layers, that a model has learned",
     "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",
     "report": "measure everything and write one HTML page",
 }

@@ -8,6 +8,7 @@ joined again in the output."""
 import argparse
 import os
 
+from deepfast.cli.translate import to_translate
 from deepfast.data import TokenVocabulary, read_dictionary
 
 EXAMPLE = (
@@ -53,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
     count = sum(p.numel() for p in model.parameters())
     print(f"model: {model.describe()}, {count:,} parameters, embeddings shared: "
           f"{config.share_embeddings}")  # fmt: skip
-    print(f"to translate: deepfast translate {args.output} < FILE")
+    print(to_translate(args.output))
     return 0

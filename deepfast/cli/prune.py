@@ -6,6 +6,7 @@ uses."""
 
 import argparse
 
+from deepfast.cli.translate import to_translate
 from deepfast.models.checkpoint import load_model, read_checkpoint
 from deepfast.models.prune import SIDES, prune_checkpoint
 from deepfast.training.checkpoint import save_checkpoint
@@ -32,4 +33,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{side}: {after} of {before} layers")
     counts = (sum(w.numel() for w in c["model"].values()) for c in (content, pruned))
     print("{1:,} of {0:,} parameters".format(*counts))
+    languages = list(pruned["config"]["languages"])
+    print(to_translate(args.output, *(["--language", languages[0]] if languages else [])))
     return 0

@@ -1,9 +1,11 @@
 """Draws how a fusion of layers weighs them: hops by layers by words.
 
 Of a model whose recipe has model.encoder_fusion or model.decoder_fusion. The decoder's weights are
-those along a translation: the model's own, or the one given."""
+those along a translation: the model's own, or the one given. A piece that begins a word has the
+vocabulary's mark ▁ in front."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from deepfast.cli.translate import lowercased, tagged
 from deepfast.data import Vocabulary, lower
 from deepfast.data.errors import require
-from deepfast.data.vocabulary import BOS, EOS
+from deepfast.data.vocabulary import BOS, EOS, SPACE
 from deepfast.models.checkpoint import load_model
 from deepfast.nn.fusion import WITH_ATTENTION
 from deepfast.search import translate_lines
@@ -49,7 +51,13 @@ def run(args: argparse.Namespace) -> int:
     # matplotlib takes a second to import.
     from deepfast.profiling.attention_picture import draw
 
-    draw(weights, words, path, title=f"{side}: weight of each layer")
+    missing = draw(
+        weights, words, path, title=f"{side}: weight of each layer",
+        across=f"{'source' if side == 'encoder' else 'translation'} ({SPACE} begins a word)",
+    )  # fmt: skip
+    if missing:
+        shown = "left to the viewer's fonts" if path.suffix == ".svg" else "shown as codes"
+        print(f"deepfast show-attention: no font here has {missing}: {shown}", file=sys.stderr)
     print(path)
     return 0
 
@@ -84,4 +92,4 @@ def layer_weights(
         weights = model.layer_attention(source_BS, target)
     if getattr(model.config, f"{side}_fusion") == "channel_attention":
         weights = weights.mean(1, keepdim=True)
-    return weights, [word.removeprefix("\u2581") or "\u2581" for word in words]
+    return weights, words

@@ -1,11 +1,17 @@
-"""Shows the depth weights W that a model has learned: which layers each layer reads, and how much.
+"""Shows what a model has learned of its depth: the weights W of DLCL, or the choice of layers of
+latent depth.
 
-Prints a table and, with --output, draws a picture in the manner of Figure 5 of Wang et al. 2019. W
-is shown as it is applied, masked and softmaxed where the model does so; of several weights for a
-pair of layers the mean over channels. Weights under 0.1, or under 5% of their row's largest, are
-left out."""
+Prints tables and, with --output, draws a picture.
+
+W says which layers each layer reads, and how much, in the manner of Figure 5 of Wang et al. 2019.
+It is shown as it is applied, masked and softmaxed where the model does so; of several weights for
+a pair of layers the mean over channels. Weights under the threshold, or under 5% of their row's
+largest, are left out; of a row without any weight that reaches the threshold, the 5% alone counts.
+
+Of latent depth: the probability of each layer for each language, and whether it is kept."""
 
 import argparse
+import math
 from pathlib import Path
 
 EXAMPLE = "deepfast show-weights runs/phrases-dlcl30/average.pt --output weights.svg"
@@ -16,21 +22,37 @@ PICTURES = (".svg", ".png")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a picture, .svg or .png")
+    parser.add_argument(
+        "--threshold", type=float, metavar="X",
+        help="least weight of W that is shown, at least 0; default 0.1; 0 shows all",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     from deepfast.models.checkpoint import load_model
-    from deepfast.profiling import weight_picture
+    from deepfast.profiling import choice_picture, weight_picture
 
     if args.output is not None and args.output.suffix not in PICTURES:
         raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")
+    threshold = weight_picture.THRESHOLD if args.threshold is None else args.threshold
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"--threshold: expected a number of at least 0, got {threshold:g}")
     model, _ = load_model(args.checkpoint)
+    sides = weight_picture.weights_of(model, threshold)
     try:
-        sides = weight_picture.weights_of(model)
+        choices = choice_picture.choices_of(model)
     except ValueError as error:
         raise ValueError(f"{args.checkpoint}: {error}") from error
+    if not sides and not choices:
+        raise ValueError(
+            f"{args.checkpoint}: expected a model with DLCL or latent depth in the encoder or the "
+            "decoder, got neither"
+        )
+    if args.threshold is not None and not sides:
+        raise ValueError(f"--threshold: expected a model with DLCL, got {args.checkpoint}")
     weight_picture.show(sides)
+    choice_picture.show_choices(choices)
     if args.output is not None:
-        weight_picture.draw(sides, args.output)
+        weight_picture.draw(sides, choices, args.output)
         print(f"drawn: {args.output}")
     return 0

@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return EXIT_CODES["SIGINT"]
     if result.stopped not in EXIT_CODES:
-        language = f" --language {recipe.data.tagged[0]}" if recipe.data.tagged else ""
-        print(f"to translate: deepfast translate {result.for_translation}{language} < FILE")
+        from deepfast.cli.translate import to_translate
+
+        language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []
+        print(to_translate(result.for_translation, *language))
     return EXIT_CODES.get(result.stopped, 0)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import gzip
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -25,6 +26,7 @@ from deepfast.data import (
     lower,
     read_lines,
     read_vocabulary,
+    split_tag,
     tag_of,
 )
 from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
@@ -87,6 +89,19 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
 
 
+def decoding_options(args: argparse.Namespace) -> list[str]:
+    """What `add_decoding_arguments` was given that is not the default, as words to give again."""
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    words = []
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(args, name)
+        if value != default:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
 def translate(
     args: argparse.Namespace, lines: list[str], nbest: int = 1
 ) -> list[list[tuple[float, str]]]:
@@ -103,7 +118,14 @@ def translate(
     search = partial(translate_nbest, replace_unknown=args.replace_unknown)
     if args.deep_shallow:
         search = partial(deep_shallow_nbest, **given)
-    return searched(args, lines, partial(search, nbest=nbest))
+    results = searched(args, lines, partial(search, nbest=nbest))
+    if args.deep_shallow and not given:
+        print(
+            f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
+            "worse than the model alone: deepfast tune finds those of a dev text",
+            file=sys.stderr,
+        )
+    return results
 
 
 def searched(args: argparse.Namespace, lines: list[str], search: Callable[..., Any]) -> Any:
@@ -189,8 +211,19 @@ def tagged(
             f"got {language!r}"
         )
     tag = tag_of(language)
+    for number, line in enumerate(lines, 1):
+        own, _ = split_tag(line)
+        if own in vocabulary.tags:
+            raise ValueError(
+                f"--language: expected lines without a tag, got {own} in front of line {number}"
+            )
     # An empty line stays empty.
     return [f"{tag} {line}" if line.strip() else line for line in lines]
+
+
+def to_translate(checkpoint: object, *options: str) -> str:
+    """The line that tells how to use a checkpoint; shared by all commands that write one."""
+    return f"to translate: deepfast translate {shlex.join([str(checkpoint), *options])} < FILE"
 
 
 def lowercased(checkpoint: str) -> bool:

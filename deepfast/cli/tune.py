@@ -2,14 +2,21 @@
 
 The checkpoint is of a model that has grown (a recipe with a section grow). It and its bottom
 alone translate the text once each; then every pair of alpha (0 to 1) and gamma (0 to 2) ranks all
-translations. Files are UTF-8, detokenised, one sentence a line, plain or gzip."""
+translations. Where none is better than the model alone, that is what the last line says to use.
+Files are UTF-8, detokenised, one sentence a line, plain or gzip."""
 
 import argparse
 import json
 from dataclasses import asdict
 from functools import partial
 
-from deepfast.cli.translate import add_decoding_arguments, lowercased, searched
+from deepfast.cli.translate import (
+    add_decoding_arguments,
+    decoding_options,
+    lowercased,
+    searched,
+    to_translate,
+)
 from deepfast.data import read_lines
 from deepfast.search import tune_deep_shallow
 
@@ -36,8 +43,12 @@ def run(args: argparse.Namespace) -> int:
         f"BLEU {tuned.bleu:.2f} with alpha {tuned.alpha:g} and gamma {tuned.gamma:g}; "
         f"{tuned.deep:.2f} deep alone, {tuned.shallow:.2f} shallow alone"
     )
-    print(
-        f"to translate: deepfast translate {args.checkpoint} --deep-shallow "
-        f"--alpha {tuned.alpha:g} --gamma {tuned.gamma:g} < FILE"
-    )
+    options = []
+    gained = round(tuned.bleu - tuned.deep, 2)
+    if gained > 0:
+        options = ["--deep-shallow", "--alpha", f"{tuned.alpha:g}", "--gamma", f"{tuned.gamma:g}"]
+        print(f"deep-shallow decoding gains {gained:.2f} BLEU over deep alone")
+    else:
+        print("deep-shallow decoding gains nothing over deep alone")
+    print(to_translate(args.checkpoint, *options, *decoding_options(args)))
     return 0

@@ -40,11 +40,11 @@ def prune_layers(
     connections = {side: getattr(config, f"{side}_connection") for side in SIDES}
     latent = [side for side in SIDES if connections[side] == "latent"]
     if not latent:
-        raise ValueError("prune: expected a model with latent depth, got one without")
+        raise ValueError("expected a model with latent depth, got one without")
     names = list(config.languages)
     if language is not None and language not in names:
         known = ", ".join(names) or "none"
-        raise ValueError(f"prune: expected a language of the model ({known}), got {language!r}")
+        raise ValueError(f"expected a language of the model ({known}), got {language!r}")
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict(weights, assign=True)
@@ -75,10 +75,10 @@ def _prune_side(
     layers = len(gates[0])
     kept = [index for index in range(layers) if any(own[index] for own in gates)]
     if not kept:
-        raise ValueError(f"prune: expected a layer that is used, got none in the {side}")
+        raise ValueError(f"expected a layer that is used, got none in the {side}")
     if len(kept) < layers and config.norm == "post":
         raise ValueError(
-            f"prune: expected a pre-norm model, got a post-norm one, where the layer-norms of the "
+            f"expected a pre-norm model, got a post-norm one, where the layer-norms of the "
             f"{layers - len(kept)} unused layers of the {side} stay"
         )
     # The last norm of a pre-norm stack follows its last layer.
@@ -118,7 +118,7 @@ def prune_checkpoint(content: dict[str, Any], language: str | None = None) -> di
     """
     kind = content.get("kind", "transformer")
     if kind != "transformer":
-        raise ValueError(f"prune: expected a model of the kind transformer, got {kind!r}")
+        raise ValueError(f"expected a model of the kind transformer, got {kind!r}")
     config = TransformerConfig(**content["config"])
     config, weights = prune_layers(config, content["model"], language)
     left = {key: value for key, value in content.items() if key != "training"}

@@ -158,14 +158,20 @@ class Transformer(nn.Module):
         return row
 
     def group(self, tokens: Sequence[int]) -> int:
-        """What the source sentences of one batch must agree in: their language, by its index."""
+        """What the source sentences of one batch must agree in: with latent depth their language,
+        by its index.
+
+        Raises:
+            ValueError: a sentence without the tag of one of the languages that it chooses layers
+                for, or of the one language that it was pruned for.
+        """
         tags = list(self.config.languages.values())
-        if not self._latent or not tags:
+        if not tags or not (self._latent or len(tags) == 1):
             return 0
         if not tokens or tokens[0] not in tags:
             raise ValueError(
                 "expected a source sentence that begins with the tag of one of the languages "
-                f"{', '.join(self.config.languages)}, got none"
+                f"{', '.join(self.config.languages)}, got none of them"
             )
         return tags.index(tokens[0])
 

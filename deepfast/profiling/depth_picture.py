@@ -8,7 +8,7 @@ from deepfast.memory.plan import Plan, uniform_peak
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
-from deepfast.profiling.pictures import COLORS, STYLE, Curve, depth_figure, inline
+from deepfast.profiling.pictures import COLORS, Curve, depth_figure, inline, save
 
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
@@ -51,15 +51,7 @@ def title_of(sizes: Sizes) -> str:
 
 def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending."""
-    import matplotlib
-
-    figure = _figure(curves(plan.sizes), title_of(plan.sizes), plan.budget)
-    # Nothing of the day: the same command writes the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(
-            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
-        )  # fmt: skip
+    save(_figure(curves(plan.sizes), title_of(plan.sizes), plan.budget), path)
 
 
 def inline_svg(found: dict[str, Curve], title: str) -> str:

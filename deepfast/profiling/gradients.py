@@ -19,7 +19,7 @@ from deepfast.data.errors import require
 from deepfast.data.text import write_atomically
 from deepfast.nn import TransformerEncoder
 from deepfast.ops import linear_cross_entropy
-from deepfast.profiling.pictures import COLORS, STYLE, figure_of, label_ends
+from deepfast.profiling.pictures import COLORS, STYLE, figure_of, label_ends, save
 
 STACKS: dict[str, dict] = {
     "post-norm": {"connection": "residual", "norm": "post"},
@@ -93,10 +93,7 @@ def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
     axes.set_title("norm of a layer's gradient at initialisation", loc="left", fontsize=10)
     with matplotlib.rc_context(STYLE):
         label_ends(figure, axes, curves, STACK_COLORS, ("DLCL, pre-norm",))
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(
-            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
-        )  # fmt: skip
+    save(figure, path)
 
 
 def table(norms: Mapping[str, Sequence[float]]) -> str:

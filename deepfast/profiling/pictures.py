@@ -7,6 +7,7 @@ letters stay readable there, and grows on a wider one.
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepfast.profiling.encoders import COMPILED, RESIDUAL
 
@@ -47,6 +48,18 @@ def figure_of(width: float = WIDTH, height: float = HEIGHT):
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.add_subplot()
+
+
+def save(figure, path: Path) -> None:
+    """Writes a picture as SVG or PNG, by the file's ending."""
+    import matplotlib
+
+    # Nothing of the day: the same command writes the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(
+            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
+        )  # fmt: skip
 
 
 def inline(figure, name: str, title: str) -> str:

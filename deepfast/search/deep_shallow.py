@@ -209,7 +209,7 @@ def tune_deep_shallow(
     """
     if len(lines) != len(references) or not lines:
         raise ValueError(
-            f"tune: expected as many references as lines, at least one, got {len(lines)} lines "
+            f"expected as many references as lines, at least one, got {len(lines)} lines "
             f"and {len(references)} references"
         )
     score = bleu_against(references)

@@ -101,12 +101,10 @@ def decode_lines(
     sizes = model.config.vocab_size, target_vocab_size(model.config)
     for expected, got in zip(sizes, (len(vocabulary), vocabulary.target_size), strict=True):
         if expected != got:
-            raise ValueError(
-                f"translate: expected a vocabulary of the model's {expected} pieces, got {got}"
-            )
+            raise ValueError(f"expected a vocabulary of the model's {expected} pieces, got {got}")
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
-    groups = [model.group(encoded[i]) for i in filled] if hasattr(model, "group") else None
+    groups = _groups(model, lines, {i: encoded[i] for i in filled})
     batches = evaluation_batches(
         [(encoded[i], ()) for i in filled], max_tokens=max_tokens, groups=groups
     )
@@ -126,6 +124,23 @@ def decode_lines(
     for index, found in zip(filled, restore_order(batches, outputs), strict=True):
         results[index] = found
     return results
+
+
+def _groups(
+    model: nn.Module, lines: Sequence[str], encoded: dict[int, list[int]]
+) -> list[int] | None:
+    """What the lines of one batch must agree in; None where the model asks nothing."""
+    if not hasattr(model, "group"):
+        return None
+    groups = []
+    for index, tokens in encoded.items():
+        try:
+            groups.append(model.group(tokens))
+        except ValueError as error:
+            # The model knows ids alone.
+            word = lines[index].split()[0]
+            raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error
+    return groups
 
 
 def translate_lines(

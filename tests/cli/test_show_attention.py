@@ -1,12 +1,14 @@
 """`deepfast show-attention`, as a user calls it."""
 
 import re
+import warnings
 
 import pytest
 import torch
 
 from deepfast.cli import main
 from deepfast.data import Vocabulary
+from deepfast.data.vocabulary import SPACE
 from deepfast.models import Transformer, TransformerConfig
 
 TEXT = "a small house"
@@ -33,6 +35,7 @@ def make_checkpoint(tmp_path_factory):
         )  # fmt: skip
         return str(path)
 
+    make.vocabulary = vocabulary
     return make
 
 
@@ -50,9 +53,49 @@ def test_hops_by_layers_by_words(make_checkpoint, tmp_path, capsys):
     said = re.findall(r">([^<>]+)</text>", path.read_text("utf-8"))
     # Letters of the pieces, and the end of the sentence.
     assert said.count("hop 1") == said.count("hop 2") == 1
-    assert said.count("emb") == said.count("3") == 2
-    assert "&lt;/s&gt;" in said
+    assert said.count("0") == said.count("3") == 2
     assert "encoder: weight of each layer" in said
+    assert said.count("layer (0: the embedding)") == 1
+    assert said.count(f"source ({SPACE} begins a word)") == 1
+    # Pieces in their order, and which of them begin a word.
+    pieces = [*make_checkpoint.vocabulary.pieces(TEXT), "&lt;/s&gt;"]
+    assert sum(piece.startswith(SPACE) for piece in pieces) == 3 < len(pieces) - 1
+    assert [word for word in said if word in pieces] == pieces
+
+
+# No font can have the first: it is no character. The second is one of a font of symbols.
+NOWHERE, SYMBOL = "\u0378", "\u2315"
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_characters_that_no_font_has(make_checkpoint, tmp_path, capsys, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"layers.{ending}"
+    arguments = [f"{NOWHERE} house {SYMBOL} $a_b$", "--output", str(path)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["show-attention", make_checkpoint(**FUSED), *arguments]) == 0
+    how = "left to the viewer's fonts" if ending == "svg" else "shown as codes"
+    said = capsys.readouterr().err
+    assert said == f"deepfast show-attention: no font here has {NOWHERE}: {how}\n"
+    if ending == "svg":
+        drawn = path.read_text("utf-8")
+        assert all(character in drawn for character in (NOWHERE, SYMBOL, ">$<"))
+
+
+def test_fonts_are_asked_in_turn():
+    pytest.importorskip("matplotlib")
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    from deepfast.profiling.attention_picture import coded, fonts_for
+
+    assert fonts_for(f"{SPACE}Brücke ñ") == (["sans-serif"], "")
+    families, missing = fonts_for(f"a{SYMBOL}{NOWHERE} b")
+    assert missing == NOWHERE
+    assert families[0] == "sans-serif"
+    files = [findfont(FontProperties(family=[name])) for name in families[1:]]
+    assert any(ord(SYMBOL) in get_font(file).get_charmap() for file in files)
+    assert coded(f"a{NOWHERE}b", missing) == "aU+0378b"
 
 
 @pytest.mark.parametrize("arguments", [[f"<de> {TEXT}"], [TEXT, "--language", "de"]])

@@ -1,4 +1,5 @@
-"""`deepfast show-weights`: what is small is left out, and what is drawn is W as it is applied."""
+"""`deepfast show-weights`: what is small is left out, what is drawn is W as it is applied;
+and what latent depth chooses."""
 
 import re
 
@@ -7,7 +8,7 @@ import torch
 
 from deepfast.cli import main
 from deepfast.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
-from deepfast.profiling import weight_picture
+from deepfast.profiling import choice_picture, weight_picture
 from deepfast.training.checkpoint import save_checkpoint
 
 
@@ -21,7 +22,7 @@ def save(tmp_path):
         model = Transformer(config)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if name.endswith("dlcl.weight"):
+                if name.endswith(("dlcl.weight", "latent.logits")):
                     p.add_(torch.randn_like(p), alpha=0.5)
         path = tmp_path / "model.pt"
         save_checkpoint(path, {"config": vars(config), "model": model.state_dict(),
@@ -40,6 +41,51 @@ def test_small_weights_are_hidden():
     rows = list(weight_picture.rows_of(side))
     assert rows[1] == ("2", "0: 0.20  1: -0.11", "2 of 2", "0.09")
     assert rows[2] == ("output", "1: -4.00  2: 0.30", "2 of 3", "-3.58")
+    # The first row reaches no 0.1 where it may read.
+    assert side.caption.startswith("2 of 6 weights left out: under 0.1, or under 5% of their row's")
+
+
+def test_a_row_without_a_large_weight_is_shown_by_its_own_scale():
+    matrix = torch.tensor([[0.05, 0.0, 0.0], [0.04, -0.001, 0.0], [0.09, 0.09, 0.1]])
+    side = weight_picture.SideWeights("encoder", matrix, "")
+    assert torch.equal(side.hidden, torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 0]]).bool())
+    assert side.by_own_scale.tolist() == [True, True, False]
+    assert [row[0] for row in weight_picture.rows_of(side)] == ["* 1", "* 2", "output"]
+    assert side.caption == (
+        "3 of 6 weights left out: under 0.1, or under 5% of their row's largest\n"
+        "* no weight of the row reaches 0.1: the 5% alone"
+    )
+    everything = weight_picture.SideWeights("encoder", matrix, "", 0.0)
+    assert torch.equal(everything.hidden, torch.ones(3, 3).triu(1).bool())
+    assert everything.caption == "all 6 weights are shown"
+    assert not everything.by_own_scale.any()
+    # What none reaches does not hide all.
+    none = weight_picture.SideWeights("encoder", matrix, "", 0.2)
+    assert none.by_own_scale.all()
+    assert (~none.hidden).sum() == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"), [([], "0"), (["--threshold", "0.4"], "1"), (["--threshold", "0"], None)]
+)
+def test_a_threshold(save, tmp_path, capsys, arguments, left):
+    model, path = save()
+    with torch.no_grad():
+        weight = model.encoder.connection.dlcl.weight
+        weight.copy_(1 / torch.arange(1, 6).unsqueeze(1).expand(5, 5))
+        weight[2, :2] = torch.tensor([0.45, 0.5])
+    content = {"config": vars(model.config), "model": model.state_dict(), "vocabulary": b"none"}
+    save_checkpoint(path, content)
+    picture = tmp_path / "a.svg"
+    assert main(["show-weights", str(path), "--output", str(picture), *arguments]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    if left is None:
+        assert "all 15 weights are shown" in said
+        assert "grey:" not in picture.read_text()
+    else:
+        assert f"{left} of 15 weights left out" in said
+        assert f"{15 - int(left)} of 15 weights" in picture.read_text()
+    assert ("* no weight of the row reaches 0.4: the 5% alone" in said) == (left == "1")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +162,78 @@ def test_a_side_without_weights_is_left_out(save, capsys):
 def test_what_has_no_weights_or_no_picture_is_refused(save, tmp_path, capsys):
     _, path = save(encoder_connection="residual")
     assert main(["show-weights", str(path)]) == 1
-    assert "expected a model with DLCL in the encoder or the decoder" in capsys.readouterr().err
+    assert "with DLCL or latent depth in the encoder or the decoder" in capsys.readouterr().err
+    for wrong in ("-0.1", "nan", "inf"):
+        assert main(["show-weights", str(path), f"--threshold={wrong}"]) == 1
+        said = capsys.readouterr().err
+        assert f"--threshold: expected a number of at least 0, got {wrong}\n" in said
+    _, path = save(encoder_connection="latent")
+    assert main(["show-weights", str(path), "--threshold", "0.2"]) == 1
+    assert "--threshold: expected a model with DLCL, got" in capsys.readouterr().err
     assert main(["show-weights", str(path), "--output", str(tmp_path / "a.jpg")]) == 1
     assert "expected a file ending in .svg or .png" in capsys.readouterr().err
+
+
+# ---- latent depth --------------------------------------------------------------------------------
+
+
+def test_choices_are_those_of_evaluation(save):
+    model, _ = save(
+        decoder_connection="latent", decoder_layers=5, languages={"de": 4, "fr": 5},
+        latent={"threshold": 0.3, "evaluation": "mean"},
+    )  # fmt: skip
+    logits = torch.tensor([[0.0, -3, 2, -0.8, -0.9], [-1, -1, -1, -1, 5.0]])
+    with torch.no_grad():
+        model.decoder.latent.logits.copy_(logits)
+    (side,) = choice_picture.choices_of(model)
+    assert (side.name, side.languages, side.threshold) == ("decoder", ["de", "fr"], 0.3)
+    torch.testing.assert_close(side.probability, 1 / (1 + (-logits).exp()))
+    assert torch.equal(side.kept, side.probability >= 0.3)
+    assert side.kept.sum(1).tolist() == [3, 1]
+    assert choice_picture.rows_of(side, slice(0, 1))[2:4] == [["0.88 kept"], ["0.31 kept"]]
+    assert choice_picture.rows_of(side, slice(0, 2))[4] == ["0.29", "0.99 kept"]
+
+
+@pytest.mark.parametrize("encoder", ["dlcl", "latent"])
+def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
+    languages = {name: number for number, name in enumerate("abcdefg", 1)}
+    model, path = save(
+        encoder_connection=encoder, decoder_connection="latent", decoder_layers=30,
+        languages=languages,
+    )  # fmt: skip
+    sides = choice_picture.choices_of(model)
+    for ending in ("svg", "png"):
+        picture = tmp_path / f"a.{ending}"
+        assert main(["show-weights", str(path), "--output", str(picture)]) == 0
+        said = capsys.readouterr().out
+        assert said.count("Choice of layers of the decoder") == 1
+        assert said.count("Choice of layers of the encoder") == (encoder == "latent")
+        # Seven languages are more than one table holds.
+        assert re.search(r"layer +a +b +c +d +e *\n", said)
+        assert re.search(r"layer +f +g *\n", said)
+        assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")
+        assert "kept: probability of at least 0.5" in said
+        kept = sum(side.kept.sum() for side in sides)
+        assert len(re.findall(r"0\.\d\d kept\b", said)) == kept > 30
+    svg = (tmp_path / "a.svg").read_text()
+    assert "decoder: choice of layers" in svg
+    for name, kept in zip(languages, sides[-1].kept.sum(1).tolist(), strict=True):
+        assert f"{name}: {kept} of 30" in svg
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_choices_of_a_model_without_languages(save, capsys):
+    _, path = save(encoder_connection="latent")
+    assert main(["show-weights", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"layer +all", said)
+    assert re.search(r"kept +\d of 4", said)
+
+
+def test_logits_that_are_no_numbers_are_refused(save, capsys):
+    model, path = save(encoder_connection="latent")
+    weights = model.state_dict()
+    weights["encoder.latent.logits"][0, 2] = float("nan")
+    save_checkpoint(path, {"config": vars(model.config), "model": weights, "vocabulary": b"none"})
+    assert main(["show-weights", str(path)]) == 1
+    assert "model.pt: LatentDepth: expected logits that are numbers" in capsys.readouterr().err

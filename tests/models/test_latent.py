@@ -221,6 +221,10 @@ def test_a_pruned_model_gives_the_same_bits(language):
     assert c.latent == {}
     # It knows no other.
     assert c.languages == {language: LANGUAGES[language]}
+    assert smaller.group([LANGUAGES[language], 8]) == 0
+    for other in {*LANGUAGES.values(), 8} - {LANGUAGES[language]}:
+        with pytest.raises(ValueError, match=f"tag of one of the languages {language}, got none"):
+            smaller.group([other, 8])
     source = tagged(LANGUAGES[language])
     with torch.no_grad():
         assert torch.equal(smaller(source, TARGET), model(source, TARGET))

@@ -1,14 +1,17 @@
 """Deep-shallow decoding: the formula, the order of lines, and weights tuned on a text."""
 
+import argparse
 import itertools
 import json
 import operator
 import random
+import shlex
 
 import pytest
 import torch
 
 from deepfast.cli import main
+from deepfast.cli.translate import add_decoding_arguments, decoding_options
 from deepfast.search import (
     beam_search,
     deep_shallow_nbest,
@@ -94,11 +97,12 @@ def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
     assert differing > 0
 
 
-def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
-    # Words of random weights are too few for BLEU: here it is the share of lines that are right.
-    def right(references):
-        return lambda lines: 100 * sum(map(operator.eq, lines, references)) / len(references)
+def right(references):
+    """The share of lines that are right, for BLEU: words of random weights are too few for that."""
+    return lambda lines: 100 * sum(map(operator.eq, lines, references)) / len(references)
 
+
+def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
     monkeypatch.setattr("deepfast.search.deep_shallow.bleu_against", right)
     grid = {"alphas": (0.0, 0.5, 1.0), "gammas": (0.0, 2.0)}
     options = {"beam": 4, "max_length": 12}
@@ -151,11 +155,7 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
     text = [str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
     assert main(["tune", str(grown_checkpoint), "--source", *text, "--json", *FAST]) == 0
     tuned = json.loads(capsys.readouterr().out)
-    assert main(["tune", str(grown_checkpoint), "--source", *text, *FAST]) == 0
     weights = ["--alpha", f"{tuned['alpha']:g}", "--gamma", f"{tuned['gamma']:g}"]
-    assert (
-        f"{grown_checkpoint} --deep-shallow {' '.join(weights)} < FILE" in capsys.readouterr().out
-    )
 
     arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
     assert main(["translate", str(grown_checkpoint), *arguments]) == 0
@@ -169,6 +169,49 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(tuned["bleu"])
     assert main(score) == 0
     assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(tuned["deep"])
+
+
+def test_tuned_flags_are_ready_to_paste_where_they_help(
+    grown, vocabulary, grown_checkpoint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("deepfast.search.deep_shallow.bleu_against", right)
+    (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
+    deep = translate_lines(grown, vocabulary, LINES, **OPTIONS)
+    best = deep_shallow_nbest(grown, vocabulary, LINES, alpha=0.0, gamma=2.0, **OPTIONS)
+    mixed = [texts[0][1] for texts in best]
+    assert mixed != deep
+    for references, helps in ((mixed, True), (deep, False)):
+        (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in references))
+        text = ["--source", str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
+        assert main(["tune", str(grown_checkpoint), *text, *FAST]) == 0
+        _, verdict, last = capsys.readouterr().out.splitlines()
+        gain = f"gains {100 - right(references)(deep):.2f} BLEU" if helps else "gains nothing"
+        assert verdict == f"deep-shallow decoding {gain} over deep alone"
+        words = shlex.split(last.removeprefix("to translate: deepfast ").removesuffix(" < FILE"))
+        assert ("--deep-shallow" in words) == helps
+        # What is pasted finds what was tuned.
+        assert main([*words, "--input", str(tmp_path / "dev.en")]) == 0
+        assert capsys.readouterr().out.splitlines() == references
+
+
+@pytest.mark.parametrize(
+    ("given", "hints"), [([], 1), (["--alpha", "0.5"], 0), (["--gamma", "1"], 0)]
+)
+def test_default_weights_hint_at_tuning(grown_checkpoint, tmp_path, capsys, given, hints):
+    (tmp_path / "text").write_text("the old bridge\n\na small house\n")
+    arguments = ["--input", str(tmp_path / "text"), "--deep-shallow", *given, *FAST]
+    assert main(["translate", str(grown_checkpoint), *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("deepfast tune finds those of a dev text") == hints
+    assert "deepfast tune" not in said.out
+
+
+def test_decoding_options_are_given_again():
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    assert decoding_options(parser.parse_args(["--beam", "4"])) == []
+    words = ["--beam", "1", "--max-length", "9", "--language", "de", "--no-unknown"]
+    assert decoding_options(parser.parse_args(words)) == words
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,9 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     whole, small, english = (str(tmp_path / n) for n in ("whole.pt", "small.pt", "test.en"))
     torch.save(content, whole)
     assert main(["prune", whole, "--language", "de", "--output", small]) == 0
-    assert "decoder: 2 of 4 layers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "decoder: 2 of 4 layers" in said
+    assert said.endswith(f"to translate: deepfast translate {small} --language de < FILE\n")
     assert load_model(small)[0].config.decoder_connection == "residual"
     lines = (tagged / "test.source").read_text().splitlines()
     (tmp_path / "test.en").write_text("".join(line.partition(" ")[2] + "\n\n" for line in lines))
@@ -258,7 +260,21 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert main(["translate", whole, "--input", english, "--device", "cpu"]) == 1
     assert "begins with the tag of one of the languages de, xx" in capsys.readouterr().err
     assert main(["prune", whole, "--output", small, "--language", "it"]) == 1
-    assert "expected a language of the model (de, xx), got 'it'" in capsys.readouterr().err
+    refused = "deepfast prune: expected a language of the model (de, xx), got 'it'\n"
+    assert capsys.readouterr().err == refused
+
+    # The smaller model was made for one language: the other one's tag is refused like none.
+    for first in ("<xx>", "bridge"):
+        (tmp_path / "other.en").write_text(f"<de> house\n\n{first} house\n")
+        options = ["--input", str(tmp_path / "other.en"), "--device", "cpu"]
+        assert main(["translate", small, *options]) == 1
+        assert capsys.readouterr().err == (
+            f"deepfast translate: line 3 begins with '{first}': expected a source sentence that "
+            "begins with the tag of one of the languages de, got none of them\n"
+        )
+    assert main(["translate", small, "--language", "de", *options]) == 1
+    expected = "--language: expected lines without a tag, got <de> in front of line 1\n"
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_a_budget_of_memory(latent_recipe):
