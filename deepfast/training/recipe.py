@@ -211,12 +211,15 @@ class Recipe:
         stacks = isinstance(config, TransformerConfig)
         _expect(stacks, "memory", "null for a model without memory policies", self.memory)
         unplanned = _not_planned(config)
+        mixes = config.encoder_connection in PRESETS
+        named = [name for name in POLICIES if mixes or name != "history"]
+        policy = f"a policy, one of {', '.join(named)}"
         if self.memory in POLICIES:
-            mixes = config.encoder_connection in PRESETS or isinstance(config, DepthGrowingConfig)
-            expected = "another policy where model.encoder_connection is not dlcl"
-            _expect(mixes or self.memory != "history", "memory", expected, self.memory)
+            expected = f"{policy}, where model.encoder_connection is not dlcl"
+            serves = self.memory in named or isinstance(config, DepthGrowingConfig)
+            _expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
-            expected = f"one of {', '.join(POLICIES)} or null {unplanned}, which no plan counts"
+            expected = f"{policy}, or null {unplanned}, which no plan counts"
             _expect(False, "memory", expected, self.memory)
         else:
             try:

@@ -249,7 +249,9 @@ def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path
 def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
     lean = train(make_recipe(GROW | {"memory": "history"}), quiet=True)
     assert rows(lean.output) == rows(whole_run(GROW).output)
-    with pytest.raises(RecipeError, match=r"^memory: expected one of keep, lean.*got '2GiB'$"):
+    with pytest.raises(
+        RecipeError, match=r"^memory: expected a policy, one of keep, lean.*got '2GiB'$"
+    ):
         make_recipe(GROW | {"memory": "2GiB"})
 
 
