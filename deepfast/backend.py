@@ -51,7 +51,7 @@ KERNEL_FILES = {
 """The files of kernels/ behind an op, where they are not one of its name."""
 
 NO_CUDA = ("depth_attention", "peephole_lstm")
-"""Ops without kernels in csrc/cuda: on a GPU Triton serves them."""
+"""Ops without kernels in csrc/cuda: of the GPU backends Triton alone has them."""
 
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
@@ -111,7 +111,7 @@ def emulate_cuda(launches) -> None:
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
-        return f"{op} has no kernel in CUDA C++; Triton's serves on a GPU"
+        return f"{op} has no kernel in CUDA C++, only in Triton"
     if device_type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":

@@ -99,6 +99,7 @@ ROWS = (
             ("average", ()),
             ("feed_forward", ("model.fusion.hidden_dim=192",)),
             ("attention", ("model.fusion.attention_dim=192", "model.fusion.hidden_dim=192")),
+            ("channel_attention", ("model.fusion.attention_dim=192",)),
         )
     ),
     Row(

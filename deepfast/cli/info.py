@@ -41,6 +41,7 @@ def collect(device: str, dtype: torch.dtype) -> dict:
         "dtype": str(dtype).removeprefix("torch."),
         "build": backend.build_info(),
         "override": override,
+        "proved": backend.PROVED,
         "ops": {op: _choice(op, override, device, dtype) for op in backend.OPS},
         "made_of": MADE_OF,
     }
@@ -82,6 +83,15 @@ def _lines(info: dict) -> Iterator[str]:
         )
 
 
+def _on_a_gpu(proved: dict[str, tuple[str, ...]]) -> str:
+    """What is chosen on a GPU, on whatever device this runs."""
+    kernels = [f"{', '.join(ops)} ({name})" for name, ops in proved.items() if ops]
+    return (
+        f"kernels proved for: {'; '.join(kernels) or 'no op'}; the default of other ops is the "
+        "reference, of attention torch's own"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -101,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     # Why there is no CUDA is said with each op.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
     print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
+    print(f"on a GPU {_on_a_gpu(info['proved'])}")
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")
     print(*_lines(info), sep="\n")

@@ -85,7 +85,10 @@ class Sizes:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+                message = f"{name}: expected one of {', '.join(allowed)}, got {value!r}"
+                if allowed is CONNECTIONS:
+                    message += "; what no plan counts has a policy by name, such as memory=lean"
+                raise ValueError(message)
         if self.width % self.heads:
             raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
         if self.decoder_layers and not self.vocabulary:

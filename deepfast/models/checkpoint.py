@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .fusions import without_unread
 from .registry import KINDS, build
 
 FORMAT = "deepfast-checkpoint"
@@ -140,7 +141,7 @@ def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
             f"{', '.join(unknown)}"
         )
     try:
-        return replace(kind.config(**values), backend=None)
+        return replace(kind.config(**without_unread(values)), backend=None)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
 

@@ -1,11 +1,55 @@
 """The fusions of layers on either side of an encoder-decoder model."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from deepfast.nn import LayerFusion
-from deepfast.nn.fusion import WITH_ATTENTION, layer_embedding
+from deepfast.nn.fusion import OPTIONS, WITH_ATTENTION, layer_embedding
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of fusion that a config's values name."""
+    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
+    return [kind for kind in OPTIONS if kind in named]
+
+
+def _unread(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options in the field ``fusion`` that no named kind reads."""
+    read = {name for kind in _kinds(config) for name in OPTIONS[kind]}
+    known = {name for names in OPTIONS.values() for name in names}
+    return {name: x for name, x in config["fusion"].items() if name in known - read}
+
+
+def check_read(config: Mapping[str, Any]) -> None:
+    """Refuses options of a fusion that would change nothing; a default changes nothing anywhere.
+
+    Args:
+        config: the values of a config that is right otherwise, with a fusion on some side.
+
+    Raises:
+        ValueError: for an option that neither side's kind reads.
+    """
+    defaults = inspect.signature(LayerFusion).parameters
+    ignored = {name: x for name, x in _unread(config).items() if x != defaults[name].default}
+    if ignored:
+        kinds = _kinds(config)
+        read = sorted({name for kind in kinds for name in OPTIONS[kind]})
+        raise ValueError(
+            f"fusion: expected no options but those that {' or '.join(kinds)} reads "
+            f"({', '.join(read) or 'none'}), got {ignored}"
+        )
+
+
+def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's values without those options: checkpoints from before `check_read` may have
+    some."""
+    if not isinstance(config.get("fusion"), dict) or not _kinds(config):
+        return dict(config)
+    ignored = _unread(config)
+    return {**config, "fusion": {k: v for k, v in config["fusion"].items() if k not in ignored}}
 
 
 class Fusions(nn.Module):

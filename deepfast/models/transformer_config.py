@@ -12,7 +12,7 @@ from deepfast.nn.connection import ATTENTION_RESIDUALS, CONNECTIONS, PRESETS, dl
 from deepfast.nn.fusion import FUSIONS
 from deepfast.ops.activation import KINDS
 
-from .fusions import Fusions
+from .fusions import Fusions, check_read
 
 OPTIONS = {
     "dlcl": (DLCL, ("num_layers", "dim", "backend")),
@@ -91,7 +91,8 @@ class TransformerConfig:
     decoder_fusion: str | None = None
     """The same over the decoder's."""
     fusion: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.LayerFusion, for both sides."""
+    """Further arguments of deepfast.nn.LayerFusion, for both sides; each must be one that the
+    fusion of a side reads, deepfast.nn.fusion.OPTIONS."""
     backend: str | None = None
     """See deepfast.backend."""
 
@@ -244,6 +245,7 @@ class TransformerConfig:
             kind = getattr(self, f"{side}_fusion")
             arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
         self._check_options("fusion", "fusion", "a fusion", arguments)
+        check_read(vars(self))
         if self.cross_attention == "transparent":
             self._check_all_states("cross_attention", "encoder")
             if self.encoder_fusion is not None:

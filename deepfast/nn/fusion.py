@@ -11,7 +11,14 @@ from deepfast.reference.layer_norm import compute_dtype
 
 from .layer_norm import LayerNorm
 
-FUSIONS = ("average", "feed_forward", "attention", "channel_attention")
+OPTIONS = {
+    "average": (),
+    "feed_forward": ("hidden_dim",),
+    "attention": ("hops", "attention_dim", "hidden_dim", "activation", "shared"),
+    "channel_attention": ("attention_dim", "activation", "shared"),
+}
+"""Kind of fusion -> those of `LayerFusion`'s arguments that not all kinds read, but this one."""
+FUSIONS = tuple(OPTIONS)
 WITH_ATTENTION = ("attention", "channel_attention")
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
 
@@ -33,7 +40,8 @@ class LayerFusion(nn.Module):
         num_states: L + 1.
         dim: D.
         kind: one of `FUSIONS`.
-        hops: of "attention".
+        hops: of "attention"; this and what follows to ``shared`` is read by some kinds alone, see
+            `OPTIONS`.
         attention_dim: rows of W_1.
         hidden_dim: of the feed-forward layer.
         activation: s, "tanh" or "relu".

@@ -5,7 +5,6 @@ import operator
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from deepfast.reference.layer_norm import compute_dtype
 
@@ -28,19 +27,22 @@ def bare_apply(node: type[torch.autograd.Function]):
 
 
 def first_order(name: str):
-    """For the backward of an op without a second derivative: asking for one is an error, also
-    where the incoming gradient itself needs none."""
+    """For the backward of an op without a second derivative: asking for one is an error.
+
+    It comes with the first backward, that of ``create_graph=True``. A node that raises in the
+    second one would stand on no path to what lies below the op: `torch.autograd.grad` would pass
+    it by and return what other paths give, which is wrong.
+    """
 
     def decorate(backward):
         @functools.wraps(backward)
         def run(ctx, *grads):
-            with torch.no_grad():
-                outputs = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
-                return outputs
-            message = f"{name}: double backward was asked for, and the op has no second derivative"
-            guard = torch._C._functions.DelayedError(message.encode(), 1)
-            return tree_map_only(Tensor, lambda g: guard(g.detach().requires_grad_()), outputs)
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{name}: double backward was asked for (create_graph=True), and the op has "
+                    "no second derivative"
+                )
+            return backward(ctx, *grads)
 
         return run
 

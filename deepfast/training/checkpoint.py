@@ -26,6 +26,7 @@ from torch import Tensor
 
 from deepfast.models import kind_of
 from deepfast.models.checkpoint import FORMAT, VERSION, read_checkpoint
+from deepfast.models.fusions import without_unread
 from deepfast.training.errors import CheckpointError
 from deepfast.training.report import METRICS
 
@@ -105,13 +106,13 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
             f"{path}: expected a checkpoint of the kind {kind_of(config)}, got {kind}"
         )
     # The backend changes how the same numbers are computed, not which.
-    mine = asdict(config)
+    mine = without_unread(asdict(config))
     # A field that came after the checkpoint had its default's meaning before.
     defaults = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(config)
     }
-    saved = defaults | saved
+    saved = without_unread(defaults | saved)
     differences = [
         f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
         for name, value in mine.items()

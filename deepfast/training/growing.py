@@ -120,6 +120,25 @@ def runs(recipe: Recipe) -> list[Recipe]:
     return [first, second]
 
 
+def stage(recipe: Recipe, run: Recipe) -> str | None:
+    """Which of a recipe's two runs one of `runs` is, in words; None where there is one alone."""
+    if run is recipe or recipe.grow.get("from"):
+        return None
+    config = run.model_config(vocab_size=8)
+    if run.grow is None:
+        layers = _layers(config.encoder_layers, config.decoder_layers)
+        return f"stage 1 of 2: {layers}, into {run.output}"
+    layers = _layers(config.top_encoder_layers, config.top_decoder_layers)
+    return (
+        f"stage 2 of 2: {layers} on top of {run.grow['from']}, which stays as it is, into "
+        f"{run.output}"
+    )
+
+
+def _layers(encoder: int, decoder: int) -> str:
+    return f"{encoder} encoder and {decoder} decoder layer{'' if decoder == 1 else 's'}"
+
+
 def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
     """The checkpoint that a run grows on; None for a run that grows nothing."""
     return None if recipe.grow is None else load_checkpoint(recipe.grow["from"])

@@ -176,8 +176,17 @@ class Recipe:
     """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
     into it; or the name of a memory policy for all layers; None: "keep"."""
     grow: dict[str, Any] | None = None
-    """A second run grows the model in depth: `model` has fields of its top, `optim` and `train`
-    what is not as in the first run, and `from` a checkpoint to grow on, with no first run."""
+    """A second run, into `output`/stage2, grows the model of the first, in `output`/stage1: it
+    puts layers on top of its best checkpoint. Keys, each of which may be left out:
+
+        from    a checkpoint to grow on, of the recipe's own sizes; there is no first run then
+        model   fields of the top: those of DepthGrowingConfig that TransformerConfig has not
+        optim   keys of the section `optim` that are not as in the first run
+        train   the same of `train`
+
+    The second run counts its own steps from 0: `grow.train.max_steps` is its length, and where
+    that is left out it takes as many as the first. So it is with warmup, max_minutes and patience.
+    An empty section `grow` grows by the defaults."""
     output: str = "runs/deepfast"
     """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
     resume: bool | str = False
@@ -202,12 +211,15 @@ class Recipe:
         stacks = isinstance(config, TransformerConfig)
         _expect(stacks, "memory", "null for a model without memory policies", self.memory)
         unplanned = _not_planned(config)
+        mixes = config.encoder_connection in PRESETS
+        named = [name for name in POLICIES if mixes or name != "history"]
+        policy = f"a policy, one of {', '.join(named)}"
         if self.memory in POLICIES:
-            mixes = config.encoder_connection in PRESETS or isinstance(config, DepthGrowingConfig)
-            expected = "another policy where model.encoder_connection is not dlcl"
-            _expect(mixes or self.memory != "history", "memory", expected, self.memory)
+            expected = f"{policy}, where model.encoder_connection is not dlcl"
+            serves = self.memory in named or isinstance(config, DepthGrowingConfig)
+            _expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
-            expected = f"one of {', '.join(POLICIES)} or null {unplanned}, which no plan counts"
+            expected = f"{policy}, or null {unplanned}, which no plan counts"
             _expect(False, "memory", expected, self.memory)
         else:
             try:

@@ -36,7 +36,7 @@ from deepfast.training.environment import (
     settings,
 )
 from deepfast.training.errors import CheckpointError, NotFiniteError, TrainingError
-from deepfast.training.growing import load_bottom, read_bottom, runs
+from deepfast.training.growing import load_bottom, read_bottom, runs, stage
 from deepfast.training.memory import fit_memory, set_policy
 from deepfast.training.recipe import Recipe
 from deepfast.training.recipe_file import differences, dump_recipe
@@ -101,7 +101,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         resolve_device(part.train.device)
     for part in parts:
         with settings(part.train):
-            result = _Run(part, quiet).go()
+            result = _Run(part, quiet, stage(recipe, part)).go()
         if result.stopped in SIGNALS:
             break
     return result
@@ -110,8 +110,8 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
 class _Run:
     """What happens when: logging, validating, saving, stopping."""
 
-    def __init__(self, recipe: Recipe, quiet: bool):
-        self.recipe, self.section = recipe, recipe.train
+    def __init__(self, recipe: Recipe, quiet: bool, stage: str | None):
+        self.recipe, self.section, self.stage = recipe, recipe.train, stage
         self.folder = Path(recipe.output)
         device = resolve_device(recipe.train.device)
         self.saved: Path | None = checkpoint_to_resume(recipe)
@@ -187,11 +187,17 @@ class _Run:
         trainer, say = self.trainer, self.report.say
         write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
-        for line in trainer.corpus.summary:
+        for line in (*([self.stage] if self.stage else []), *trainer.corpus.summary):
             say(line)
-        count = sum(p.numel() for p in trainer.parameters)
+        total, trainable = (
+            sum(p.numel() for p in group)
+            for group in (trainer.model.parameters(), trainer.parameters)
+        )
+        count = f"{total:,} parameters"
+        if trainable < total:
+            count += f", {trainable:,} of them trainable"
         say(
-            f"model {trainer.model.describe()}, {count:,} parameters, {trainer.device}, "
+            f"model {trainer.model.describe()}, {count}, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
         if self.grows_on is not None:

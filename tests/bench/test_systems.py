@@ -8,6 +8,7 @@ import pytest
 from deepfast.bench.systems import __main__ as systems
 from deepfast.bench.systems.rows import BASE, HELD_OUT, LARGE, ROWS, named, text_files
 from deepfast.bench.systems.table import diverged, page, steps_to
+from deepfast.nn.fusion import FUSIONS, OPTIONS
 from deepfast.training import load_recipe
 
 TINY = (
@@ -42,6 +43,14 @@ def test_a_system_in_two_stages_takes_as_many_steps_and_layers():
     assert (recipe.train.max_steps, recipe.grow["train"]["max_steps"]) == (4, 3)
     top = recipe.grow["model"]["top_encoder_layers"]
     assert (recipe.model["encoder_layers"], top) == (6, 3)
+
+
+def test_every_kind_of_fusion_has_a_row():
+    rows = named(",".join(f"fusion-{kind.replace('_', '-')}" for kind in FUSIONS))
+    for kind, row in zip(FUSIONS, rows, strict=True):
+        model = load_recipe(BASE, row.settings(())).model
+        assert (model["encoder_fusion"], model["decoder_fusion"]) == (kind, kind)
+        assert set(model.get("fusion", {})) <= set(OPTIONS[kind])
 
 
 def test_names_of_rows():

@@ -1,8 +1,10 @@
 """`deepfast info`: the device, every op, and an override that cannot serve."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from deepfast import backend, ops
 from deepfast.cli import main
@@ -65,3 +67,29 @@ def test_an_override_that_is_no_backend_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setenv("DEEPFAST_BACKEND", "fast")
     assert main(["info", "--device", "cpu"]) == 1
     assert "DEEPFAST_BACKEND: expected one of cuda, " in capsys.readouterr().err
+
+
+def test_what_a_gpu_would_choose(info, monkeypatch):
+    """As the choice itself has it."""
+    nothing = {"cuda": (), "triton": ()}
+    monkeypatch.setattr(backend, "PROVED", nothing)
+    for op in backend.OPS:
+        reasons = backend.explain(op, "cuda", torch.bfloat16)
+        served = next(name for name, reason in reasons.items() if reason is None)
+        assert served == ("sdpa" if op == "attention" else "reference")
+        # Nothing is said to serve there that does not.
+        assert not any("serves" in reason for reason in reasons.values() if reason)
+    text, report = info()
+    assert report["proved"] == {name: list(ops) for name, ops in nothing.items()}
+    rest = "; the default of other ops is the reference, of attention torch's own\n"
+    assert f"on a GPU kernels proved for: no op{rest}" in text
+    some = {"cuda": ("layer_norm",), "triton": ("boundary", "layer_norm")}
+    monkeypatch.setattr(backend, "PROVED", some)
+    proved = "layer_norm (cuda); boundary, layer_norm (triton)"
+    assert f"on a GPU kernels proved for: {proved}{rest}" in info()[0]
+
+
+def test_the_readme_agrees_with_what_is_proved():
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert ("They have not run on a GPU yet" in readme) == (not any(backend.PROVED.values()))
+    assert "the reference and torch's own attention are the default" in readme

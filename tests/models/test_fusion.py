@@ -1,13 +1,19 @@
 """The Transformer with a fusion of its layers on either side."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from deepfast.models import Transformer, TransformerConfig
-from deepfast.nn.fusion import FUSIONS, WITH_ATTENTION
+from deepfast.models.checkpoint import FORMAT, VERSION, load_model
+from deepfast.nn import LayerFusion
+from deepfast.nn.fusion import FUSIONS, OPTIONS, WITH_ATTENTION
+from deepfast.training.checkpoint import check_config
 
 SIZES = {"vocab_size": 11, "dim": 12, "heads": 2, "ffn_dim": 16, "dropout": 0.0}
-FUSION = {"hidden_dim": 6}
+FUSION = {"hidden_dim": 6, "hops": 2, "attention_dim": 5}
+"""Of each kind those that it reads."""
 SOURCE = torch.tensor([[3, 4, 5, 6], [7, 8, 2, 0]])
 TARGET_IN = torch.tensor([[1, 9, 5], [1, 4, 0]])
 TARGET_OUT = torch.tensor([[9, 5, 2], [4, 2, 0]])
@@ -15,9 +21,8 @@ TARGET_OUT = torch.tensor([[9, 5, 2], [4, 2, 0]])
 
 def transformer(kind="attention", norm="post", **changes):
     torch.manual_seed(1)
-    options = {"encoder_fusion": kind, "decoder_fusion": kind, "norm": norm, "fusion": FUSION}
-    if kind in WITH_ATTENTION:
-        options["fusion"] = FUSION | {"hops": 2, "attention_dim": 5}
+    options = {"encoder_fusion": kind, "decoder_fusion": kind, "norm": norm}
+    options["fusion"] = {name: x for name, x in FUSION.items() if name in OPTIONS.get(kind, ())}
     config = TransformerConfig(
         **SIZES | {"encoder_layers": 3, "decoder_layers": 2} | options | changes
     )
@@ -114,8 +119,69 @@ def test_no_attention_to_show():
             {"encoder_fusion": "average", "cross_attention": "transparent"},
             "encoder_fusion: expected None where cross_attention is transparent",
         ),
+        (
+            {"encoder_fusion": "average", "fusion": {"hops": 8, "shared": True}},
+            r"fusion: expected no options but those that average reads \(none\), got {'hops': 8}",
+        ),
+        (
+            {
+                "encoder_fusion": "average",
+                "decoder_fusion": "feed_forward",
+                "fusion": {"hidden_dim": 6, "activation": "relu"},
+            },
+            r"that average or feed_forward reads \(hidden_dim\), got {'activation': 'relu'}",
+        ),
+        (
+            {"decoder_fusion": "channel_attention", "fusion": {"hops": 2}},
+            r"reads \(activation, attention_dim, shared\), got {'hops': 2}",
+        ),
     ],
 )
 def test_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**SIZES | changes)
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_options_are_those_that_change_the_module(kind):
+    """Which `OPTIONS` names is what the module reads: its parameters and its output."""
+
+    def seen(**options):
+        torch.manual_seed(1)
+        fusion = LayerFusion(
+            3, 4, kind, **{"hops": 2, "attention_dim": 5, "hidden_dim": 6} | options
+        )
+        states = torch.linspace(-1, 2, 24).view(3, 2, 4)
+        return {k: p.shape for k, p in fusion.named_parameters()}, fusion(list(states)).tolist()
+
+    changes = {"hops": 3, "attention_dim": 7, "hidden_dim": 8, "activation": "relu",
+               "shared": False}  # fmt: skip
+    plain = seen()
+    assert tuple(k for k, value in changes.items() if seen(**{k: value}) != plain) == OPTIONS[kind]
+
+
+def test_an_option_that_one_side_reads_and_defaults_are_taken():
+    sides = {"encoder_fusion": "average", "decoder_fusion": "attention"}
+    TransformerConfig(**SIZES | sides | {"fusion": {"hops": 8}})
+    defaults = {"hops": 4, "attention_dim": 1024, "hidden_dim": 512, "activation": "tanh",
+                "shared": True}  # fmt: skip
+    for kind in FUSIONS:
+        config = TransformerConfig(**SIZES | {"encoder_fusion": kind, "fusion": defaults})
+        assert TransformerConfig(**asdict(config)) == config
+
+
+def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
+    """It was taken once, and the weights are those of the model without it."""
+    model = transformer("average")
+    saved = {**asdict(model.config), "fusion": {"hops": 8}}
+    content = {"format": FORMAT, "version": VERSION, "config": saved, "model": model.state_dict(),
+               "vocabulary": b"v"}  # fmt: skip
+    torch.save(content, tmp_path / "a.pt")
+    loaded, _ = load_model(tmp_path / "a.pt")
+    assert loaded.config.fusion == {}
+    assert torch.equal(loaded(SOURCE, TARGET_IN), model.eval()(SOURCE, TARGET_IN))
+    check_config("a.pt", content, model.config)
+    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"heads": 1}}):
+        torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
+            load_model(tmp_path / "a.pt")

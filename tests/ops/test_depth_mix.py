@@ -202,9 +202,8 @@ def test_double_backward_is_an_error(backend):
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(2, requires_grad=True)
     out = depth_mix([x, x * 2], weight, backend=backend)
-    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
-        g.sum().backward()
+        torch.autograd.grad(out.square().sum(), x, create_graph=True)
 
 
 def test_double_backward_of_a_linear_loss_is_an_error_too(backend):
@@ -212,9 +211,8 @@ def test_double_backward_of_a_linear_loss_is_an_error_too(backend):
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(2, requires_grad=True)
     loss = depth_mix([x, x * 2], weight, backend=backend).sum()
-    (g,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
-        (loss + g.square().sum()).backward()
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_autocast(backend):

@@ -1,5 +1,6 @@
 """What torch's own machinery makes of the ops: dispatch, fake tensors, autocast, counting."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -169,3 +170,19 @@ def test_forward_mode_is_an_error(name):
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
         torch.func.jvp(lambda x: outputs(c.run(x, *rest))[0], (x,), (x,))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FlopCounterMode])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode):
+    """What lies below the op is reached on other paths too, and they alone would be wrong."""
+    c, below = case(name, "reference", 0.0), torch.ones((), requires_grad=True)
+    x, *rest = c.leaves
+
+    def penalty():
+        loss = sum(o.square().sum() for o in outputs(c.run(x * below, *rest)))
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), below)
+
+    with mode(), pytest.raises(RuntimeError, match=rf"{name}: double backward .*\(create_graph="):
+        penalty()

@@ -18,7 +18,7 @@ from deepfast.training import (
     recipe_from_dict,
     train,
 )
-from deepfast.training.growing import second_run
+from deepfast.training.growing import TOP_FIELDS, second_run
 from deepfast.training.trainer import Trainer
 
 from .test_run import Killed, die, names, rows
@@ -88,8 +88,21 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert result.output == tmp_path / "run" / "stage2"
     assert (result.step, result.stopped) == (16, "max_steps")
     said = capsys.readouterr().out
-    assert f"grows on {tmp_path / 'run/stage1/best.pt'}, of step" in said
+    best = tmp_path / "run" / "stage1" / "best.pt"
+    assert f"grows on {best}, of step" in said
     assert "model 3+2 encoder layers (dlcl+dlcl), 1+1 decoder layers" in said
+    assert [line for line in said.splitlines() if line.startswith("stage ")] == [
+        f"stage 1 of 2: 3 encoder and 1 decoder layer, into {best.parent}",
+        f"stage 2 of 2: 2 encoder and 1 decoder layer on top of {best}, which stays as it is, into "
+        f"{result.output}",
+    ]
+    first, second = said.split("stage 2 of 2")
+    # Each header counts what its own run trains, and both say what there is in all.
+    counts = [sum(p.numel() for p in load_model(path)[0].parameters())
+              for path in (best, result.best)]  # fmt: skip
+    assert f", {counts[0]:,} parameters, cpu" in first
+    learns = counts[1] - counts[0]
+    assert f", {counts[1]:,} parameters, {learns:,} of them trainable, cpu" in second
     bottom = weights(tmp_path / "run" / "stage1" / "best.pt")
     first, average, last = (
         weights(result.output / name)
@@ -141,7 +154,7 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, tmp_path, monke
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_an_interrupt_stops_both_and_either_resumes(
-    make_recipe, whole_run, tmp_path, monkeypatch, growing
+    make_recipe, whole_run, tmp_path, monkeypatch, capsys, growing
 ):
     with monkeypatch.context() as patch:
         at(patch, growing, 2, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
@@ -151,11 +164,13 @@ def test_an_interrupt_stops_both_and_either_resumes(
     assert (tmp_path / "run" / "stage2").exists() == growing
     # A file names its own run.
     changes = GROW | {"resume": str(first.checkpoint)}
-    assert train(make_recipe(changes), quiet=True).output == tmp_path / "run" / "stage2"
+    assert train(make_recipe(changes)).output == tmp_path / "run" / "stage2"
+    said = capsys.readouterr().out
+    assert ("stage 1 of 2: " in said, "stage 2 of 2: " in said) == (not growing, True)
     assert_same_folders(whole_run(GROW), tmp_path / "run")
 
 
-def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):
+def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, capsys):
     before = train(
         make_recipe(
             {
@@ -168,7 +183,10 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):
         quiet=True,
     )
     changes = GROW | {"grow.from": str(before.average)}
-    result = train(make_recipe(changes), quiet=True)
+    result = train(make_recipe(changes))
+    said = capsys.readouterr().out
+    assert f"grows on {before.average}, of step 2\n" in said
+    assert "stage " not in said.replace(str(tmp_path), "")
     assert result.output == tmp_path / "run" / "stage2"
     assert not (tmp_path / "run" / "stage1").exists()
     for name, tensor in weights(before.average).items():
@@ -231,7 +249,9 @@ def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path
 def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
     lean = train(make_recipe(GROW | {"memory": "history"}), quiet=True)
     assert rows(lean.output) == rows(whole_run(GROW).output)
-    with pytest.raises(RecipeError, match=r"^memory: expected one of keep, lean.*got '2GiB'$"):
+    with pytest.raises(
+        RecipeError, match=r"^memory: expected a policy, one of keep, lean.*got '2GiB'$"
+    ):
         make_recipe(GROW | {"memory": "2GiB"})
 
 
@@ -266,6 +286,19 @@ def test_a_wrong_section_is_one_sentence(make_recipe, changes, message):
         make_recipe(changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_length_of_the_second_run_is_its_own():
+    """As the recipe's comment and the README say."""
+    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train.max_steps=7"])
+    assert (recipe.train.max_steps, second_run(recipe).train.max_steps) == (9, 7)
+    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train=null"])
+    assert second_run(recipe).train.max_steps == 9
+    top = Path(__file__).parents[2]
+    comment = (top / "deepfast/recipes/phrases-growing.yaml").read_text()
+    for text in (comment, (top / "README.md").read_text()):
+        assert "grow.train.max_steps" in text
+    assert all(name in comment for name in TOP_FIELDS)
 
 
 def test_an_empty_section_grows_by_the_defaults(make_recipe):

@@ -6,6 +6,7 @@ import shlex
 import pytest
 import yaml
 
+from deepfast.memory.policies import POLICIES
 from deepfast.training import (
     RecipeError,
     dump_recipe,
@@ -121,9 +122,35 @@ def test_fusion_of_layers():
         load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
     # A policy by name needs no plan.
     assert not load_recipe("phrases-small", [*changes, "memory=lean"]).planned()
-    message = r"memory: expected one of keep, .* or null where model\.encoder_fusion is attention"
+    message = r"one of keep, .*, or null where model\.encoder_fusion is attention"
     with pytest.raises(RecipeError, match=message):
         load_recipe("phrases-small", [*changes, "memory=2GiB"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("phrases-fusion", [], "where model.encoder_fusion is attention"),
+        ("phrases-transparent30", [], "where model.cross_attention is transparent"),
+        ("phrases-growing", [], "for a model that grows"),
+        ("phrases-dlcl30", ["model.encoder_connection=attnres"],
+         "where model.encoder_connection is attnres"),
+        ("phrases-dlcl30", ["model.share_embeddings=none"], "where model.share_embeddings is none"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_counts_names_the_policies_that_serve(name, change, why):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name, [*change, "memory=2GiB"])
+    text = str(caught.value)
+    assert text.startswith("memory: expected a policy, one of keep, ")
+    assert text.endswith(f", or null {why}, which no plan counts, got '2GiB'")
+    offered = text.partition("one of ")[2].partition(", or null")[0].split(", ")
+    for policy in POLICIES:
+        if policy in offered:
+            assert load_recipe(name, [*change, f"memory={policy}"]).memory == policy
+        else:
+            with pytest.raises(RecipeError, match=f"^memory: expected a policy.*got '{policy}'$"):
+                load_recipe(name, [*change, f"memory={policy}"])
 
 
 def test_attention_residuals():
@@ -132,7 +159,7 @@ def test_attention_residuals():
     assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
     for more, message in (
         ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
-        ("memory=history", r"expected another policy where model\.encoder_connection is not dlcl"),
+        ("memory=history", r"leaner, states, where model\.encoder_connection is not dlcl, got"),
         ("model.norm=post", "model.encoder_connection: expected norm pre with attention residuals"),
         ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
         ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
