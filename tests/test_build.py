@@ -151,9 +151,13 @@ def supported(level):
 COMPACT = [
     "tests/ops/test_layer_norm.py::test_agrees",
     "tests/ops/test_layer_norm_dropout.py::test_dropout_mask_agrees_with_the_reference",
+    "tests/ops/test_activation.py::test_agrees",
+    "tests/ops/test_activation.py::test_gradcheck",
+    "tests/ops/test_activation.py::test_gelu_on_a_cpu_is_exact_to_a_few_units",
     "tests/ops/test_depth_mix.py::test_agrees",
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
     "tests/ops/test_depth_attention.py::test_agrees",
+    "tests/ops/test_peephole_lstm.py::test_agrees",
     "tests/ops/test_boundary.py::test_agrees",
     "tests/nn/test_dlcl.py::test_agrees_in_16_bits",
     "tests/nn/test_dlcl.py::test_agrees_in_float64",

@@ -10,9 +10,8 @@ from deepfast.bench.gpu.launches import every_launch
 @pytest.mark.parametrize(("kilobytes", "dim"), [(99, 512), (99, 509), (99, 4096), (163, 8192)])
 def test_every_launch_fits(emulated, monkeypatch, kilobytes, dim):
     monkeypatch.setenv("EMULATOR_SHARED", str(kilobytes))
-    if dim > 512:
-        # What a block asks for, and all that it does with it, is seen in the first one.
-        monkeypatch.setenv("EMULATOR_BLOCKS", "1")
+    # What a block asks for, and all that it does with it, is seen in the first one.
+    monkeypatch.setenv("EMULATOR_BLOCKS", "1")
     every_launch(emulated, "cpu", 1, dim)
 
 

@@ -45,8 +45,7 @@ def compare(module, run, plain, *inputs):
         torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(("norm", "mask"), [("pre", True), ("post", False)])
 def test_an_encoder_layer_is_one_graph(norm, mask):
     layer = TransformerEncoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0)
     run, counter = compiled(layer)
@@ -114,10 +113,8 @@ def test_layers_with_dropout_draw_their_own_masks():
 
 KINDS = [
     {},
-    {"norm": "post"},
-    {"norm": None},
-    {"weight": "vector"},
-    {"weight": "group", "groups": 3},
+    {"norm": None, "weight": "vector"},
+    {"norm": "post", "weight": "group", "groups": 3},
     {"softmax": True, "window": 2},
     {"period": 2, "normalize_embedding": True},
     {"norm": "post", "learnable": False, "normalize_embedding": True},

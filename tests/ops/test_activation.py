@@ -105,29 +105,6 @@ def test_gelu_on_a_cpu_is_exact_to_a_few_units():
     assert (slope.double() - exact).abs().max() < 1.5e-7
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-def test_every_instruction_set(python, isa):
-    """A process each: the choice is made once."""
-    if backends.refusal("activation", "cpu", "cpu", torch.float32) is not None:
-        pytest.skip("nothing is compiled")
-    script = (
-        "import torch, torch.nn.functional as F; from deepfast.ops import activation\n"
-        "h = torch.linspace(-14, 14, 4999).view(1, -1)\n"
-        "for kind in 'relu', 'gelu':\n"
-        "    for dtype in torch.float32, torch.bfloat16, torch.float16, torch.float64:\n"
-        "        x = h.to(dtype).requires_grad_()\n"
-        "        out, exact = activation(x, kind, backend='cpu'), getattr(F, kind)(x.double())\n"
-        "        pair = [torch.autograd.grad(o.sum(), x)[0].double() for o in (out, exact)]\n"
-        "        room = 8 * torch.finfo(dtype).eps\n"
-        "        torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)\n"
-        "        torch.testing.assert_close(*pair, rtol=room, atol=room)\n"
-    )
-    done = python("-c", script, check=False, DEEPFAST_CPU_CAPABILITY=isa)
-    if "a processor that has it" in done.stderr:
-        pytest.skip(f"this processor has no {isa}")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_nan_goes_through(backend, kind, dtype):
     h = torch.tensor([[torch.nan, 1.0, -1.0] * 11], dtype=dtype)

@@ -92,7 +92,7 @@ def test_agrees(tolerances, ran, backend, dtype, p, residual, out_norm, want_x):
 @pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
 def test_gradcheck(exact_backend, p, residual, out_norm, want_x):
     dlcl = DLCL(3, 4, backend=exact_backend, eps=0.1).double()
-    leaves = [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
+    leaves = [torch.randn(2, 4, dtype=torch.float64) for _ in range(2)]
     leaves += [torch.randn(4, dtype=torch.float64) for _ in range(2)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
 

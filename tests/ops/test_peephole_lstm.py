@@ -204,28 +204,6 @@ def test_empty(backend, T, B):
     assert grads[3].eq(1).all()
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
-def test_every_instruction_set(python, isa):
-    """A process each: the choice is made once. The others run what this processor chooses."""
-    if backends.refusal("peephole_lstm", "cpu", "cpu", torch.float32) is not None:
-        pytest.skip("nothing is compiled")
-    script = (
-        "import torch; from deepfast.ops import peephole_lstm\n"
-        "for dtype in torch.float32, torch.bfloat16, torch.float16, torch.float64:\n"
-        "    shapes = (3, 8, 92), (23, 92), (3, 23)\n"
-        "    leaves = [torch.randn(s).div(3).to(dtype).requires_grad_() for s in shapes]\n"
-        "    pair = [peephole_lstm(*leaves, backend=b)[0] for b in ('cpu', 'reference')]\n"
-        "    grads = [torch.autograd.grad(o.double().square().sum(), leaves) for o in pair]\n"
-        "    room = 8 * torch.finfo(dtype).eps\n"
-        "    for a, b in zip((pair[0], *grads[0]), (pair[1], *grads[1])):\n"
-        "        torch.testing.assert_close(a, b, rtol=room, atol=room * b.abs().max().item())\n"
-    )
-    done = python("-c", script, check=False, DEEPFAST_CPU_CAPABILITY=isa)
-    if "a processor that has it" in done.stderr:
-        pytest.skip(f"this processor has no {isa}")
-    assert done.returncode == 0, done.stderr
-
-
 def test_autocast(backend):
     leaves = [x.requires_grad_() for x in operands(3, 4, 6)]
     f, weight, peephole, h0, c0 = leaves

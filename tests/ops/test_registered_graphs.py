@@ -21,6 +21,8 @@ from .cases import DROPOUT, NAMES, D, case, cu_seqlens, leaf, operator, outputs,
 def test_compiles_to_one_graph(any_backend, name, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
     serves(name, any_backend)
+    if not p and any_backend != "cpu":
+        pytest.skip("without a seed the graph is the same on every backend")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(

@@ -9,7 +9,7 @@ import torch
 from deepfast.cli.report import add_arguments, command_line
 from deepfast.memory import POLICIES, parse_bytes, plan
 from deepfast.memory.eager import CHECKPOINTED, EAGER, LOOP, RESIDUAL, STACK, eager_peak
-from deepfast.profiling import deepest, memory_chapter, memory_pictures, page
+from deepfast.profiling import deepest, memory_chapter
 from deepfast.profiling.deepest import HELD_MODEL, HELD_POLICIES, MODEL, counted_bytes
 from deepfast.profiling.depth_picture import curves
 from deepfast.profiling.plain import FusedModel, PlainModel
@@ -71,19 +71,6 @@ def test_where_time_is_short_a_shallower_depth_is_timed(tiny):
     assert times(tiny, Deadline(20), rows, quiet)["depth"] == 4
     tiny.policy_depth = 3
     assert times(tiny, Deadline(20), rows, quiet)["depth"] == 2
-
-
-def test_without_time_nothing_is_measured_and_the_page_says_so(tiny, made):
-    memory = memory_chapter.memory(tiny, Deadline(0), quiet)
-    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {NOT_MEASURED}
-    assert {row["ratio"] for row in memory["peaks"] + memory["held"]} == {None}
-    assert memory["times"]["rows"] == []
-    assert memory_chapter.spread(memory["held"]) is None
-    assert memory_chapter.frugal(memory) is None
-    text = page.render(made.report | {"memory": memory})
-    assert "not measured: 0 s of the time budget were left" in text
-    assert "Not measured: 0 s of the time budget were left, too few for one round." in text
-    assert "predicted over measured" not in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,42 +151,6 @@ def test_the_picture_s_points_are_the_closed_forms_with_the_same_margin():
     layers, gib = found["deepfast, lean"][2]
     known = plan(budget="1TiB", layers=layers, policies="lean", **MODEL)
     assert gib * 2**30 == known.peak > known.table["allocator margin"] > 300 * 2**20
-
-
-def test_the_chapter_is_in_the_report(made):
-    memory = made.report["memory"]
-    assert memory["status"] == "measured"
-    assert made.report["seconds"]["memory"] > 0
-    assert len(memory["peaks"]) == 3 * len(POLICIES)
-    for row in memory["peaks"]:
-        assert row["parameter_bytes"] > 0
-        if row["status"] == MEASURED:
-            # What both numbers have in common brings them nearer to each other.
-            assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
-    for text in ("Policies: predicted and measured", "The deepest model that fits",
-                 "shared with\na projection", "Closed forms held to measurement"):  # fmt: skip
-        assert text in made.page
-
-
-def test_with_time_every_picture_of_the_chapter_is_drawn(tiny, made):
-    memory = memory_chapter.memory(tiny, Deadline(120), quiet)
-    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {MEASURED}
-    drawn = memory_pictures.draw(memory)
-    for name in (*POLICIES, f"peak MiB, {memory['times']['depth']} layers"):
-        assert f">{name}</text>" in drawn["policies"]
-    for name in (*EAGER, deepest.PLANNED, "16", "24", "GiB of the device"):
-        assert f">{name}</text>" in drawn["deepest"]
-    text = page.render(made.report | {"memory": memory})
-    for svg in drawn.values():
-        assert svg in text
-    saved = memory_chapter.frugal(memory)["saved"]
-    assert f"<b>{saved:.2f}×</b>less memory with policy" in text
-
-
-def test_a_report_without_the_chapter_says_so(made):
-    text = page.render(made.report | {"memory": {"status": "not asked for"}})
-    assert "Not measured: not asked for." in text
-    assert "less memory with policy" not in text
 
 
 def test_leaving_it_out_is_part_of_the_command():

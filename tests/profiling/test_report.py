@@ -6,8 +6,11 @@ from html.parser import HTMLParser
 import pytest
 
 from deepfast.cli import main
-from deepfast.profiling import page, results
-from deepfast.profiling.rows import DOES_NOT_FIT, MEASURED
+from deepfast.memory import POLICIES
+from deepfast.memory.eager import EAGER
+from deepfast.profiling import deepest, memory_chapter, memory_pictures, page, results
+from deepfast.profiling.rows import DOES_NOT_FIT, MEASURED, NOT_MEASURED
+from deepfast.profiling.settings import Deadline
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -166,6 +169,58 @@ def test_hostile_text_is_escaped(made):
     sample = {"source": "<script>alert(1)</script>", "reference": "a", "hypothesis": "b"}
     report["training"] = report["training"] | {"samples": [sample]}
     assert "<script>" not in page.render(report)
+
+
+# ---- the memory chapter --------------------------------------------------------------------------
+
+
+def test_without_time_nothing_is_measured_and_the_page_says_so(tiny, made):
+    memory = memory_chapter.memory(tiny, Deadline(0), lambda line: None)
+    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {NOT_MEASURED}
+    assert {row["ratio"] for row in memory["peaks"] + memory["held"]} == {None}
+    assert memory["times"]["rows"] == []
+    assert memory_chapter.spread(memory["held"]) is None
+    assert memory_chapter.frugal(memory) is None
+    text = page.render(made.report | {"memory": memory})
+    assert "not measured: 0 s of the time budget were left" in text
+    assert "Not measured: 0 s of the time budget were left, too few for one round." in text
+    assert "predicted over measured" not in text
+
+
+def test_the_chapter_is_in_the_report(made):
+    memory = made.report["memory"]
+    assert memory["status"] == "measured"
+    assert made.report["seconds"]["memory"] > 0
+    assert len(memory["peaks"]) == 3 * len(POLICIES)
+    for row in memory["peaks"]:
+        assert row["parameter_bytes"] > 0
+        if row["status"] == MEASURED:
+            # What both numbers have in common brings them nearer to each other.
+            assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
+    for text in ("Policies: predicted and measured", "The deepest model that fits",
+                 "shared with\na projection", "Closed forms held to measurement"):  # fmt: skip
+        assert text in made.page
+
+
+def test_with_time_every_picture_of_the_chapter_is_drawn(tiny, made):
+    memory = memory_chapter.memory(tiny, Deadline(120), lambda line: None)
+    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {MEASURED}
+    drawn = memory_pictures.draw(memory)
+    for name in (*POLICIES, f"peak MiB, {memory['times']['depth']} layers"):
+        assert f">{name}</text>" in drawn["policies"]
+    for name in (*EAGER, deepest.PLANNED, "16", "24", "GiB of the device"):
+        assert f">{name}</text>" in drawn["deepest"]
+    text = page.render(made.report | {"memory": memory})
+    for svg in drawn.values():
+        assert svg in text
+    saved = memory_chapter.frugal(memory)["saved"]
+    assert f"<b>{saved:.2f}×</b>less memory with policy" in text
+
+
+def test_a_report_without_the_chapter_says_so(made):
+    text = page.render(made.report | {"memory": {"status": "not asked for"}})
+    assert "Not measured: not asked for." in text
+    assert "less memory with policy" not in text
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--depths", "0"]])
