@@ -260,8 +260,6 @@ def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
 
 @functools.cache
 def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None):
-    if requested is not None and requested not in BACKENDS:
-        raise BackendError(f"backend: expected one of {', '.join(BACKENDS)}, got {requested!r}")
     reasons = explain(op, device_type, dtype, dim)
     if requested is not None:
         reasons = {requested: refusal(op, requested, device_type, dtype, dim)}
@@ -308,6 +306,10 @@ def choose(
     """
     if requested is None:
         requested = os.environ.get("DEEPFAST_BACKEND") or None
+    if requested is not None and requested not in BACKENDS:
+        raise BackendError(
+            f"{op}: backend: expected one of {', '.join(BACKENDS)}, got {requested!r}"
+        )
     # On a CPU no width is too much, and none decides.
     known = dim if device_type == "cuda" or requested == "cuda" else None
     name, launchers = _resolve(op, requested, device_type, dtype, known)

@@ -154,10 +154,10 @@ class TransformerConfig:
         options = getattr(self, name)
         if options and not arguments:
             raise ValueError(
-                f"{name}: expected a side with {needs} for {sorted(options)}, got none"
+                f"{name}: expected a side with {needs} for {sorted(options, key=str)}, got none"
             )
         known = option_types(kind)
-        unknown = sorted(set(options) - set(known))
+        unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
             raise ValueError(
                 f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"

@@ -107,7 +107,9 @@ class MultiheadAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        if heads < 1 or dim % heads:
+        common.check_whole("MultiheadAttention", dim=dim, heads=heads)
+        common.check_probability("MultiheadAttention", dropout, argument="dropout")
+        if dim % heads:
             raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
         self.dim, self.heads, self.dropout, self.cross = dim, heads, dropout, cross
         self.backend = backend

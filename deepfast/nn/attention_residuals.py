@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.ops import _common as common
 
 
 @dataclass
@@ -70,6 +71,7 @@ class AttentionResiduals(nn.Module):
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"AttentionResiduals: {name} must be at least 1, got {value}")
+        common.check_eps("AttentionResiduals", eps)
         self.num_layers, self.dim, self.block = num_layers, dim, block
         self.eps, self.backend = eps, backend
         self.query = nn.Parameter(torch.zeros(num_layers + 1, dim))

@@ -86,10 +86,8 @@ class Connection(nn.Module):
         block: int | None = None,
     ):
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        common.check_whole("Connection", num_layers=num_layers, dim=dim)
+        common.check_probability("Connection", dropout, argument="dropout")
         if connection not in CONNECTIONS:
             raise ValueError(f"connection must be one of {CONNECTIONS}, got {connection!r}")
         if dlcl and connection not in PRESETS:

@@ -1,7 +1,5 @@
 """DLCL: dynamic linear combination of layers."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -84,22 +82,19 @@ class DLCL(nn.Module):
         ):
             if value not in allowed:
                 raise ValueError(f"DLCL: {name} must be one of {allowed}, got {value!r}")
-        for name, value in (
-            ("num_layers", num_layers),
-            ("dim", dim),
-            ("window", 1 if window is None else window),
-            ("dilation", dilation),
-            ("period", period),
-        ):
-            if value < 1:
-                raise ValueError(f"DLCL: {name} must be at least 1, got {value}")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"DLCL: eps must be a number of at least 0, got {eps}")
+        common.check_whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
+        for name, value in (("window", window), ("groups", groups)):
+            if value is not None:
+                common.check_whole("DLCL", **{name: value})
+        common.check_flag(
+            "DLCL", learnable=learnable, softmax=softmax, normalize_embedding=normalize_embedding
+        )
+        common.check_eps("DLCL", eps)
         if weight == "group" and groups is None:
             raise ValueError(f"DLCL: weight='group' needs groups, from 1 to {dim}, got None")
         if weight != "group" and groups is not None:
             raise ValueError(f"DLCL: {groups=} needs weight='group', got {weight=}")
-        if groups is not None and not 1 <= groups <= dim:
+        if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         self.num_layers, self.dim, self.norm, self.kind = num_layers, dim, norm, weight
         self.groups, self.init, self.softmax, self.eps = groups, init, softmax, eps
@@ -253,7 +248,7 @@ class DLCL(nn.Module):
         if p == 0:
             seed = None
         else:
-            seed = state.seed(k) if seed is None else common.draw_seed(seed, y.device)
+            seed = state.seed(k) if seed is None else common.draw_seed("DLCL", seed, y.device)
         replay = k < state.pushed
         token = history.token
         if replay:
@@ -282,7 +277,7 @@ class DLCL(nn.Module):
         alike = history.owner is self and history.kind == kind
         if not alike:
             check_input(self, y)
-        common.check_dropout("DLCL", dropout_p)
+        common.check_probability("DLCL", dropout_p)
         if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
             common.check_like("DLCL", "residual", residual, "the branch", y)
         if out_norm is not None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.ops import _common as common
 from deepfast.reference.layer_norm import compute_dtype
 
 from .layer_norm import LayerNorm
@@ -81,15 +82,17 @@ class LayerFusion(nn.Module):
         ):
             if value not in allowed:
                 raise ValueError(f"LayerFusion: {name} must be one of {allowed}, got {value!r}")
-        for name, value in (
-            ("num_states", num_states),
-            ("dim", dim),
-            ("hops", hops),
-            ("attention_dim", attention_dim),
-            ("hidden_dim", hidden_dim),
-        ):
-            if value < 1:
-                raise ValueError(f"LayerFusion: {name} must be at least 1, got {value}")
+        common.check_whole(
+            "LayerFusion",
+            num_states=num_states,
+            dim=dim,
+            hops=hops,
+            attention_dim=attention_dim,
+            hidden_dim=hidden_dim,
+        )
+        common.check_flag(
+            "LayerFusion", shared=shared, source_norm=source_norm, own_embedding=own_embedding
+        )
         self.num_states, self.dim, self.kind, self.backend = num_states, dim, kind, backend
         self.activation = activation
         self.source_norms = None

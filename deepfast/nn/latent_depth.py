@@ -1,10 +1,13 @@
 """Latent depth: a stack that learns which of its layers to use, each language its own."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from deepfast.ops import _common as common
 
 PRIORS = ("uniform", "beta", "mean")
 EVALUATIONS = ("threshold", "mean")
@@ -86,7 +89,7 @@ class LatentDepth(nn.Module):
         self.num_layers, self.languages = num_layers, languages
         self.tau, self.hard = tau, hard
         self.soft_steps, self.anneal_steps = soft_steps, anneal_steps
-        self.prior, self.beta = prior, tuple(beta)
+        self.prior, self.beta = prior, tuple(beta) if isinstance(beta, Iterable) else beta
         self.kl_weight, self.entropy_weight = kl_weight, entropy_weight
         self.target_layers, self.target_weight = target_layers, target_weight
         self.evaluation, self.threshold = evaluation, threshold
@@ -101,31 +104,39 @@ class LatentDepth(nn.Module):
                 got = getattr(self, name)
                 raise ValueError(f"LatentDepth: {name}: expected {expected}, got {got!r}")
 
-        expect(self.num_layers >= 1, "num_layers", "at least 1")
-        expect(self.languages >= 1, "languages", "at least 1")
+        def number(value: object, above: float = -math.inf) -> bool:
+            return isinstance(value, common.NUMBER) and above < value < math.inf
+
+        op = "LatentDepth"
+        common.check_whole(op, num_layers=self.num_layers, languages=self.languages)
+        common.check_whole(op, 0, soft_steps=self.soft_steps, anneal_steps=self.anneal_steps)
+        common.check_flag(op, hard=self.hard)
+        expect(common.is_whole(self.seed), "seed", "a whole number")
         for name in ("tau", "lr_scale"):
-            expect(0 < getattr(self, name) < math.inf, name, "a number above 0")
-        for name in ("soft_steps", "anneal_steps"):
-            expect(getattr(self, name) >= 0, name, "at least 0 steps")
+            expect(number(getattr(self, name), above=0), name, "a number above 0")
         for name in ("kl_weight", "entropy_weight", "target_weight"):
-            expect(0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
+            value = getattr(self, name)
+            expect(number(value) and value >= 0, name, "a number of at least 0")
         expect(self.prior in PRIORS, "prior", f"one of {', '.join(PRIORS)}")
-        within = len(self.beta) == 2 and all(0 < number < math.inf for number in self.beta)
+        within = isinstance(self.beta, tuple) and len(self.beta) == 2
+        within = within and all(number(x, above=0) for x in self.beta)
         expect(within, "beta", "two numbers above 0")
         serves = self.prior == "beta" or self.beta == (1, 1)
         expect(serves, "beta", f"(1, 1) for the prior {self.prior}")
         wanted = self.target_layers
-        within = wanted is None or 0 < wanted <= self.num_layers
+        within = wanted is None or (number(wanted, above=0) and wanted <= self.num_layers)
         expect(
             within, "target_layers", f"above 0 and at most the {self.num_layers} layers, or None"
         )
         aims = wanted is not None or not self.target_weight
         expect(aims, "target_layers", "a number where target_weight is set")
         expect(self.evaluation in EVALUATIONS, "evaluation", f"one of {', '.join(EVALUATIONS)}")
-        expect(0 < self.threshold < 1, "threshold", "a number between 0 and 1")
+        within = number(self.threshold, above=0) and self.threshold < 1
+        expect(within, "threshold", "a number between 0 and 1")
 
     def set_step(self, step: int) -> None:
         """Which step of training comes, counted from 1; 0 where nobody says."""
+        common.check_whole("LatentDepth", 0, step=step)
         self.step, self.draws = step, 0
         self._numbers: dict[int, int] = {}
         """Mark of a forward of this step -> how many draws came before."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepfast import ops
 from deepfast.memory.policies import POLICIES, RERUN
+from deepfast.ops import _common as common
 from deepfast.ops.activation import KINDS
 
 from .attention import KeyValueCache, MultiheadAttention
@@ -38,6 +39,8 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in KINDS:
             raise ValueError(f"activation must be one of {', '.join(KINDS)}, got {activation!r}")
+        common.check_whole("FeedForward", dim=dim, ffn_dim=ffn_dim)
+        common.check_probability("FeedForward", dropout, argument="dropout")
         self.activation, self.dropout, self.backend = activation, dropout, backend
         self.up = nn.Linear(dim, ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)
@@ -116,7 +119,15 @@ class _Layer(nn.Module):
             raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
         if memory not in POLICIES:
             raise ValueError(f"memory must be one of {POLICIES}, got {memory!r}")
-        self.norm, self.dropout, self.memory = norm, dropout, memory
+        name = type(self).__name__
+        common.check_whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
+        for argument, p in (
+            ("dropout", dropout),
+            ("attention_dropout", attention_dropout),
+            ("activation_dropout", activation_dropout),
+        ):
+            common.check_probability(name, p, argument=argument)
+        self.dim, self.norm, self.dropout, self.memory = dim, norm, dropout, memory
         self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
         if self.crosses:
             self.cross_attention = MultiheadAttention(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from deepfast.memory.policies import resolve
+from deepfast.ops import _common as common
 
 from .attention import KeyValueCache
 from .connection import Body, Connection
@@ -47,6 +48,7 @@ class _Stack(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
+        common.check_whole(type(self).__name__, num_layers=num_layers)
         self.dim = dim
         self.layers = nn.ModuleList(
             self.layer(

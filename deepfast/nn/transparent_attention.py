@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.ops import _common as common
 
 
 class TransparentAttention(nn.Module):
@@ -49,6 +50,14 @@ class TransparentAttention(nn.Module):
         super().__init__()
         if norm not in ("pre", "post"):
             raise ValueError(f"TransparentAttention: norm must be 'pre' or 'post', got {norm!r}")
+        common.check_whole(
+            "TransparentAttention",
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            dim=dim,
+        )
+        common.check_probability("TransparentAttention", dropout, argument="dropout")
+        common.check_eps("TransparentAttention", eps)
         self.encoder_layers, self.decoder_layers, self.dim = encoder_layers, decoder_layers, dim
         self.norm, self.dropout, self.eps, self.backend = norm, dropout, eps, backend
         self.weight = nn.Parameter(torch.zeros(decoder_layers, encoder_layers + 1))

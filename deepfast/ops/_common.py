@@ -1,12 +1,19 @@
 """Checks and casts that every op shares."""
 
 import functools
+import math
 import operator
+from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from deepfast.reference.layer_norm import compute_dtype
+
+# For isinstance. The abstract classes, for NumPy's numbers, stand last: their check is slow.
+NUMBER = (float, int, Real)
+WHOLE = (int, torch.SymInt, Integral)
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -71,21 +78,24 @@ def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return p.detach().to(wanted).contiguous()
 
 
-def draw_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def draw_seed(
+    op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
+) -> Tensor:
     """The given seed on ``device``, 0-dim int64, or one drawn from torch's generator of that
     device: `torch.manual_seed`, checkpointing and CUDA graphs replay it."""
     if seed is None:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
-    if not isinstance(seed, Tensor):
+    given = isinstance(seed, Tensor)
+    if given and seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
+        return seed
+    if isinstance(seed, WHOLE):
         # Any int serves: it is taken modulo 2^64.
         seed = (operator.index(seed) + 2**63) % 2**64 - 2**63
         return torch.tensor(seed, dtype=torch.int64, device=device)
-    if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != device:
-        raise ValueError(
-            f"seed must be an int or a 0-dim int64 tensor on {device}, got {seed.dtype} "
-            f"{tuple(seed.shape)} on {seed.device}"
-        )
-    return seed
+    expected = f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}"
+    if given:
+        raise ValueError(f"{expected}, got {seed.dtype} {tuple(seed.shape)} on {seed.device}")
+    raise TypeError(f"{expected}, got {seed!r}")
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
@@ -103,6 +113,19 @@ def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) ->
             if what == "shape":
                 got, expected = tuple(got), tuple(expected)
             raise ValueError(f"{op}: {name} must have {other_name}'s {what} {expected}, got {got}")
+
+
+def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors (..., D), as autocast wants them, of one shape, dtype and device; at least 1."""
+    sources = list(sources)
+    if not sources:
+        raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")
+    for k, source in enumerate(sources):
+        check_tensor(op, f"{name}[{k}]", source)
+    sources = list(autocast(*sources))
+    for k, source in enumerate(sources[1:], 1):
+        check_like(op, f"{name}[{k}]", source, f"{name}[0]", sources[0])
+    return sources
 
 
 def check_parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> None:
@@ -137,6 +160,37 @@ def linear_operands(
     return weight, bias
 
 
-def check_dropout(op: str, p: float, *, argument: str = "dropout_p") -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p}")
+def is_whole(value: object) -> bool:
+    # True is an int in Python, but no size.
+    return type(value) is int or (isinstance(value, WHOLE) and not isinstance(value, bool))
+
+
+def check_probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
+    if not (isinstance(p, NUMBER) and 0.0 <= p <= 1.0):
+        raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
+
+
+def check_eps(op: str, eps: float) -> None:
+    if not (isinstance(eps, NUMBER) and 0.0 <= eps < math.inf):
+        raise ValueError(f"{op}: eps must be a number of at least 0, got {eps!r}")
+
+
+def check_finite(op: str, name: str, value: float) -> None:
+    if not (isinstance(value, NUMBER) and -math.inf < value < math.inf):
+        raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
+
+
+def check_whole(op: str, least: int = 1, **values: int) -> None:
+    """Sizes and counts, each under the name of its argument."""
+    for name, value in values.items():
+        if not is_whole(value) or value < least:
+            raise ValueError(
+                f"{op}: {name} must be a whole number of at least {least}, got {value!r}"
+            )
+
+
+def check_flag(op: str, **values: bool) -> None:
+    """Switches, each under the name of its argument."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{op}: {name} must be True or False, got {value!r}")

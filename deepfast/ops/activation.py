@@ -131,7 +131,7 @@ def activation(
     """
     common.check_tensor("activation", "h", h)
     check_kind("activation", kind)
-    common.check_dropout("activation", dropout_p)
+    common.check_probability("activation", dropout_p)
     p = dropout_p if training else 0.0
-    seed = common.draw_seed(seed, h.device) if p > 0 else None
+    seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
     return _activation(h, kind, p, seed, backend)[0]

@@ -191,9 +191,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             f"attention: cu_seqlens_k must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, "
             f"got {tuple(cu_seqlens_k.shape)}"
         )
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length < 0:
-            raise ValueError(f"attention: {name} must be at least 0, got {length}")
+    common.check_whole("attention", 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
@@ -258,12 +256,16 @@ def attention(
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    common.check_dropout("attention", dropout_p)
+    common.check_probability("attention", dropout_p)
     if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     q, k, v = common.autocast(q, k, v)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        common.check_finite("attention", "scale", scale)
+        scale = float(scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
     name = backends.chosen("attention", backend, q.device.type, q.dtype)
     if name in backends.SDPA:
@@ -276,7 +278,7 @@ def attention(
         return _varlen(q, k, v, *sizes)
     if name == "triton" and q.shape[-1] > 256:
         raise ValueError(f"attention: triton's heads are at most 256 wide, got {q.shape[-1]}")
-    seed = common.draw_seed(seed, q.device) if dropout_p > 0 else None
+    seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (o,) = _attention(q, k, v, *sizes, dropout_p, seed, name)
     return o

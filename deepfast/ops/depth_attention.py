@@ -138,18 +138,6 @@ _depth_attention = register(
 )
 
 
-def _checked_sources(sources: Sequence[Tensor]) -> list[Tensor]:
-    sources = list(sources)
-    if not sources:
-        raise ValueError("depth_attention: sources must hold at least 1 tensor, got 0")
-    for k, source in enumerate(sources):
-        common.check_tensor("depth_attention", f"sources[{k}]", source)
-    sources = list(common.autocast(*sources))
-    for k, source in enumerate(sources[1:], 1):
-        common.check_like("depth_attention", f"sources[{k}]", source, "sources[0]", sources[0])
-    return sources
-
-
 def _check_query(first, query, scores, norm, norm_weight) -> None:
     if (query is None) == (scores is None):
         got = "neither" if query is None else "both"
@@ -227,8 +215,9 @@ def depth_attention(
     Source: Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, 2018;
     Kimi Team, Attention Residuals, 2026; the online softmax of Milakov, Gimelshein 2018.
     """
-    sources = _checked_sources(sources)
+    sources = common.checked_sources("depth_attention", "sources", sources)
     first = sources[0]
+    common.check_eps("depth_attention", eps)
     _check_query(first, query, scores, norm, norm_weight)
     if query is None:
         _check_scores(sources, scores)

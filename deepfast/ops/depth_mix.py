@@ -173,15 +173,8 @@ def depth_mix(
 
     Source: Wang et al., Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
     """
-    sources = list(sources)
-    if not sources:
-        raise ValueError("depth_mix: sources must hold at least 1 tensor, got 0")
-    for k, source in enumerate(sources):
-        common.check_tensor("depth_mix", f"sources[{k}]", source)
-    sources = list(common.autocast(*sources))
+    sources = common.checked_sources("depth_mix", "sources", sources)
     first = sources[0]
-    for k, source in enumerate(sources[1:], 1):
-        common.check_like("depth_mix", f"sources[{k}]", source, "sources[0]", first)
     count, dim = len(sources), first.shape[-1]
     common.check_tensor("depth_mix", "weight", weight)
     if tuple(weight.shape) != (count,) and tuple(weight.shape) != (count, dim):
@@ -191,5 +184,6 @@ def depth_mix(
     common.check_parameter("depth_mix", "weight", weight, tuple(weight.shape), first.device)
     common.check_parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
     common.check_parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)
+    common.check_eps("depth_mix", eps)
     (out,) = _depth_mix(sources, weight, norm_weight, norm_bias, eps, backend)
     return out

@@ -238,16 +238,21 @@ def feed_forward(
     Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     name = "feed_forward"
-    x, residual, dim = check(name, x, residual, norm_weight, norm_bias, dropout_p)
+    x, residual, dim = check(name, x, residual, norm_weight, norm_bias, eps, dropout_p)
     check_kind(name, activation, argument="activation")
-    common.check_dropout(name, activation_dropout_p, argument="activation_dropout_p")
+    common.check_probability(name, activation_dropout_p, argument="activation_dropout_p")
     names = "up", "F", "up_bias"
     up, up_bias = common.linear_operands(name, x, dim, names, up, up_bias)
     names = "down", "N", "down_bias"
     down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
     p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
-    seed = common.draw_seed(seed, x.device) if p > 0 else None
-    activation_seed = common.draw_seed(activation_seed, x.device) if q > 0 else None
+    seed = common.draw_seed(name, seed, x.device) if p > 0 else None
+    if q > 0:
+        activation_seed = common.draw_seed(
+            name, activation_seed, x.device, argument="activation_seed"
+        )
+    else:
+        activation_seed = None
     out, total, n = _feed_forward(
         x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, eps, p, seed,
         activation, q, activation_seed, keep, want_norm, backend,

@@ -122,6 +122,7 @@ def check(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    eps: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor | None, int]:
     """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards."""
@@ -134,7 +135,8 @@ def check(
     dim = x.shape[-1]
     common.check_parameter(op, "weight", weight, (dim,), x.device)
     common.check_parameter(op, "bias", bias, (dim,), x.device)
-    common.check_dropout(op, dropout_p)
+    common.check_eps(op, eps)
+    common.check_probability(op, dropout_p)
     return x, residual, dim
 
 
@@ -178,8 +180,8 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
-    x, residual, _ = check("layer_norm", x, residual, weight, bias, dropout_p)
+    x, residual, _ = check("layer_norm", x, residual, weight, bias, eps, dropout_p)
     p = dropout_p if training else 0.0
-    seed = common.draw_seed(seed, x.device) if p > 0 else None
+    seed = common.draw_seed("layer_norm", seed, x.device) if p > 0 else None
     y, total = _layer_norm(x, residual, weight, bias, eps, p, seed, backend)
     return y if residual is None else (y, total)

@@ -193,8 +193,7 @@ def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chu
     for name, x in (("weight", weight), ("target", target)):
         if x.device != device:
             raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
+    common.check_probability(op, label_smoothing, argument="label_smoothing")
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"

@@ -165,11 +165,11 @@ def norm_linear(
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
     """
-    x, residual, dim = check("norm_linear", x, residual, norm_weight, norm_bias, dropout_p)
+    x, residual, dim = check("norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p)
     names = "weight", "N", "bias"
     weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
     p = dropout_p if training else 0.0
-    seed = common.draw_seed(seed, x.device) if p > 0 else None
+    seed = common.draw_seed("norm_linear", seed, x.device) if p > 0 else None
     out, total = _norm_linear(
         x, residual, norm_weight, norm_bias, weight, bias, eps, p, seed, backend
     )

@@ -115,6 +115,16 @@ def test_no_attention_to_show():
             {"encoder_fusion": "attention", "fusion": {"heads": 2}},
             "fusion: expected keys of activation, attention_dim.*got heads",
         ),
+        ({"encoder_fusion": "attention", "fusion": {1: 2}}, "fusion: expected keys of .*got 1"),
+        ({"fusion": {1: 2, "hops": 3}}, r"a side with a fusion for \[1, 'hops'\], got none"),
+        (
+            {"encoder_fusion": "attention", "fusion": {"hops": None}},
+            "fusion: hops must be a whole number of at least 1, got None",
+        ),
+        (
+            {"encoder_fusion": "attention", "fusion": {"shared": "no"}},
+            "fusion: shared must be True or False, got 'no'",
+        ),
         (
             {"encoder_fusion": "average", "cross_attention": "transparent"},
             "encoder_fusion: expected None where cross_attention is transparent",

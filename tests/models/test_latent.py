@@ -179,6 +179,8 @@ def test_metrics():
     [
         ({"latent": {"taus": 1}}, "latent: expected keys of anneal_steps, .* got taus"),
         ({"latent": {"tau": 0}}, "latent: tau: expected a number above 0, got 0"),
+        ({"latent": {"hard": "no"}}, "latent: hard must be True or False, got 'no'"),
+        ({"latent": {"seed": 1.5}}, "latent: seed: expected a whole number, got 1.5"),
         ({"latent": {"target_layers": 4, "target_weight": 1}}, "at most the 3 layers"),
         ({"encoder_connection": "dlcl", "decoder_connection": "dlcl", "latent": {"tau": 2}},
          r"latent: expected a side with connection 'latent' for \['tau'\], got none"),

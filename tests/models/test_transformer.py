@@ -301,6 +301,8 @@ def test_sizes_of_the_paper():
         ({"share_embeddings": "some"}, "share_embeddings: expected one of all, decoder, none"),
         ({"target_vocab_size": 12}, "target_vocab_size: expected the source's 11 where share_emb"),
         ({"target_vocab_size": 0}, "target_vocab_size: expected None or a whole number of at lea"),
+        ({"dlcl": {"window": 2.5}}, "dlcl: window must be a whole number of at least 1, got 2.5"),
+        ({"dlcl": {1: 2, "a": 3}}, "dlcl: expected keys of .*, got 1, a"),
         ({"first_position": -1}, "first_position: expected a whole number from 0, got -1"),
     ],
 )

@@ -1,5 +1,7 @@
 """Attention residuals against the published equations written out."""
 
+import math
+
 import pytest
 import torch
 
@@ -130,6 +132,7 @@ def test_compiles_to_one_graph(block):
 
 def test_refuses():
     for options, message in (({"block": 0}, "block must be at least 1, got 0"),
+                             ({"eps": math.nan}, "eps must be a number of at least 0, got nan"),
                              ({"num_layers": 0}, "num_layers must be")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             AttentionResiduals(**{"num_layers": 2, "dim": DIM} | options)

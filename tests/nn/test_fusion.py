@@ -126,7 +126,9 @@ def test_autocast():
     [
         ({"kind": "sum"}, "kind must be one of .*got 'sum'"),
         ({"activation": "gelu"}, "activation must be one of .*got 'gelu'"),
-        ({"hops": 0}, "hops must be at least 1, got 0"),
+        ({"hops": 0}, "hops must be a whole number of at least 1, got 0"),
+        ({"hops": 1.5}, "hops must be a whole number of at least 1, got 1.5"),
+        ({"shared": "no"}, "shared must be True or False, got 'no'"),
     ],
 )
 def test_refuses(options, message):

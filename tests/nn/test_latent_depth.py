@@ -155,12 +155,25 @@ def test_weights_of_the_losses_never_fall_below_zero():
         ({"target_layers": 6}, "target_layers: expected above 0 and at most the 5 layers"),
         ({"evaluation": "sample"}, "evaluation: expected one of threshold, mean, got 'sample'"),
         ({"threshold": 1}, "threshold: expected a number between 0 and 1, got 1"),
-        ({"soft_steps": -1}, "soft_steps: expected at least 0 steps, got -1"),
+        ({"soft_steps": -1}, "soft_steps must be a whole number of at least 0, got -1"),
+        ({"languages": 1.5}, "languages must be a whole number of at least 1, got 1.5"),
+        ({"hard": "no"}, "hard must be True or False, got 'no'"),
+        ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
+        ({"tau": "warm"}, "tau: expected a number above 0, got 'warm'"),
+        ({"prior": "beta", "beta": 2}, "beta: expected two numbers above 0, got 2"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         LatentDepth(LAYERS, **options)
+
+
+def test_a_step_before_the_first():
+    module = latent()
+    module.set_step(3)
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -5"):
+        module.set_step(-5)
+    assert module.step == 3
 
 
 def test_an_unknown_language():

@@ -1,5 +1,8 @@
 """deepfast.nn.LayerNorm."""
 
+import math
+
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -34,3 +37,16 @@ def test_residual_returns_the_sum(backend):
 def test_as_output():
     norm = LayerNorm(9, eps=1e-3)
     assert norm.as_output() == (norm.weight, norm.bias, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((-1,), "dim must be a whole number of at least 1, got -1"),
+        ((4, math.nan), "eps must be a number of at least 0, got nan"),
+        ((4, -1e-5), "eps must be a number of at least 0, got -1e-05"),
+    ],
+)
+def test_refuses(args, message):
+    with pytest.raises(ValueError, match=f"LayerNorm: {message}"):
+        LayerNorm(*args)

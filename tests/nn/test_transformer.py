@@ -346,10 +346,14 @@ def test_later_positions_are_not_seen():
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
         ({"heads": 5}, "heads must divide dim 12, got 5"),
         ({"connection": "residual", "dlcl": {"window": 2}}, "need connection='dlcl'"),
-        ({"dlcl": {"window": 0}}, "window must be at least 1"),
-        ({"num_layers": 0}, "num_layers must be at least 1"),
-        ({"num_layers": 0, "connection": "residual"}, "num_layers must be at least 1"),
-        ({"dropout": 1.5}, "between 0 and 1"),
+        ({"dlcl": {"window": 0}}, "window must be a whole number of at least 1"),
+        ({"num_layers": 0}, "num_layers must be a whole number of at least 1"),
+        ({"num_layers": 0, "connection": "residual"}, "num_layers must be a whole number"),
+        ({"num_layers": 1.5}, "num_layers must be a whole number of at least 1, got 1.5"),
+        ({"ffn_dim": 0}, "ffn_dim must be a whole number of at least 1, got 0"),
+        ({"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
+        ({"attention_dropout": 3.0}, "attention_dropout must be between 0 and 1, got 3.0"),
+        ({"activation_dropout": math.nan}, "activation_dropout must be between 0 and 1, got nan"),
     ],
 )
 @pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])

@@ -96,3 +96,18 @@ def test_refuses_other_states():
         TransparentAttention(3, 2, 4)([torch.zeros(1, 4)] * 3, torch.zeros(1, 4))
     with pytest.raises(ValueError, match="norm must be 'pre' or 'post', got 'mid'"):
         TransparentAttention(3, 2, 4, norm="mid")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoder_layers": 0}, "encoder_layers must be a whole number of at least 1, got 0"),
+        ({"decoder_layers": 1.5}, "decoder_layers must be a whole number of at least 1, got 1.5"),
+        ({"dim": -4}, "dim must be a whole number of at least 1, got -4"),
+        ({"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
+        ({"eps": float("nan")}, "eps must be a number of at least 0, got nan"),
+    ],
+)
+def test_refuses_options(change, message):
+    with pytest.raises(ValueError, match=f"TransparentAttention: {message}"):
+        TransparentAttention(**{"encoder_layers": 3, "decoder_layers": 2, "dim": 4} | change)

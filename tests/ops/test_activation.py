@@ -351,6 +351,7 @@ def test_autocast_changes_nothing(backend, kind):
         ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
         ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
+        ({"dropout_p": "a"}, ValueError, "activation: dropout_p must be between .*, got 'a'"),
         ({"h": torch.ones(3, 4).int()}, BackendError, "torch.int32"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],

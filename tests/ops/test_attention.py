@@ -1,5 +1,7 @@
 """deepfast.ops.attention: torch's own attention and ours against the reference in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -143,7 +145,16 @@ def test_scale(server):
         ({"cu_seqlens_k": cu_seqlens([3])}, ValueError, r"rise from 0 to the 4 tokens, got \[0, 3"),
         ({"cu_seqlens_q": cu_seqlens([5])}, ValueError, r"rise from 0 to the 4 tokens, got \[0, 5"),
         ({"max_seqlen_q": 3}, ValueError, "at least the longest sentence, 4, got 3"),
-        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be at least 0, got -1"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be a whole .* at least 0, got -1"),
+        ({"max_seqlen_q": math.nan}, ValueError, "attention: max_seqlen_q must be .*, got nan"),
+        ({"scale": math.nan}, ValueError, "attention: scale must be a finite number, got nan"),
+        ({"scale": math.inf}, ValueError, "attention: scale must be a finite number, got inf"),
+        ({"scale": "a"}, ValueError, "attention: scale must be a finite number, got 'a'"),
+        (
+            {"dropout_p": 0.5, "seed": 1.5, "backend": "reference"},
+            TypeError,
+            "attention: seed must be an int",
+        ),
         ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1, got 2.0"),
         ({"backend": "varlen"}, BackendError, "varlen: tensors are on cpu, not cuda"),
         ({"backend": "cuda"}, BackendError, "on cpu, not cuda"),

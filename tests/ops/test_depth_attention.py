@@ -349,6 +349,7 @@ X = torch.ones(3, 4)
             ValueError,
             r"scores must be \(3, 2, 2\), got \(3, 5, 2\)",
         ),
+        ({"eps": float("nan")}, ValueError, "depth_attention: eps must be a .* 0, got nan"),
         ({"backend": "cuda"}, BackendError, "depth_attention has no kernel in CUDA C"),
     ],
 )

@@ -246,6 +246,7 @@ def test_autocast(backend):
         ({"weight": torch.ones(2, device="meta")}, ValueError, "weight must be on cpu"),
         ({"norm_weight": torch.ones(4)}, ValueError, r"norm_weight must be \(2, 4\), got \(4,\)"),
         ({"norm_bias": torch.ones(3, 4)}, ValueError, r"norm_bias must be \(2, 4\)"),
+        ({"eps": float("nan")}, ValueError, "depth_mix: eps must be a number .* 0, got nan"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
 )

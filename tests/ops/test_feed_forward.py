@@ -1,5 +1,7 @@
 """deepfast.ops.feed_forward against float64, and what it keeps for backward."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,6 +180,17 @@ def test_bad_operands_are_one_sentence():
         fused_form(*leaves.values(), p=0.0, kind="silu")
     with pytest.raises(ValueError, match="dropout_p must be between 0 and 1, got 2"):
         fused_form(*leaves.values(), p=2, kind="relu")
+    operands = [leaves[name] for name in NAMES]
+    for options, error, message in (
+        ({"eps": math.nan}, ValueError, "eps must be a number of at least 0, got nan"),
+        (
+            {"activation_dropout_p": 0.5, "training": True, "activation_seed": 1.5},
+            TypeError,
+            "activation_seed must be an int or a 0-dim int64 tensor on cpu, got 1.5",
+        ),
+    ):
+        with pytest.raises(error, match=f"feed_forward: {message}"):
+            feed_forward(leaves["x"], *operands, **options)
     with pytest.raises(BackendError):
         fused_form(*leaves.values(), p=0.0, kind="relu", backend="varlen")
 

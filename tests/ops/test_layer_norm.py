@@ -353,9 +353,19 @@ def test_autocast(backend):
         ({"residual": torch.ones(3, 4, device="meta")}, ValueError, "device cpu, got meta"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
         ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1"),
+        ({"dropout_p": "a"}, ValueError, "layer_norm: dropout_p must be between 0 and 1, got 'a'"),
+        ({"eps": float("nan")}, ValueError, "layer_norm: eps must be a number of .* 0, got nan"),
+        ({"eps": -1}, ValueError, "eps must be a number of at least 0, got -1"),
+        ({"eps": "a"}, ValueError, "eps must be a number of at least 0, got 'a'"),
+        (
+            {"dropout_p": 0.5, "training": True, "seed": 1.5},
+            TypeError,
+            "layer_norm: seed must be an int or a 0-dim int64 tensor on cpu, got 1.5",
+        ),
         ({"x": torch.ones(3, 4).int()}, BackendError, "torch.int32"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
         ({"backend": "cud"}, BackendError, "expected one of cuda, triton, .*, cpu, reference"),
+        ({"backend": [1]}, BackendError, r"layer_norm: backend: expected one of .*got \[1\]"),
     ],
 )
 def test_refuses(change, error, message):

@@ -372,6 +372,7 @@ def test_peak_memory_without_gradients(meter):
         ({"target": torch.tensor([0, -1, 1])}, ValueError, r"\[0, 7\) or -100, got -1"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be between 0 and 1, got 1.5"),
         ({"label_smoothing": math.nan}, ValueError, "label_smoothing must be between 0 and 1"),
+        ({"label_smoothing": "a"}, ValueError, "label_smoothing must be between 0 and 1, got 'a'"),
         ({"reduction": "none"}, ValueError, "reduction must be one of mean, sum, got 'none'"),
         ({"chunk": 0}, ValueError, "chunk must be None or at least 1, got 0"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),

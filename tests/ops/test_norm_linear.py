@@ -138,6 +138,7 @@ def test_autocast(backend):
         ({"norm_weight": torch.ones(5)}, ValueError, r"weight must be \(4,\), got \(5,\)"),
         ({"residual": torch.ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),
+        ({"eps": float("nan")}, ValueError, "norm_linear: eps must be a number of .* 0, got nan"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
 )

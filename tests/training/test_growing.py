@@ -264,7 +264,7 @@ def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
         ({"grow.train.max_steps": None}, "grow.train: expected an end"),
         ({"grow.model.top_encoder_layers": 0}, "grow.model.top_encoder_layers: expected a whole"),
         ({"grow.model.top_dlcl.window": 0, "grow.model.top_encoder_connection": "dlcl"},
-         "grow.model.top_dlcl: window must be at least 1, got 0"),
+         "grow.model.top_dlcl: window must be a whole number of at least 1, got 0"),
         ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl: expected a side with connection"),
         ({"model.norm": "post", "grow.model.top_decoder_connection": "attnres"},
          "grow.model.top_decoder_connection: expected norm pre with attention residuals, got norm"),

@@ -118,7 +118,9 @@ def test_fusion_of_layers():
     changes = ["model.encoder_fusion=attention", "model.fusion.hops=2"]
     config = load_recipe("phrases-small", changes).model_config(99)
     assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
-    with pytest.raises(RecipeError, match=r"model\.fusion: hops must be at least 1, got 0"):
+    with pytest.raises(
+        RecipeError, match=r"model\.fusion: hops must be a whole .* at least 1, got 0"
+    ):
         load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
     # A policy by name needs no plan.
     assert not load_recipe("phrases-small", [*changes, "memory=lean"]).planned()
@@ -217,7 +219,7 @@ def test_sizes_are_base_and_big():
         ("model.heads=3", "model.dim: expected an even multiple of heads 3, got 64"),
         ("model.norm=mid", "model.norm: expected one of pre, post, got 'mid'"),
         ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
-        ("model.dlcl.window=0", "model.dlcl: window must be at least 1, got 0"),
+        ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
         ("model.encoder_connection=none", "model.encoder_connection: expected one of"),
         ("optim=3", "optim: expected keys and values, got 3"),
         ("optim.lr", "expected key=value"),
