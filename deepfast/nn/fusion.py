@@ -133,9 +133,12 @@ class LayerFusion(nn.Module):
         Raises:
             TypeError, ValueError: for operands that do not fit.
         """
-        states = list(states)
+        states = common.checked_sources("LayerFusion", "states", states)
         if len(states) != self.num_states:
             raise ValueError(f"LayerFusion: expected {self.num_states} states, got {len(states)}")
+        if states[0].shape[-1] != self.dim:
+            shape = tuple(states[0].shape)
+            raise ValueError(f"LayerFusion: states[0] must be (..., {self.dim}), got {shape}")
         if return_attention and self.kind not in WITH_ATTENTION:
             raise ValueError(f"LayerFusion: {self.kind!r} has no attention to return")
         if self.source_norms is not None:
@@ -169,6 +172,7 @@ class LayerFusion(nn.Module):
             need = "its own" if given is not None else "one, as it has none of its own"
             raise ValueError(f"LayerFusion: expected no layer_embedding but {need}")
         embedding = given if own is None else own
+        common.check_tensor("LayerFusion", "layer_embedding", embedding)
         shape = tuple(embedding.shape)
         if len(shape) != 2 or shape[0] < self.num_states or shape[1] != self.dim:
             raise ValueError(

@@ -149,3 +149,22 @@ def test_refuses_what_does_not_fit():
         shared(z)
     with pytest.raises(ValueError, match=r"\(at least 3, 6\), got \(2, 6\)"):
         shared(z, torch.zeros(2, DIM))
+    with pytest.raises(TypeError, match="layer_embedding must be a tensor, got list"):
+        shared(z, [1])
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+@pytest.mark.parametrize(
+    ("last", "error", "message"),
+    [
+        ("z", TypeError, r"states\[2\] must be a tensor, got str"),
+        (torch.zeros(5, DIM + 1), ValueError, r"states\[0\]'s shape \(5, 6\), got \(5, 7\)"),
+        (torch.zeros(5, DIM).double(), ValueError, "dtype torch.float32, got torch.float64"),
+    ],
+)
+def test_refuses_states_that_are_not_alike(kind, last, error, message):
+    z = torch.randn(5, DIM)
+    with pytest.raises(error, match=f"LayerFusion: .*{message}"):
+        LayerFusion(STATES, DIM, kind)([z, z, last])
+    with pytest.raises(ValueError, match=r"states\[0\] must be \(\.\.\., 6\), got \(5, 7\)"):
+        LayerFusion(STATES, DIM, kind)([torch.zeros(5, DIM + 1)] * STATES)
