@@ -20,7 +20,7 @@ from .attention import KeyValueCache, MultiheadAttention
 from .bare import bare, gated, gated_parameters
 from .latent_depth import Gate
 from .layer_norm import LayerNorm
-from .packing import Packing
+from .packing import Packing, packed, packed_pair
 from .recompute import Again
 
 
@@ -230,9 +230,7 @@ class TransformerEncoderLayer(_Layer):
         """
         if packing is not None:
             return self.body(x, normed, packing, again, gate)
-        x_BSD = x
-        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
-        x = packing.pack(x_BSD)
+        x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
         if self.norm == "post":
             return packing.unpack(self.body(x, None, packing))
         residual, branch = self.body(x, self.attention_norm(x), packing)
@@ -288,18 +286,18 @@ class TransformerDecoderLayer(_Layer):
         again: Again | None = None,
         gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
+        """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D). Padding of x
+        stands on the right, see `TransformerDecoder`.
 
         In a stack, with the packing of its tokens: as the encoder layer, with the packed memory, or
         the keys and values that `MultiheadAttention.project_memory` made of it.
         """
         if packing is not None:
             return self.body(x, normed, packing, memory, memory_packing, cache, again, gate)
-        x_BSD, memory_BSD = x, memory
-        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
-        memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)
-        memory = memory_packing.pack(memory_BSD)
-        x = packing.pack(x_BSD)
+        x, packing, memory, memory_packing = packed_pair(
+            "TransformerDecoderLayer", x, memory, self.dim, key_padding_mask,
+            memory_key_padding_mask,
+        )  # fmt: skip
         if self.norm == "post":
             return packing.unpack(self.body(x, None, packing, memory, memory_packing))
         residual, branch = self.body(x, self.attention_norm(x), packing, memory, memory_packing)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepfast.ops import _common as common
+from deepfast.ops._register import watched
 from deepfast.ops.packed import Gather, Scatter
 
 
@@ -27,13 +29,22 @@ class Packing:
     padding: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: int, length: int, padding: Tensor | None) -> "Packing":
-        """From a key padding mask (B, S), True is padding."""
+    def of(
+        cls,
+        batch: int,
+        length: int,
+        padding: Tensor | None,
+        *,
+        argument: str = "key_padding_mask",
+    ) -> "Packing":
+        """From a key padding mask (B, S), True is padding; ``argument`` is what errors call it."""
         if padding is None:
             return cls(batch, length)
+        if not isinstance(padding, Tensor):
+            raise TypeError(f"{argument} must be a tensor or None, got {type(padding).__name__}")
         if tuple(padding.shape) != (batch, length) or padding.dtype != torch.bool:
             raise ValueError(
-                f"key_padding_mask must be bool ({batch}, {length}), got {padding.dtype} "
+                f"{argument} must be bool ({batch}, {length}), got {padding.dtype} "
                 f"{tuple(padding.shape)}"
             )
         if torch.compiler.is_compiling():
@@ -76,3 +87,62 @@ class Packing:
             return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length
         lengths = (~self.padding).sum(1)
         return F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+
+
+def packed(
+    op: str,
+    x_BSD: Tensor,
+    dim: int,
+    padding: Tensor | None,
+    *,
+    name: str = "x",
+    argument: str = "key_padding_mask",
+) -> tuple[Tensor, Packing]:
+    """The real tokens (T, D) of a batch, and where they stand; errors name ``op``.
+
+    Args:
+        x_BSD: (B, S, ``dim``).
+        padding: (B, S) bool, True is padding, or None.
+        name, argument: what errors call x_BSD and its mask.
+
+    Raises:
+        TypeError, ValueError: for operands that do not fit.
+    """
+    common.check_tensor(op, name, x_BSD)
+    if x_BSD.dim() != 3 or x_BSD.shape[-1] != dim:
+        raise ValueError(f"{op}: {name} must be (B, S, {dim}), got {tuple(x_BSD.shape)}")
+    packing = Packing.of(*x_BSD.shape[:2], padding, argument=f"{op}: {argument}")
+    return packing.pack(x_BSD), packing
+
+
+def packed_pair(
+    op: str,
+    x_BSD: Tensor,
+    memory_BSD: Tensor,
+    dim: int,
+    padding: Tensor | None,
+    memory_padding: Tensor | None,
+) -> tuple[Tensor, Packing, Tensor, Packing]:
+    """`packed` of a decoder's input and of what it attends to.
+
+    Raises:
+        ValueError: also where the batches differ, and, of a mask on the CPU, for padding of x that
+            does not stand on the right.
+    """
+    x, packing = packed(op, x_BSD, dim, padding)
+    memory, memory_packing = packed(
+        op, memory_BSD, dim, memory_padding, name="memory", argument="memory_key_padding_mask"
+    )
+    if memory_packing.batch != packing.batch:
+        raise ValueError(
+            f"{op}: memory must have x's batch of {packing.batch}, got {memory_packing.batch}"
+        )
+    # Reading a mask would wait for a GPU.
+    if padding is not None and padding.device.type == "cpu" and not watched(padding):
+        late = (padding[:, :-1] & ~padding[:, 1:]).any(1).nonzero().flatten().tolist()
+        if late:
+            raise ValueError(
+                f"{op}: expected padding of x on the right of its tokens, got it in front of a "
+                f"token in sentence {late[0]}"
+            )
+    return x, packing, memory, memory_packing

@@ -12,7 +12,7 @@ from .attention import KeyValueCache
 from .connection import Body, Connection
 from .latent_depth import Gate, LatentDepth
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .packing import Packing
+from .packing import Packing, packed, packed_pair
 
 
 def _is(gate: Gate, value: float) -> bool:
@@ -165,12 +165,8 @@ class TransformerEncoder(_Stack):
         self, x_BSD: Tensor, key_padding_mask: Tensor | None = None, *, language: int = 0
     ) -> Tensor:
         """(B, S, D) to (B, S, D), zero at padding. ``key_padding_mask`` (B, S): True is padding."""
-        if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.dim:
-            raise ValueError(
-                f"TransformerEncoder: expected (B, S, {self.dim}), got {tuple(x_BSD.shape)}"
-            )
-        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
-        return packing.unpack(self.forward_packed(packing.pack(x_BSD), packing, language=language))
+        x_TD, packing = packed("TransformerEncoder", x_BSD, self.dim, key_padding_mask)
+        return packing.unpack(self.forward_packed(x_TD, packing, language=language))
 
     def forward_packed(
         self,
@@ -234,15 +230,18 @@ class TransformerDecoder(_Stack):
     ) -> Tensor:
         """(B, T, D) and the encoder's output (B, S, D) to (B, T, D), zero at padding.
 
-        Padding of x must stand on the right; True in a mask is padding.
+        True in a mask is padding. Padding of x must stand on the right: elsewhere a token would
+        attend to the padding in front of it. A mask on the CPU that has it elsewhere is refused;
+        one on a GPU is trusted, since reading it would wait for the device.
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
         """
-        packing = Packing.of(*x_BSD.shape[:2], key_padding_mask)
-        memory_packing = Packing.of(*memory_BSD.shape[:2], memory_key_padding_mask)
-        y = self.forward_packed(
-            packing.pack(x_BSD), packing, memory_packing.pack(memory_BSD), memory_packing,
-            language=language,
+        operands = packed_pair(
+            "TransformerDecoder", x_BSD, memory_BSD, self.dim, key_padding_mask,
+            memory_key_padding_mask,
         )  # fmt: skip
-        return packing.unpack(y)
+        return operands[1].unpack(self.forward_packed(*operands, language=language))
 
     def forward_packed(
         self,

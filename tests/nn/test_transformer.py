@@ -203,7 +203,7 @@ def test_a_mask_of_another_shape_or_kind(padding):
 
 @pytest.mark.parametrize("shape", [(3, 5, DIM + 1), (5, DIM)])
 def test_an_input_of_another_shape(shape):
-    with pytest.raises(ValueError, match=rf"expected \(B, S, {DIM}\), got"):
+    with pytest.raises(ValueError, match=rf"TransformerEncoder: x must be \(B, S, {DIM}\), got"):
         TransformerEncoder(2, DIM, HEADS, FFN)(torch.randn(shape))
 
 

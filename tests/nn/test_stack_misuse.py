@@ -1,0 +1,99 @@
+"""What layers and stacks do not take: one sentence each."""
+
+import pytest
+import torch
+
+from deepfast.nn import (
+    MultiheadAttention,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+DIM, HEADS, FFN = 8, 2, 16
+X, MEMORY = torch.randn(2, 3, DIM), torch.randn(2, 4, DIM)
+RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
+LEFT = RIGHT.flip(1)
+
+
+def encoders():
+    return TransformerEncoder(1, DIM, HEADS, FFN), TransformerEncoderLayer(DIM, HEADS, FFN)
+
+
+def decoders(**options):
+    sizes = DIM, HEADS, FFN
+    return TransformerDecoder(1, *sizes, **options), TransformerDecoderLayer(*sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0, "heads": 1}, "dim must be a whole number of at least 1, got 0"),
+        ({"heads": 0}, "heads must be a whole number of at least 1, got 0"),
+        ({"heads": 3}, "heads must divide dim 8, got 3"),
+        ({"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_attention_refuses_options(options, message):
+    with pytest.raises(ValueError, match=f"MultiheadAttention: {message}"):
+        MultiheadAttention(**{"dim": DIM, "heads": HEADS} | options)
+
+
+@pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 5.0}, "dropout must be between 0 and 1, got 5.0"),
+        ({"attention_dropout": "a"}, "attention_dropout must be between 0 and 1, got 'a'"),
+        ({"ffn_dim": 1.5}, "ffn_dim must be a whole number of at least 1, got 1.5"),
+    ],
+)
+def test_layers_refuse_options(kind, options, message):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
+        kind(**{"dim": DIM, "heads": HEADS, "ffn_dim": FFN} | options)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((X[0],), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
+        ((MEMORY[..., :7],), ValueError, r"x must be \(B, S, 8\), got \(2, 4, 7\)"),
+        (([1.0],), TypeError, "x must be a tensor, got list"),
+        ((X, [[0]]), TypeError, "key_padding_mask must be a tensor or None, got list"),
+        ((X, RIGHT[:1]), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
+    ],
+)
+def test_encoders_refuse(args, error, message):
+    for m in encoders():
+        with pytest.raises(error, match=f"{type(m).__name__}: {message}"):
+            m(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((X[0], MEMORY), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
+        ((X, MEMORY[0]), ValueError, r"memory must be \(B, S, 8\), got \(4, 8\)"),
+        ((X, MEMORY[..., :7]), ValueError, r"memory must be \(B, S, 8\), got \(2, 4, 7\)"),
+        ((X, MEMORY[:1]), ValueError, "memory must have x's batch of 2, got 1"),
+        ((X, None), TypeError, "memory must be a tensor, got NoneType"),
+        ((X, MEMORY, None, RIGHT), ValueError, r"memory_key_padding_mask must be bool \(2, 4\)"),
+        ((X, MEMORY, LEFT), ValueError, "padding of x on the right.*in sentence 1"),
+        ((X, MEMORY, RIGHT.roll(1, 1)), ValueError, "padding of x on the right.*in sentence 1"),
+    ],
+)
+def test_decoders_refuse(args, error, message):
+    for m in decoders():
+        with pytest.raises(error, match=f"{type(m).__name__}: .*{message}"):
+            m(*args)
+
+
+def test_padding_on_the_right_and_of_whole_sentences_is_taken():
+    """The tokens get what they get without it; memory may be padded anywhere."""
+    whole = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
+    left = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]).bool()
+    for m in decoders(dropout=0.0):
+        for padding in (RIGHT, whole):
+            out = m(X, MEMORY, padding, left)
+            torch.testing.assert_close(out[1:, :1], m(X[1:, :1], MEMORY[1:, 2:]))
