@@ -42,7 +42,8 @@ class LayerNorm(nn.Module):
         return OutNorm(self.weight, self.bias, self.eps)
 
     def again(self, n: Tensor, x: Tensor) -> Again:
-        """What makes n = LN(x) again, the same bits as in a forward that gave x as its sum."""
+        """What makes n = LN(x) again, the same bits as in a forward that gave x as its sum; not of
+        a DLCL boundary in 16 bits (the policy "states"), which made n before it rounded x."""
         x, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
         eps, backend = self.eps, self.backend
 

@@ -172,6 +172,15 @@ def test_forward_mode_is_an_error(name):
         torch.func.jvp(lambda x: outputs(c.run(x, *rest))[0], (x,), (x,))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_transforms_are_an_error(name):
+    """torch's own: an op has no rule for them."""
+    c = case(name, "reference", 0.0)
+    x, *rest = (t.detach() for t in c.leaves)
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
+        torch.func.grad(lambda x: outputs(c.run(x, *rest))[0].sum())(x)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FlopCounterMode])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode):
