@@ -87,8 +87,8 @@ sentences by that checkpoint, beam 4; *target tokens/s*: the median of a run's l
 step*: live tensors with parameters and Adam, *process*: resident memory; *diverged*: a loss that is
 not finite, or a last dev NLL of more than {WORSE} times the best.
 
-The runs are short. They show how early a system begins to translate, at one setting of the rates for
-all Transformers; a BLEU near 0 is of one that has not begun, and says nothing of where it ends.
+The runs are short. They show how early a system begins to translate, at one setting of the rates
+for all Transformers; a BLEU near 0 is of one that has not begun, and says nothing of where it ends.
 
 {table}
 What each row changes of the recipe `phrases-systems`, or of its own, of which the model and the
