@@ -7,7 +7,6 @@ python -m deepfast.bench.systems --data train.en train.de --large
 import argparse
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from deepfast.bench.systems.one import RESULT
 from deepfast.bench.systems.rows import LARGE, Row, named, text_files
 from deepfast.bench.systems.table import page
 from deepfast.data.text import write_atomically
+from deepfast.profiling.machine import cpu_model
 from deepfast.training import load_recipe
 
 
@@ -52,7 +52,7 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
 def machine(large: bool) -> str:
     if large:
         return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    return f"{os.cpu_count()} cores, {cpu_model()}, torch {torch.__version__}"
 
 
 def main(argv: list[str] | None = None) -> int:
