@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from deepfast.bench.machine import cpu_model
 from deepfast.bench.systems.one import RESULT
 from deepfast.bench.systems.rows import LARGE, Row, named, text_files
 from deepfast.bench.systems.table import page
 from deepfast.data.text import write_atomically
-from deepfast.profiling.machine import cpu_model
 from deepfast.training import load_recipe
 
 
