@@ -1,4 +1,4 @@
-# report, test, gpu and lint are the only commands a newcomer needs; each sets up what it lacks.
+# Each command sets up what it lacks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

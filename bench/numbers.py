@@ -16,6 +16,7 @@ import torch
 from deepfast.backend import build_info
 from deepfast.bench import depth_mix, layer_norm, transformer
 from deepfast.bench.harness import copy_variant, interleave, keep_memory, ratio
+from deepfast.bench.machine import cpu_model
 from deepfast.memory import LiveBytes
 
 
@@ -134,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "threads": args.threads,
+            "cpu": cpu_model(),
             "build": build_info(),
             "copy_gb_per_second": round(bandwidth.gb_per_second, 2),
             "rows": rows,

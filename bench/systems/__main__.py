@@ -7,7 +7,6 @@ python -m deepfast.bench.systems --data train.en train.de --large
 import argparse
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from deepfast.bench.machine import cpu_model
 from deepfast.bench.systems.one import RESULT
 from deepfast.bench.systems.rows import LARGE, Row, named, text_files
 from deepfast.bench.systems.table import page
@@ -52,7 +52,7 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
 def machine(large: bool) -> str:
     if large:
         return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    return f"{os.cpu_count()} cores, {cpu_model()}, torch {torch.__version__}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -83,12 +83,12 @@ Every row sees the same sentences, {tokens} target tokens a run; a seed changes 
 and the order. Mean and standard deviation over the runs. *steps to {level:.1f}*: the first
 validation at which the dev NLL (nats per target token) is that low, and how many runs got there;
 *dev NLL*: the better of the best checkpoint and the average; *BLEU*: cased, 13a, of unseen
-sentences by that checkpoint, beam 4; *target tokens/s*: the median of a run's lines; *peak of a
-step*: live tensors with parameters and Adam, *process*: resident memory; *diverged*: a loss that is
-not finite, or a last dev NLL of more than {WORSE} times the best.
+sentences by that checkpoint, beam 4; *target tokens/s*: of the fastest line of a run's log, in its
+last stage; *peak of a step*: live tensors with parameters and Adam, *process*: resident memory;
+*diverged*: a loss that is not finite, or a last dev NLL of more than {WORSE} times the best.
 
-The runs are short. They show how early a system begins to translate, at one setting of the rates for
-all Transformers; a BLEU near 0 is of one that has not begun, and says nothing of where it ends.
+The runs are short. They show how early a system begins to translate, at one setting of the rates
+for all Transformers; a BLEU near 0 is of one that has not begun, and says nothing of where it ends.
 
 {table}
 What each row changes of the recipe `phrases-systems`, or of its own, of which the model and the

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--language", help="puts the tag of this language in front of TEXT")
     parser.add_argument("--side", choices=SIDES, help="default: the first that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
-    parser.add_argument("--output", default="attention.svg", help="a file, .svg or .png")
+    parser.add_argument(
+        "--output", default="attention.svg", help="a file, .svg or .png; default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

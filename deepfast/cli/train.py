@@ -1,7 +1,8 @@
 """Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
 
 Any value of the recipe can be replaced by key=value. An output folder with an earlier run is
-refused unless resume=true (continue from its newest checkpoint) or resume=FILE is given. Ctrl-C or
+refused unless resume=true (continue from its newest checkpoint, or begin where there is none) or
+resume=FILE is given. Ctrl-C or
 SIGTERM finishes the step, writes a checkpoint and exits with 130 or 143."""
 
 import argparse

@@ -51,7 +51,7 @@ def resolve(
         )
     if "history" in memory and connection != "dlcl":
         raise ValueError(
-            f"{argument}: 'history' mixes inputs again from DLCL's states, got connection="
-            f"{connection!r}; 'states' needs none"
+            f"{argument}: 'history' mixes inputs again from DLCL's states, got a stack without "
+            "DLCL; 'states' needs none"
         )
     return tuple(memory)

@@ -162,22 +162,23 @@ class Transformer(nn.Module):
         by its index.
 
         Raises:
-            ValueError: a sentence without the tag of one of the languages that it chooses layers
-                for, or of the one language that it was pruned for.
+            ValueError: a sentence without the tag of one of the model's languages.
         """
         tags = list(self.config.languages.values())
-        if not tags or not (self._latent or len(tags) == 1):
+        if not tags:
             return 0
         if not tokens or tokens[0] not in tags:
             raise ValueError(
                 "expected a source sentence that begins with the tag of one of the languages "
                 f"{', '.join(self.config.languages)}, got none of them"
             )
-        return tags.index(tokens[0])
+        return tags.index(tokens[0]) if self._latent else 0
 
     def _language(self, source_BS: Tensor) -> int:
         """The language of a batch, from its sentences' first tokens."""
-        if not self._latent or not self.config.languages or not source_BS.numel():
+        # One layer choice for all languages needs none in training: reading it waits for a GPU.
+        needed = self._latent or not self.training
+        if not needed or not self.config.languages or not source_BS.numel():
             return 0
         real = source_BS != self.config.padding_idx
         first = source_BS.gather(1, real.int().argmax(1, keepdim=True))

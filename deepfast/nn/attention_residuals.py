@@ -15,6 +15,9 @@ class ResidualHistory:
 
     pushed: int = 0
     """How many of v_0 .. v_L are there."""
+    owner: nn.Module | None = None
+    """The stack that it serves, and what all of its v are like; both by the first push."""
+    kind: tuple | None = None
     sources: list[Tensor] = field(default_factory=list)
     """v_0, and the v_k or the sums of finished blocks."""
     partial: Tensor | None = None
@@ -39,6 +42,9 @@ class AttentionResiduals(nn.Module):
     paper's equation with a whole layer in the place of a sublayer. The last call returns the
     stack's output, which has a query of its own. Queries begin at zero, so that a row begins as
     the mean of its sources. The RMSNorm has no gain: it would only scale the query's channels.
+
+    A push cannot be repeated: under `torch.utils.checkpoint` wrap the layer alone,
+    ``residuals(checkpoint(layer, x, use_reentrant=False), history)``.
 
     In blocks a pass over the finished ones serves all rows of a block at once, one hop for each;
     a row then adds the sum at hand by their lse. Each source is read once for every block of rows,
@@ -87,52 +93,76 @@ class AttentionResiduals(nn.Module):
             x_{k+1}, shaped like v.
 
         Raises:
-            TypeError, ValueError: for operands that do not fit.
-            RuntimeError: when the history has all states already.
+            TypeError, ValueError: for operands that do not fit; the history is as before.
+            RuntimeError: when the history has all states already, or those of another stack.
         """
-        if v.shape[-1] != self.dim:
-            raise ValueError(
-                f"AttentionResiduals: expected (..., {self.dim}), got {tuple(v.shape)}"
-            )
+        kind = self._check(v, history)
         row = history.pushed
         if row > self.num_layers:
             raise RuntimeError(
                 f"AttentionResiduals: {self.num_layers} layers push {self.num_layers + 1} states, "
-                "and this history has them all; make a new one for each forward pass"
+                "and this history has them all; make a new one for each forward pass, and "
+                "checkpoint a layer without its push: residuals(checkpoint(layer, x), history)"
             )
-        history.pushed += 1
         if self.block is None:
-            history.sources.append(v)
-            return self._attend(history.sources, self.query[row])
-        return self._blocked(v, history, row)
+            sources = [*history.sources, v]
+            out = self._attend(sources, self.query[row])
+            history.sources = sources
+        else:
+            out = self._blocked(v, history, row)
+        history.pushed, history.owner, history.kind = row + 1, self, kind
+        return out
+
+    def _check(self, v: Tensor, history: ResidualHistory) -> tuple:
+        """Shape, dtype and device of v."""
+        for name, value, kind in (("v", v, Tensor), ("history", history, ResidualHistory)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"AttentionResiduals: {name} must be a {kind.__name__}, got "
+                    f"{type(value).__name__}"
+                )
+        if v.dim() == 0 or v.shape[-1] != self.dim:
+            raise ValueError(
+                f"AttentionResiduals: v must be (..., {self.dim}), got {tuple(v.shape)}"
+            )
+        if history.owner is not None and history.owner is not self:
+            raise RuntimeError(
+                "AttentionResiduals: this history belongs to another stack; make a new one for "
+                "each forward pass of each stack"
+            )
+        kind = tuple(v.shape), v.dtype, v.device
+        if history.kind is not None and history.kind != kind:
+            raise ValueError(
+                f"AttentionResiduals: v must be {history.kind[0]}, {history.kind[1]} on "
+                f"{history.kind[2]} like v_0, got {kind[0]}, {kind[1]} on {kind[2]}"
+            )
+        return kind
 
     def _attend(self, sources, query, **options):
         return ops.depth_attention(sources, query, eps=self.eps, backend=self.backend, **options)
 
     def _blocked(self, v: Tensor, history: ResidualHistory, row: int) -> Tensor:
         place = row % self.block
-        if row == 0:
-            history.sources.append(v)
-        else:
-            history.partial = v if history.partial is None else history.partial + v
+        partial = v if history.partial is None else history.partial + v
         if place == 0:
-            if history.partial is not None:
-                history.sources.append(history.partial)
-                history.partial = None
+            # The embedding, or the sum of a block that is finished.
+            sources = [*history.sources, partial]
             queries = self.query[row : row + self.block]
-            out, lse = self._attend(history.sources, queries, return_lse=True)
+            outs, lses = self._attend(sources, queries, return_lse=True)
             # Unbound, not indexed: the gradients of all rows come back together.
-            history.rows = list(zip(out.unbind(-2), lse.unbind(-1), strict=True))
+            rows = list(zip(outs.unbind(-2), lses.unbind(-1), strict=True))
+            history.sources, history.partial, history.rows = sources, None, rows
         out, lse = history.rows[place]
+        if place:
+            # Of a single source the lse is its score.
+            _, score = self._attend([partial], self.query[row], return_lse=True)
+            out = ops.depth_attention(
+                [out, partial], scores=torch.stack((lse, score), -1), backend=self.backend
+            )
+            history.partial = partial
         # Nothing but its own row needs it from here on.
         history.rows[place] = None
-        if history.partial is None:
-            return out
-        # Of a single source the lse is its score.
-        _, score = self._attend([history.partial], self.query[row], return_lse=True)
-        return ops.depth_attention(
-            [out, history.partial], scores=torch.stack((lse, score), -1), backend=self.backend
-        )
+        return out
 
     def extra_repr(self) -> str:
         return f"num_layers={self.num_layers}, dim={self.dim}, block={self.block}"

@@ -355,7 +355,7 @@ def peephole_lstm_backward(
     """
     length, row = _running(*df.shape[:2], lengths, df.device)
     w = _load(weight)
-    c_zero = torch.zeros_like(c[0]) if c0 is None else c0
+    c_zero = c.new_zeros(c.shape[1:]) if c0 is None else c0
     dh_in = torch.zeros_like(c_zero) if dh_last is None else _load(dh_last).clone()
     dc_in = torch.zeros_like(c_zero) if dc_last is None else dc_last.clone()
     df.zero_()

@@ -138,7 +138,7 @@ def _groups(
             groups.append(model.group(tokens))
         except ValueError as error:
             # The model knows ids alone.
-            word = lines[index].split()[0]
+            word = (lines[index].split() or [lines[index]])[0]
             raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error
     return groups
 

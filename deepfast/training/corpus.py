@@ -154,6 +154,7 @@ def _read(
     section: DataSection, folder: Path
 ) -> tuple[dict[str, list[Pair]], int, Callable[[int], str]]:
     """The pairs of each part, the empty training pairs left out, and the names of examples."""
+    section.check_text()
     if section.phrases is not None:
         return _generate(section, folder), 0, "example {}".format
     parts = {}

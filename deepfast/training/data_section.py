@@ -106,18 +106,22 @@ class DataSection:
     def _check_files(self) -> None:
         if self.phrases is not None and self.train_source is not None:
             raise RecipeError(
-                "data: expected either phrases or train_source and train_target, got both"
-            )
-        if self.phrases is None and self.train_source is None:
-            raise RecipeError(
-                "data: expected text to train on, got none: set data.train_source=FILE and "
-                "data.train_target=FILE, or data.phrases=de"
+                "data: expected either phrases or train_source and train_target, got both: set "
+                "data.phrases=null beside files"
             )
         for part in ("train", "dev", "test"):
             source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
             if (source is None) != (target is None):
                 missing = "source" if source is None else "target"
                 raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")
+
+    def check_text(self) -> None:
+        """Refuses a section without text; a recipe may leave that to the command line."""
+        if self.phrases is None and self.train_source is None:
+            raise RecipeError(
+                "data: expected text to train on, got none: set data.train_source=FILE and "
+                "data.train_target=FILE, or data.phrases=de"
+            )
 
     @property
     def generated(self) -> tuple[str, ...]:

@@ -203,7 +203,10 @@ class Recipe:
         if self.train.validate_bleu and not self.data.validates:
             raise RecipeError("train.validate_bleu: expected dev pairs to translate, got none")
         if self.train.test_bleu and not self.data.tests:
-            raise RecipeError("train.test_bleu: expected test pairs to translate, got none")
+            raise RecipeError(
+                "train.test_bleu: expected test pairs to translate, got none: set "
+                "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
+            )
         _expect(bool(self.output), "output", "a folder", self.output)
         check_grow(self)
 

@@ -95,6 +95,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         ValueError: a recipe, text or checkpoint that cannot be used.
         RuntimeError: a loss that is not finite, or a folder that cannot be written.
     """
+    recipe.data.check_text()
     parts = runs(recipe)
     for part in parts:
         # Of the second run too before the first begins.
@@ -206,6 +207,8 @@ class _Run:
             say(f"resumed from {self.saved} at step {trainer.step}")
             for line in self.changed:
                 say(f"      changed since: {line}")
+        elif self.recipe.resume is True:
+            say(f"nothing to resume in {self.recipe.output}: from the first step")
 
     def _fit_memory(self) -> None:
         if self.recipe.memory is None:

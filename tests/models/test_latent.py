@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -125,7 +126,17 @@ def test_one_language_needs_no_tag():
     model = build({})
     assert model.group([8, 9]) == 0
     model(torch.tensor([[8, 9, 3], [5, 4, 3]]), TARGET)
-    assert build(encoder_connection="residual", decoder_connection="dlcl").group([8]) == 0
+
+
+def test_without_latent_depth_languages_share_a_batch_and_have_tags():
+    """As in training, where a line without a tag is refused."""
+    model = build(encoder_connection="residual", decoder_connection="dlcl")
+    assert [model.group([tag, 8]) for tag in LANGUAGES.values()] == [0, 0, 0]
+    with pytest.raises(ValueError, match="begins with the tag of one of the languages de, fr, es"):
+        model.group([8])
+    model(torch.tensor([[4, 8, 3], [5, 8, 3]]), TARGET)
+    with pytest.raises(ValueError, match="begins with the tag"):
+        beam_search(model, torch.tensor([[8, 9, 3]]))
 
 
 def test_the_penalty_is_part_of_the_loss_alone():
@@ -225,8 +236,10 @@ def test_a_pruned_model_gives_the_same_bits(language):
     assert c.languages == {language: LANGUAGES[language]}
     assert smaller.group([LANGUAGES[language], 8]) == 0
     for other in {*LANGUAGES.values(), 8} - {LANGUAGES[language]}:
-        with pytest.raises(ValueError, match=f"tag of one of the languages {language}, got none"):
-            smaller.group([other, 8])
+        uses = partial(smaller.group, [other, 8]), partial(smaller, tagged(other), TARGET)
+        for use in (*uses, partial(beam_search, smaller, tagged(other))):
+            with pytest.raises(ValueError, match=f"of one of the languages {language}, got none"):
+                use()
     source = tagged(LANGUAGES[language])
     with torch.no_grad():
         assert torch.equal(smaller(source, TARGET), model(source, TARGET))

@@ -1,13 +1,16 @@
 """Attention residuals against the published equations written out."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
 from deepfast.nn import (
     AttentionResiduals,
+    DepthHistory,
     Packing,
     ResidualHistory,
     TransformerDecoder,
@@ -137,12 +140,57 @@ def test_refuses():
         with pytest.raises(ValueError, match=message):
             AttentionResiduals(**{"num_layers": 2, "dim": DIM} | options)
     m, history = AttentionResiduals(1, DIM), ResidualHistory()
-    with pytest.raises(ValueError, match=rf"expected \(\.\.\., {DIM}\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=rf"v must be \(\.\.\., {DIM}\), got \(3, 4\)"):
         m(torch.randn(3, 4), history)
+    for given in ([1], None):
+        with pytest.raises(TypeError, match="v must be a Tensor, got"):
+            m(given, history)
+    for other in (None, DepthHistory()):
+        with pytest.raises(TypeError, match="history must be a ResidualHistory, got"):
+            m(torch.randn(3, DIM), other)
     for _ in range(2):
         m(torch.randn(3, DIM), history)
     with pytest.raises(RuntimeError, match="this history has them all"):
         m(torch.randn(3, DIM), history)
+    with pytest.raises(RuntimeError, match="belongs to another stack"):
+        AttentionResiduals(3, DIM)(torch.randn(3, DIM), history)
+
+
+@BLOCKS
+def test_a_push_that_is_refused_changes_nothing(block):
+    m, v = learned(block, dtype=torch.float32), list(torch.randn(LAYERS + 1, 4, DIM))
+    expected, history = rows(m, v), ResidualHistory()
+    for k, x in enumerate(v):
+        if k:
+            for bad in (x[:1], x.double()):
+                with pytest.raises(ValueError, match=r"v must be \(4, .* like v_0, got"):
+                    m(bad, history)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "depth_attention", lambda *_, **__: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                m(x, history)
+        assert torch.equal(m(x, history), expected[k])
+
+
+@BLOCKS
+def test_checkpointed_layers(block):
+    m, layers = (
+        learned(block),
+        torch.nn.ModuleList(torch.nn.Linear(DIM, DIM) for _ in range(LAYERS)),
+    )
+    layers.double()
+    x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
+
+    def gradients(run):
+        history = ResidualHistory()
+        y = m(x, history)
+        for layer in layers:
+            y = m(run(lambda y, layer=layer: torch.tanh(layer(y)), y), history)
+        return torch.autograd.grad(y.square().sum(), [x, m.query, *layers.parameters()])
+
+    again = partial(checkpoint, use_reentrant=False)
+    for a, b in zip(gradients(again), gradients(lambda f, y: f(y)), strict=True):
+        assert torch.equal(a, b)
 
 
 # ---- stacks --------------------------------------------------------------------------------------

@@ -202,6 +202,11 @@ def test_empty(backend, T, B):
     assert grads[1].eq(0).all()
     assert grads[2].eq(0).all()
     assert grads[3].eq(1).all()
+    # And without first states.
+    out = peephole_lstm(f, weight, peephole, reverse=True, backend=backend)
+    grads = torch.autograd.grad(sum(o.sum() for o in out), leaves[:3])
+    assert [g.shape for g in grads] == [x.shape for x in leaves[:3]]
+    assert all(g.eq(0).all() for g in grads)
 
 
 def test_autocast(backend):

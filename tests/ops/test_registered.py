@@ -177,7 +177,7 @@ def test_gradient_transforms_are_an_error(name):
     """torch's own: an op has no rule for them."""
     c = case(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
-    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
+    with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
         torch.func.grad(lambda x: outputs(c.run(x, *rest))[0].sum())(x)
 
 

@@ -264,12 +264,12 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert capsys.readouterr().err == refused
 
     # The smaller model was made for one language: the other one's tag is refused like none.
-    for first in ("<xx>", "bridge"):
-        (tmp_path / "other.en").write_text(f"<de> house\n\n{first} house\n")
+    for first, rest in (("<xx>", " house"), ("bridge", " house"), ("\x85", "")):
+        (tmp_path / "other.en").write_text(f"<de> house\n\n{first}{rest}\n")
         options = ["--input", str(tmp_path / "other.en"), "--device", "cpu"]
         assert main(["translate", small, *options]) == 1
         assert capsys.readouterr().err == (
-            f"deepfast translate: line 3 begins with '{first}': expected a source sentence that "
+            f"deepfast translate: line 3 begins with {first!r}: expected a source sentence that "
             "begins with the tag of one of the languages de, got none of them\n"
         )
     assert main(["translate", small, "--language", "de", *options]) == 1

@@ -13,7 +13,9 @@ from deepfast.training import (
     load_recipe,
     recipe_from_dict,
     recipe_names,
+    train,
 )
+from deepfast.training.corpus import load_corpus
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
          "data.dev_target=b.de"]  # fmt: skip
@@ -211,10 +213,9 @@ def test_sizes_are_base_and_big():
         ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
         ("train.log_every=0", "train.log_every: expected a whole number of at least 1, got 0"),
         ("data.phrases=xx", "data.phrases: expected one of de, fr, es or null, got 'xx'"),
-        ("data.train_source=a", "expected either phrases or train_source"),
+        ("data.train_source=a", "got both: set data.phrases=null beside files"),
         ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
         ("data.dev_source=a", "data.dev_target: expected a file for both sides"),
-        ("data.phrases=null", "expected text to train on, got none"),
         ("data.vocab_size=4", "data.vocab_size: expected more than 4 pieces, got 4"),
         ("model.heads=3", "model.dim: expected an even multiple of heads 3, got 64"),
         ("model.norm=mid", "model.norm: expected one of pre, post, got 'mid'"),
@@ -252,9 +253,23 @@ def test_what_needs_dev_or_test_pairs_says_so():
             load_recipe("phrases-small", [change, f"data.{size}_size=0"])
 
 
+def test_text_is_asked_for_when_training_begins(tmp_path):
+    """A recipe whose files come from the command line can be looked at without them."""
+    recipe = load_recipe("phrases-small", ["data.phrases=null", f"output={tmp_path / 'run'}",
+                                           "train.test_bleu=false"])  # fmt: skip
+    assert "phrases: null" in dump_recipe(recipe)
+    with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
+        train(recipe)
+    with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
+        load_corpus(recipe.data, seed=1, folder=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_recipe_names_the_nearest(tmp_path):
     with pytest.raises(RecipeError, match="nearest one is phrases-small"):
         load_recipe("phrasessmall")
+    with pytest.raises(RecipeError, match="shipped recipe: deepfast train --list names them"):
+        load_recipe("q")
     broken = tmp_path / "broken.yaml"
     broken.write_text("optim:\n  lr: [1\n")
     with pytest.raises(RecipeError, match=r"broken\.yaml: expected YAML, got an error at line"):
