@@ -304,11 +304,12 @@ def choose(
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot serve.
     """
+    source = "backend"
     if requested is None:
-        requested = os.environ.get("DEEPFAST_BACKEND") or None
+        source, requested = "DEEPFAST_BACKEND", os.environ.get("DEEPFAST_BACKEND") or None
     if requested is not None and requested not in BACKENDS:
         raise BackendError(
-            f"{op}: backend: expected one of {', '.join(BACKENDS)}, got {requested!r}"
+            f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"
         )
     # On a CPU no width is too much, and none decides.
     known = dim if device_type == "cuda" or requested == "cuda" else None
