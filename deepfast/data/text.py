@@ -37,6 +37,11 @@ class Dropped:
     def total(self) -> int:
         return self.empty + self.too_long
 
+    def __add__(self, other: Dropped) -> Dropped:
+        """Of two passes over the same pairs, this one first."""
+        counts = self.empty + other.empty, self.too_long + other.too_long
+        return Dropped(*counts, other.first | self.first)
+
     def __str__(self) -> str:
         counts = (("empty", self.empty), ("too long", self.too_long))
         parts = [

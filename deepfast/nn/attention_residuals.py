@@ -73,10 +73,10 @@ class AttentionResiduals(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        sizes = {"num_layers": num_layers, "dim": dim, "block": 1 if block is None else block}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"AttentionResiduals: {name} must be at least 1, got {value}")
+        common.check_whole(
+            "AttentionResiduals", num_layers=num_layers, dim=dim,
+            block=1 if block is None else block,
+        )  # fmt: skip
         common.check_eps("AttentionResiduals", eps)
         self.num_layers, self.dim, self.block = num_layers, dim, block
         self.eps, self.backend = eps, backend

@@ -9,6 +9,7 @@ from pathlib import Path
 from deepfast.data import (
     Batch,
     DataError,
+    Dropped,
     TokenBatches,
     Vocabulary,
     evaluation_batches,
@@ -84,12 +85,9 @@ def load_corpus(
     summary = [
         f"vocabulary {len(vocabulary)} pieces, {vocabulary.fingerprint()}",
         _describe("train", train, batches.pairs, vocabulary),
-        f"      {dropped + batches.dropped.total} pairs dropped: {dropped} empty, "
-        f"{batches.dropped.too_long} longer than {section.max_length} tokens; "
+        f"      {dropped + batches.dropped}; sentences of at most {section.max_length} tokens, "
         f"{len(batches)} micro-batches an epoch",
     ]
-    if batches.dropped.total:
-        summary.append(f"      {batches.dropped}")
     if dev_pairs:
         summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
     return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
@@ -152,17 +150,17 @@ def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
 
 def _read(
     section: DataSection, folder: Path
-) -> tuple[dict[str, list[Pair]], int, Callable[[int], str]]:
+) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
     """The pairs of each part, the empty training pairs left out, and the names of examples."""
     section.check_text()
     if section.phrases is not None:
-        return _generate(section, folder), 0, "example {}".format
+        return _generate(section, folder), Dropped(), "example {}".format
     parts = {}
     for part in ("dev", "test"):
         source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
         parts[part] = [] if source is None else read_parallel(source, target).pairs
     train = read_parallel(section.train_source, section.train_target)
-    return {"train": train.pairs} | parts, train.dropped.empty, train.place
+    return {"train": train.pairs} | parts, train.dropped, train.place
 
 
 def _describe(

@@ -134,7 +134,7 @@ def test_compiles_to_one_graph(block):
 
 
 def test_refuses():
-    for options, message in (({"block": 0}, "block must be at least 1, got 0"),
+    for options, message in (({"block": 0}, "block must be a whole number of at least 1, got 0"),
                              ({"eps": math.nan}, "eps must be a number of at least 0, got nan"),
                              ({"num_layers": 0}, "num_layers must be")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
