@@ -14,7 +14,7 @@ help:
 	@echo "make test     run the tests"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html"
-	@echo "make systems  train every system small, about an hour: bench/results/systems.md"
+	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
 	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
 	@echo "make lint     check style"
 
