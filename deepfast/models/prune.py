@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fusions import without_unread
 from .transformer import Transformer
 from .transformer_config import TransformerConfig
 
@@ -119,7 +120,7 @@ def prune_checkpoint(content: dict[str, Any], language: str | None = None) -> di
     kind = content.get("kind", "transformer")
     if kind != "transformer":
         raise ValueError(f"expected a model of the kind transformer, got {kind!r}")
-    config = TransformerConfig(**content["config"])
+    config = TransformerConfig(**without_unread(content["config"]))
     config, weights = prune_layers(config, content["model"], language)
     left = {key: value for key, value in content.items() if key != "training"}
     return left | {"kind": kind, "config": asdict(config), "model": weights}

@@ -301,6 +301,16 @@ def test_a_checkpoint_keeps_all_but_what_resuming_needs():
     assert TransformerConfig(**smaller["config"]).decoder_layers == 2
 
 
+def test_a_checkpoint_with_an_option_that_nothing_reads():
+    """Such a config is refused now, and older checkpoints hold it."""
+    model = build(encoder_connection="residual", encoder_fusion="average")
+    config = asdict(model.config) | {"fusion": {"hops": 3}}
+    with pytest.raises(ValueError, match="fusion: expected no options but those that average"):
+        TransformerConfig(**config)
+    smaller = prune_checkpoint({"config": config, "model": model.state_dict()}, "de")
+    assert smaller["config"]["fusion"] == {}
+
+
 def test_logits_may_learn_faster():
     model = build(latent={"lr_scale": 20.0})
     groups = parameter_groups(model)
