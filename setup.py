@@ -255,7 +255,7 @@ if __name__ == "__main__":
             "deepfast.bench": "bench",
             "deepfast.bench.gpu": "bench/gpu",
         },
-        package_data={"deepfast": ["py.typed", "recipes/*.yaml", "profiling/*.html"]},
+        package_data={"deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html"]},
         ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
         cmdclass={"build_ext": BuildOps},
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from deepfast.bench.peers import PEERS, FusedPerLayer, mixing_alone
+from deepfast.depth.schedule import default_block
 from deepfast.nn import DLCL
-from deepfast.ops.depth_state import default_block
 
 
 def blocked_bytes(layers: int, tokens: int, dim: int, size: int = 4, backward: bool = True) -> int:

@@ -15,7 +15,12 @@ import torch
 
 from deepfast.backend import build_info
 from deepfast.bench import depth_mix, layer_norm, transformer
-from deepfast.bench.harness import copy_variant, interleave, keep_memory, ratio
+from deepfast.bench.harness import (
+    copy_variant,
+    interleave,
+    keep_memory,
+    ratio,
+)
 from deepfast.bench.machine import cpu_model
 from deepfast.memory import LiveBytes
 

@@ -2,19 +2,19 @@
 
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
-deepfast.models   whole models
 deepfast.memory   what a training step keeps alive, counted and planned
+deepfast.mt       the translation toolkit: data, models, training, search
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from .version import __version__
+from deepfast.version import __version__
 
 if TYPE_CHECKING:
-    from . import memory, models, nn, ops
+    from deepfast import memory, mt, nn, ops
 
-__all__ = ["__version__", "memory", "models", "nn", "ops"]
+__all__ = ["__version__", "memory", "mt", "nn", "ops"]
 
 
 def __getattr__(name: str):

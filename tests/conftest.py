@@ -108,6 +108,32 @@ def exact_backend(request):
     return request.param
 
 
+@pytest.fixture(params=["cpu", "reference", "cuda"])
+def kernel_backend(request):
+    """Each backend that can run here, by name; one that has not the test's dtype is skipped."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    from deepfast import backend
+
+    dtype = torch.float32
+    if "dtype" in request.fixturenames:
+        dtype = request.getfixturevalue("dtype")
+    reason = backend.refusal("layer_norm", request.param, "cpu", dtype)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(params=["cpu", "reference", "triton", "cuda"])
+def any_backend(request):
+    """Each backend that has kernels here; Triton's run in its interpreter, CUDA's are emulated."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
 @pytest.fixture
 def ran():
     """``with ran(op, backend): ...`` asserts that the op ran inside, on that backend alone."""

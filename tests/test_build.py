@@ -158,9 +158,9 @@ COMPACT = [
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
     "tests/ops/test_depth_attention.py::test_agrees",
     "tests/ops/test_peephole_lstm.py::test_agrees",
-    "tests/ops/test_boundary.py::test_agrees",
-    "tests/nn/test_dlcl.py::test_agrees_in_16_bits",
-    "tests/nn/test_dlcl.py::test_agrees_in_float64",
+    "tests/depth/test_boundary.py::test_agrees",
+    "tests/depth/test_dlcl.py::test_agrees_in_16_bits",
+    "tests/depth/test_dlcl.py::test_agrees_in_float64",
 ]
 
 

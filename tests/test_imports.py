@@ -11,30 +11,32 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What a package may import of deepfast, itself aside. From the top:
-#   cli -> profiling -> training, search -> models -> nn -> ops -> backend
-#   backend -> kernels | _C | reference
-# data and memory lie at the bottom.
-BOTTOM = {"data", "memory", "version"}
+#   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
+# checks and memory lie at the bottom. Inside mt: training -> search -> models, data.
+BOTTOM = {"checks", "memory", "version"}
 OPS = {"ops", "backend", "reference"} | BOTTOM
-MODELS = {"models", "nn"} | OPS
+NN = {"nn", "depth"} | OPS
+MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
-    "data": {"version"},
-    "memory": {"version"},
+    "checks": set(),
+    "memory": {"checks", "version"},
     "reference": {"version"},
     "kernels": set(),
     "backend": {"reference", "kernels", "_C", "version"},
-    "ops": {"backend", "reference", "version"},
-    "nn": {"ops", "backend", "reference", "memory", "version"},
-    "models": {"nn", *OPS},
-    "search": MODELS,
-    "training": MODELS | {"search"},
-    # Not in the design: benchmarks measure ops, models and training, profiling runs them.
-    "bench": MODELS | {"training"},
-    "profiling": MODELS | {"search", "training", "bench"},
-    "cli": MODELS | {"search", "training", "profiling", "bench"},
+    "ops": {"backend", "reference", *BOTTOM},
+    "depth": OPS,
+    "nn": NN,
+    "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
+    "mt.data": {"mt", *BOTTOM},
+    "mt.models": {"mt", "mt.data", *NN},
+    "mt.search": {"mt", *MODELS},
+    "mt.training": {"mt", "mt.search", *MODELS},
+    "bench": {"measure", "mt", "mt.training", *MODELS},
+    "measure": {"mt", "mt.search", "mt.training", "bench", *MODELS},
+    "cli": {"mt", "mt.search", "mt.training", "measure", "bench", *MODELS},
     # deepfast/__init__.py shows what most users need.
-    "": {"nn", "ops", "models", "memory", "version"},
+    "": {"mt", "nn", "ops", "memory", "version"},
 }
 
 
@@ -75,8 +77,8 @@ def imports(path, *, everywhere=True):
 
 
 def layer_of(module):
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["mt"] else 1])
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -141,7 +143,7 @@ def extras():
 
 
 # numpy and triton are torch's own optional dependencies: torch imports them where they are there.
-@pytest.mark.parametrize("module", ["deepfast.ops", "deepfast.models", "deepfast.backend"])
+@pytest.mark.parametrize("module", ["deepfast.ops", "deepfast.mt.models", "deepfast.backend"])
 def test_importing_needs_torch_alone(python, module):
     script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = set(python("-c", script).stdout.split())
@@ -155,8 +157,8 @@ def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
     script = (
         "import sys, deepfast, deepfast.memory\n"
         "assert 'torch' not in sys.modules\n"
-        "assert {'nn', 'ops', 'models', 'memory'} <= set(dir(deepfast))\n"
-        "deepfast.nn.DLCL, deepfast.ops.layer_norm, deepfast.models.Transformer\n"
+        "assert {'nn', 'ops', 'mt', 'memory'} <= set(dir(deepfast))\n"
+        "deepfast.nn.DLCL, deepfast.ops.layer_norm, deepfast.mt.models.Transformer\n"
         "assert 'torch' in sys.modules and not hasattr(deepfast, 'training_')"
     )
     python("-c", script)
@@ -164,7 +166,7 @@ def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
 
 def test_importing_loads_no_kernels(python):
     """Triton's kernels are loaded when the first of them is asked for."""
-    script = "import sys, deepfast.models; print(*sys.modules)"
+    script = "import sys, deepfast.mt.models; print(*sys.modules)"
     loaded = python("-c", script).stdout.split()
     assert not [name for name in loaded if name.startswith("deepfast.kernels")]
 
@@ -176,7 +178,7 @@ def test_importing_changes_nothing(python):
         "def state(): return (dict(os.environ), torch.get_default_dtype(), "
         "torch.get_num_threads(), torch.get_rng_state().tolist())\n"
         "before = state()\n"
-        "import deepfast.models, deepfast.training\n"
+        "import deepfast.mt.models, deepfast.mt.training\n"
         "assert state() == before"
     )
     python("-c", script)
@@ -192,10 +194,11 @@ def test_op_names_are_one_in_every_folder():
         "boundary",
         "peephole_lstm",
     ):
-        assert (PACKAGE / "ops" / f"{op}.py").exists()
+        folder = "depth" if op == "boundary" else "ops"
+        assert (PACKAGE / folder / f"{op}.py").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}.cpp").exists()
         assert (ROOT / "csrc" / "cpu" / f"{op}_kernel.cpp").exists()
-        assert (ROOT / "tests" / "ops" / f"test_{op}.py").exists()
+        assert (ROOT / "tests" / folder / f"test_{op}.py").exists()
     for op in (
         "layer_norm",
         "activation",

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from deepfast.ops.depth_state import empty_slots
+from deepfast.depth.state import empty_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYERS = 100

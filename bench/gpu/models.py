@@ -11,7 +11,13 @@ from deepfast import ops
 from deepfast.bench.gpu import peers
 from deepfast.bench.gpu.clock import Bench, Variant
 from deepfast.bench.peers import PEERS, mixing_alone
-from deepfast.nn import DLCL, DepthHistory, LayerNorm, Packing, TransformerEncoder
+from deepfast.nn import (
+    DLCL,
+    DepthHistory,
+    LayerNorm,
+    Packing,
+    TransformerEncoder,
+)
 
 BF16 = torch.bfloat16
 

@@ -7,7 +7,8 @@ import torch
 from deepfast import backend, ops
 from deepfast.bench.gpu import peers
 from deepfast.bench.gpu.clock import Bench, Variant
-from deepfast.ops.depth_state import default_block, empty_slots
+from deepfast.depth.schedule import default_block
+from deepfast.depth.state import empty_slots
 
 BF16 = torch.bfloat16
 DROPOUT = 0.1

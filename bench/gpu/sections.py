@@ -12,7 +12,12 @@ from typing import NamedTuple
 import torch
 
 from deepfast import backend
-from deepfast.bench.gpu import attention, losses, models, ops
+from deepfast.bench.gpu import (
+    attention,
+    losses,
+    models,
+    ops,
+)
 from deepfast.bench.gpu.clock import Bench
 
 

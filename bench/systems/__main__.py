@@ -16,10 +16,15 @@ import torch
 
 from deepfast.bench.machine import cpu_model
 from deepfast.bench.systems.one import RESULT
-from deepfast.bench.systems.rows import LARGE, Row, named, text_files
+from deepfast.bench.systems.rows import (
+    LARGE,
+    Row,
+    named,
+    text_files,
+)
 from deepfast.bench.systems.table import page
-from deepfast.data.text import write_atomically
-from deepfast.training import load_recipe
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.training import load_recipe
 
 
 def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:

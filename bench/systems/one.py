@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from deepfast.data.text import write_atomically
-from deepfast.models.checkpoint import load_model
-from deepfast.training import NotFiniteError, load_recipe, train
-from deepfast.training.corpus import load_corpus
-from deepfast.training.environment import peak_bytes, resolve_device, settings
-from deepfast.training.trainer import Trainer
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.training import NotFiniteError, load_recipe, train
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.environment import peak_bytes, resolve_device, settings
+from deepfast.mt.training.trainer import Trainer
 
 RESULT = "result.json"
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepfast.data.text import read_parallel, write_atomically
-from deepfast.training import load_recipe
+from deepfast.mt.data.text import read_parallel, write_atomically
+from deepfast.mt.training import load_recipe
 
 BASE = "phrases-systems"
 

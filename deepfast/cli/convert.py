@@ -9,7 +9,7 @@ import argparse
 import os
 
 from deepfast.cli.translate import to_translate
-from deepfast.data import TokenVocabulary, read_dictionary
+from deepfast.mt.data import TokenVocabulary, read_dictionary
 
 EXAMPLE = (
     "deepfast convert checkpoint_best.pt --source-dictionary dict.en.txt "
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.models import fairseq, kind_of
-    from deepfast.models.checkpoint import load_model
-    from deepfast.training.checkpoint import save_checkpoint
+    from deepfast.mt.models import fairseq, kind_of
+    from deepfast.mt.models.checkpoint import load_model
+    from deepfast.mt.training.checkpoint import save_checkpoint
 
     if os.path.isdir(args.output):
         raise ValueError(f"--output: expected a file, got the folder {args.output}")

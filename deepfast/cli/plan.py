@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print(*lines(result), sep="\n")
     if picture is not None:
         # matplotlib takes a second to import.
-        from deepfast.profiling.depth_picture import draw
+        from deepfast.measure.depth_picture import draw
 
         draw(result, picture)
     return 0 if result.fits else DOES_NOT_FIT

@@ -7,9 +7,9 @@ uses."""
 import argparse
 
 from deepfast.cli.translate import to_translate
-from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.models.prune import SIDES, prune_checkpoint
-from deepfast.training.checkpoint import save_checkpoint
+from deepfast.mt.models.checkpoint import load_model, read_checkpoint
+from deepfast.mt.models.prune import SIDES, prune_checkpoint
+from deepfast.mt.training.checkpoint import save_checkpoint
 
 EXAMPLE = "deepfast prune runs/phrases-latent/average.pt --language fr --output fr.pt"
 

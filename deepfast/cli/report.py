@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.data.errors import require
+    from deepfast.mt.data.errors import require
 
     # Missing packages are named before minutes of measuring, not after.
     for package in ("matplotlib", "jinja2", "rich"):
         require(package, "deepfast report")
-    from deepfast.profiling import page, terminal
-    from deepfast.profiling.report import make_report
-    from deepfast.profiling.settings import Settings, quick
+    from deepfast.measure import page, terminal
+    from deepfast.measure.report import make_report
+    from deepfast.measure.settings import Settings, quick
 
     given = {"minutes": args.minutes, "depths": args.depths, "rounds": args.rounds}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})

@@ -7,13 +7,9 @@ one sentence a line, plain or gzip."""
 import argparse
 import json
 
-from deepfast.cli.translate import (
-    add_decoding_arguments,
-    add_deep_shallow_arguments,
-    translate,
-)
-from deepfast.data import read_lines
-from deepfast.search import bleu
+from deepfast.cli.translate import add_decoding_arguments, add_deep_shallow_arguments, translate
+from deepfast.mt.data import read_lines
+from deepfast.mt.search import bleu
 
 EXAMPLE = """deepfast score translations.de test.de
   deepfast score --checkpoint model.pt --source test.en --reference test.de"""

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from deepfast.cli.translate import lowercased, tagged
-from deepfast.data import Vocabulary, lower
-from deepfast.data.errors import require
-from deepfast.data.vocabulary import BOS, EOS, SPACE
-from deepfast.models.checkpoint import load_model
-from deepfast.nn.fusion import WITH_ATTENTION
-from deepfast.search import translate_lines
+from deepfast.mt.data import Vocabulary, lower
+from deepfast.mt.data.errors import require
+from deepfast.mt.data.vocabulary import BOS, EOS, SPACE
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.search import translate_lines
+from deepfast.nn.connections.fusion import WITH_ATTENTION
 
 EXAMPLE = 'deepfast show-attention model.pt "the old house" --output layers.svg'
 PICTURES = (".svg", ".png")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         texts[:1] = tagged(texts[:1], args.language, model, vocabulary)
     weights, words = layer_weights(model, vocabulary, side, *texts)
     # matplotlib takes a second to import.
-    from deepfast.profiling.attention_picture import draw
+    from deepfast.measure.attention_picture import draw
 
     missing = draw(
         weights, words, path, title=f"{side}: weight of each layer",

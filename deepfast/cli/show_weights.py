@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.models.checkpoint import load_model
-    from deepfast.profiling import choice_picture, weight_picture
+    from deepfast.measure import choice_picture, weight_picture
+    from deepfast.mt.models.checkpoint import load_model
 
     if args.output is not None and args.output.suffix not in PICTURES:
         raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")

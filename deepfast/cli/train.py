@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast import training
+    from deepfast.mt import training
 
     if args.list:
         names = training.recipe_names()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deepfast.data import (
+from deepfast.mt.data import (
     DataError,
     TokenVocabulary,
     Vocabulary,
@@ -29,10 +29,10 @@ from deepfast.data import (
     split_tag,
     tag_of,
 )
-from deepfast.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
-from deepfast.models.checkpoint import load_model, read_checkpoint
-from deepfast.search import Ensemble, deep_shallow_nbest, translate_nbest
-from deepfast.search.deep_shallow import ALPHA, GAMMA
+from deepfast.mt.data.text import GZIP_MAGIC, UTF8_MARK, write_atomically
+from deepfast.mt.models.checkpoint import load_model, read_checkpoint
+from deepfast.mt.search import Ensemble, deep_shallow_nbest, translate_nbest
+from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
 

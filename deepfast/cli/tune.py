@@ -17,8 +17,8 @@ from deepfast.cli.translate import (
     searched,
     to_translate,
 )
-from deepfast.data import read_lines
-from deepfast.search import tune_deep_shallow
+from deepfast.mt.data import read_lines
+from deepfast.mt.search import tune_deep_shallow
 
 EXAMPLE = "deepfast tune model.pt --source dev.en --reference dev.de"
 

@@ -6,9 +6,9 @@ the masks of dropout. DLCL adds y_k and LN_k(y_k), in fp32; stacking adds all st
 layer again. Under autocast the residual stream stays in fp32, as layer-norm returns it.
 """
 
-from .layer_bytes import FP32
-from .sizes import OPTIMIZERS, Sizes
-from .timeline import margin
+from deepfast.memory.layer_bytes import FP32
+from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.timeline import margin
 
 STACK, LOOP, RESIDUAL, CHECKPOINTED = (
     "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"

@@ -8,8 +8,8 @@ Floating-point operations of a whole step, forward and backward, T tokens of sen
                       the gradients of the states, and those of the weights
 """
 
-from .policies import POLICIES
-from .sizes import Sizes
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.sizes import Sizes
 
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:

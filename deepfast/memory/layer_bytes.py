@@ -17,9 +17,9 @@ to measured steps, of sizes drawn at random too, by `tests/memory/test_plan_meas
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .policies import RERUN
-from .sizes import Sizes
-from .steps import FP32, Layer, Step
+from deepfast.memory.policies import RERUN
+from deepfast.memory.sizes import Sizes
+from deepfast.memory.steps import FP32, Layer, Step
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from .flops import relative_time
-from .policies import POLICIES, resolve
-from .sizes import MOST, Sizes
-from .table import advise
-from .timeline import peak_table
-from .units import format_bytes, parse_bytes
+from deepfast.memory.flops import relative_time
+from deepfast.memory.policies import POLICIES, resolve
+from deepfast.memory.sizes import MOST, Sizes
+from deepfast.memory.table import advise
+from deepfast.memory.timeline import peak_table
+from deepfast.memory.units import format_bytes, parse_bytes
 
 FREE = ("budget", "layers", "width", "tokens")
 """Three of them are given, or all four."""

@@ -12,8 +12,8 @@ Sizes are those of a micro-batch. In the names of tensors:
 
 from dataclasses import dataclass
 
-from .policies import POLICIES, RERUN
-from .sizes import Sizes
+from deepfast.memory.policies import POLICIES, RERUN
+from deepfast.memory.sizes import Sizes
 
 FP32 = 4
 

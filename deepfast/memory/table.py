@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from .units import format_bytes
+from deepfast.memory.units import format_bytes
 
 if TYPE_CHECKING:
-    from .plan import Plan, WhatFits
+    from deepfast.memory.plan import Plan, WhatFits
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:

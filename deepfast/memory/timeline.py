@@ -9,9 +9,14 @@ policies, or where a buffer comes or goes, and only these layers are looked at.
 from itertools import groupby
 from typing import NamedTuple
 
-from .layer_bytes import FP32, LayerBytes, head_bytes, layer_bytes
-from .sizes import OPTIMIZERS, Sizes
-from .steps import Step
+from deepfast.memory.layer_bytes import (
+    FP32,
+    LayerBytes,
+    head_bytes,
+    layer_bytes,
+)
+from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.steps import Step
 
 CATEGORIES = (
     "parameters",
@@ -32,7 +37,7 @@ MARGIN, CONTEXT = 0.04, 300 * 2**20
 
 
 def block_rows(rows: int) -> int:
-    """Rows per block of the depth connection; `deepfast.ops.depth_state.default_block`."""
+    """Rows per block of the depth connection; `deepfast.depth.schedule.default_block`."""
     return 4 if rows <= 32 else 8
 
 

@@ -1,16 +1,16 @@
 """Modules: the depth connection, and Transformer layers and stacks around it."""
 
-from .attention import KeyValueCache, MultiheadAttention
-from .attention_residuals import AttentionResiduals, ResidualHistory
-from .dlcl import DLCL
-from .fusion import LayerFusion
-from .history import DepthHistory
-from .latent_depth import LatentDepth
-from .layer_norm import LayerNorm
-from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .packing import Packing
-from .transformer import DecoderCache, TransformerDecoder, TransformerEncoder
-from .transparent_attention import TransparentAttention
+from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
+from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
+from deepfast.nn.attention import KeyValueCache, MultiheadAttention
+from deepfast.nn.connections.fusion import LayerFusion
+from deepfast.nn.connections.latent import LatentDepth
+from deepfast.nn.connections.transparent import TransparentAttention
+from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from deepfast.nn.packing import Packing
+from deepfast.nn.transformer import DecoderCache, TransformerDecoder, TransformerEncoder
 
 __all__ = [
     "DLCL",

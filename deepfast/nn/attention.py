@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import backend as backends
-from deepfast import ops
-from deepfast.ops import _common as common
-
-from .bare import bare, gated
-from .packing import Packing
-from .recompute import Again, Kept, remade
+from deepfast import checks, ops
+from deepfast.nn.bare import bare, gated
+from deepfast.nn.packing import Packing
+from deepfast.nn.recompute import Again, Kept, remade
+from deepfast.ops import common
 
 
 @dataclass
@@ -107,8 +106,8 @@ class MultiheadAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        common.check_whole("MultiheadAttention", dim=dim, heads=heads)
-        common.check_probability("MultiheadAttention", dropout, argument="dropout")
+        checks.whole("MultiheadAttention", dim=dim, heads=heads)
+        checks.probability("MultiheadAttention", dropout, argument="dropout")
         if dim % heads:
             raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
         self.dim, self.heads, self.dropout, self.cross = dim, heads, dropout, cross

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from deepfast import ops
-from deepfast.ops import _common as common
-from deepfast.ops.boundary import OutNorm
+from deepfast import checks, ops
+from deepfast.depth.boundary import OutNorm
+from deepfast.nn.recompute import Again, Kept
 from deepfast.ops.layer_norm import compute
-
-from .recompute import Again, Kept
 
 
 class LayerNorm(nn.Module):
@@ -16,8 +14,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, *, backend: str | None = None):
         super().__init__()
-        common.check_whole("LayerNorm", dim=dim)
-        common.check_eps("LayerNorm", eps)
+        checks.whole("LayerNorm", dim=dim)
+        checks.eps("LayerNorm", eps)
         self.eps, self.backend = eps, backend
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))

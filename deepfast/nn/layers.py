@@ -11,17 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import ops
+from deepfast import checks, ops
 from deepfast.memory.policies import POLICIES, RERUN
-from deepfast.ops import _common as common
+from deepfast.nn.attention import KeyValueCache, MultiheadAttention
+from deepfast.nn.bare import bare, gated, gated_parameters
+from deepfast.nn.connections.latent import Gate
+from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.packing import Packing, packed, packed_pair
+from deepfast.nn.recompute import Again
 from deepfast.ops.activation import KINDS
-
-from .attention import KeyValueCache, MultiheadAttention
-from .bare import bare, gated, gated_parameters
-from .latent_depth import Gate
-from .layer_norm import LayerNorm
-from .packing import Packing, packed, packed_pair
-from .recompute import Again
 
 
 class FeedForward(nn.Module):
@@ -39,8 +37,8 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in KINDS:
             raise ValueError(f"activation must be one of {', '.join(KINDS)}, got {activation!r}")
-        common.check_whole("FeedForward", dim=dim, ffn_dim=ffn_dim)
-        common.check_probability("FeedForward", dropout, argument="dropout")
+        checks.whole("FeedForward", dim=dim, ffn_dim=ffn_dim)
+        checks.probability("FeedForward", dropout, argument="dropout")
         self.activation, self.dropout, self.backend = activation, dropout, backend
         self.up = nn.Linear(dim, ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)
@@ -120,13 +118,13 @@ class _Layer(nn.Module):
         if memory not in POLICIES:
             raise ValueError(f"memory must be one of {POLICIES}, got {memory!r}")
         name = type(self).__name__
-        common.check_whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
+        checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
         for argument, p in (
             ("dropout", dropout),
             ("attention_dropout", attention_dropout),
             ("activation_dropout", activation_dropout),
         ):
-            common.check_probability(name, p, argument=argument)
+            checks.probability(name, p, argument=argument)
         self.dim, self.norm, self.dropout, self.memory = dim, norm, dropout, memory
         self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
         if self.crosses:

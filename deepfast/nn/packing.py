@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepfast.ops import _common as common
-from deepfast.ops._register import watched
+from deepfast import checks
 from deepfast.ops.packed import Gather, Scatter
+from deepfast.ops.register import watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def packed(
     Raises:
         TypeError, ValueError: for operands that do not fit.
     """
-    common.check_tensor(op, name, x_BSD)
+    checks.tensor(op, name, x_BSD)
     if x_BSD.dim() != 3 or x_BSD.shape[-1] != dim:
         raise ValueError(f"{op}: {name} must be (B, S, {dim}), got {tuple(x_BSD.shape)}")
     packing = Packing.of(*x_BSD.shape[:2], padding, argument=f"{op}: {argument}")

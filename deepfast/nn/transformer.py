@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from deepfast import checks
 from deepfast.memory.policies import resolve
-from deepfast.ops import _common as common
-
-from .attention import KeyValueCache
-from .connection import Body, Connection
-from .latent_depth import Gate, LatentDepth
-from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .packing import Packing, packed, packed_pair
+from deepfast.nn.attention import KeyValueCache
+from deepfast.nn.connections.connection import Body, Connection
+from deepfast.nn.connections.latent import Gate, LatentDepth
+from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from deepfast.nn.packing import Packing, packed, packed_pair
 
 
 def _is(gate: Gate, value: float) -> bool:
@@ -48,7 +47,7 @@ class _Stack(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        common.check_whole(type(self).__name__, num_layers=num_layers)
+        checks.whole(type(self).__name__, num_layers=num_layers)
         self.dim = dim
         self.layers = nn.ModuleList(
             self.layer(
@@ -137,8 +136,8 @@ class TransformerEncoder(_Stack):
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: one of `deepfast.nn.connection.CONNECTIONS`: "dlcl"; "residual"; "denseformer",
-            which is a DLCL with other defaults; "attnres" and "block_attnres", see
+        connection: one of `deepfast.nn.connections.connection.CONNECTIONS`: "dlcl"; "residual";
+            "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "latent": residual, and learned which layers are used.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.

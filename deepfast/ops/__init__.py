@@ -1,15 +1,15 @@
 """Fused ops with autograd, to drop into any training code."""
 
-from . import _launches as _launches  # registers what torch is told of them
-from .activation import activation
-from .attention import attention
-from .depth_attention import depth_attention
-from .depth_mix import depth_mix
-from .feed_forward import feed_forward
-from .layer_norm import layer_norm
-from .linear_cross_entropy import linear_cross_entropy
-from .norm_linear import norm_linear
-from .peephole_lstm import peephole_lstm
+from deepfast.ops import _launches as _launches  # registers what torch is told of them
+from deepfast.ops.activation import activation
+from deepfast.ops.attention import attention
+from deepfast.ops.depth_attention import depth_attention
+from deepfast.ops.depth_mix import depth_mix
+from deepfast.ops.feed_forward import feed_forward
+from deepfast.ops.layer_norm import layer_norm
+from deepfast.ops.linear_cross_entropy import linear_cross_entropy
+from deepfast.ops.norm_linear import norm_linear
+from deepfast.ops.peephole_lstm import peephole_lstm
 
 __all__ = [
     "activation",

@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import no_flops, register
 from deepfast.reference.activation import KINDS
-
-from . import _common as common
-from ._register import no_flops, register
 
 
 def compute(
@@ -129,9 +129,9 @@ def activation(
 
     Source: Hendrycks, Gimpel, Gaussian Error Linear Units (GELUs), 2016.
     """
-    common.check_tensor("activation", "h", h)
+    checks.tensor("activation", "h", h)
     check_kind("activation", kind)
-    common.check_probability("activation", dropout_p)
+    checks.probability("activation", dropout_p)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
     return _activation(h, kind, p, seed, backend)[0]

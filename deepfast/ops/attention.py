@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.packed import Gather, Scatter, places
+from deepfast.ops.register import register, watched
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import register, watched
-from .packed import Gather, Scatter, places
 
 
 def _forward(
@@ -164,7 +164,7 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        common.check_tensor("attention", name, x)
+        checks.tensor("attention", name, x)
         if x.dim() != 3:
             raise ValueError(f"attention: {name} must be (T, H, d), got {tuple(x.shape)}")
         if x.dtype != q.dtype or x.device != q.device:
@@ -177,7 +177,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             f"attention: k must have q's heads and width {tuple(q.shape[1:])}, "
             f"got {tuple(k.shape[1:])}"
         )
-    common.check_like("attention", "v", v, "k", k)
+    checks.like("attention", "v", v, "k", k)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, Tensor):
             raise TypeError(f"attention: {name} must be a tensor, got {type(cu).__name__}")
@@ -191,7 +191,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             f"attention: cu_seqlens_k must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, "
             f"got {tuple(cu_seqlens_k.shape)}"
         )
-    common.check_whole("attention", 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    checks.whole("attention", 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
@@ -256,7 +256,7 @@ def attention(
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    common.check_probability("attention", dropout_p)
+    checks.probability("attention", dropout_p)
     if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -264,7 +264,7 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
-        common.check_finite("attention", "scale", scale)
+        checks.finite("attention", "scale", scale)
         scale = float(scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
     name = backends.chosen("attention", backend, q.device.type, q.dtype)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import register
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import register
 
 NORMS = ("rms", None)
 
@@ -149,26 +149,26 @@ def _check_query(first, query, scores, norm, norm_weight) -> None:
     if query is None:
         return
     dim = first.shape[-1]
-    common.check_tensor("depth_attention", "query", query)
+    checks.tensor("depth_attention", "query", query)
     if query.dim() > 2 or query.shape[-1] != dim or query.numel() == 0:
         raise ValueError(
             f"depth_attention: query must be ({dim},) or (H, {dim}) with H >= 1, "
             f"got {tuple(query.shape)}"
         )
-    common.check_parameter("depth_attention", "query", query, tuple(query.shape), first.device)
+    checks.parameter("depth_attention", "query", query, tuple(query.shape), first.device)
     if norm_weight is not None:
-        common.check_tensor("depth_attention", "norm_weight", norm_weight)
+        checks.tensor("depth_attention", "norm_weight", norm_weight)
         shape = tuple(query.shape) if norm_weight.dim() == query.dim() else (dim,)
-        common.check_parameter("depth_attention", "norm_weight", norm_weight, shape, first.device)
+        checks.parameter("depth_attention", "norm_weight", norm_weight, shape, first.device)
 
 
 def _check_scores(sources: list[Tensor], scores: Tensor) -> None:
     first = sources[0]
-    common.check_tensor("depth_attention", "scores", scores)
+    checks.tensor("depth_attention", "scores", scores)
     shape = (*first.shape[:-1], len(sources))
     if scores.dim() == first.dim() + 1:
         shape = (*shape, scores.shape[-1])
-    common.check_parameter("depth_attention", "scores", scores, shape, first.device)
+    checks.parameter("depth_attention", "scores", scores, shape, first.device)
 
 
 def depth_attention(
@@ -217,7 +217,7 @@ def depth_attention(
     """
     sources = common.checked_sources("depth_attention", "sources", sources)
     first = sources[0]
-    common.check_eps("depth_attention", eps)
+    checks.eps("depth_attention", eps)
     _check_query(first, query, scores, norm, norm_weight)
     if query is None:
         _check_scores(sources, scores)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import register
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import register
 
 
 def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
@@ -176,14 +176,14 @@ def depth_mix(
     sources = common.checked_sources("depth_mix", "sources", sources)
     first = sources[0]
     count, dim = len(sources), first.shape[-1]
-    common.check_tensor("depth_mix", "weight", weight)
+    checks.tensor("depth_mix", "weight", weight)
     if tuple(weight.shape) != (count,) and tuple(weight.shape) != (count, dim):
         raise ValueError(
             f"depth_mix: weight must be ({count},) or ({count}, {dim}), got {tuple(weight.shape)}"
         )
-    common.check_parameter("depth_mix", "weight", weight, tuple(weight.shape), first.device)
-    common.check_parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
-    common.check_parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)
-    common.check_eps("depth_mix", eps)
+    checks.parameter("depth_mix", "weight", weight, tuple(weight.shape), first.device)
+    checks.parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
+    checks.parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)
+    checks.eps("depth_mix", eps)
     (out,) = _depth_mix(sources, weight, norm_weight, norm_bias, eps, backend)
     return out

@@ -5,12 +5,19 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _common as common
-from ._register import register
-from .activation import check_kind
-from .activation import compute as activate
-from .activation import compute_grad as activate_grad
-from .layer_norm import check, compute, compute_grads, empty_grads, empty_results
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.activation import check_kind
+from deepfast.ops.activation import compute as activate
+from deepfast.ops.activation import compute_grad as activate_grad
+from deepfast.ops.layer_norm import (
+    check,
+    compute,
+    compute_grads,
+    empty_grads,
+    empty_results,
+)
+from deepfast.ops.register import register
 
 
 def _forward(
@@ -240,7 +247,7 @@ def feed_forward(
     name = "feed_forward"
     x, residual, dim = check(name, x, residual, norm_weight, norm_bias, eps, dropout_p)
     check_kind(name, activation, argument="activation")
-    common.check_probability(name, activation_dropout_p, argument="activation_dropout_p")
+    checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
     names = "up", "F", "up_bias"
     up, up_bias = common.linear_operands(name, x, dim, names, up, up_bias)
     names = "down", "N", "down_bias"

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import no_flops, register
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import no_flops, register
 
 
 def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
@@ -126,17 +126,17 @@ def check(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor | None, int]:
     """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards."""
-    common.check_tensor(op, "x", x)
+    checks.tensor(op, "x", x)
     if residual is not None:
-        common.check_tensor(op, "residual", residual)
+        checks.tensor(op, "residual", residual)
     x, residual = common.autocast(x, residual)
     if residual is not None:
-        common.check_like(op, "residual", residual, "x", x)
+        checks.like(op, "residual", residual, "x", x)
     dim = x.shape[-1]
-    common.check_parameter(op, "weight", weight, (dim,), x.device)
-    common.check_parameter(op, "bias", bias, (dim,), x.device)
-    common.check_eps(op, eps)
-    common.check_probability(op, dropout_p)
+    checks.parameter(op, "weight", weight, (dim,), x.device)
+    checks.parameter(op, "bias", bias, (dim,), x.device)
+    checks.eps(op, eps)
+    checks.probability(op, dropout_p)
     return x, residual, dim
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import register
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import register
 
 REDUCTIONS = ("mean", "sum")
 
@@ -178,8 +178,8 @@ _linear_cross_entropy = register(
 
 def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chunk) -> None:
     op = "linear_cross_entropy"
-    common.check_tensor(op, "hidden", hidden)
-    common.check_tensor(op, "weight", weight)
+    checks.tensor(op, "hidden", hidden)
+    checks.tensor(op, "weight", weight)
     dim, device = hidden.shape[-1], hidden.device
     if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
         raise ValueError(f"{op}: weight must be (V, {dim}) with V >= 1, got {tuple(weight.shape)}")
@@ -193,7 +193,7 @@ def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chu
     for name, x in (("weight", weight), ("target", target)):
         if x.device != device:
             raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
-    common.check_probability(op, label_smoothing, argument="label_smoothing")
+    checks.probability(op, label_smoothing, argument="label_smoothing")
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"

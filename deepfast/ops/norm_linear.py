@@ -6,9 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _common as common
-from ._register import register
-from .layer_norm import check, compute, compute_grads, empty_grads, empty_results
+from deepfast.ops import common
+from deepfast.ops.layer_norm import (
+    check,
+    compute,
+    compute_grads,
+    empty_grads,
+    empty_results,
+)
+from deepfast.ops.register import register
 
 
 def _normed(s, norm_weight, norm_bias, eps, backend):

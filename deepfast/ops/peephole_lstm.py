@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.register import register, watched
 from deepfast.reference.layer_norm import compute_dtype
-
-from . import _common as common
-from ._register import register, watched
 
 
 def _launches(like: Tensor, backend: str | None):
@@ -168,21 +168,21 @@ _peephole_lstm = register(
 
 def _check(f, weight, peephole, h0, c0, lengths) -> None:
     op = "peephole_lstm"
-    common.check_tensor(op, "f", f)
+    checks.tensor(op, "f", f)
     if f.dim() != 3 or f.shape[2] % 4:
         raise ValueError(f"{op}: f must be (T, B, 4H), got {tuple(f.shape)}")
     steps, batch, dim = f.shape[0], f.shape[1], f.shape[2] // 4
     for name, x, shape in (("weight", weight, (dim, 4 * dim)), ("h0", h0, (batch, dim))):
         if x is None and name == "h0":
             continue
-        common.check_tensor(op, name, x)
-        common.check_parameter(op, name, x, shape, f.device)
+        checks.tensor(op, name, x)
+        checks.parameter(op, name, x, shape, f.device)
         if x.dtype != f.dtype:
             raise ValueError(f"{op}: {name} must have f's dtype {f.dtype}, got {x.dtype}")
-    common.check_tensor(op, "peephole", peephole)
-    common.check_parameter(op, "peephole", peephole, (3, dim), f.device)
-    common.check_parameter(op, "c0", c0, (batch, dim), f.device)
-    common.check_parameter(op, "lengths", lengths, (batch,), f.device)
+    checks.tensor(op, "peephole", peephole)
+    checks.parameter(op, "peephole", peephole, (3, dim), f.device)
+    checks.parameter(op, "c0", c0, (batch, dim), f.device)
+    checks.parameter(op, "lengths", lengths, (batch,), f.device)
     if lengths is None:
         return
     if lengths.dtype != torch.int64:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_attention import rms_norm
+from deepfast.reference.depth_attention import rms_norm
 
 
 def attend(values: Sequence[Tensor], w: Tensor, eps: float = 1e-6) -> Tensor:

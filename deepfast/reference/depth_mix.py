@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .layer_norm import compute_dtype, normalise
+from deepfast.reference.layer_norm import compute_dtype, normalise
 
 
 def depth_mix(

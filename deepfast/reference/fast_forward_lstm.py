@@ -2,13 +2,13 @@
 
 Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine Translation,
 TACL 2016: Eq. 4 for a layer, 5 to 7 for the columns, 8 to 11 for what lies between them.
-``p`` holds the parameters of `deepfast.models.FastForwardLSTM` by name.
+``p`` holds the parameters of `deepfast.mt.models.FastForwardLSTM` by name.
 """
 
 import torch
 from torch import Tensor
 
-from .peephole_lstm import cell
+from deepfast.reference.peephole_lstm import cell
 
 
 def layer(p: dict[str, Tensor], name: str, inputs: list[Tensor], step: int) -> list[tuple]:

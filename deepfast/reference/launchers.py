@@ -9,12 +9,17 @@ a 0-dim int64 tensor, or None without dropout.
 import torch
 from torch import Tensor
 
-from .activation import activation, activation_grad
-from .attention import attention, scores, sentences, weight_masks
-from .dropout import dropout
-from .layer_norm import compute_dtype, normalise
-from .linear_cross_entropy import cross_entropy as losses
-from .peephole_lstm import cell, position
+from deepfast.reference.activation import activation, activation_grad
+from deepfast.reference.attention import (
+    attention,
+    scores,
+    sentences,
+    weight_masks,
+)
+from deepfast.reference.dropout import dropout
+from deepfast.reference.layer_norm import compute_dtype, normalise
+from deepfast.reference.linear_cross_entropy import cross_entropy as losses
+from deepfast.reference.peephole_lstm import cell, position
 
 
 def _load(x: Tensor) -> Tensor:

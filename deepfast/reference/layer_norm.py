@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .dropout import dropout
+from deepfast.reference.dropout import dropout
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layer_norm import compute_dtype
+from deepfast.reference.layer_norm import compute_dtype
 
 
 def cross_entropy(

@@ -13,7 +13,7 @@ function:
 import torch
 from torch import Tensor
 
-from .layer_norm import compute_dtype
+from deepfast.reference.layer_norm import compute_dtype
 
 
 def cell(z: Tensor, c: Tensor, peephole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .layer_norm import normalise
+from deepfast.reference.layer_norm import normalise
 
 
 def transparent_attention(

@@ -6,10 +6,17 @@ import json
 import pytest
 
 from deepfast.bench.systems import __main__ as systems
-from deepfast.bench.systems.rows import BASE, HELD_OUT, LARGE, ROWS, named, text_files
+from deepfast.bench.systems.rows import (
+    BASE,
+    HELD_OUT,
+    LARGE,
+    ROWS,
+    named,
+    text_files,
+)
 from deepfast.bench.systems.table import diverged, page, steps_to
-from deepfast.nn.fusion import FUSIONS, OPTIONS
-from deepfast.training import load_recipe
+from deepfast.mt.training import load_recipe
+from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
 TINY = (
     "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.vocab_size=120",

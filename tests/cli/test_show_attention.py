@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.data import Vocabulary
-from deepfast.data.vocabulary import SPACE
-from deepfast.models import Transformer, TransformerConfig
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.data.vocabulary import SPACE
+from deepfast.mt.models import Transformer, TransformerConfig
 
 TEXT = "a small house"
 
@@ -87,7 +87,7 @@ def test_fonts_are_asked_in_turn():
     pytest.importorskip("matplotlib")
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    from deepfast.profiling.attention_picture import coded, fonts_for
+    from deepfast.measure.attention_picture import coded, fonts_for
 
     assert fonts_for(f"{SPACE}Brücke ñ") == (["sans-serif"], "")
     families, missing = fonts_for(f"a{SYMBOL}{NOWHERE} b")

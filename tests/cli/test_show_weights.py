@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
-from deepfast.profiling import choice_picture, weight_picture
-from deepfast.training.checkpoint import save_checkpoint
+from deepfast.measure import choice_picture, weight_picture
+from deepfast.mt.models import (
+    DepthGrowing,
+    DepthGrowingConfig,
+    Transformer,
+    TransformerConfig,
+)
+from deepfast.mt.training.checkpoint import save_checkpoint
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast import backend, ops
-from deepfast.ops.depth_state import empty_slots
+from deepfast.depth.state import empty_slots
 
 pytestmark = pytest.mark.gpu
 

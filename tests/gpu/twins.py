@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepfast import backend
-from deepfast.ops.depth_state import empty_slots
+from deepfast.depth.state import empty_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

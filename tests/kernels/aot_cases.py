@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepfast.ops.depth_state import empty_slots
+from deepfast.depth.state import empty_slots
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

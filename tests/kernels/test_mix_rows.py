@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.ops.depth_state import empty_slots
+from deepfast.depth.state import empty_slots
 from deepfast.reference import launchers as reference
 
 OP = "boundary"

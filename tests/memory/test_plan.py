@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
+from deepfast.memory import (
+    POLICIES,
+    format_bytes,
+    parse_bytes,
+    plan,
+)
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.flops import recomputed_flops
 from deepfast.memory.plan import uniform_peak

@@ -6,12 +6,13 @@ import random
 import pytest
 import torch
 
+from deepfast.depth.schedule import default_block
+from deepfast.depth.state import empty_slots
 from deepfast.memory import POLICIES, LiveBytes, plan
 from deepfast.memory.layer_bytes import LEAST_ROWS, SHARE
 from deepfast.memory.timeline import block_rows, slot_bytes
-from deepfast.models import Transformer, TransformerConfig
+from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.nn import Packing, TransformerEncoder
-from deepfast.ops.depth_state import default_block, empty_slots
 
 LENGTH = 16
 ADAM = 8

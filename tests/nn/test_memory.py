@@ -8,8 +8,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES
-
-from .policies import BATCH, CASES, DIM, LAYERS, LENGTH, OTHERS, assert_same, forward, stack, step
+from tests.nn.policies import (
+    BATCH,
+    CASES,
+    DIM,
+    LAYERS,
+    LENGTH,
+    OTHERS,
+    assert_same,
+    forward,
+    stack,
+    step,
+)
 
 
 def allowed(case):

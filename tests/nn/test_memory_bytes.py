@@ -11,8 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deepfast.memory import POLICIES, LiveBytes
 from deepfast.nn import Packing, TransformerEncoder
-
-from .policies import DIM, FFN, LENGTH, OTHERS, forward, stack, step
+from tests.nn.policies import DIM, FFN, LENGTH, OTHERS, forward, stack, step
 
 
 def kept(connection, policy, layers, norm):

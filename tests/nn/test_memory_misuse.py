@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from deepfast.memory import POLICIES
-
-from .policies import BATCH, CASES, DIM, LAYERS, LENGTH, assert_same, forward, stack
+from tests.nn.policies import BATCH, CASES, DIM, LAYERS, LENGTH, assert_same, forward, stack
 
 
 def test_what_cannot_be_is_refused():

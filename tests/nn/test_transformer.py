@@ -15,8 +15,7 @@ from deepfast.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-
-from .written_out import (
+from tests.nn.written_out import (
     DIM,
     HEADS,
     assert_same,
@@ -263,7 +262,7 @@ def test_activation_and_attention_dropout_follow_the_mode():
 @NORMS
 @pytest.mark.parametrize("connection", ["dlcl", "residual"])
 def test_autocast(monkeypatch, norm, connection):
-    from deepfast.nn import connection as module
+    from deepfast.nn.connections import connection as module
 
     made = []
     plain = module.DepthHistory

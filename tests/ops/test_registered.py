@@ -11,8 +11,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepfast import backend as backends
 from deepfast import ops
 from deepfast.nn import DLCL, DepthHistory
-
-from .cases import DROPOUT, NAMES, D, K, N, T, case, leaf, operator, outputs, results, serves
+from tests.ops.cases import (
+    DROPOUT,
+    NAMES,
+    D,
+    K,
+    N,
+    T,
+    case,
+    leaf,
+    operator,
+    outputs,
+    results,
+    serves,
+)
 
 
 @pytest.mark.parametrize("p", DROPOUT)

@@ -12,8 +12,18 @@ from torch.utils.checkpoint import (
 )
 
 from deepfast import ops
-
-from .cases import DROPOUT, NAMES, D, case, cu_seqlens, leaf, operator, outputs, results, serves
+from tests.ops.cases import (
+    DROPOUT,
+    NAMES,
+    D,
+    case,
+    cu_seqlens,
+    leaf,
+    operator,
+    outputs,
+    results,
+    serves,
+)
 
 
 @pytest.mark.parametrize("p", DROPOUT)

@@ -1,0 +1,87 @@
+"""Checks of inputs: each refuses with one sentence that says what, expected and got.
+
+``op`` is the name of the op, module or command that the sentence begins with. This module imports
+torch only when a tensor is checked, so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# For isinstance. The abstract class, for NumPy's numbers, comes last: its check is slow.
+NUMBER = (float, int, Real)
+
+
+def tensor(op: str, name: str, x: object) -> None:
+    import torch
+
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: {name} must be (..., D) with D >= 1, got {tuple(x.shape)}")
+
+
+def like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """``x`` must share shape, dtype and device with ``other``."""
+    for what in ("shape", "dtype", "device"):
+        got, expected = getattr(x, what), getattr(other, what)
+        if got != expected:
+            if what == "shape":
+                got, expected = tuple(got), tuple(expected)
+            raise ValueError(f"{op}: {name} must have {other_name}'s {what} {expected}, got {got}")
+
+
+def parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> None:
+    if p is None:
+        return
+    import torch
+
+    if not isinstance(p, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor or None, got {type(p).__name__}")
+    if tuple(p.shape) != shape:
+        raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
+    if p.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether value is an int, a NumPy integer or a symbolic size of torch; True is not one."""
+    if type(value) is int or type(value).__name__ == "SymInt":
+        return True
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
+    if not (isinstance(p, NUMBER) and 0.0 <= p <= 1.0):
+        raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
+
+
+def eps(op: str, eps: float) -> None:
+    if not (isinstance(eps, NUMBER) and 0.0 <= eps < math.inf):
+        raise ValueError(f"{op}: eps must be a number of at least 0, got {eps!r}")
+
+
+def finite(op: str, name: str, value: float) -> None:
+    if not (isinstance(value, NUMBER) and -math.inf < value < math.inf):
+        raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
+
+
+def whole(op: str, least: int = 1, **values: int) -> None:
+    """Sizes and counts, each under the name of its argument."""
+    for name, value in values.items():
+        if not is_whole(value) or value < least:
+            raise ValueError(
+                f"{op}: {name} must be a whole number of at least {least}, got {value!r}"
+            )
+
+
+def flag(op: str, **values: bool) -> None:
+    """Switches, each under the name of its argument."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{op}: {name} must be True or False, got {value!r}")

@@ -1,0 +1,311 @@
+"""DLCL: dynamic linear combination of layers."""
+
+import torch
+from torch import Tensor, nn
+
+from deepfast import backend as backends
+from deepfast import checks
+from deepfast.depth.boundary import OutNorm, boundary, parameters
+from deepfast.depth.history import DepthHistory
+from deepfast.depth.push import (
+    check_alike,
+    check_input,
+    check_order,
+    check_out_norm,
+)
+from deepfast.depth.schedule import Schedule, default_block
+from deepfast.depth.state import DepthState
+from deepfast.depth.traced import traced
+from deepfast.depth.weight import Applied, depth_pattern
+from deepfast.ops import common
+from deepfast.reference.layer_norm import compute_dtype
+
+
+class DLCL(nn.Module):
+    """Every layer reads a learned weighted sum of all layers below it.
+
+    pre-norm    ``x_{l+1} = sum_{k<=l} W[l,k] * LN_k(y_k)``        the LN belongs to the source
+    post-norm   ``x_{l+1} = LN_l(sum_{k<=l} W[l,k] * y_k)``        the LN belongs to the consumer
+
+    y_0 is the embedding, y_k the output of layer k, x_{l+1} the input of layer l + 1::
+
+        history = deepfast.nn.DepthHistory()
+        x = dlcl(embedding, history)               # pushes y_0, returns x_1
+        for layer in layers:
+            x = dlcl(layer(x), history)            # pushes y_l, returns x_{l+1}
+
+    The last call returns the stack's output; a pre-norm stack's final LN is the encoder's own.
+    Memory is one state per layer, gradients included; each state is read about sqrt(L) times.
+
+    Args:
+        num_layers: L. The weights have L + 1 rows: one for each layer's input, one for the output.
+        dim: D.
+        norm: "pre", "post" or None.
+        weight: "scalar", "group" (channel h uses weight h mod ``groups``) or "vector" (one weight
+            per channel).
+        groups: number of weights per pair of layers, for "group".
+        init: "average" (1 / (l + 1)), "one" or "identity" (1 on the newest state, 0 elsewhere).
+            With ``softmax`` these are the weights after the softmax ("one" becomes "average").
+        learnable: False freezes the weights at their init.
+        softmax: rows of W pass through a softmax over the states they read.
+        window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
+            the pattern is exactly zero, gets no gradient, and its state is not read.
+        normalize_embedding: False, as the authors have it, leaves out the LN of index 0.
+        eps: of the layer-norms.
+        backend: see `deepfast.backend`.
+
+    Attributes:
+        weight: (L+1, L+1), or (L+1, L+1, groups) or (L+1, L+1, D); row l feeds layer l + 1.
+        norm_weight, norm_bias: (L+1, D), or None without norm.
+
+    Source: Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
+    Eq. 7 to 9.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        *,
+        norm: str | None = "pre",
+        weight: str = "scalar",
+        groups: int | None = None,
+        init: str = "average",
+        learnable: bool = True,
+        softmax: bool = False,
+        window: int | None = None,
+        dilation: int = 1,
+        period: int = 1,
+        normalize_embedding: bool = False,
+        eps: float = 1e-5,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        for name, value, allowed in (
+            ("norm", norm, ("pre", "post", None)),
+            ("weight", weight, ("scalar", "group", "vector")),
+            ("init", init, ("average", "one", "identity")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"DLCL: {name} must be one of {allowed}, got {value!r}")
+        checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
+        for name, value in (("window", window), ("groups", groups)):
+            if value is not None:
+                checks.whole("DLCL", **{name: value})
+        checks.flag(
+            "DLCL", learnable=learnable, softmax=softmax, normalize_embedding=normalize_embedding
+        )
+        checks.eps("DLCL", eps)
+        if weight == "group" and groups is None:
+            raise ValueError(f"DLCL: weight='group' needs groups, from 1 to {dim}, got None")
+        if weight != "group" and groups is not None:
+            raise ValueError(f"DLCL: {groups=} needs weight='group', got {weight=}")
+        if groups is not None and groups > dim:
+            raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
+        self.num_layers, self.dim, self.norm, self.kind = num_layers, dim, norm, weight
+        self.groups, self.init, self.softmax, self.eps = groups, init, softmax, eps
+        self.window, self.dilation, self.period = window, dilation, period
+        self.normalize_embedding, self.backend = normalize_embedding, backend
+
+        rows = num_layers + 1
+        self.pattern = depth_pattern(rows, window, dilation, period)
+        # Made when first needed, the same in every pass.
+        self._masks: dict[torch.device, Tensor] = {}
+        self._schedules: dict[int, Schedule] = {}
+        extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
+        self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
+        if norm is None:
+            self.norm_weight = self.norm_bias = None
+        else:
+            self.norm_weight = nn.Parameter(torch.empty(rows, dim))
+            self.norm_bias = nn.Parameter(torch.empty(rows, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.zero_()
+            for row, sources in enumerate(self.pattern):
+                for k in sources:
+                    if self.init == "average":
+                        self.weight[row, k] = 1.0 / len(sources)
+                    elif self.init == "one" or k == row:
+                        self.weight[row, k] = 1.0
+            if self.softmax:
+                # The softmax of log w is w for rows that add up to one.
+                self.weight.log_().clamp_(min=-30.0)
+            if self.norm is not None:
+                self.norm_weight.fill_(1.0)
+                self.norm_bias.zero_()
+
+    def _mask(self, device: torch.device) -> Tensor:
+        """(L+1, L+1) bool: inside the pattern."""
+        if device in self._masks:
+            return self._masks[device]
+        mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
+        for row, sources in enumerate(self.pattern):
+            mask[row, list(sources)] = True
+        mask = mask.to(device)
+        # One made under a mode (traced, fake, for inference) is of no use outside it.
+        if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
+            self._masks[device] = mask
+        return mask
+
+    def _schedule(self, block: int) -> Schedule:
+        if block not in self._schedules:
+            self._schedules[block] = Schedule(self.pattern, block)
+        return self._schedules[block]
+
+    def effective_weight(self) -> Tensor:
+        """W as it is applied: masked to the pattern and, if asked for, softmaxed by row.
+
+        Returns:
+            (L+1, L+1) or (L+1, L+1, D), with gradient.
+        """
+        mask = self._mask(self.weight.device)
+        mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
+        weight = Applied.apply(self.weight, mask, self.softmax)
+        if self.kind == "group":
+            weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
+        return weight
+
+    def _begin(self, y: Tensor, history: DepthHistory) -> None:
+        """First push: reads the parameters once for the whole pass."""
+        weight = self.effective_weight()
+        dtype = compute_dtype(y.dtype)
+        rows = self.num_layers + 1
+        # Index 0 has no norm of its own unless it is asked for.
+        norms = (self.normalize_embedding,) + (True,) * self.num_layers
+        none = (False,) * rows
+        gain = shift = None
+        if self.norm is not None:
+            # Copies: a parameter changed before backward must not change this pass.
+            gain, shift = (
+                p.detach().to(dtype, copy=True).contiguous()
+                for p in (self.norm_weight, self.norm_bias)
+            )
+            if self.norm == "pre" and not self.normalize_embedding:
+                gain[0], shift[0] = 1.0, 0.0
+        pre, post = self.norm == "pre", self.norm == "post"
+        learning = history.grad_mode = torch.is_grad_enabled()
+        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
+        history.owner, history.task = self, torch._C._current_graph_task_id()
+        history.state = DepthState(
+            weight=weight.detach().to(dtype, copy=True).contiguous(),
+            gain=gain if pre else None,
+            shift=shift if pre else None,
+            normalised=norms if pre else none,
+            schedule=self._schedule(history.block or default_block(rows)),
+            eps=self.eps,
+            inplace=history.inplace,
+            launch=launch,
+            own_norms=norms if post else none,
+            own_weight=gain if post else None,
+            own_bias=shift if post else None,
+            need_weight_grad=learning and weight.requires_grad,
+            need_norm_grad=learning
+            and self.norm is not None
+            and (self.norm_weight.requires_grad or self.norm_bias.requires_grad),
+        )
+        history.token = parameters(history.state, weight, self.norm_weight, self.norm_bias)
+        history.token_grad = history.token is not None
+
+    def forward(
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        *,
+        index: int | None = None,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: int | Tensor | None = None,
+        out_norm: OutNorm | None = None,
+        want_x: bool = True,
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """Pushes a layer's output and returns the next layer's input.
+
+        Args:
+            y: (..., D), the output of the layer (or, with ``residual``, its last branch).
+            history: of this forward pass.
+            index: k of y_k; needed only where a call may be repeated, as inside
+                `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+            residual: added to dropout(y) in the same pass.
+            dropout_p, seed: dropout on ``y``, applied where ``self.training``.
+            out_norm: a pre-norm layer's first LN, applied in the same pass.
+            want_x: with ``out_norm``, whether x itself is wanted too.
+
+        Returns:
+            x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
+            RuntimeError: for a push out of order, into another stack's history or under another
+                grad mode; in backward, for a second derivative.
+            NotImplementedError: under forward-mode differentiation (dual tensors).
+        """
+        if torch.compiler.is_compiling():
+            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
+        checks.tensor("DLCL", "the layer's output", y)
+        if residual is not None:
+            checks.tensor("DLCL", "residual", residual)
+        y, residual = common.autocast(y, residual)
+        k = self._index(y, residual, history, index, dropout_p, out_norm)
+        state = history.state
+        p = dropout_p if self.training else 0.0
+        if p == 0:
+            seed = None
+        else:
+            seed = state.seed(k) if seed is None else common.draw_seed("DLCL", seed, y.device)
+        replay = k < state.pushed
+        token = history.token
+        if replay:
+            # The node made here is thrown away, its results alone are used. It needs inputs of the
+            # same kind, so that it saves what the first one saved.
+            token = torch.empty(0, requires_grad=history.token_grad)
+        x, out, token = boundary(
+            state, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
+            seed=seed, token=token,
+        )  # fmt: skip
+        if not replay:
+            history.token = token
+            history.token_grad = token.requires_grad
+            if k == self.num_layers:
+                history.close()
+        if state.own_norms[k]:
+            return out
+        return x if out_norm is None else (x, out)
+
+    def _index(self, y, residual, history, index, dropout_p, out_norm) -> int:
+        """The index k of this push, with everything checked; what a push like the one before
+        cannot have wrong is passed over."""
+        if not isinstance(history, DepthHistory):
+            raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
+        kind = y.shape, y.dtype, y.device
+        alike = history.owner is self and history.kind == kind
+        if not alike:
+            check_input(self, y)
+        checks.probability("DLCL", dropout_p)
+        if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
+            checks.like("DLCL", "residual", residual, "the branch", y)
+        if out_norm is not None:
+            check_out_norm(self, out_norm, y)
+        k = check_order(self, history, index)
+        if history.state is None:
+            self._begin(y, history)
+            history.kind = kind
+        elif not alike:
+            check_alike(self, y, history.state)
+        if k == history.state.pushed and history.grad_mode != torch.is_grad_enabled():
+            raise RuntimeError(
+                "DLCL: grad mode changed within a pass; push every state under the mode of the "
+                "first (reentrant checkpointing does not: use_reentrant=False), and detach a "
+                "layer's output where it must not learn"
+            )
+        if out_norm is not None and history.state.own_norms[k]:
+            raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
+        return k
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_layers={self.num_layers}, dim={self.dim}, norm={self.norm!r}, "
+            f"weight={self.kind!r}, init={self.init!r}"
+        )

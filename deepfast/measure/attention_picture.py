@@ -1,0 +1,105 @@
+"""How a fusion of layers weighs them: a panel for each hop, layers by words."""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from deepfast.measure.pictures import STYLE, save
+
+INCHES_PER_WORD, INCHES_PER_LAYER = 0.42, 0.24
+NOT_OF_LETTERS = ("Last Resort", "STIXSize", "STIXNonUnicode", "cm")
+"""Fonts of matplotlib's own whose characters are boxes, or others than their codes say."""
+
+
+def draw(
+    weights: Tensor, words: Sequence[str], path: Path, *, title: str, across: str = "words"
+) -> str:
+    """Writes the picture as SVG or PNG, by the file's ending.
+
+    Args:
+        weights: (words, hops, L + 1), each row of layers adding up to 1; layer 0 is the embedding.
+        words: what stands below the columns.
+        path: ends in .svg or .png.
+        title: above the picture.
+        across: name of the lower axis.
+
+    Returns:
+        The characters of the words that no font here has. An SVG holds them all the same, for the
+        fonts of whoever looks at it; in a PNG each is its code, such as U+4E2D.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    fonts, missing = fonts_for("".join(words))
+    if path.suffix == ".png":
+        words = [coded(word, missing) for word in words]
+    count, hops, layers = weights.shape
+    width = max(3.0, 1.4 + INCHES_PER_WORD * count)
+    height = 1.3 + hops * (0.45 + INCHES_PER_LAYER * layers)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.family": fonts}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        panels = figure.subplots(hops, 1, sharex=True, squeeze=False)[:, 0]
+        for hop, axes in enumerate(panels, 1):
+            image = axes.imshow(
+                weights[:, hop - 1].T.tolist(), cmap="Greens", vmin=0, vmax=1, origin="lower",
+                aspect="auto", interpolation="nearest",
+            )  # fmt: skip
+            axes.set_yticks(range(layers))
+            if hops > 1:
+                axes.set_title(f"hop {hop}", loc="left", fontsize=9)
+        # A word may have dollar signs.
+        panels[-1].set_xticks(
+            range(count), words, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
+        )
+        panels[-1].set_xlabel(across)
+        figure.supylabel("layer (0: the embedding)", fontsize=9.5)
+        figure.colorbar(image, ax=list(panels), label="weight", shrink=0.7)
+        figure.suptitle(title, fontsize=10)
+    with warnings.catch_warnings():
+        # The caller is told.
+        warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
+        save(figure, path)
+    return missing
+
+
+def fonts_for(text: str) -> tuple[list[str], str]:
+    """Families in the order in which they are asked for a character, so that as much of a text as
+    can be has letters, and the characters that none of this machine's fonts has."""
+    from matplotlib.font_manager import FontProperties, findfont, fontManager
+
+    families = ["sans-serif"]
+    missing = {c for c in text if not c.isspace()} - _characters(
+        findfont(FontProperties(family=families))
+    )
+    if not missing:
+        return families, ""
+    others = {
+        entry.name: entry.fname
+        for entry in fontManager.ttflist
+        if (entry.style, entry.weight) == ("normal", 400)
+        and not entry.name.startswith(NOT_OF_LETTERS)
+    }
+    while missing:
+        best = max(sorted(others), key=lambda name: len(missing & _characters(others[name])))
+        found = missing & _characters(others[best])
+        if not found:
+            break
+        families.append(best)
+        missing -= found
+    return families, "".join(sorted(missing))
+
+
+@cache
+def _characters(font: str) -> frozenset[str]:
+    """What a font's file has a glyph for."""
+    from matplotlib.font_manager import get_font
+
+    return frozenset(map(chr, get_font(font).get_charmap()))
+
+
+def coded(word: str, missing: str) -> str:
+    """A word with the codes of the characters that are missing."""
+    return "".join(f"U+{ord(c):04X}" if c in missing else c for c in word)

@@ -1,0 +1,65 @@
+"""Memory over depth: every policy of a plan's model, and the same model in plain PyTorch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from deepfast.measure.pictures import (
+    COLORS,
+    Curve,
+    depth_figure,
+    inline,
+    save,
+)
+from deepfast.memory.eager import EAGER, eager_peak
+from deepfast.memory.plan import Plan, uniform_peak
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.sizes import Sizes
+from deepfast.memory.units import format_bytes
+
+DEPTHS = (6, 12, 20, 30, 60, 100, 200)
+GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
+PLAIN = ("stack and sum", "loop of adds", "plain residual", "loop of adds, compiled")
+NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
+"""Policy -> its curve."""
+PICTURE_COLORS = dict(zip(NAMES.values(), GREENS, strict=True)) | {
+    form: COLORS[like] for form, like in zip(EAGER, PLAIN, strict=True)
+}
+HEIGHT = 3.9
+"""Nine names stand below each other."""
+
+
+def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
+    """Name to (layers, GiB): each policy on all layers alike, and each plain form; all of them with
+    the same margin for a device's allocator."""
+    dlcl = sizes.connection == "dlcl"
+    found: dict[str, list[tuple[int, float]]] = {}
+    for layers in DEPTHS:
+        deep = replace(sizes, layers=layers)
+        peaks = {form: eager_peak(deep, form) for form in EAGER}
+        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if dlcl or p != "history"}
+        for name, peak in peaks.items():
+            found.setdefault(name, []).append((layers, peak / 2**30))
+    return found
+
+
+def _figure(found: dict[str, Curve], title: str, budget: int | None):
+    line = None if budget is None else (f"budget {format_bytes(budget)}", budget / 2**30)
+    return depth_figure(
+        found, PICTURE_COLORS, title=title, strong=(NAMES["keep"], NAMES["history"]),
+        dashed=("plain residual",), line=line, height=HEIGHT,
+    )  # fmt: skip
+
+
+def title_of(sizes: Sizes) -> str:
+    """What a picture of ``sizes`` shows, in a line."""
+    return f"predicted peak of a step, GiB: {sizes.width} wide, {sizes.tokens:,} tokens"
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes the picture as SVG or PNG, by the file's ending."""
+    save(_figure(curves(plan.sizes), title_of(plan.sizes), plan.budget), path)
+
+
+def inline_svg(found: dict[str, Curve], title: str) -> str:
+    """The picture of `curves` as text for a page."""
+    return inline(_figure(found, title, None), "depth-memory", title)

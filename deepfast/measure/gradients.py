@@ -1,0 +1,143 @@
+"""Gradients of each layer at initialisation, of stacks that are joined in different ways.
+
+    python -m deepfast.measure.gradients --output bench/results
+
+writes `gradients.svg` and `gradients.md`. In post-norm what reaches a layer has passed the
+layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2); in DLCL
+a state is read by every row above it, so that the lowest layers are reached on short ways.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepfast.measure.pictures import (
+    COLORS,
+    STYLE,
+    figure_of,
+    label_ends,
+    save,
+)
+from deepfast.mt.data.errors import require
+from deepfast.mt.data.text import write_atomically
+from deepfast.nn import TransformerEncoder
+from deepfast.ops import linear_cross_entropy
+
+STACKS: dict[str, dict] = {
+    "post-norm": {"connection": "residual", "norm": "post"},
+    "pre-norm": {"connection": "residual", "norm": "pre"},
+    "DLCL, post-norm": {"connection": "dlcl", "norm": "post"},
+    "DLCL, pre-norm": {"connection": "dlcl", "norm": "pre"},
+    "latent depth, pre-norm": {"connection": "latent", "norm": "pre"},
+}
+"""Name -> arguments of `TransformerEncoder`. Another way to join layers is another line here, and a
+colour below."""
+
+STACK_COLORS = {
+    "post-norm": COLORS["stack and sum"],
+    "pre-norm": "#7a7a7a",
+    "DLCL, post-norm": "#c77700",
+    "DLCL, pre-norm": COLORS["deepfast"],
+    "latent depth, pre-norm": "#7b4fa3",
+}
+LAYERS, DIM, HEADS, TOKENS, LENGTH, LABELS = 100, 64, 4, 256, 32, 1000
+SEEDS = 3
+TOLD = (1, 2, 5, 10, 25, 50, 75, 90, 99, 100)
+"""Layers in the table."""
+
+
+def layer_gradients(encoder: TransformerEncoder, x_BSD: Tensor, labels: Tensor) -> Tensor:
+    """(L,): the norm of the gradient of each layer's parameters, its layer-norms' among them.
+
+    The loss is the mean cross-entropy of ``labels`` (B * S,) under a random projection, in nats.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dim = x_BSD.shape[-1]
+    output = torch.randn(LABELS, dim, generator=generator) * dim**-0.5
+    encoder.zero_grad()
+    linear_cross_entropy(encoder(x_BSD).flatten(0, 1), output, labels).backward()
+    return torch.stack([
+        torch.stack([p.grad.norm() for p in layer.parameters()]).norm() for layer in encoder.layers
+    ])  # fmt: skip
+
+
+def measure(
+    stacks: Mapping[str, dict] = STACKS, *, layers: int = LAYERS, seeds: int = SEEDS
+) -> dict[str, list[float]]:
+    """Name -> norm of each layer's gradient at initialisation, the geometric mean over seeds."""
+    found = {}
+    for name, options in stacks.items():
+        logs = torch.zeros(layers)
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            encoder = TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=0.0, **options)
+            if encoder.latent is not None:
+                encoder.latent.seed = seed
+            x = torch.randn(TOKENS // LENGTH, LENGTH, DIM)
+            labels = torch.randint(LABELS, (TOKENS,))
+            logs += layer_gradients(encoder, x, labels).log()
+        found[name] = (logs / seeds).exp().tolist()
+    return found
+
+
+def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Writes the norms over layers, on a logarithmic axis, as SVG or PNG by the file's ending."""
+    matplotlib = require("matplotlib", "the picture of gradients")
+    curves = {name: list(enumerate(values, 1)) for name, values in norms.items()}
+    figure, axes = figure_of()
+    for name, points in curves.items():
+        main = name == "DLCL, pre-norm"
+        axes.plot(*zip(*points, strict=True), color=STACK_COLORS[name],
+                  linewidth=2.4 if main else 1.5, zorder=3 if main else 2)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlim(0, max(len(values) for values in norms.values()) + 1)
+    axes.set_xlabel("layer, from the bottom")
+    axes.set_title("norm of a layer's gradient at initialisation", loc="left", fontsize=10)
+    with matplotlib.rc_context(STYLE):
+        label_ends(figure, axes, curves, STACK_COLORS, ("DLCL, pre-norm",))
+    save(figure, path)
+
+
+def table(norms: Mapping[str, Sequence[float]]) -> str:
+    """The numbers as a page of Markdown."""
+    layers = len(next(iter(norms.values())))
+    told = [k for k in TOLD if k <= layers]
+    lines = [
+        "# Gradients at initialisation",
+        "",
+        f"Norm of the gradient of each layer's parameters in an encoder of {layers} layers, "
+        f"D={DIM}, {TOKENS} tokens, cross-entropy",
+        f"under a random projection, geometric mean over {SEEDS} seeds, float32 on a CPU, "
+        f"torch {torch.__version__}:",
+        "`python -m deepfast.measure.gradients --output bench/results`, with `gradients.svg`.",
+        "",
+        "| layer | " + " | ".join(norms) + " |",
+        "|---" * (len(norms) + 1) + "|",
+    ]
+    for k in told:
+        lines.append(f"| {k} | " + " | ".join(f"{v[k - 1]:.3g}" for v in norms.values()) + " |")
+    ratios = [f"{v[0] / v[-1]:.3g}" for v in norms.values()]
+    slopes = [f"{math.exp(math.log(v[0] / v[-1]) / (layers - 1)):.3f}" for v in norms.values()]
+    lines.append("| lowest over highest | " + " | ".join(ratios) + " |")
+    lines.append("| the same, per layer | " + " | ".join(slopes) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
+    args = parser.parse_args(argv)
+    norms = measure()
+    draw(norms, args.output / "gradients.svg")
+    text = table(norms)
+    write_atomically(args.output / "gradients.md", text.encode())
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

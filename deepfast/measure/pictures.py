@@ -1,0 +1,267 @@
+"""The report's pictures, as SVG text to be put into the page.
+
+Sizes are chosen for a phone: a picture is about as wide as a telephone's screen, so that its
+letters stay readable there, and grows on a wider one.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepfast.measure.encoders import COMPILED, RESIDUAL
+
+COLORS = {
+    "deepfast": "#0b6e4f",
+    RESIDUAL: "#7a7a7a",
+    "stack and sum": "#b3261e",
+    "DenseFormer form": "#8250c4",
+    "loop of adds": "#c77700",
+    COMPILED: "#2f6db5",
+}
+WIDTH, HEIGHT = 4.3, 3.3
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "deepfast",
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+Curve = Sequence[tuple[float, float]]
+
+
+def figure_of(width: float = WIDTH, height: float = HEIGHT):
+    # Not pyplot: it would choose a display and keep figures alive.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.add_subplot()
+
+
+def save(figure, path: Path) -> None:
+    """Writes a picture as SVG or PNG, by the file's ending."""
+    import matplotlib
+
+    # Nothing of the day: the same command writes the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(
+            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
+        )  # fmt: skip
+
+
+def inline(figure, name: str, title: str) -> str:
+    """Text that can stand inside HTML: no prologue, its own ids, a title for screen readers."""
+    import matplotlib
+
+    text = io.StringIO()
+    empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata=empty, bbox_inches="tight", pad_inches=0.04)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for pattern in (r'(\bid=")', r'(href="#)', r"(url\(#)"):
+        svg = re.sub(pattern, rf"\g<1>{name}-", svg)
+    svg = re.sub(r'^<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'^<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    head, _, rest = svg.partition(">")
+    return f'{head} role="img" aria-label="{title}">{rest}'
+
+
+def _spread(wanted: list[float], gap: float) -> list[float]:
+    """Places near the wanted ones, each at least ``gap`` above the one before; ascending input."""
+    places = list(wanted)
+    for _ in range(200):
+        moved = False
+        for i in range(1, len(places)):
+            lack = gap - (places[i] - places[i - 1])
+            if lack > 1e-9:
+                places[i] += lack / 2
+                places[i - 1] -= lack / 2
+                moved = True
+        if not moved:
+            break
+    return places
+
+
+def label_ends(
+    figure, axes, curves: dict[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
+) -> None:
+    """The name of each curve right of its last point, moved apart where they would touch."""
+    figure.canvas.draw()
+    to_pixels = axes.transData.transform
+    ends = sorted((to_pixels(curve[-1])[1], name) for name, curve in curves.items() if curve)
+    right = max(to_pixels(curve[-1])[0] for curve in curves.values() if curve)
+    gap = figure.dpi * 12.5 / 72
+    places = _spread([y for y, _ in ends], gap)
+    for place, (_, name) in zip(places, ends, strict=True):
+        x, y = to_pixels(curves[name][-1])
+        back = axes.transData.inverted().transform
+        anchor = back((max(right, x) + 8, place))
+        axes.annotate(
+            name, back((x, y)), anchor, color=colors[name], va="center", annotation_clip=False,
+            fontweight="bold" if name in strong else "normal",
+            arrowprops={"arrowstyle": "-", "color": colors[name], "lw": 0.5, "alpha": 0.6,
+                        "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def depth_figure(
+    curves: dict[str, Curve],
+    colors: dict[str, str],
+    *,
+    title: str,
+    strong: Sequence[str],
+    dashed: Sequence[str] = (),
+    line: tuple[str, float] | None = None,
+    across: str = "encoder layers",
+    height: float = HEIGHT,
+):
+    """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
+
+    strong, dashed: names of thick and of broken curves.
+    line: a name and a number, drawn across.
+    across: what the lower axis shows, where it is not depth.
+    """
+    figure, axes = figure_of(height=height)
+    for name, points in curves.items():
+        main = name in strong
+        axes.plot(
+            *zip(*points, strict=True), color=colors[name], marker="o",
+            markersize=5 if main else 3.5, linewidth=2.4 if main else 1.4,
+            zorder=3 if main else 2, linestyle="--" if name in dashed else "-",
+        )  # fmt: skip
+    depths = sorted({x for points in curves.values() for x, _ in points})
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(depths, [f"{d:g}" for d in depths])
+    axes.minorticks_off()
+    axes.set_xlim(depths[0] * 0.85, depths[-1] * 1.05)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
+    axes.set_xlabel(across)
+    axes.set_title(title, loc="left", fontsize=10)
+    if line is not None:
+        axes.axhline(line[1], color="#555555", linestyle=":", linewidth=1)
+        axes.annotate(
+            line[0], (0.01, line[1]), (0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", color="#555555", fontsize=8.5,
+        )  # fmt: skip
+    label_ends(figure, axes, curves, colors, strong)
+    return figure
+
+
+def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) -> str | None:
+    """Numbers over depth, one curve for each variant, as SVG text."""
+    curves = {v: sorted(points) for v, points in curves.items() if points}
+    if not curves:
+        return None
+    figure = depth_figure(
+        curves, COLORS, title=f"{title}, {unit}", strong=("deepfast",), dashed=(RESIDUAL,)
+    )
+    return inline(figure, name, f"{title} over encoder layers, all variants")
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """1, 2, 5, 10, ... that cover the values; fewer where they span much."""
+    low, high = min(values), max(values)
+    steps = (1, 2, 5) if high / max(low, 1e-12) < 1000 else (1,)
+    every = [step * 10.0**power for power in range(-9, 10) for step in steps]
+    below = [t for t in every if t <= low]
+    above = [t for t in every if t >= high]
+    return [t for t in every if below[-1] <= t <= above[0]]
+
+
+def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
+    """NLL over steps of two trainings: lines on training batches, points on dev."""
+    figure, axes = figure_of(WIDTH, 3.1)
+    colors = {"DLCL, pre-norm": COLORS["deepfast"], "residual, post-norm": COLORS["stack and sum"]}
+    styles = {
+        "train": {"linewidth": 1, "alpha": 0.55},
+        "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
+    }
+    ends: dict[str, Curve] = {}
+    for label, run in runs.items():
+        curve = run["curve"]
+        for part, style in styles.items():
+            if curve[part]:
+                points = [(step, nll) for step, nll, _ in curve[part]]
+                axes.plot(*zip(*points, strict=True), color=colors[label], **style)
+                ends[label] = points
+    if token_frequencies is not None:
+        axes.axhline(token_frequencies, color="#555555", linestyle=":", linewidth=1)
+        axes.annotate(
+            "token frequencies alone", (0.99, token_frequencies), (0, 3),
+            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+            color="#555555", fontsize=8.5,
+        )  # fmt: skip
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylim(bottom=0)
+    axes.set_title("NLL, nats per target token", loc="left", fontsize=10)
+    label_ends(figure, axes, ends, colors)
+    return inline(figure, "losses", "Training and dev NLL over optimizer steps")
+
+
+def heat_map(axes, matrix, *, hidden, limit: float | None = None):
+    """Depth weights: rows are layers, columns the sources they read, colours centred at zero.
+    Returns what a colour bar is made of.
+
+    Args:
+        matrix: (L+1, L+1) array.
+        hidden: bool array of that shape, True where nothing is drawn; what a row may read and is
+            hidden all the same is left grey.
+        limit: the weight of the strongest colour; None: such that few weights are beyond it.
+    """
+    import numpy as np
+
+    count = len(matrix)
+    if limit is None:
+        # The first rows, which have few sources, would leave no colour for the others.
+        limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
+    lines = {"edgecolors": "white", "linewidth": 0.25 if count <= 60 else 0.0}
+    readable = np.tril(np.ones_like(matrix, dtype=bool))
+    if (readable & hidden).any():
+        axes.pcolormesh(
+            np.ma.masked_array(np.zeros_like(matrix), ~(readable & hidden)), cmap="Greys",
+            vmin=-0.14, vmax=1, **lines,
+        )  # fmt: skip
+    mesh = axes.pcolormesh(
+        np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit, **lines
+    )
+    axes.set_aspect("equal")
+    axes.invert_yaxis()
+    axes.grid(False)
+    last = count - 1
+    step = 1 if count <= 8 else 5 if count <= 60 else 10
+    # The output's row has a name, and needs room for it.
+    ticks = [i for i in range(0, last, step) if last - i > step / 3] + [last]
+    axes.set_xticks([t + 0.5 for t in ticks], [str(t) for t in ticks])
+    axes.set_yticks([t + 0.5 for t in ticks], [*(str(t + 1) for t in ticks[:-1]), "output"])
+    axes.set_xlabel("source: 0 is the embedding, k the output of layer k")
+    axes.set_ylabel("input of layer")
+    return mesh
+
+
+def depth_weights(weights: Sequence[Sequence[float]]) -> str:
+    """Learned W as SVG text."""
+    import numpy as np
+
+    matrix = np.array(weights)
+    hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
+    figure, axes = figure_of(WIDTH, WIDTH * 0.8)
+    mesh = heat_map(axes, matrix, hidden=hidden)
+    figure.colorbar(mesh, ax=axes, shrink=0.7, pad=0.02, extend="both")
+    return inline(figure, "weights", "Heat map of the learned depth weights")

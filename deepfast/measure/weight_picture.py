@@ -1,0 +1,178 @@
+"""The depth weights that a model has learned, as a picture and as a table.
+
+As in Wang et al. 2019, Figure 5, a weight is left out where it is small: of magnitude under 0.1,
+or under 5% of the largest in its row. Of a row without any weight of 0.1, as the average of many
+layers is, the 5% alone counts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.measure.choice_picture import SideChoices, draw_choices
+from deepfast.measure.pictures import (
+    STYLE,
+    WIDTH,
+    heat_map,
+    save,
+)
+from deepfast.mt.data.errors import require
+
+THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
+STRONGEST = 4
+"""Sources of a row that the table names: as many as fit a terminal of 80 columns."""
+
+
+@dataclass(frozen=True)
+class SideWeights:
+    """W of the encoder or the decoder, as it is applied."""
+
+    name: str
+    matrix: Tensor
+    """(L+1, L+1): masked to the pattern and softmaxed where the DLCL does so; of several weights
+    per pair of layers the mean over channels."""
+    note: str
+    """What was averaged, or nothing."""
+    threshold: float = THRESHOLD
+    """Magnitude under which a weight is left out; 0: none is."""
+
+    @property
+    def title(self) -> str:
+        """Of picture and table."""
+        return f"{self.name}{f', {self.note}' if self.note else ''}"
+
+    @property
+    def hidden(self) -> Tensor:
+        """(L+1, L+1) bool: small, or a source that the row cannot read."""
+        size = self.matrix.abs()
+        small = (size < self.threshold) & ~self.by_own_scale.unsqueeze(1)
+        if self.threshold > 0:
+            small |= size < SMALL_OF_ROW * size.amax(1, keepdim=True)
+        return small | torch.ones_like(small).triu(1)
+
+    @property
+    def by_own_scale(self) -> Tensor:
+        """(L+1,) bool: rows without a weight that reaches the threshold."""
+        return (self.matrix.abs() < self.threshold).all(1)
+
+    @property
+    def count(self) -> int:
+        """Pairs of a layer and a source that it may read."""
+        return len(self.matrix) * (len(self.matrix) + 1) // 2
+
+    @property
+    def caption(self) -> str:
+        """How many weights were left out, and why."""
+        if self.threshold == 0:
+            return f"all {self.count:,} weights are shown"
+        left = self.count - int((~self.hidden).sum())
+        text = (
+            f"{left:,} of {self.count:,} weights left out: under {self.threshold:g}, or under "
+            f"{SMALL_OF_ROW:.0%} of their row's largest"
+        )
+        if self.by_own_scale.any():
+            text += (
+                f"\n* no weight of the row reaches {self.threshold:g}: the {SMALL_OF_ROW:.0%} alone"
+            )
+        return text
+
+
+def weights_of(model: nn.Module, threshold: float = THRESHOLD) -> list[SideWeights]:
+    """The depth weights of a model's sides with DLCL; of one that has grown those of bottom and
+    top."""
+    found = []
+    parts = {"": model}
+    if hasattr(model, "bottom"):
+        parts = {"bottom ": model.bottom, "top ": model}
+    for part, side in product(parts, ("encoder", "decoder")):
+        connection = getattr(getattr(parts[part], side, None), "connection", None)
+        dlcl = getattr(connection, "dlcl", None)
+        if dlcl is None:
+            continue
+        with torch.no_grad():
+            weight = dlcl.effective_weight().float().cpu()
+        note = ""
+        if weight.dim() == 3:
+            groups = f" in {dlcl.groups} groups" if dlcl.kind == "group" else ""
+            note = f"mean over {dlcl.dim} channels{groups}"
+            weight = weight.mean(2)
+        found.append(SideWeights(part + side, weight, note, threshold))
+    return found
+
+
+def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> None:
+    """Writes a picture as SVG or PNG by the file's ending: W of each side, and below that what
+    latent depth chooses; at least one of both."""
+    matplotlib = require("matplotlib", "drawing weights")
+    from matplotlib.figure import Figure
+
+    heights = ([WIDTH * 0.92] if sides else []) + [side.height for side in choices]
+    widths = ([WIDTH * len(sides)] if sides else []) + [side.width for side in choices]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.08)
+        if sides and choices:
+            above, below = figure.subfigures(2, 1, height_ratios=(heights[0], sum(heights[1:])))
+        else:
+            above = below = figure
+        if sides:
+            _draw_weights(above, sides)
+        if choices:
+            draw_choices(below, choices)
+    save(figure, path)
+
+
+def _draw_weights(figure, sides: list[SideWeights]) -> None:
+    """Fills a figure, or a part of one, with a panel for each side."""
+    shown = torch.cat([side.matrix[~side.hidden].abs() for side in sides])
+    # One scale for all panels. Of a row that reads one source alone the weight says little.
+    limit = shown.quantile(0.97).item() or 1.0
+    panels = figure.subplots(1, len(sides), squeeze=False)[0]
+    for axes, side in zip(panels, sides, strict=True):
+        mesh = heat_map(axes, side.matrix.numpy(), hidden=side.hidden.numpy(), limit=limit)
+        some = f"{(~side.hidden).sum():,} of {side.count:,} weights"
+        axes.set_title(f"{side.title}: {some}", loc="left", fontsize=10)
+    figure.colorbar(mesh, ax=list(panels), shrink=0.7, pad=0.02, extend="both")
+    threshold = sides[0].threshold
+    if threshold > 0:
+        grey = f"grey: under {threshold:g}, or under {SMALL_OF_ROW:.0%} of the row's largest"
+        if any(side.by_own_scale.any() for side in sides):
+            grey += f"\nin rows without a weight of {threshold:g} the {SMALL_OF_ROW:.0%} alone"
+        figure.supxlabel(grey, fontsize=8.5, color="#555555")
+
+
+def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
+    """Of each row: what it feeds, its strongest sources, how many are shown, the sum of all."""
+    last = len(side.matrix) - 1
+    for row, (weights, hidden) in enumerate(zip(side.matrix, side.hidden, strict=True)):
+        order = weights.abs().argsort(descending=True, stable=True).tolist()
+        kept = [k for k in order if not hidden[k]]
+        named = [f"{k}: {weights[k]:.2f}" for k in kept[:STRONGEST]]
+        feeds = "output" if row == last else str(row + 1)
+        if side.by_own_scale[row]:
+            feeds = f"* {feeds}"
+        yield feeds, "  ".join(named), f"{len(kept)} of {row + 1}", f"{weights.sum():.2f}"
+
+
+def show(sides: list[SideWeights]) -> None:
+    """Prints a table for each side to the terminal."""
+    require("rich", "the table of weights")
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for side in sides:
+        table = Table(title=f"Depth weights of the {side.title}", box=box.SIMPLE)
+        table.add_column("input of", justify="right", no_wrap=True)
+        table.add_column("strongest sources (0: the embedding)", no_wrap=True)
+        table.add_column("shown", justify="right", no_wrap=True)
+        table.add_column("sum", justify="right", no_wrap=True)
+        for cells in rows_of(side):
+            table.add_row(*cells)
+        console.print(table)
+        console.print(f"{side.caption}\n", highlight=False)

@@ -1,0 +1,57 @@
+"""Text in, batches out: parallel files, a vocabulary, token-budget batches, a generated corpus.
+
+From two files to batches:
+
+    text = read_parallel("train.en", "train.de")
+    vocabulary = Vocabulary.train([*text.sources, *text.targets], 8000)
+    batches = TokenBatches(vocabulary.encode_pairs(text), max_tokens=4096, place=text.place)
+
+Nothing here knows models or training; sentencepiece, num2words and Babel are imported when used.
+"""
+
+from deepfast.mt.data.batches import (
+    Batch,
+    TokenBatches,
+    evaluation_batches,
+    make_batch,
+    restore_order,
+)
+from deepfast.mt.data.errors import DataError, MissingPackage
+from deepfast.mt.data.phrases import Corpus, phrases, write
+from deepfast.mt.data.text import (
+    Dropped,
+    ParallelText,
+    read_lines,
+    read_parallel,
+)
+from deepfast.mt.data.tokens import TokenVocabulary, read_dictionary, read_vocabulary
+from deepfast.mt.data.vocabulary import (
+    Vocabulary,
+    lower,
+    split_tag,
+    tag_of,
+)
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "DataError",
+    "Dropped",
+    "MissingPackage",
+    "ParallelText",
+    "TokenBatches",
+    "TokenVocabulary",
+    "Vocabulary",
+    "evaluation_batches",
+    "lower",
+    "make_batch",
+    "phrases",
+    "read_dictionary",
+    "read_lines",
+    "read_parallel",
+    "read_vocabulary",
+    "restore_order",
+    "split_tag",
+    "tag_of",
+    "write",
+]

@@ -1,0 +1,142 @@
+"""A corpus that needs no download: English number, date and amount phrases with their translation.
+
+Every phrase has exactly one translation, the numbers inside give a practically endless supply, and
+no phrase of the dev or test part occurs in training.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from deepfast.mt.data.errors import DataError
+from deepfast.mt.data.phrase_kinds import KINDS, Pair
+from deepfast.mt.data.text import write_atomically
+
+LANGUAGES = ("de", "fr", "es")
+SPLITS = ("train", "dev", "test")
+
+# A kind counts as exhausted when this many draws in a row gave nothing new.
+PATIENCE = 1000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Pairs of (English, foreign) in three disjoint parts, each with the kind of every pair."""
+
+    language: str
+    train: list[Pair]
+    dev: list[Pair]
+    test: list[Pair]
+    kinds: dict[str, list[str]] = field(repr=False)
+    """Part -> the kind of each of its pairs, such as `date`."""
+
+
+def phrases(
+    language: str,
+    *,
+    seed: int = 1,
+    train: int = 30_000,
+    dev: int = 500,
+    test: int = 1_000,
+    kinds: Sequence[str] | None = None,
+) -> Corpus:
+    """Generate a corpus from English into `language`.
+
+    The result depends on the arguments alone, and the test part on neither `dev` nor `train`, nor
+    dev on `train`: runs with more or less training text are comparable. Over all three parts no two
+    pairs share a source or a target, compared as `folded` (NFKC, case folded).
+
+    Args:
+        language: `de`, `fr` or `es`.
+        train, dev, test: pairs of each part, shared evenly among the kinds.
+        kinds: some of `phrase_kinds.KINDS`, by default all.
+
+    Raises:
+        DataError: unknown language or kind, a negative count, or more pairs than there are phrases.
+        MissingPackage: num2words or Babel is not installed.
+    """
+    if language not in LANGUAGES:
+        raise DataError(
+            f"phrases: language must be one of {', '.join(LANGUAGES)}, got {language!r}"
+        )
+    chosen = tuple(KINDS if kinds is None else dict.fromkeys(kinds))
+    unknown = [kind for kind in chosen if kind not in KINDS]
+    if unknown or not chosen:
+        raise DataError(
+            f"phrases: kinds must be some of {', '.join(KINDS)}, got {', '.join(unknown) or 'none'}"
+        )
+    counts = {"train": train, "dev": dev, "test": test}
+    for split, count in counts.items():
+        if count < 0:
+            raise DataError(f"phrases: {split} must be at least 0 pairs, got {count}")
+    draws = {kind: _fresh(kind, language, seed) for kind in chosen}
+    seen: tuple[set[str], set[str]] = set(), set()
+    parts: dict[str, list[Pair]] = {}
+    labels: dict[str, list[str]] = {}
+    # Test first: what is drawn later cannot change it.
+    for split in reversed(SPLITS):
+        rows = [
+            (_new(draws[kind], seen, kind), kind)
+            for i, kind in enumerate(chosen)
+            for _ in range(counts[split] // len(chosen) + (i < counts[split] % len(chosen)))
+        ]
+        Random(f"deepfast phrases {seed} {language} {split}").shuffle(rows)
+        parts[split] = [pair for pair, _ in rows]
+        labels[split] = [kind for _, kind in rows]
+    return Corpus(language, **parts, kinds=labels)
+
+
+def write(corpus: Corpus, folder: str | os.PathLike[str]) -> list[Path]:
+    """Write `train.en`, `train.de` and so on, one phrase a line, for use like any other text.
+
+    Returns:
+        The six paths; the folder is made where it is missing.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror or error})") from error
+    written = []
+    for split in SPLITS:
+        for side, suffix in enumerate(("en", corpus.language)):
+            path = folder / f"{split}.{suffix}"
+            lines = "".join(f"{pair[side]}\n" for pair in getattr(corpus, split))
+            write_atomically(path, lines.encode("utf-8"))
+            written.append(path)
+    return written
+
+
+def folded(text: str) -> str:
+    """The form in which phrases are compared: NFKC, case folded, single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _fresh(kind: str, language: str, seed: int) -> Iterator[Pair]:
+    """An endless stream of pairs of one kind, repetitions included."""
+    random = Random(f"deepfast phrases {seed} {language} {kind}")
+    while True:
+        yield KINDS[kind](random, language)
+
+
+def _new(draws: Iterator[Pair], seen: tuple[set[str], set[str]], kind: str) -> Pair:
+    sources, targets = seen
+    for _ in range(PATIENCE):
+        pair = next(draws)
+        source, target = map(folded, pair)
+        if source not in sources and target not in targets:
+            sources.add(source)
+            targets.add(target)
+            return pair
+    raise DataError(
+        f"phrases: expected fewer pairs or more kinds, got {len(sources)} pairs and no further one "
+        f"of the kind {kind!r}"
+    )

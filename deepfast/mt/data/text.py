@@ -1,0 +1,192 @@
+"""Parallel text from two files: line i of one is the translation of line i of the other."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+from deepfast.mt.data.errors import DataError
+
+# No UTF-8 text starts with these two bytes: the second cannot follow the first.
+GZIP_MAGIC = b"\x1f\x8b"
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass
+class Dropped:
+    """How many sentence pairs were left out, by reason, and where each reason first occurred."""
+
+    empty: int = 0
+    """Pairs with nothing on at least one side."""
+    too_long: int = 0
+    """Pairs of which one side is longer than the limit."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Reason -> place of its first occurrence, such as `train.en:17`."""
+
+    def add(self, reason: str, place: str) -> None:
+        """Count one pair; `reason` is `empty` or `too_long`."""
+        setattr(self, reason, getattr(self, reason) + 1)
+        self.first.setdefault(reason, place)
+
+    @property
+    def total(self) -> int:
+        return self.empty + self.too_long
+
+    def __add__(self, other: Dropped) -> Dropped:
+        """Of two passes over the same pairs, this one first."""
+        counts = self.empty + other.empty, self.too_long + other.too_long
+        return Dropped(*counts, other.first | self.first)
+
+    def __str__(self) -> str:
+        counts = (("empty", self.empty), ("too long", self.too_long))
+        parts = [
+            f"{count} {name} (first at {self.first[name.replace(' ', '_')]})"
+            for name, count in counts
+            if count
+        ]
+        noun = "pair" if self.total == 1 else "pairs"
+        return f"{self.total} {noun} dropped" + (": " + ", ".join(parts) if parts else "")
+
+
+@dataclass(frozen=True)
+class ParallelText(Sequence[tuple[str, str]]):
+    """The non-empty pairs of two files, in file order."""
+
+    source_path: Path
+    target_path: Path
+    pairs: list[tuple[str, str]]
+    """(source, target), white space at the ends removed."""
+    line_numbers: list[int]
+    """The 1-based line of each pair; it differs from the index once a pair was dropped."""
+    lines: int
+    """Lines in each file."""
+    dropped: Dropped
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[str, str]]: ...
+    def __getitem__(self, index):
+        return self.pairs[index]
+
+    @property
+    def sources(self) -> list[str]:
+        return [source for source, _ in self.pairs]
+
+    @property
+    def targets(self) -> list[str]:
+        return [target for _, target in self.pairs]
+
+    def place(self, index: int) -> str:
+        """`file:line` of the source of pair `index`, for messages."""
+        return f"{self.source_path}:{self.line_numbers[index]}"
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of a UTF-8 text file, plain or gzip, without their ends.
+
+    Gzip is recognised by content, not by name. Only LF and CRLF end a line: a form feed or U+2028
+    inside a sentence would otherwise shift one side of a parallel text against the other.
+
+    Raises:
+        DataError: the file is missing, unreadable, damaged gzip, or not UTF-8 (names the line).
+    """
+    path = Path(path)
+    try:
+        return list(_decoded_lines(path))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path}: expected a text file, got a folder") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip file is damaged or cut short ({error})") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _decoded_lines(path: Path) -> Iterator[str]:
+    with open(path, "rb") as raw:
+        # The file itself is asked, not a seek: a pipe (`<(zcat ...)`) cannot be rewound.
+        zipped = raw.peek(2)[:2] == GZIP_MAGIC
+        stream = gzip.GzipFile(fileobj=raw) if zipped else raw
+        for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(UTF8_MARK)
+            try:
+                yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+            except UnicodeDecodeError as error:
+                bad = error.object[error.start]
+                raise DataError(
+                    f"{path}:{number}: expected UTF-8, got byte 0x{bad:02x} at column "
+                    f"{error.start + 1} ({error.reason})"
+                ) from error
+
+
+def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> ParallelText:
+    """Read two aligned files; pairs with an empty side are dropped, counted and reported.
+
+    Returns:
+        A sequence of (source, target) strings which also knows its files, the line of each pair
+        and what was dropped.
+
+    Raises:
+        DataError: a file cannot be read, the line counts differ, or no pair is left.
+    """
+    source, target = Path(source), Path(target)
+    source_lines, target_lines = read_lines(source), read_lines(target)
+    if len(source_lines) != len(target_lines):
+        raise DataError(
+            f"parallel files must have the same number of lines, got {len(source_lines)} in "
+            f"{source} and {len(target_lines)} in {target}"
+        )
+    pairs, numbers, dropped = [], [], Dropped()
+    for number, (left, right) in enumerate(zip(source_lines, target_lines, strict=True), 1):
+        left, right = left.strip(), right.strip()
+        if left and right:
+            pairs.append((left, right))
+            numbers.append(number)
+        else:
+            dropped.add("empty", f"{target if left else source}:{number}")
+    if not pairs:
+        raise DataError(
+            f"expected at least one sentence pair in {source} and {target}, got "
+            f"{len(source_lines)} lines, of which none has text on both sides"
+        )
+    return ParallelText(source, target, pairs, numbers, len(source_lines), dropped)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part.
+
+    Raises:
+        DataError: the folder is missing or not writable.
+    """
+    # A link stays one: what it points to is written.
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        # A pipe or a device cannot be replaced, and must not be.
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        return
+    # In the same folder: a rename across file systems is a copy, which is not atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,140 @@
+"""A vocabulary of tokens that stand between blanks, one dictionary for each language.
+
+What models of word or ready-split subword text were trained with elsewhere: lines must come split
+as they were in training (Sennrich et al. 2016: a piece that ends in ``@@`` is joined to the next).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from deepfast.mt.data.errors import DataError
+from deepfast.mt.data.text import read_lines
+from deepfast.mt.data.vocabulary import (
+    EOS,
+    PAD,
+    UNK,
+    Vocabulary,
+)
+
+KIND = "deepfast-tokens"
+SPECIAL_IDS = 4
+JOINED = re.compile(r"@@( |$)")
+UNKNOWN_SIGN = "⁇"
+
+
+class TokenVocabulary:
+    """Tokens between blanks, with fixed ids: pad 0, unk 1, eos 3, and 2 for none; then the tokens.
+
+    Decoding begins with eos. `encode` reads the source's dictionary, `decode` the target's.
+    """
+
+    pad_id, unk_id, bos_id, eos_id = PAD, UNK, EOS, EOS
+    # Language tags are ordinary tokens here.
+    tags: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, source: Sequence[str], target: Sequence[str] | None = None) -> None:
+        """source, target: tokens from id 4 on; target None: the source's."""
+        self.source = tuple(source)
+        self.target = self.source if target is None else tuple(target)
+        for name, tokens in (("source", self.source), ("target", self.target)):
+            for number, token in enumerate(tokens, 1):
+                if not isinstance(token, str) or not token:
+                    raise DataError(
+                        f"{name} dictionary: expected tokens, got {token!r} at place {number}"
+                    )
+        # Of a token that is there twice the last place counts, as where these come from.
+        self._ids = {token: place for place, token in enumerate(self.source, SPECIAL_IDS)}
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> TokenVocabulary:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            DataError: other content.
+        """
+        try:
+            held = json.loads(content.decode("utf-8"))
+            if held["kind"] != KIND:
+                raise ValueError(f"kind {held['kind']!r}")
+            return cls(held["source"], held["target"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"vocabulary: expected a dictionary of tokens, got other data ({error})"
+            ) from error
+
+    def to_bytes(self) -> bytes:
+        """The whole vocabulary, to be kept inside a checkpoint."""
+        target = None if self.target == self.source else self.target
+        held = {"kind": KIND, "source": self.source, "target": target}
+        return json.dumps(held, ensure_ascii=False).encode("utf-8")
+
+    def fingerprint(self) -> str:
+        """A short digest: equal for equal vocabularies."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.source) + SPECIAL_IDS
+
+    @property
+    def target_size(self) -> int:
+        """Ids of the target's side."""
+        return len(self.target) + SPECIAL_IDS
+
+    def __repr__(self) -> str:
+        return f"TokenVocabulary({len(self)} and {self.target_size} ids, {self.fingerprint()})"
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a source sentence, without eos."""
+        return [self._ids.get(token, UNK) for token in sentence.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of target ids, pieces joined; specials vanish, unk shows as `⁇`.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        for token in ids:
+            if not 0 <= token < self.target_size:
+                raise DataError(
+                    f"decode: ids must be from 0 to {self.target_size - 1}, got {token}"
+                )
+        tokens = [
+            UNKNOWN_SIGN if i == UNK else self.target[i - SPECIAL_IDS]
+            for i in ids
+            if i == UNK or i >= SPECIAL_IDS
+        ]
+        return JOINED.sub("", " ".join(tokens))
+
+
+def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
+    """The vocabulary of a checkpoint, of either kind.
+
+    Raises:
+        DataError: neither a sentencepiece model nor a dictionary of tokens.
+    """
+    # No sentencepiece model begins so: its first byte is the tag of a field.
+    if content[:1] == b"{":
+        return TokenVocabulary.from_bytes(content)
+    return Vocabulary.from_bytes(content)
+
+
+def read_dictionary(path: str | Path) -> list[str]:
+    """The tokens of a dictionary file, one ``token count`` a line.
+
+    Raises:
+        DataError: an unreadable file, or a line of another form (names it).
+    """
+    tokens = []
+    for number, line in enumerate(read_lines(path), 1):
+        token, blank, count = line.rpartition(" ")
+        if not (blank and token and count.isascii() and count.isdigit()):
+            raise DataError(f"{path}:{number}: expected a token and its count, got {line!r}")
+        tokens.append(token)
+    return tokens

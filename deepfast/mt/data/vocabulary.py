@@ -1,0 +1,345 @@
+"""One vocabulary of subwords for both languages: byte-pair encoding by sentencepiece.
+
+Sennrich et al. 2016, https://aclanthology.org/P16-1162; Kudo and Richardson 2018,
+https://aclanthology.org/D18-2012.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from deepfast.mt.data.errors import DataError, require
+from deepfast.mt.data.text import write_atomically
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+# Sentencepiece's sign for the space in front of a word.
+SPACE = "▁"
+SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
+
+# Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
+PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
+# Fields of a piece, and the type of one that training was told, not taught.
+TEXT, TYPE, USER_DEFINED = 1, 3, 4
+
+
+class Vocabulary:
+    """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3.
+
+    Text is NFKC-normalised and runs of white space become one space before it is split, so
+    `decode(encode(text))` is `text` up to that. A character never seen in training becomes unk,
+    which decodes to `⁇`.
+
+    A language tag such as `<de>` in front of a sentence is one token, where the vocabulary was
+    trained with it.
+    """
+
+    pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
+
+    def __init__(self, model: bytes, *, name: str = "vocabulary") -> None:
+        """Use `from_bytes`, `load` or `train`. `name` is what errors call this vocabulary."""
+        _check_complete(model, name)
+        sentencepiece = require("sentencepiece", "a vocabulary")
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise DataError(f"{name}: sentencepiece cannot read this model ({error})") from error
+        ids = processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id()
+        if ids != (PAD, UNK, BOS, EOS):
+            raise DataError(f"{name}: pad, unk, bos, eos must have the ids 0, 1, 2, 3, got {ids}")
+        self._model = model
+        self._processor = processor
+
+    @classmethod
+    def train(
+        cls,
+        sentences: Iterable[str],
+        size: int,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        at_most: bool = False,
+        split_digits: bool = True,
+        tags: Sequence[str] = (),
+    ) -> Vocabulary:
+        """Learn `size` pieces, specials included, from the sentences of both languages.
+
+        The same sentences in the same order give the same bytes: one thread, no sampling, hence
+        no seed.
+
+        Args:
+            path: where to save the result, or None.
+            at_most: take as many pieces as the sentences support when `size` is beyond that.
+            split_digits: every digit is a piece of its own, which makes figures copyable.
+            tags: further pieces, with the ids from 4 on.
+
+        Raises:
+            DataError: no sentences, or `size` is more or less than the sentences support (the
+                sentence names the limit).
+        """
+        if size <= len(SPECIALS):
+            raise DataError(f"vocabulary size must be more than {len(SPECIALS)}, got {size}")
+        trainer = require("sentencepiece", "training a vocabulary").SentencePieceTrainer
+        model = io.BytesIO()
+        try:
+            trainer.train(
+                sentence_iterator=_one_line_each(sentences),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=size,
+                pad_id=PAD,
+                unk_id=UNK,
+                bos_id=BOS,
+                eos_id=EOS,
+                # Every character of the training text gets a piece: no unk in training.
+                character_coverage=1.0,
+                split_digits=split_digits,
+                user_defined_symbols=list(tags),
+                hard_vocab_limit=not at_most,
+                num_threads=1,
+                input_sentence_size=0,
+                shuffle_input_sentence=False,
+                # In bytes; the default silently skips longer sentences.
+                max_sentence_length=1 << 20,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise DataError(_training_error(str(error), size)) from error
+        vocabulary = cls(model.getvalue())
+        if path is not None:
+            vocabulary.save(path)
+        return vocabulary
+
+    @classmethod
+    def from_bytes(cls, model: bytes) -> Vocabulary:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            DataError: not a complete sentencepiece model, or other special ids.
+        """
+        return cls(bytes(model))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Read a file written by `save`, which is an ordinary sentencepiece model.
+
+        Raises:
+            DataError: missing, truncated or foreign file, or other special ids.
+        """
+        path = Path(path)
+        try:
+            model = path.read_bytes()
+        except FileNotFoundError as error:
+            raise DataError(f"{path}: there is no such vocabulary file") from error
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        return cls(model, name=str(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model; a reader never sees a part of it."""
+        write_atomically(path, self._model)
+
+    def to_bytes(self) -> bytes:
+        """The whole vocabulary, to be kept inside a checkpoint."""
+        return self._model
+
+    def fingerprint(self) -> str:
+        """A short digest: equal for equal vocabularies."""
+        return hashlib.sha256(self._model).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._processor)
+
+    @property
+    def target_size(self) -> int:
+        """Pieces of the target's side: the same ones."""
+        return len(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self._model == other._model
+
+    def __hash__(self) -> int:
+        return hash(self._model)
+
+    def __reduce__(self):
+        return Vocabulary, (self._model,)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} pieces, {self.fingerprint()})"
+
+    @cached_property
+    def tags(self) -> dict[str, int]:
+        """Language tags and their ids."""
+        return _user_defined(self._model)
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a sentence, without bos and eos; a language tag in front is the first."""
+        tag, rest = self._known_tag(sentence)
+        return [*(self.tags[name] for name in tag), *self._processor.EncodeAsIds(rest)]
+
+    def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """The ids of both sides of every pair, ready for `TokenBatches`."""
+        return [(self.encode(source), self.encode(target)) for source, target in pairs]
+
+    def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
+        """The text of the ids; pad, bos and eos vanish, unk shows as `⁇`.
+
+        unknown: for each unk of ids, in order, the words that stand in its place; may be empty.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        # A tensor's elements are tensors, which sentencepiece does not take.
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        for token in ids:
+            if not 0 <= token < len(self):
+                raise DataError(f"decode: ids must be from 0 to {len(self) - 1}, got {token}")
+        ids = [i for i in ids if i not in (PAD, BOS, EOS)]
+        if unknown is None:
+            text = self._processor.DecodeIds(ids)
+        else:
+            words = iter(unknown)
+            pieces = [f" {next(words)} " if i == UNK else self._processor.IdToPiece(i) for i in ids]
+            text = "".join(pieces).replace(SPACE, " ")
+        # Sentencepiece surrounds its sign for unk with spaces.
+        return " ".join(text.split())
+
+    def pieces(self, sentence: str) -> list[str]:
+        """The pieces of a sentence as text, one for each of its ids."""
+        tag, rest = self._known_tag(sentence)
+        return [*tag, *self._processor.EncodeAsPieces(rest)]
+
+    def words(self, sentence: str) -> tuple[list[str], list[int]]:
+        """The words of a sentence, and for each of its ids the number of its word."""
+        words: list[str] = []
+        numbers = []
+        for piece in self.pieces(sentence):
+            if piece.startswith(SPACE) or not words:
+                words.append("")
+            words[-1] += piece.removeprefix(SPACE)
+            numbers.append(len(words) - 1)
+        return words, numbers
+
+    def _known_tag(self, sentence: str) -> tuple[list[str], str]:
+        """The language tag in front of a sentence, where there is one of these, and the rest."""
+        tag, rest = split_tag(sentence)
+        return ([tag], rest) if tag in self.tags else ([], sentence)
+
+    def unknown_rate(self, sentences: Iterable[str]) -> float:
+        """Pieces that are unk, as a fraction of all pieces of the sentences; 0.0 without pieces."""
+        unknown = total = 0
+        for sentence in sentences:
+            ids = self.encode(sentence)
+            unknown += ids.count(UNK)
+            total += len(ids)
+        return unknown / total if total else 0.0
+
+
+def tag_of(language: str) -> str:
+    """`<de>` for `de`: what stands in front of a source sentence where there are several."""
+    return f"<{language}>"
+
+
+def split_tag(sentence: str) -> tuple[str | None, str]:
+    """A tag in front of a sentence, or None, and the rest."""
+    sentence = sentence.lstrip()
+    if not sentence.startswith("<"):
+        return None, sentence
+    first, _, rest = sentence.partition(" ")
+    return (first, rest) if first.endswith(">") else (None, sentence)
+
+
+def lower(sentence: str, tags: Container[str]) -> str:
+    """Lower-cased, but for a language tag in front that is one of ``tags``."""
+    tag, rest = split_tag(sentence)
+    return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
+
+
+def _user_defined(model: bytes) -> dict[str, int]:
+    """Pieces that training was told, and their ids: sentencepiece does not show their type."""
+    pieces = [value for number, value in _fields(model) if number == PIECES]
+    found = {}
+    for index, piece in enumerate(pieces):
+        fields = dict(_fields(piece))
+        if fields.get(TYPE) == USER_DEFINED:
+            found[fields[TEXT].decode()] = index
+    return found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Number and value of every field of a protobuf message."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+        else:
+            # Four bytes, or bytes after their number.
+            length = 4
+            if tag & 7 == 2:
+                length, position = _varint(message, position)
+            value = message[position : position + length]
+            position += length
+        yield tag >> 3, value
+
+
+def _one_line_each(sentences: Iterable[str]) -> Iterator[str]:
+    # Sentencepiece refuses a sentence that contains a line end.
+    return (sentence.replace("\n", " ") for sentence in sentences)
+
+
+def _training_error(message: str, size: int) -> str:
+    if most := re.search(r"set it to a value <= (\d+)", message):
+        return (
+            f"vocabulary size {size} is more than these sentences support: "
+            f"expected at most {most[1]}"
+        )
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"vocabulary size {size} is less than the specials and the distinct characters of "
+            f"these sentences: expected at least {least[1]}"
+        )
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return "a vocabulary needs at least one sentence with text, got none"
+    return f"sentencepiece could not train a vocabulary of size {size} ({message})"
+
+
+def _check_complete(model: bytes, name: str) -> None:
+    """Refuse a file that ends early.
+
+    A file cut between two top-level fields still parses: it would give a vocabulary with pieces
+    or the normalisation missing, and wrong translations instead of an error.
+    """
+    fields = set()
+    position = 0
+    while position < len(model):
+        tag, position = _varint(model, position)
+        length, position = _varint(model, position)
+        # All of ModelProto's fields are length-delimited, wire type 2.
+        if tag is None or length is None or tag & 7 != 2:
+            position = len(model) + 1
+            break
+        fields.add(tag >> 3)
+        position += length
+    if position == len(model) and {PIECES, TRAINER_SPEC, NORMALIZER_SPEC} <= fields:
+        return
+    if PIECES in fields:
+        raise DataError(f"{name}: the vocabulary is cut short or damaged ({len(model)} bytes)")
+    raise DataError(f"{name}: expected a sentencepiece model, got {len(model)} bytes of other data")
+
+
+def _varint(data: bytes, position: int) -> tuple[int | None, int]:
+    value = shift = 0
+    while position < len(data) and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return None, position

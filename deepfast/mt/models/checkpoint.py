@@ -1,0 +1,174 @@
+"""A model from a checkpoint file.
+
+A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. What a model needs:
+
+    format       "deepfast-checkpoint"
+    version      1
+    kind         one of `deepfast.mt.models.KINDS`; "transformer" where it is absent
+    config       the fields of that kind's config
+    model        the model's state dict
+    vocabulary   the sentencepiece model, or a dictionary of tokens, as bytes or as a uint8 tensor
+
+Further keys belong to training and are not looked at here.
+"""
+
+import os
+import pickle
+import zipfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.mt.models.fusions import without_unread
+from deepfast.mt.models.registry import KINDS, build
+
+FORMAT = "deepfast-checkpoint"
+VERSION = 1
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dict of a checkpoint, its format and version checked.
+
+    Tensors are on the CPU and mapped from the file: what is not used is not read, and what is to
+    outlive the file must be copied.
+
+    Raises:
+        ValueError: no such file, cut short, of another kind, or of a newer version.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as stream:
+            zipped = stream.read(2) == b"PK"
+        # torch.load does not compare the check sums that torch.save wrote.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{path}: the checkpoint is damaged in its part {damaged}")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (
+        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        # What torch.save writes is a zip archive; one that holds objects is of another kind.
+        if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
+            raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
+        raise ValueError(
+            f"{path}: expected a deepfast checkpoint, got a file of another kind"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
+    version = content.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path}: expected a checkpoint of version 1 or later, got {version!r}")
+    if version > VERSION:
+        raise ValueError(
+            f"{path}: the checkpoint was written by a newer deepfast: expected version {VERSION} "
+            f"at most, got {version}"
+        )
+    return content
+
+
+def load_model(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> tuple[nn.Module, bytes]:
+    """The model of a checkpoint, ready to translate, and its vocabulary.
+
+    Args:
+        path: the checkpoint.
+        device: where the model is to be.
+
+    Returns:
+        The model, in evaluation mode and with ``backend=None`` (what served the training says
+        nothing of this machine), and the bytes of its vocabulary
+        (`deepfast.mt.data.read_vocabulary`).
+
+    Raises:
+        ValueError: see `read_checkpoint`; or the config, the weights or the vocabulary are
+            missing, or do not go together.
+    """
+    content = read_checkpoint(path)
+    missing = [key for key in ("config", "model", "vocabulary") if key not in content]
+    if missing:
+        raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
+    vocabulary = _bytes(path, content["vocabulary"])
+    config = _config(path, content.get("kind", "transformer"), content["config"])
+    try:
+        # Weights are about to be replaced: on the meta device they cost neither time nor memory.
+        with torch.device("meta"):
+            model = build(config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
+    _check_weights(path, model.state_dict(), content["model"])
+    weights = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), vocabulary
+
+
+def _bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
+    if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
+        # By way of a list: numpy is not a dependency, and this is well below a megabyte.
+        return bytes(vocabulary.flatten().tolist())
+    if isinstance(vocabulary, bytes):
+        return vocabulary
+    raise ValueError(
+        f"{path}: expected the checkpoint's vocabulary as bytes or as a uint8 tensor, got "
+        f"{vocabulary.dtype if isinstance(vocabulary, Tensor) else type(vocabulary).__name__}"
+    )
+
+
+def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(
+            f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
+            f"({', '.join(KINDS)}), got {name!r}"
+        )
+    kind = KINDS[name]
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path}: expected the checkpoint's config as a dict, got {type(values).__name__}"
+        )
+    unknown = [str(name) for name in values if name not in kind.fields]
+    if unknown:
+        raise ValueError(
+            f"{path}: the checkpoint's config has fields that this deepfast does not know: "
+            f"{', '.join(unknown)}"
+        )
+    try:
+        return replace(kind.config(**without_unread(values)), backend=None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
+
+
+def _check_weights(
+    path: str | os.PathLike[str], expected: dict[str, Tensor], weights: object
+) -> None:
+    if not isinstance(weights, dict):
+        raise ValueError(
+            f"{path}: expected the checkpoint's weights as a dict, got {type(weights).__name__}"
+        )
+    for what, names in (
+        ("lacks weights of", [name for name in expected if name not in weights]),
+        ("has weights that do not belong to", [name for name in weights if name not in expected]),
+    ):
+        if names:
+            raise ValueError(
+                f"{path}: the checkpoint {what} the model that its config describes: {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            )
+    for name, weight in weights.items():
+        shape = tuple(expected[name].shape)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"{path}: {name} must be a tensor of floating point, got {got}")
+        if tuple(weight.shape) != shape:
+            raise ValueError(
+                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
+                f"{shape}, got {tuple(weight.shape)}"
+            )

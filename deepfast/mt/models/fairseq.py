@@ -1,0 +1,360 @@
+"""Checkpoints of the DLCL authors' code, and of fairseq's Transformer, as models of this package.
+
+Wang et al. 2019 trained with fairseq of 2018. Such a file is a pickle of ``{"model": state dict,
+"args": argparse.Namespace, ...}``. What differs from a checkpoint of this package:
+
+    ids         there <Lua heritage> (or <s>) 0, <pad> 1, </s> 2, <unk> 3; here pad 0, unk 1, none
+                2, eos 3, so rows of embeddings move; decoding begins with </s>
+    positions   of a sentence are counted from pad's id + 1 = 2
+    norms       a layer's stand in the order of its sublayers, wherever pre-norm or post-norm
+                has them; here the first pre-norm one belongs to the stack
+    history     ``weight`` (L+1, L+1, X) with X = 1, n or D; ``layer_norms`` numbered by the state
+                they belong to, or, without the embedding's, from 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import re
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepfast.mt.models.transformer_config import TransformerConfig
+
+SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
+"""The names that each of the four special ids may have, in the order of the file's ids."""
+
+ROWS = (1, 3, 0, 2)
+"""Of this package's ids 0 to 3 the file's: pad, unk, none, eos."""
+
+FIRST_POSITION = 2
+
+# What unpickling raises at bytes that are no pickle: any of them may look like an instruction.
+NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
+             RuntimeError, TypeError, ValueError)  # fmt: skip
+
+SIDES = ("encoder", "decoder")
+# Buffers that hold nothing a model needs.
+IGNORED = re.compile(r"(encoder|decoder)\.(version|embed_positions\._float_tensor)$")
+ATTENTIONS = {"attention": "self_attn", "cross_attention": "encoder_attn"}
+# Sublayers in order: this package's name and fairseq's later one of the sublayer's norm.
+SUBLAYERS = {
+    "encoder": (("attention", "self_attn"), ("feed_forward", "final")),
+    "decoder": (("attention", "self_attn"), ("cross_attention", "encoder_attn"),
+                ("feed_forward", "final")),
+}  # fmt: skip
+
+
+def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[str, Any]:
+    """The content of a fairseq checkpoint, on the CPU.
+
+    Args:
+        path: of either form of torch's files.
+        unsafe: unpickle whatever objects it holds, which runs code that stands in the file.
+
+    Raises:
+        ValueError: no such file, one of another kind, or one with objects that are refused.
+    """
+    try:
+        # fairseq keeps its arguments in a Namespace, which is a plain bag of values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=not unsafe)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except NO_PICKLE as error:
+        found = re.search(r"GLOBAL ([\w.]+) was|global[: ]+`?([\w.]+)`? was", str(error))
+        if found and not unsafe:
+            name = found[1] or found[2]
+            raise ValueError(
+                f"{path}: expected tensors and plain values, got an object of {name}; --unsafe "
+                "loads it, which runs code that stands in the file: only for files you trust"
+            ) from error
+        raise ValueError(f"{path}: expected a fairseq checkpoint, got another file") from error
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected objects of packages that are installed here, got others ({error})"
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{path}: expected a fairseq checkpoint with the key 'model', got none")
+    if not isinstance(content.get("args"), argparse.Namespace):
+        raise ValueError(
+            f"{path}: expected the arguments of training under the key 'args', got "
+            f"{type(content.get('args')).__name__}"
+        )
+    return content
+
+
+def layout(tokens: list[str], rows: int, name: str) -> tuple[list[str], str]:
+    """A dictionary's tokens without the four special ones, and in words where those stood.
+
+    Args:
+        tokens: of the dictionary file.
+        rows: of the embedding.
+        name: of the file, for messages.
+
+    Raises:
+        ValueError: as many tokens as no known layout has for that embedding.
+    """
+    count = len(SPECIALS)
+    if rows == len(tokens) + count:
+        return tokens, f"{count} special ids, then the {len(tokens)} tokens of {name}"
+    begins = all(t in names for t, names in zip(tokens, SPECIALS, strict=False))
+    if rows == len(tokens) >= count and begins:
+        left = len(tokens) - count
+        return tokens[count:], f"{count} special ids and {left} tokens, all of them in {name}"
+    raise ValueError(
+        f"{name}: expected {rows - count} tokens for an embedding of {rows} rows, of which {count} "
+        f"are special ({', '.join(names[0] for names in SPECIALS)}), got {len(tokens)}"
+    )
+
+
+class _Weights:
+    """A state dict, of which every weight is to be used once."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        self.left = {name: w for name, w in weights.items() if not IGNORED.match(name)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.left
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A weight of that shape in fp32; training in fp16 saved it so."""
+        if name not in self.left:
+            raise ValueError(f"fairseq checkpoint: expected a weight {name}, got none")
+        weight = self.left.pop(name)
+        if shape and tuple(weight.shape) != shape:
+            raise ValueError(
+                f"fairseq checkpoint: {name} must be {shape}, got {tuple(weight.shape)}"
+            )
+        return weight.float()
+
+    def indices(self, pattern: str) -> list[int]:
+        """The numbers that stand in the first group of ``pattern``, ascending."""
+        found = (re.match(pattern, name) for name in self.left)
+        return sorted({int(match[1]) for match in found if match})
+
+
+def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """The config and the state dict of a `Transformer` that computes what the checkpoint's did.
+
+    Args:
+        content: of `read_fairseq`.
+
+    Raises:
+        ValueError: a model with parts that this package has not; the message names the first.
+    """
+    args, weights = content["args"], _Weights(content["model"])
+    config = _config(args, weights)
+    state = _embeddings(weights, config)
+    for side in SIDES:
+        layers = getattr(config, f"{side}_layers")
+        for i in range(layers):
+            state |= _layer(weights, config, side, i)
+        if config.norm == "pre":
+            for part in ("weight", "bias"):
+                name = f"{side}.connection.norms.{layers}.{part}"
+                state[name] = weights.take(f"{side}.layer_norm.{part}", config.dim)
+        if getattr(config, f"{side}_connection") == "dlcl":
+            state |= _history(weights, config, side)
+    if weights.left:
+        raise ValueError(
+            f"fairseq checkpoint: expected the parts of a Transformer with DLCL, got "
+            f"{next(iter(weights.left))} too"
+        )
+    return config, state
+
+
+def _one(args: argparse.Namespace, name: str) -> Any:
+    """An argument that either side has, which must be the same for both."""
+    values = []
+    for side in SIDES:
+        if not hasattr(args, f"{side}_{name}"):
+            raise ValueError(f"fairseq checkpoint: expected args.{side}_{name}, got none")
+        values.append(getattr(args, f"{side}_{name}"))
+    if values[0] != values[1]:
+        raise ValueError(
+            f"fairseq checkpoint: expected the same {name} on both sides, got {values[0]} in the "
+            f"encoder and {values[1]} in the decoder"
+        )
+    return values[0]
+
+
+def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
+    for name, usual in (("encoder_learned_pos", False), ("decoder_learned_pos", False),
+                        ("no_token_positional_embeddings", False), ("no_scale_embedding", False),
+                        ("activation_fn", "relu")):  # fmt: skip
+        if getattr(args, name, usual) != usual:
+            got = getattr(args, name)
+            raise ValueError(f"fairseq checkpoint: expected {name} {usual}, got {got}")
+    source = weights.left.get("encoder.embed_tokens.weight")
+    target = weights.left.get("decoder.embed_tokens.weight")
+    if source is None or target is None:
+        side = "encoder" if source is None else "decoder"
+        raise ValueError(f"fairseq checkpoint: expected {side}.embed_tokens.weight, got none")
+    share = "decoder"
+    if "decoder.embed_out" in weights:
+        share = "none"
+    elif source.shape == target.shape and torch.equal(source, target):
+        share = "all"
+    connections, dlcl = _connections(args, weights, source.shape[1])
+    return TransformerConfig(
+        vocab_size=source.shape[0],
+        target_vocab_size=None if share == "all" else target.shape[0],
+        share_embeddings=share,
+        first_position=FIRST_POSITION,
+        padding_idx=0,
+        dim=source.shape[1],
+        heads=_one(args, "attention_heads"),
+        ffn_dim=_one(args, "ffn_embed_dim"),
+        **{f"{side}_layers": len(weights.indices(rf"{side}\.layers\.(\d+)\.")) for side in SIDES},
+        **connections,
+        norm="pre" if _one(args, "normalize_before") else "post",
+        dropout=getattr(args, "dropout", 0.1),
+        attention_dropout=getattr(args, "attention_dropout", 0.0),
+        activation_dropout=getattr(args, "relu_dropout", 0.0),
+        dlcl=dlcl,
+    )
+
+
+def _connections(
+    args: argparse.Namespace, weights: _Weights, dim: int
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The connection of either side, and the options of DLCL, which must be the same for both."""
+    connections, options = {}, {}
+    for side in SIDES:
+        has_weight = f"{side}.history.weight" in weights
+        known = (None, "learnable_dense", "learnable_dense_nonorm")
+        kind = getattr(args, f"{side}_history_type", known[has_weight])
+        if kind not in known or has_weight != (kind is not None):
+            held = "" if has_weight else "no "
+            raise ValueError(
+                f"fairseq checkpoint: expected {side}_history_type learnable_dense, "
+                f"learnable_dense_nonorm or none, got {kind} and {held}{side}.history.weight"
+            )
+        connections[f"{side}_connection"] = "dlcl" if has_weight else "residual"
+        if has_weight:
+            options[side] = _options(args, weights, side, dim)
+    if len(options) == 2 and options["encoder"] != options["decoder"]:
+        raise ValueError(
+            f"fairseq checkpoint: expected DLCL alike on both sides, got {options['encoder']} in "
+            f"the encoder and {options['decoder']} in the decoder"
+        )
+    return connections, next(iter(options.values()), {})
+
+
+def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -> dict[str, Any]:
+    shape = weights.left[f"{side}.history.weight"].shape
+    options: dict[str, Any] = {}
+    per_pair = shape[2] if len(shape) == 3 else 1
+    if per_pair == dim:
+        options["weight"] = "vector"
+    elif per_pair > 1:
+        options |= {"weight": "group", "groups": per_pair}
+    norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
+    if not norms:
+        options["norm"] = None
+    elif len(norms) == shape[0]:
+        if not getattr(args, f"{side}_normalize_before"):
+            # Their post-norm code then normalises the embedding both where it is stored and where
+            # it is read, which no formula of the paper has.
+            raise ValueError(
+                "fairseq checkpoint: expected a normalised embedding in pre-norm alone, got "
+                f"{side}.history.layer_norms.0 in post-norm"
+            )
+        options["normalize_embedding"] = True
+    return options
+
+
+def _embeddings(weights: _Weights, config: TransformerConfig) -> dict[str, Tensor]:
+    def rows(name: str, size: int) -> Tensor:
+        table = weights.take(name, size, config.dim)
+        return torch.cat((table[list(ROWS)], table[len(ROWS) :]))
+
+    source_size = config.vocab_size
+    size = config.target_vocab_size or source_size
+    source = rows("encoder.embed_tokens.weight", source_size)
+    target = rows("decoder.embed_tokens.weight", size)
+    state = {"embedding.weight": source}
+    if config.share_embeddings != "all":
+        state["target_embedding.weight"] = target
+    if config.share_embeddings == "none":
+        state["output.weight"] = rows("decoder.embed_out", size)
+    return state
+
+
+def _layer(weights: _Weights, config: TransformerConfig, side: str, i: int) -> dict[str, Tensor]:
+    """One layer, with its first pre-norm LN, which here is the stack's."""
+    theirs = ours = f"{side}.layers.{i}"
+    d, f = config.dim, config.ffn_dim
+    state = {}
+    for number, (sublayer, later_name) in enumerate(SUBLAYERS[side]):
+        for part in ("weight", "bias"):
+            name = f"{theirs}.layer_norms.{number}.{part}"
+            if name not in weights:
+                name = f"{theirs}.{later_name}_layer_norm.{part}"
+            place = f"{ours}.{sublayer}_norm"
+            if config.norm == "pre" and number == 0:
+                place = f"{side}.connection.norms.{i}"
+            state[f"{place}.{part}"] = weights.take(name, d)
+        if sublayer in ATTENTIONS:
+            state |= _attention(
+                weights, f"{theirs}.{ATTENTIONS[sublayer]}", f"{ours}.{sublayer}", d
+            )
+    for theirs_name, ours_name, shape in (("fc1", "up", (f, d)), ("fc2", "down", (d, f))):
+        name = f"{ours}.feed_forward.{ours_name}"
+        state[f"{name}.weight"] = weights.take(f"{theirs}.{theirs_name}.weight", *shape)
+        state[f"{name}.bias"] = weights.take(f"{theirs}.{theirs_name}.bias", shape[0])
+    return state
+
+
+def _attention(weights: _Weights, theirs: str, ours: str, d: int) -> dict[str, Tensor]:
+    state = {}
+    for part, shape in (("weight", (d, d)), ("bias", (d,))):
+        if f"{theirs}.q_proj.{part}" in weights:
+            rows = torch.cat([weights.take(f"{theirs}.{n}_proj.{part}", *shape) for n in "qkv"])
+        else:
+            rows = weights.take(f"{theirs}.in_proj_{part}", 3 * d, *shape[1:])
+        if ours.endswith(".cross_attention"):
+            state[f"{ours}.query.{part}"], state[f"{ours}.key_value.{part}"] = rows[:d], rows[d:]
+        else:
+            state[f"{ours}.query_key_value.{part}"] = rows
+        state[f"{ours}.out.{part}"] = weights.take(f"{theirs}.out_proj.{part}", *shape)
+    return state
+
+
+def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[str, Tensor]:
+    rows, d = getattr(config, f"{side}_layers") + 1, config.dim
+    weight = weights.take(f"{side}.history.weight")
+    if weight.shape[-1] == 1 and weight.dim() == 3:
+        weight = weight.squeeze(-1)
+    if tuple(weight.shape[:2]) != (rows, rows):
+        raise ValueError(
+            f"fairseq checkpoint: {side}.history.weight must be ({rows}, {rows}, ...), got "
+            f"{tuple(weight.shape)}"
+        )
+    # Above the diagonal nothing is read; training may have left anything there.
+    upper = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    state = {f"{side}.connection.dlcl.weight": weight.masked_fill(
+        upper.view(rows, rows, *(1,) * (weight.dim() - 2)), 0
+    )}  # fmt: skip
+    norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
+    if not norms:
+        return state
+    # Without the embedding's they are numbered by the state from 1, or from 0.
+    first = rows - len(norms)
+    if norms != list(range(norms[0], norms[0] + len(norms))) or first not in (0, 1):
+        raise ValueError(
+            f"fairseq checkpoint: expected {rows - 1} or {rows} norms in {side}.history, got "
+            f"numbers {norms}"
+        )
+    for part, start in (("weight", torch.ones), ("bias", torch.zeros)):
+        table = start(rows, d)
+        for k, number in enumerate(norms, first):
+            table[k] = weights.take(f"{side}.history.layer_norms.{number}.{part}", d)
+        state[f"{side}.connection.dlcl.norm_{part}"] = table
+    return state

@@ -1,0 +1,340 @@
+"""The deep LSTM translation models Deep-Att and Deep-ED, with fast-forward connections.
+
+Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine Translation,
+TACL 2016. A layer k has a feed-forward and a recurrent half, and the first goes past the second:
+
+    f^k = W^k [Half(f^{k-1}), Dropout(h^{k-1})],   h^k = LSTM(f^k)              f (4H), h (H)
+
+Half takes the first half of the channels. The encoder has two columns that do not meet; directions
+alternate from layer to layer, and the columns start in opposite ones. Of their tops
+
+    Deep-Att   e_t = [h_t, h'_t, f_t, f'_t],  c_t = sum_s alpha_{ts} W_p e_s,  W_p to a quarter
+               alpha_ts = softmax_s(v tanh(W_a h^1_{t-1} + U_a W_p e_s)),      h^1 the decoder's
+    Deep-ED    c = [h_m, max_t h'_t, max_t f_t, max_t f'_t]                    m the last step
+
+and the decoder, one column, all layers forward, has [c_t, y_{t-1}] for its input, y_0 = 0.
+
+As in the paper: whole f go into e and c (10H, of which a quarter is left), no layer has a bias,
+source, target and softmax have matrices of their own, recurrent parameters start at 0. Unlike the
+paper, source and target share one vocabulary, and the alignment model is as wide as a layer. Its
+columns have nine layers: where one has an even number, m is the first position.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepfast import ops
+from deepfast.mt.models.interface import ParameterGroup
+from deepfast.mt.models.transformer import IGNORED
+
+
+@dataclass(kw_only=True)
+class FastForwardLSTMConfig:
+    """Sizes and choices of a `FastForwardLSTM`."""
+
+    vocab_size: int
+    """V, of the vocabulary shared by source and target."""
+    padding_idx: int = 0
+    """Id of the padding token."""
+    dim: int = 512
+    """H, memory cells of a layer."""
+    embedding_dim: int = 256
+    """E, of a word."""
+    encoder_layers: int = 9
+    """Layers of each of the encoder's two columns."""
+    decoder_layers: int = 7
+    """Layers of the decoder."""
+    attention: bool = True
+    """Deep-Att; without it Deep-ED, whose decoder sees one vector of the source."""
+    dropout: float = 0.1
+    """On each h where it goes into the next layer, not on f."""
+    init_std: float = 0.07
+    """Standard deviation of the initial parameters that are not recurrent."""
+    lr_scale: float = 0.08
+    """The rate of these parameters as a share of the recurrent ones': 4e-5 of 5e-4."""
+    backend: str | None = None
+    """See deepfast.backend."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "dim", "embedding_dim", "encoder_layers", "decoder_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if self.dim % 2:
+            raise ValueError(f"dim: expected an even number, got {self.dim}")
+        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
+            raise ValueError(
+                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
+                f"got {self.padding_idx!r}"
+            )
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout!r}")
+        for name in ("init_std", "lr_scale"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+
+
+class Layer(nn.Module):
+    """The feed-forward and the recurrent half of a layer."""
+
+    def __init__(self, inputs: int, dim: int, backend: str | None):
+        super().__init__()
+        self.feed_forward = nn.Linear(inputs, 4 * dim, bias=False)
+        self.recurrent = nn.Parameter(torch.zeros(dim, 4 * dim))
+        self.peephole = nn.Parameter(torch.zeros(3, dim))
+        self.backend = backend
+
+    def recur(self, f: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
+        """f (T, B, 4H) to h (T, B, H), and the last h and c; see `deepfast.ops.peephole_lstm`."""
+        return ops.peephole_lstm(f, self.recurrent, self.peephole, backend=self.backend, **options)
+
+
+class Attention(nn.Module):
+    """Bahdanau et al. 2015: ``softmax_s(v tanh(W_a q + U_a k_s))``."""
+
+    def __init__(self, query_dim: int, key_dim: int, dim: int):
+        super().__init__()
+        self.query = nn.Linear(query_dim, dim, bias=False)
+        self.key = nn.Linear(key_dim, dim, bias=False)
+        self.score = nn.Linear(dim, 1, bias=False)
+
+    def forward(self, query_BH: Tensor, keys_BSA: Tensor, padding_BS: Tensor) -> Tensor:
+        """Weights (B, S), 0 on padding; keys are as ``self.key`` leaves them."""
+        scores = self.score(torch.tanh(self.query(query_BH).unsqueeze(1) + keys_BSA)).squeeze(-1)
+        # A finite number: of padding alone the softmax would be NaN.
+        low = torch.finfo(scores.dtype).min
+        return scores.masked_fill(padding_BS, low).softmax(-1).masked_fill(padding_BS, 0)
+
+
+@dataclass
+class Source:
+    """What the decoder sees of a batch of sentences."""
+
+    memory: Tensor
+    """W_p e, (B, S, P); without attention c, (B, P)."""
+    keys: Tensor | None = None
+    """(B, S, A), with attention."""
+    padding: Tensor | None = None
+    """(B, S) bool, with attention."""
+    places: Tensor | None = None
+    """(B, S): where in the given source the tokens stood, real ones first."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Keeps sentences ``index``."""
+        for name, value in vars(self).items():
+            if value is not None:
+                setattr(self, name, value[index])
+
+
+@dataclass
+class DecodeState:
+    """A batch of hypotheses while it is being decoded."""
+
+    source: Source
+    h: list[Tensor]
+    """Of each layer, (B, H)."""
+    c: list[Tensor]
+    """Of each layer, (B, H)."""
+    position: int = 0
+
+    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+        """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
+
+        ``memory=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
+        on its own sentence.
+        """
+        self.h, self.c = [x[index] for x in self.h], [x[index] for x in self.c]
+        if memory:
+            self.source.reorder(index)
+
+
+class FastForwardLSTM(nn.Module):
+    """Deep-Att, or without attention Deep-ED.
+
+    Padding may stand anywhere in the source, and on the right of the target. A source of padding
+    alone has the context 0.
+    """
+
+    def __init__(self, config: FastForwardLSTMConfig):
+        super().__init__()
+        self.config = c = config
+        width, top = c.embedding_dim, 10 * c.dim
+        self.context_dim = top // 4 if c.attention else top
+
+        def stack(inputs: int, count: int) -> nn.ModuleList:
+            sizes = [inputs] + [3 * c.dim] * (count - 1)
+            return nn.ModuleList(Layer(size, c.dim, c.backend) for size in sizes)
+
+        self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
+        self.target_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
+        self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(2))
+        self.decoder = stack(self.context_dim + width, c.decoder_layers)
+        if c.attention:
+            self.quarter = nn.Linear(top, self.context_dim, bias=False)
+            self.attention = Attention(c.dim, self.context_dim, c.dim)
+        else:
+            self.alignment = None
+        self.softmax = nn.Linear(c.dim, c.vocab_size, bias=False)
+        recurrent = {id(p) for p in self._recurrent()}
+        for p in self.parameters():
+            if id(p) not in recurrent:
+                nn.init.normal_(p, std=c.init_std)
+        with torch.no_grad():
+            for embedding in (self.source_embedding, self.target_embedding):
+                embedding.weight[c.padding_idx].zero_()
+
+    def _recurrent(self) -> list[nn.Parameter]:
+        layers = [m for m in self.modules() if isinstance(m, Layer)]
+        return [p for layer in layers for p in (layer.recurrent, layer.peephole)]
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Recurrent parameters at the full rate, the others at ``lr_scale`` of it; all decay
+        (Eq. 12) but the two embeddings."""
+        recurrent = self._recurrent()
+        words = [self.source_embedding.weight, self.target_embedding.weight]
+        apart = {id(p) for p in (*recurrent, *words)}
+        others = [p for p in self.parameters() if id(p) not in apart]
+        scale = self.config.lr_scale
+        return [
+            {"params": recurrent, "decays": True},
+            {"params": others, "lr_scale": scale, "decays": True},
+            {"params": words, "lr_scale": scale},
+        ]
+
+    def describe(self) -> str:
+        """Sizes and choices in one line."""
+        c = self.config
+        name = "Deep-Att" if c.attention else "Deep-ED"
+        return f"{name}, {c.encoder_layers} + {c.decoder_layers} LSTM layers, {c.dim} cells"
+
+    def _next(self, f: Tensor, h: Tensor) -> Tensor:
+        """The input of the layer above, ``[Half(f), Dropout(h)]``."""
+        return torch.cat((f.chunk(2, -1)[0], F.dropout(h, self.config.dropout, self.training)), -1)
+
+    def _column(self, x: Tensor, column: nn.ModuleList, lengths: Tensor, first: int):
+        """f, h and the last step's h at the top; ``first`` is 1 where it starts backwards."""
+        for k, layer in enumerate(column):
+            f = layer.feed_forward(x)
+            h, last, _ = layer.recur(f, lengths=lengths, reverse=(k + first) % 2 == 1)
+            if k + 1 < len(column):
+                x = self._next(f, h)
+        return f, h, last
+
+    def encode(self, source_BS: Tensor) -> Source:
+        """Token ids (B, S) to what the decoder sees of them."""
+        padding, places = (source_BS == self.config.padding_idx).sort(dim=1, stable=True)
+        lengths = (~padding).sum(1)
+        x = self.source_embedding(source_BS.gather(1, places).T)
+        (f1, h1, last), (f2, h2, _) = (
+            self._column(x, column, lengths, first) for first, column in enumerate(self.columns)
+        )
+        if self.config.attention:
+            memory = self.quarter(torch.cat((h1, h2, f1, f2), -1)).transpose(0, 1)
+            return Source(memory, self.attention.key(memory), padding, places)
+        behind, wordless = padding.T.unsqueeze(-1), (lengths == 0).unsqueeze(-1)
+
+        def most(t: Tensor) -> Tensor:
+            # Of no positions torch knows no largest value.
+            highest = t.masked_fill(behind, -torch.inf).amax(0) if len(t) else t.sum(0)
+            return highest.masked_fill(wordless, 0)
+
+        return Source(torch.cat((last, most(h2), most(f1), most(f2)), -1))
+
+    def _attended(self, source: Source, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The decoder's first layer over y (T, B, E), step by step: f, h and weights (T, B, S)."""
+        layer, matrix = self.decoder[0], self.decoder[0].feed_forward.weight
+        from_context, from_word = matrix.split((self.context_dim, y.shape[-1]), 1)
+        words = F.linear(y, from_word)
+        if not len(words):
+            return words, layer.recur(words)[0], words.new_zeros(0, *source.padding.shape)
+        h, c = words.new_zeros(y.shape[1], self.config.dim), None
+        fs, hs, weights = [], [], []
+        for word in words:
+            weight = self.attention(h, source.keys, source.padding)
+            context = torch.bmm(weight.unsqueeze(1).to(source.memory.dtype), source.memory)
+            fs.append(word + F.linear(context.squeeze(1), from_context))
+            _, h, c = layer.recur(fs[-1].unsqueeze(0), h0=h, c0=c)
+            hs.append(h)
+            weights.append(weight)
+        return torch.stack(fs), torch.stack(hs), torch.stack(weights)
+
+    def _words(self, target_in_BT: Tensor) -> Tensor:
+        """y (T, B, E), zeros at the first position."""
+        y = self.target_embedding(target_in_BT.T)
+        return torch.cat((torch.zeros_like(y[:1]), y[1:]))
+
+    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """h (T, B, H) at the top of the decoder."""
+        source, y = self.encode(source_BS), self._words(target_in_BT)
+        lengths = (target_in_BT != self.config.padding_idx).sum(1)
+        first, *others = self.decoder
+        if self.config.attention:
+            f, h, _ = self._attended(source, y)
+        else:
+            context = source.memory.expand(len(y), -1, -1)
+            f = first.feed_forward(torch.cat((context, y.to(context.dtype)), -1))
+            h = first.recur(f, lengths=lengths)[0]
+        for layer in others:
+            f = layer.feed_forward(self._next(f, h))
+            h = layer.recur(f, lengths=lengths)[0]
+        return h
+
+    def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """Logits (N, V) for the N real positions of ``target_in_BT``, row by row."""
+        h_BT = self._decode(source_BS, target_in_BT).transpose(0, 1)
+        return self.softmax(h_BT[target_in_BT != self.config.padding_idx])
+
+    def loss(
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and negative log-likelihood, each summed over the real positions, in nats.
+
+        The positions are those of ``target_in_BT``; no logits are held. The loss is
+        label-smoothed, the likelihood is not and has no gradient.
+        """
+        real_TB = (target_in_BT != self.config.padding_idx).T
+        return ops.linear_cross_entropy(
+            self._decode(source_BS, target_in_BT)[real_TB], self.softmax.weight,
+            target_out_BT.T[real_TB], label_smoothing=label_smoothing, ignore_index=IGNORED,
+            reduction="sum", return_nll=True, backend=self.config.backend,
+        )  # fmt: skip
+
+    def start(self, source_BS: Tensor) -> DecodeState:
+        """Encodes the source; `step` then decodes one position at a time."""
+        source = self.encode(source_BS)
+        h = source.memory.new_zeros(len(source_BS), self.config.dim)
+        c = h.to(torch.promote_types(h.dtype, torch.float32))
+        return DecodeState(source, [h] * len(self.decoder), [c] * len(self.decoder))
+
+    def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
+        """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
+        y, context = self.target_embedding(tokens_B), state.source.memory
+        if state.position == 0:
+            y = torch.zeros_like(y)
+        if self.config.attention:
+            weight = self.attention(state.h[0], state.source.keys, state.source.padding)
+            context = torch.bmm(weight.unsqueeze(1).to(context.dtype), context).squeeze(1)
+        x = torch.cat((context, y.to(context.dtype)), -1)
+        for k, layer in enumerate(self.decoder):
+            f = layer.feed_forward(x)
+            _, state.h[k], state.c[k] = layer.recur(f.unsqueeze(0), h0=state.h[k], c0=state.c[k])
+            x = self._next(f, state.h[k])
+        state.position += 1
+        return self.softmax(state.h[-1])
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """Weights (B, T, S) of the source's tokens, 0 on padding; None in place of this method
+        without attention."""
+        source = self.encode(source_BS)
+        weights_BTS = self._attended(source, self._words(target_in_BT))[2].transpose(0, 1)
+        places = source.places.unsqueeze(1).expand_as(weights_BTS)
+        return torch.zeros_like(weights_BTS).scatter(2, places, weights_BTS)

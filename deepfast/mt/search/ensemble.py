@@ -1,0 +1,76 @@
+"""Several models as one: their probabilities are averaged at every step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.mt.models.interface import target_vocab_size
+
+
+@dataclass
+class EnsembleState:
+    """The state of each model."""
+
+    states: list[Any]
+
+    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+        """Keeps hypotheses ``index`` in each; see `deepfast.mt.models.interface`."""
+        for state in self.states:
+            state.reorder(index, memory=memory)
+
+
+class Ensemble(nn.Module):
+    """Models of any kinds over one vocabulary, as search takes a model.
+
+    ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` gives its logarithm, which is normalised as it is.
+
+    Args:
+        models: at least one, all with the same sizes of both vocabularies and the same
+            ``config.padding_idx``.
+
+    Raises:
+        ValueError: no model, or models of different vocabularies.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]):
+        super().__init__()
+        if not models:
+            raise ValueError("Ensemble: expected at least one model, got none")
+        self.models = nn.ModuleList(models)
+        self.config = models[0].config
+        configs = [model.config for model in models]
+        for name, values in (
+            ("vocab_size", [config.vocab_size for config in configs]),
+            ("target_vocab_size", [target_vocab_size(config) for config in configs]),
+            ("padding_idx", [config.padding_idx for config in configs]),
+        ):
+            if len(set(values)) > 1:
+                raise ValueError(f"Ensemble: expected models with one {name}, got {values}")
+        self._groups: dict[tuple[int, ...], int] = {}
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """What the source sentences of one batch must agree in: the groups of all models."""
+        # Models may number the same languages in orders of their own: counted as they come.
+        groups = tuple(m.group(tokens) if hasattr(m, "group") else 0 for m in self.models)
+        return self._groups.setdefault(groups, len(self._groups))
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """The mean of the models' attention; see `deepfast.mt.models.interface`."""
+        return torch.stack([m.alignment(source_BS, target_in_BT) for m in self.models]).mean(0)
+
+    def start(self, source_BS: Tensor) -> EnsembleState:
+        """Encodes the source with every model."""
+        return EnsembleState([model.start(source_BS) for model in self.models])
+
+    def step(self, tokens_B: Tensor, state: EnsembleState) -> Tensor:
+        """The last token of each hypothesis (B,) to log-probabilities (B, V) of the next."""
+        logits = [
+            model.step(tokens_B, one) for model, one in zip(self.models, state.states, strict=True)
+        ]
+        dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
+        log_probs = torch.stack([x.log_softmax(-1, dtype=dtype) for x in logits])
+        return log_probs.logsumexp(0) - math.log(len(logits))

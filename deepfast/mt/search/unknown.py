@@ -1,0 +1,77 @@
+"""Unknown words of a translation, replaced by the source words they are aligned with.
+
+Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015, with a model's
+attention for the alignment: the source word is copied.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.search.beam import evaluating
+
+
+def check_aligns(model: nn.Module, vocabulary: object) -> None:
+    """Refuses a model, or one of an `Ensemble`, that has no attention over the source, and a
+    vocabulary that does not tell the words of a line.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(vocabulary, Vocabulary):
+        raise ValueError(
+            f"replace_unknown: expected a vocabulary of subwords, got {type(vocabulary).__name__}"
+        )
+    for part in getattr(model, "models", (model,)):
+        if getattr(part, "alignment", None) is None:
+            name = part.describe() if hasattr(part, "describe") else type(part).__name__
+            raise ValueError(
+                f"replace_unknown: expected a model with attention over the source, got {name}"
+            )
+
+
+def replace_unknown(
+    model: nn.Module, vocabulary: Vocabulary, line: str, hypotheses: Sequence[Sequence[int]]
+) -> list[str]:
+    """The texts of a line's hypotheses; each unk is the source word with most attention there.
+
+    Of unknown pieces that follow each other a word that all of them are aligned with stands once.
+
+    Args:
+        model: has ``alignment``, see `deepfast.mt.models.interface`; `check_aligns` tells.
+        vocabulary: the model's.
+        line: the source, with at least one piece.
+        hypotheses: token ids without bos and eos.
+    """
+    unknown = vocabulary.unk_id
+    rows = [i for i, tokens in enumerate(hypotheses) if unknown in tokens]
+    if not rows:
+        return [vocabulary.decode(tokens) for tokens in hypotheses]
+    words, word_of = vocabulary.words(line)
+    device = next(model.parameters()).device
+    length = 1 + max(len(hypotheses[i]) for i in rows)
+    target = torch.full((len(rows), length), vocabulary.pad_id, device=device)
+    for row, i in enumerate(rows):
+        given = [vocabulary.bos_id, *hypotheses[i]]
+        target[row, : len(given)] = torch.tensor(given)
+    tokens = vocabulary.encode(line)
+    source = torch.tensor([*tokens, vocabulary.eos_id], device=device)
+    with torch.inference_mode(), evaluating(model):
+        weights = model.alignment(source.expand(len(rows), -1), target)
+    # Neither a language tag nor the eos of the source is a word.
+    first = int(len(tokens) > 1 and tokens[0] in vocabulary.tags.values())
+    places = (first + weights[..., first:-1].argmax(-1)).tolist()
+    texts = {}
+    for row, i in enumerate(rows):
+        copies, before = [], None
+        for token, place in zip(hypotheses[i], places[row], strict=False):
+            word = word_of[place] if token == unknown else None
+            if word is not None:
+                copies.append("" if word == before else words[word])
+            before = word
+        texts[i] = vocabulary.decode(hypotheses[i], unknown=copies)
+    return [
+        texts[i] if i in texts else vocabulary.decode(tokens) for i, tokens in enumerate(hypotheses)
+    ]

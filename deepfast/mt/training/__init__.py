@@ -1,0 +1,48 @@
+"""Training a translation model from a recipe, resumable to the bit.
+
+    from deepfast.mt.training import load_recipe, train
+    result = train(load_recipe("phrases-small", ["output=runs/small"]))
+
+`Recipe` and its sections can also be made in Python; `deepfast.mt.models.checkpoint.load_model`
+gives the model of any checkpoint.
+"""
+
+from deepfast.mt.training.checkpoint import average_checkpoints, load_checkpoint
+from deepfast.mt.training.errors import (
+    CheckpointError,
+    NotFiniteError,
+    RecipeError,
+    TrainingError,
+)
+from deepfast.mt.training.recipe import (
+    DataSection,
+    OptimSection,
+    Recipe,
+    TrainSection,
+)
+from deepfast.mt.training.recipe_file import (
+    dump_recipe,
+    load_recipe,
+    recipe_from_dict,
+    recipe_names,
+)
+from deepfast.mt.training.run import TrainResult, train
+
+__all__ = [
+    "CheckpointError",
+    "DataSection",
+    "NotFiniteError",
+    "OptimSection",
+    "Recipe",
+    "RecipeError",
+    "TrainResult",
+    "TrainSection",
+    "TrainingError",
+    "average_checkpoints",
+    "dump_recipe",
+    "load_checkpoint",
+    "load_recipe",
+    "recipe_from_dict",
+    "recipe_names",
+    "train",
+]

@@ -1,0 +1,212 @@
+"""Checkpoints of a run: written whole or not at all, averaged, and compared with a recipe.
+
+`deepfast.mt.models.checkpoint` reads what a model needs; a run adds what resuming needs. The file
+is a torch file of plain values and tensors:
+
+    format, version     what this file is
+    step                optimizer steps done
+    kind                of model, one of deepfast.mt.models.KINDS
+    config              fields of its config
+    model               its state dict
+    vocabulary          bytes of the sentencepiece model
+    recipe              the recipe, as in its file
+    training            what resuming needs; absent from an average
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepfast.mt.models import kind_of
+from deepfast.mt.models.checkpoint import FORMAT, VERSION, read_checkpoint
+from deepfast.mt.models.fusions import without_unread
+from deepfast.mt.training.errors import CheckpointError
+from deepfast.mt.training.report import METRICS
+
+if TYPE_CHECKING:
+    from deepfast.mt.training.recipe import Recipe
+
+KEYS = ("step", "config", "model", "vocabulary", "recipe")
+STEP_FILE = "step-{:08d}.pt"
+BEST, AVERAGE = "best.pt", "average.pt"
+
+
+def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write a checkpoint; whatever happens, `path` is the old file or the whole new one.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    path = Path(path)
+    # In the same folder: a rename across file systems is a copy, which is not atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as stream:
+            torch.save({"format": FORMAT, "version": VERSION} | content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch's writer, closing after a failed write, raises a RuntimeError over the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        raise CheckpointError(
+            f"{path}: the checkpoint cannot be written ({reason}); earlier ones are intact"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint, on the CPU, mapped from the file: copy what is to outlive it.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, or not a checkpoint of this package.
+    """
+    try:
+        content = read_checkpoint(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
+    return content
+
+
+def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) -> None:
+    """Load a state dict, or say in one sentence how it differs from the model."""
+    own = model.state_dict()
+    for name in own:
+        if name not in state:
+            raise CheckpointError(f"{path}: the checkpoint lacks the parameter {name}")
+        if own[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"{path}: the parameter {name} is {tuple(state[name].shape)} in the checkpoint, "
+                f"expected {tuple(own[name].shape)}"
+            )
+    unknown = [name for name in state if name not in own]
+    if unknown:
+        raise CheckpointError(f"{path}: the model has no parameter {unknown[0]}")
+    model.load_state_dict(state)
+
+
+def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
+    """Refuse a checkpoint of a model of another kind or other sizes, naming each difference."""
+    kind, saved = content.get("kind", "transformer"), content["config"]
+    if kind != kind_of(config):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of the kind {kind_of(config)}, got {kind}"
+        )
+    # The backend changes how the same numbers are computed, not which.
+    mine = without_unread(asdict(config))
+    # A field that came after the checkpoint had its default's meaning before.
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(config)
+    }
+    saved = without_unread(defaults | saved)
+    differences = [
+        f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
+        for name, value in mine.items()
+        if name != "backend" and saved[name] != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path}: the checkpoint is of another model: {', '.join(differences)}"
+        )
+
+
+def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a run by step, oldest first, best and average left out."""
+    # Digits alone: a copy that the user named step-00001000-good.pt is not ours to prune.
+    return sorted(Path(folder).glob(f"step-{'[0-9]' * 8}.pt"))
+
+
+def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
+    """The last `count` of a run's checkpoints: those after every `every` steps, and its newest.
+
+    One that was written where a run was interrupted does not count once a later one is there, so
+    that a run that was resumed keeps and averages what it would have uninterrupted.
+    """
+    paths = step_checkpoints(folder)
+    planned = [path for path in paths[:-1] if _step(path) % every == 0]
+    return [*planned, *paths[-1:]][-count:]
+
+
+def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
+    """Remove what neither resuming nor `newest_checkpoints` of `keep` needs, now or later."""
+    paths = step_checkpoints(folder)
+    planned = [path for path in paths if _step(path) % every == 0]
+    for path in paths[:-1]:
+        if path not in planned[-keep:]:
+            path.unlink()
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def checkpoint_to_resume(recipe: Recipe) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
+
+    Raises:
+        CheckpointError: the folder holds another run, or one that went further.
+    """
+    folder = Path(recipe.output)
+    present = step_checkpoints(folder)
+    if recipe.resume is True:
+        return present[-1] if present else None
+    if recipe.resume is False:
+        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
+        if ours:
+            raise CheckpointError(
+                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
+                "continue it with resume=true, or choose another with output=FOLDER"
+            )
+        return None
+    path = Path(recipe.resume)
+    later = [p for p in present if not path.exists() or not p.samefile(path)]
+    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
+        raise CheckpointError(
+            f"{folder}: expected a folder without later checkpoints than {path}, got "
+            f"{later[-1].name}: choose another with output=FOLDER"
+        )
+    return path
+
+
+def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:
+    """The mean of the models' parameters, summed in float64, each in its own dtype.
+
+    Raises:
+        CheckpointError: no paths, an unreadable file, or models of different shapes.
+    """
+    if not paths:
+        raise CheckpointError("average: expected at least one checkpoint, got none")
+    first = load_checkpoint(paths[0])["model"]
+    totals = {name: tensor.double() for name, tensor in first.items()}
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    for path in paths[1:]:
+        state = load_checkpoint(path)["model"]
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
+        for name, tensor in state.items():
+            totals[name] += tensor
+    return {name: (total / len(paths)).to(first[name].dtype) for name, total in totals.items()}
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name itself must survive a power cut."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

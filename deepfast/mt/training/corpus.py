@@ -1,0 +1,179 @@
+"""The text of a run, as the trainer needs it: a vocabulary, batches, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepfast.mt.data import (
+    Batch,
+    DataError,
+    Dropped,
+    TokenBatches,
+    Vocabulary,
+    evaluation_batches,
+    lower,
+    phrases,
+    read_parallel,
+    split_tag,
+    tag_of,
+    write,
+)
+from deepfast.mt.training.recipe import DataSection
+
+Pair = tuple[str, str]
+
+
+@dataclass
+class Corpus:
+    """Everything that depends on the text."""
+
+    vocabulary: Vocabulary
+    batches: TokenBatches
+    """Of the training pairs, in an order that can be resumed."""
+    dev_batches: list[Batch]
+    """Every dev pair once; empty without a dev part."""
+    dev: list[Pair]
+    test: list[Pair]
+    summary: list[str]
+    """Lines for the user: sizes, tokens, unknown pieces, dropped pairs."""
+    languages: dict[str, int]
+    """Language -> id of the tag that stands in front of its source sentences; empty for one."""
+
+
+def load_corpus(
+    section: DataSection, *, seed: int, folder: Path, vocabulary: Vocabulary | None = None
+) -> Corpus:
+    """Read or generate the text, learn the vocabulary where none is given, and cut batches.
+
+    Args:
+        seed: of the order of the batches.
+        folder: where generated phrases are written, to be translated later.
+        vocabulary: of the checkpoint that is resumed.
+    """
+    parts, dropped, place = _read(section, folder)
+    tags = [tag_of(language) for language in section.tagged]
+    if section.lowercase:
+        parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+    train = parts["train"]
+    if vocabulary is None and section.vocabulary is not None:
+        vocabulary = Vocabulary.load(section.vocabulary)
+    if vocabulary is None:
+        # One language after the other, as a user would hand over two files.
+        text = [side for column in zip(*train, strict=True) for side in column]
+        vocabulary = Vocabulary.train(
+            text, section.vocab_size, at_most=section.vocab_at_most, tags=tags
+        )
+    languages = _languages(section, vocabulary)
+    pairs = vocabulary.encode_pairs(train)
+    batches = TokenBatches(
+        pairs,
+        max_tokens=section.max_tokens,
+        max_length=section.max_length,
+        seed=seed,
+        place=place,
+        groups=_groups(pairs, languages, place),
+    )
+    dev_pairs = vocabulary.encode_pairs(parts["dev"])
+    dev_groups = _groups(dev_pairs, languages, "dev pair {}".format)
+    dev_batches = (
+        evaluation_batches(dev_pairs, max_tokens=section.max_tokens, groups=dev_groups)
+        if dev_pairs
+        else []
+    )
+    summary = [
+        f"vocabulary {len(vocabulary)} pieces, {vocabulary.fingerprint()}",
+        _describe("train", train, batches.pairs, vocabulary),
+        f"      {dropped + batches.dropped}; sentences of at most {section.max_length} tokens, "
+        f"{len(batches)} micro-batches an epoch",
+    ]
+    if dev_pairs:
+        summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
+    return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
+
+
+def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids of the tags of all languages, where there are several."""
+    missing = [tag_of(name) for name in section.tagged if tag_of(name) not in vocabulary.tags]
+    if missing:
+        raise DataError(
+            f"expected a vocabulary with the tags of all languages, got one without "
+            f"{', '.join(missing)}: learn one (data.vocabulary=null)"
+        )
+    return {name: vocabulary.tags[tag_of(name)] for name in section.tagged}
+
+
+def _groups(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    languages: dict[str, int],
+    place: Callable[[int], str],
+) -> list[int] | None:
+    """The tag of each pair, whose language alone may share a batch with it."""
+    if not languages:
+        return None
+    tags = set(languages.values())
+    for index, (source, _) in enumerate(pairs):
+        if not source or source[0] not in tags:
+            raise DataError(
+                f"{place(index)}: expected a source that begins with the tag of one of the "
+                f"languages {', '.join(map(tag_of, languages))}, got none"
+            )
+    return [source[0] for source, _ in pairs]
+
+
+def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
+    """Indices of the pairs of each language, by the tag in front of their source."""
+    found: dict[str, list[int]] = {}
+    for index, (source, _) in enumerate(pairs):
+        tag = split_tag(source)[0]
+        found.setdefault((tag or "").strip("<>"), []).append(index)
+    return found
+
+
+def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
+    """Phrases of all languages, one after the other, and their files."""
+    sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
+    parts: dict[str, list[Pair]] = {part: [] for part in sizes}
+    for language in section.generated:
+        corpus = phrases(language, seed=section.seed, **sizes)
+        # Files of two languages would have the same English name.
+        write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
+        tag = f"{tag_of(language)} " if section.tagged else ""
+        for part, pairs in parts.items():
+            for english, foreign in getattr(corpus, part):
+                turned = section.direction == "many-to-one"
+                source, target = (foreign, english) if turned else (english, foreign)
+                pairs.append((tag + source, target))
+    return parts
+
+
+def _read(
+    section: DataSection, folder: Path
+) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
+    """The pairs of each part, the empty training pairs left out, and the names of examples."""
+    section.check_text()
+    if section.phrases is not None:
+        return _generate(section, folder), Dropped(), "example {}".format
+    parts = {}
+    for part in ("dev", "test"):
+        source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
+        parts[part] = [] if source is None else read_parallel(source, target).pairs
+    train = read_parallel(section.train_source, section.train_target)
+    return {"train": train.pairs} | parts, train.dropped, train.place
+
+
+def _describe(
+    part: str,
+    pairs: Sequence[Pair],
+    encoded: Sequence[tuple[Sequence[int], Sequence[int]]],
+    vocabulary: Vocabulary,
+) -> str:
+    sources = sum(len(source) + 1 for source, _ in encoded)
+    targets = sum(len(target) + 1 for _, target in encoded)
+    ids = [piece for pair in encoded for side in pair for piece in side]
+    unknown = ids.count(vocabulary.unk_id) / max(len(ids), 1)
+    return (
+        f"{part:5} {len(pairs):,} pairs, {sources:,} source and {targets:,} target tokens "
+        f"(eos included), {unknown:.2%} unknown pieces"
+    )

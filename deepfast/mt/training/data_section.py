@@ -1,0 +1,145 @@
+"""The section `data` of a recipe: text, languages, vocabulary, sizes of batches."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from deepfast.mt.data.vocabulary import SPECIALS, tag_of
+from deepfast.mt.training.errors import RecipeError, expect
+
+LANGUAGES = ("de", "fr", "es")
+DIRECTIONS = ("one-to-many", "many-to-one")
+
+
+def _listed(names: str | list | None) -> tuple[str, ...]:
+    """Names from a list, or from text with commas."""
+    parts = names.split(",") if isinstance(names, str) else names or ()
+    return tuple(str(part).strip() for part in parts)
+
+
+@dataclass(kw_only=True)
+class DataSection:
+    """Where the sentence pairs come from, and how they become batches."""
+
+    phrases: str | list | None = None
+    """"de", "fr" or "es": train on generated phrases from English; several, "de,fr" or a list, with
+    a tag such as `<de>` in front of every source sentence; None: train on the files below."""
+    direction: str = "one-to-many"
+    """Of generated phrases: "one-to-many" from English, "many-to-one" into English."""
+    languages: str | list | None = None
+    """Of the files below: every source line begins with the tag of one of these languages."""
+    seed: int = 1
+    """Seed of the generated phrases."""
+    train_size: int = 30_000
+    """Generated pairs to train on, of each language."""
+    dev_size: int = 500
+    """Generated pairs to validate on, of each language; 0 for no validation."""
+    test_size: int = 1_000
+    """Generated pairs held out for the end, of each language."""
+    train_source: str | None = None
+    """Text file, plain or gzip, one sentence a line."""
+    train_target: str | None = None
+    """Its translation, line by line."""
+    dev_source: str | None = None
+    """Text file to validate on, or None for no validation."""
+    dev_target: str | None = None
+    """Its translation."""
+    test_source: str | None = None
+    """Text file held out for the end, or None."""
+    test_target: str | None = None
+    """Its translation."""
+    lowercase: bool = False
+    """Train and validate on lower-cased text."""
+    vocabulary: str | None = None
+    """A ready sentencepiece model; None: learn one from the training pairs."""
+    vocab_size: int = 8_000
+    """Pieces of a learned vocabulary, shared by both languages, specials included."""
+    vocab_at_most: bool = False
+    """Take fewer pieces where the text does not support `vocab_size`."""
+    max_tokens: int = 4_096
+    """Tokens of a micro-batch on either side, padding included, at most."""
+    max_length: int = 256
+    """Tokens of a training sentence, bos or eos included; longer pairs are dropped and counted."""
+
+    def __post_init__(self):
+        allowed = ", ".join(LANGUAGES)
+        generated = self.generated
+        known = self.phrases is None or (generated and set(generated) <= set(LANGUAGES))
+        expect(known, "data.phrases", f"one of {allowed} or null", self.phrases)
+        once = len(set(generated)) == len(generated)
+        expect(once, "data.phrases", "each language once", self.phrases)
+        allowed = ", ".join(DIRECTIONS)
+        turns = self.phrases is not None or self.direction == DIRECTIONS[0]
+        expect(turns, "data.direction", f"{DIRECTIONS[0]} without phrases", self.direction)
+        expect(self.direction in DIRECTIONS, "data.direction", f"one of {allowed}", self.direction)
+        given = self.languages is None or self.phrases is None
+        expect(given, "data.languages", "null beside phrases", self.languages)
+        self._check_languages()
+        for name in ("train_size", "max_tokens", "max_length"):
+            value = getattr(self, name)
+            expect(value >= 1, f"data.{name}", "a whole number of at least 1", value)
+        for name in ("dev_size", "test_size"):
+            value = getattr(self, name)
+            expect(value >= 0, f"data.{name}", "a whole number of at least 0", value)
+        expect(self.vocab_size > 4, "data.vocab_size", "more than 4 pieces", self.vocab_size)
+        expect(
+            self.max_length <= self.max_tokens,
+            "data.max_length",
+            f"at most data.max_tokens={self.max_tokens}, or a sentence would fit no batch",
+            self.max_length,
+        )
+        self._check_files()
+
+    def _check_languages(self) -> None:
+        if self.languages is None:
+            return
+        names = _listed(self.languages)
+        expect(len(names) > 1, "data.languages", "two or more languages or null", self.languages)
+        once = len(set(names)) == len(names)
+        expect(once, "data.languages", "each language once", self.languages)
+        for name in names:
+            # A tag is one word, and none of the specials.
+            fits = re.fullmatch(r"[^\s,<>]+", name) and tag_of(name) not in SPECIALS
+            expect(bool(fits), "data.languages", "names such as de or zh-CN", name)
+
+    def _check_files(self) -> None:
+        if self.phrases is not None and self.train_source is not None:
+            raise RecipeError(
+                "data: expected either phrases or train_source and train_target, got both: set "
+                "data.phrases=null beside files"
+            )
+        for part in ("train", "dev", "test"):
+            source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
+            if (source is None) != (target is None):
+                missing = "source" if source is None else "target"
+                raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")
+
+    def check_text(self) -> None:
+        """Refuses a section without text; a recipe may leave that to the command line."""
+        if self.phrases is None and self.train_source is None:
+            raise RecipeError(
+                "data: expected text to train on, got none: set data.train_source=FILE and "
+                "data.train_target=FILE, or data.phrases=de"
+            )
+
+    @property
+    def generated(self) -> tuple[str, ...]:
+        """Languages of generated phrases."""
+        return _listed(self.phrases)
+
+    @property
+    def tagged(self) -> tuple[str, ...]:
+        """Languages of which each sentence names its own by a tag; none where there is one."""
+        languages = _listed(self.languages) or self.generated
+        return languages if len(languages) > 1 else ()
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self.dev_size > 0 if self.phrases else self.dev_source is not None
+
+    @property
+    def tests(self) -> bool:
+        """Whether anything is held out for the end."""
+        return self.test_size > 0 if self.phrases else self.test_source is not None

@@ -1,0 +1,148 @@
+"""What a run changes in the process, put back at its end: threads, determinism, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.recipe import TrainSection
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device a recipe names, or cuda where there is one.
+
+    Raises:
+        RecipeError: no such device here.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RecipeError(f"train.device: expected cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise RecipeError(f"train.device: expected cpu, cuda or cuda:N, got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise RecipeError(f"train.device: expected one of {count} CUDA devices, got {name!r}")
+    return device
+
+
+@contextlib.contextmanager
+def settings(section: TrainSection) -> Iterator[None]:
+    """Seeds torch and Python, and sets threads and determinism until the block ends."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if section.threads is not None:
+        torch.set_num_threads(section.threads)
+    if section.deterministic:
+        # cuBLAS reads this when it starts; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(section.seed)
+    random.seed(section.seed)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+class StopSignal:
+    """Turns the first Ctrl-C or SIGTERM into a wish to stop; a second one acts at once.
+
+    Only the main thread may handle signals: elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """"SIGINT" or "SIGTERM" once it came."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._arrived)
+        return self
+
+    def _arrived(self, number: int, frame: Any) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that training draws from, as plain values and tensors."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["torch"].cpu())
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak of the CUDA allocator, or the process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm") as stream:
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_bytes(device)
+
+
+MMAP_THRESHOLD, MAPPED_FROM = -3, 2**20
+"""glibc's M_MMAP_THRESHOLD, and the bytes from which on a tensor has pages of its own."""
+
+
+def give_back_large_blocks() -> None:
+    """From now on large freed tensors go back to the system at once; glibc alone can.
+
+    It raises the limit by itself as tensors come and go, and then keeps what lies between those
+    that live: tensors of many sizes leave holes of half of what is ever alive.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, MAPPED_FROM)
+
+
+def release_freed_memory() -> None:
+    """Gives freed memory that the C library keeps for later back to the system; glibc alone can.
+
+    Batches of many sizes leave holes: without this a process grows to twice what is ever alive.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak of the CUDA allocator, or of the process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

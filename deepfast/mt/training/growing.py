@@ -1,0 +1,162 @@
+"""Depth growing in training: a recipe with a section `grow` is two runs, one after the other.
+
+Wu et al., Depth Growing for Neural Machine Translation, ACL 2019: a Transformer is trained until
+it has converged; then it stays as it is, and the layers on top of it learn, with a step counter, a
+schedule and an optimizer of their own. Each run has a folder of its own in the recipe's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
+from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.training.checkpoint import (
+    BEST,
+    check_config,
+    checkpoint_to_resume,
+    load_checkpoint,
+    load_weights,
+    step_checkpoints,
+)
+from deepfast.mt.training.errors import CheckpointError, RecipeError
+
+if TYPE_CHECKING:
+    from deepfast.mt.training.recipe import Recipe
+
+FIRST, SECOND = "stage1", "stage2"
+"""Folders of the two runs."""
+
+TOP_FIELDS = tuple(
+    field.name
+    for field in fields(DepthGrowingConfig)
+    if field.name not in {field.name for field in fields(TransformerConfig)}
+)
+"""Fields of the config that are the top's own."""
+
+
+def check_grow(recipe: Recipe) -> None:
+    """Refuses a recipe whose second run could not begin.
+
+    Raises:
+        RecipeError: a section `grow` that does not fit the rest of the recipe.
+    """
+    grow, config = recipe.grow, recipe.model_config(vocab_size=8)
+    if isinstance(config, DepthGrowingConfig):
+        if grow is None or set(grow) != {"from"} or not grow["from"]:
+            raise RecipeError(
+                "model.kind: expected transformer and a section grow, or grow.from=CHECKPOINT "
+                f"alone, for a model grows on a trained one, got depth_growing and grow {grow!r}"
+            )
+        return
+    if grow is None:
+        return
+    if type(config) is not TransformerConfig:
+        raise RecipeError(f"grow: expected a model of the kind transformer, got {recipe.model!r}")
+    _expect_keys("grow", grow, ("from", "model", "optim", "train"))
+    _expect_keys("grow.model", grow.get("model", {}), TOP_FIELDS)
+    if not (grow.get("from") or recipe.data.validates):
+        raise RecipeError(
+            "grow: expected dev pairs, by which the best checkpoint is known, or grow.from, got "
+            "none"
+        )
+    try:
+        second_run(recipe)
+    except RecipeError as error:
+        inside = str(error).startswith(("model.", "optim.", "train"))
+        raise RecipeError(f"grow.{error}" if inside else str(error)) from error
+
+
+def _expect_keys(section: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise RecipeError(
+            f"{section}.{unknown[0]}: expected one of {', '.join(known)}: all else is as in the "
+            "first run"
+        )
+
+
+def second_run(recipe: Recipe) -> Recipe:
+    """The recipe of the top: values of the section `grow` in place of the first run's."""
+    grow, folder = recipe.grow, Path(recipe.output)
+    bottom = asdict(recipe.model_config(vocab_size=8))
+    model = {name: value for name, value in bottom.items() if name not in DERIVED_FIELDS}
+    return replace(
+        recipe,
+        model=model | {"kind": "depth_growing"} | grow.get("model", {}),
+        optim=replace(recipe.optim, **grow.get("optim", {})),
+        train=replace(recipe.train, **grow.get("train", {})),
+        grow={"from": grow.get("from") or str(folder / FIRST / BEST)},
+        output=str(folder / SECOND),
+    )
+
+
+def runs(recipe: Recipe) -> list[Recipe]:
+    """The runs that are still to be made or continued, in order: without growing the recipe itself.
+
+    Raises:
+        CheckpointError: a folder holds another run, before the first of them begins.
+    """
+    if recipe.grow is None or recipe.model.get("kind") == "depth_growing":
+        return [recipe]
+    first = replace(recipe, grow=None, output=str(Path(recipe.output) / FIRST))
+    second = second_run(recipe)
+    if recipe.grow.get("from"):
+        return [second]
+    if isinstance(recipe.resume, str):
+        begun = load_checkpoint(recipe.resume).get("kind") == "depth_growing"
+        second = second if begun else replace(second, resume=False)
+    else:
+        begun = recipe.resume and bool(step_checkpoints(second.output))
+    if begun:
+        return [second]
+    # After hours of the first run it would be late to hear of it.
+    checkpoint_to_resume(second)
+    return [first, second]
+
+
+def stage(recipe: Recipe, run: Recipe) -> str | None:
+    """Which of a recipe's two runs one of `runs` is, in words; None where there is one alone."""
+    if run is recipe or recipe.grow.get("from"):
+        return None
+    config = run.model_config(vocab_size=8)
+    if run.grow is None:
+        layers = _layers(config.encoder_layers, config.decoder_layers)
+        return f"stage 1 of 2: {layers}, into {run.output}"
+    layers = _layers(config.top_encoder_layers, config.top_decoder_layers)
+    return (
+        f"stage 2 of 2: {layers} on top of {run.grow['from']}, which stays as it is, into "
+        f"{run.output}"
+    )
+
+
+def _layers(encoder: int, decoder: int) -> str:
+    return f"{encoder} encoder and {decoder} decoder layer{'' if decoder == 1 else 's'}"
+
+
+def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
+    """The checkpoint that a run grows on; None for a run that grows nothing."""
+    return None if recipe.grow is None else load_checkpoint(recipe.grow["from"])
+
+
+def load_bottom(recipe: Recipe, model: nn.Module, content: dict[str, Any]) -> None:
+    """Puts a trained Transformer under a `DepthGrowing`.
+
+    Raises:
+        CheckpointError: it is of another kind or other sizes than the recipe's, or was trained on
+            text of another case.
+    """
+    path = recipe.grow["from"]
+    check_config(path, content, model.bottom.config)
+    lowercase = content["recipe"]["data"].get("lowercase", False)
+    if lowercase != recipe.data.lowercase:
+        raise CheckpointError(
+            f"{path}: expected a model of text with data.lowercase={recipe.data.lowercase}, got "
+            f"one with {lowercase}"
+        )
+    load_weights(model.bottom, content["model"], path)

@@ -1,0 +1,301 @@
+"""What a training run is made of: one dataclass per section of a recipe file.
+
+Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file knows values only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepfast.memory.policies import POLICIES
+from deepfast.memory.units import parse_bytes
+from deepfast.mt.models import (
+    KINDS,
+    DepthGrowingConfig,
+    TransformerConfig,
+    base,
+    big,
+    build,
+)
+from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.models.transformer_config import option_types
+from deepfast.mt.training.data_section import DataSection
+from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.errors import expect as _expect
+from deepfast.mt.training.growing import check_grow
+from deepfast.nn.connections.connection import ATTENTION_RESIDUALS, PRESETS
+
+SIZES = {"base": base, "big": big}
+SCHEDULES = ("inverse_sqrt", "constant")
+PRECISIONS = ("float32", "bfloat16")
+
+MODEL_FIELDS = {
+    name: kind
+    for model in KINDS.values()
+    for name, kind in model.fields.items()
+    if name not in DERIVED_FIELDS
+} | {"kind": str, "size": str | None}
+"""Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
+
+NESTED_FIELDS = {
+    "dlcl": option_types("dlcl"),
+    "top_dlcl": option_types("dlcl"),
+    "latent": option_types("latent"),
+    "fusion": option_types("fusion"),
+}
+"""Key of the section `model` that holds keys itself -> their types; the rest of the arguments of
+such a module follow from the model."""
+
+
+@dataclass(kw_only=True)
+class OptimSection:
+    """Adam, its schedule, and the loss."""
+
+    lr: float = 1e-3
+    """Peak learning rate, reached at the end of the warm-up."""
+    warmup: int = 4_000
+    """Steps of linear warm-up; then lr follows the schedule."""
+    schedule: str = "inverse_sqrt"
+    """After the warm-up: "inverse_sqrt" of the step, or "constant"."""
+    restart_step: int | None = None
+    """After so many steps Adam starts anew, at restart_lr from then on; None: never."""
+    restart_lr: float | None = None
+    """The constant rate after the restart."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Adam's decay rates."""
+    eps: float = 1e-9
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled decay (AdamW) of the matrices of linear layers, per step and unit of lr."""
+    l2: float = 0.0
+    """Coefficient r of the penalty r/2 |w|^2 on the same matrices, in the gradient (Adam)."""
+    label_smoothing: float = 0.1
+    """Probability spread evenly over the vocabulary."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; None: no clipping."""
+    accumulate: int = 1
+    """Micro-batches per step; the loss is divided by the target tokens of all of them."""
+
+    def __post_init__(self):
+        _expect(0 < self.lr < math.inf, "optim.lr", "a number above 0", self.lr)
+        _expect(self.warmup >= 1, "optim.warmup", "at least 1 step", self.warmup)
+        within = all(0 <= beta < 1 for beta in self.betas)
+        _expect(within, "optim.betas", "two numbers in [0, 1)", list(self.betas))
+        _expect(0 < self.eps < math.inf, "optim.eps", "a number above 0", self.eps)
+        allowed = f"one of {', '.join(SCHEDULES)}"
+        _expect(self.schedule in SCHEDULES, "optim.schedule", allowed, self.schedule)
+        restart, rate = self.restart_step, self.restart_lr
+        expected = "at least 1 step or null"
+        _expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
+        both = (restart is None) == (rate is None)
+        _expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
+        finite = rate is None or 0 < rate < math.inf
+        _expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
+        for name in ("weight_decay", "l2"):
+            value = getattr(self, name)
+            _expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
+        one = not (self.weight_decay and self.l2)
+        _expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
+        smoothing = self.label_smoothing
+        _expect(0 <= smoothing < 1, "optim.label_smoothing", "a number in [0, 1)", smoothing)
+        clip = self.clip_norm
+        _expect(clip is None or clip > 0, "optim.clip_norm", "a number above 0 or null", clip)
+        enough = self.accumulate >= 1
+        _expect(enough, "optim.accumulate", "at least 1 micro-batch", self.accumulate)
+
+
+@dataclass(kw_only=True)
+class TrainSection:
+    """How long to train, how to compute, and what to keep."""
+
+    max_steps: int | None = 100_000
+    """Optimizer steps; None: until max_minutes or patience."""
+    max_minutes: float | None = None
+    """Minutes of training, validation included, over all resumes; None: no limit."""
+    seed: int = 1
+    """Seed of the parameters, dropout and the order of the batches."""
+    device: str | None = None
+    """"cpu", "cuda" or "cuda:1"; None: cuda where there is one."""
+    precision: str = "float32"
+    """"float32", or "bfloat16" for autocast; parameters and the loss stay float32."""
+    threads: int | None = None
+    """CPU threads; None: torch's default."""
+    deterministic: bool = False
+    """Only deterministic algorithms: two runs on a GPU agree to the bit. A CPU run always does."""
+    validate_every: int = 1_000
+    """Steps between validations."""
+    patience: int | None = None
+    """Stop after so many validations without a better NLL; None: never."""
+    validate_bleu: bool = False
+    """Translate the dev part at every validation too (slow); the NLL still chooses the best."""
+    test_bleu: bool = False
+    """Translate the test part at the end."""
+    save_every: int = 1_000
+    """Steps between checkpoints."""
+    keep_last: int = 5
+    """Checkpoints after every `save_every` steps to keep, beside the newest and the best."""
+    average_last: int = 5
+    """Checkpoints to average into average.pt at the end; 0: none."""
+    log_every: int = 50
+    """Steps between lines of metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard events, where the package is installed."""
+
+    def __post_init__(self):
+        for name in ("validate_every", "save_every", "keep_last", "log_every"):
+            value = getattr(self, name)
+            _expect(value >= 1, f"train.{name}", "a whole number of at least 1", value)
+        for name in ("max_steps", "patience", "threads"):
+            value = getattr(self, name)
+            expected = "a whole number of at least 1 or null"
+            _expect(value is None or value >= 1, f"train.{name}", expected, value)
+        minutes = self.max_minutes
+        _expect(minutes is None or minutes > 0, "train.max_minutes", "above 0 or null", minutes)
+        if self.max_steps is None and minutes is None and self.patience is None:
+            raise RecipeError(
+                "train: expected an end, got max_steps, max_minutes and patience all null"
+            )
+        allowed = f"one of {', '.join(PRECISIONS)}"
+        _expect(self.precision in PRECISIONS, "train.precision", allowed, self.precision)
+        expected = f"0 to keep_last={self.keep_last} checkpoints"
+        within = 0 <= self.average_last <= self.keep_last
+        _expect(within, "train.average_last", expected, self.average_last)
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A whole training run: `deepfast.mt.training.train(recipe)`."""
+
+    data: DataSection
+    """Text, vocabulary and batches."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config; `kind`, "transformer" where it is absent; and for that kind
+    `size`: "base" or "big", whose values they replace."""
+    optim: OptimSection = field(default_factory=OptimSection)
+    """Adam, its schedule, and the loss."""
+    train: TrainSection = field(default_factory=TrainSection)
+    """How long, how, and what to keep."""
+    memory: str | None = None
+    """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
+    into it; or the name of a memory policy for all layers; None: "keep"."""
+    grow: dict[str, Any] | None = None
+    """A second run, into `output`/stage2, grows the model of the first, in `output`/stage1: it
+    puts layers on top of its best checkpoint. Keys, each of which may be left out:
+
+        from    a checkpoint to grow on, of the recipe's own sizes; there is no first run then
+        model   fields of the top: those of DepthGrowingConfig that TransformerConfig has not
+        optim   keys of the section `optim` that are not as in the first run
+        train   the same of `train`
+
+    The second run counts its own steps from 0: `grow.train.max_steps` is its length, and where
+    that is left out it takes as many as the first. So it is with warmup, max_minutes and patience.
+    An empty section `grow` grows by the defaults."""
+    output: str = "runs/deepfast"
+    """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
+    resume: bool | str = False
+    """True: continue from the newest checkpoint in `output`, or start where there is none. A
+    path: continue from that file."""
+
+    def __post_init__(self):
+        # A model that cannot be built is refused before any data is read.
+        config = self.model_config(vocab_size=8)
+        if self.memory is not None:
+            self._check_memory(config)
+        if self.train.patience is not None and not self.data.validates:
+            raise RecipeError("train.patience: expected dev pairs to validate on, got none")
+        if self.train.validate_bleu and not self.data.validates:
+            raise RecipeError("train.validate_bleu: expected dev pairs to translate, got none")
+        if self.train.test_bleu and not self.data.tests:
+            raise RecipeError(
+                "train.test_bleu: expected test pairs to translate, got none: set "
+                "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
+            )
+        _expect(bool(self.output), "output", "a folder", self.output)
+        check_grow(self)
+
+    def _check_memory(self, config: Any) -> None:
+        stacks = isinstance(config, TransformerConfig)
+        _expect(stacks, "memory", "null for a model without memory policies", self.memory)
+        unplanned = _not_planned(config)
+        mixes = config.encoder_connection in PRESETS
+        named = [name for name in POLICIES if mixes or name != "history"]
+        policy = f"a policy, one of {', '.join(named)}"
+        if self.memory in POLICIES:
+            expected = f"{policy}, where model.encoder_connection is not dlcl"
+            serves = self.memory in named or isinstance(config, DepthGrowingConfig)
+            _expect(serves, "memory", expected, self.memory)
+        elif unplanned is not None:
+            expected = f"{policy}, or null {unplanned}, which no plan counts"
+            _expect(False, "memory", expected, self.memory)
+        else:
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
+                raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
+
+    def planned(self) -> bool:
+        """Whether a plan counts what this recipe's model keeps."""
+        return self.grow is None and _not_planned(self.model_config(vocab_size=8)) is None
+
+    def model_config(
+        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
+    ) -> Any:
+        """The model's config, one of `deepfast.mt.models.KINDS`, for a vocabulary and the ids of
+        the languages' tags in it."""
+        options = dict(self.model)
+        name, size = options.pop("kind", "transformer"), options.pop("size", None)
+        _expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
+        kind = KINDS[name]
+        sizes = SIZES if name == "transformer" else {}
+        expected = f"one of {', '.join(sizes)} or null" if sizes else f"null for the kind {name}"
+        _expect(size is None or size in sizes, "model.size", expected, size)
+        unknown = sorted(options.keys() - (kind.fields.keys() - set(DERIVED_FIELDS)))
+        if unknown:
+            raise RecipeError(
+                f"model.{unknown[0]}: expected a field of {kind.config.__name__} that the "
+                "vocabulary does not decide"
+            )
+        if languages and "languages" in kind.fields:
+            options["languages"] = languages
+        make = sizes.get(size, kind.config)
+        try:
+            return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
+        except ValueError as error:
+            raise RecipeError(f"model.{error}") from error
+
+    def build_model(
+        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
+    ) -> nn.Module:
+        """The model, initialised from torch's default generator."""
+        return build(self.model_config(vocab_size, padding_idx, languages))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, as in a recipe file."""
+        plain = asdict(self)
+        for section in (plain["optim"], (plain["grow"] or {}).get("optim", {})):
+            if "betas" in section:
+                section["betas"] = list(section["betas"])
+        latent = plain["model"].get("latent", {})
+        if "beta" in latent:
+            latent["beta"] = list(latent["beta"])
+        return plain
+
+
+def _not_planned(config: TransformerConfig) -> str | None:
+    """What no plan counts, in words: states, mixtures, further matrices of the vocabulary's size;
+    None where there is nothing of the kind."""
+    if isinstance(config, DepthGrowingConfig):
+        return "for a model that grows"
+    for key, plain in (("cross_attention", "top"), ("share_embeddings", "all"),
+                       ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
+        if getattr(config, key) != plain:
+            return f"where model.{key} is {getattr(config, key)}"
+    for key in ("encoder_connection", "decoder_connection"):
+        if getattr(config, key) in ATTENTION_RESIDUALS:
+            return f"where model.{key} is {getattr(config, key)}"
+    return None

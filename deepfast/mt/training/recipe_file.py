@@ -1,0 +1,196 @@
+"""Recipe files and overrides: YAML in, `Recipe` out, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.resources
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from deepfast.mt.data.errors import require
+from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.growing import TOP_FIELDS
+from deepfast.mt.training.recipe import (
+    MODEL_FIELDS,
+    NESTED_FIELDS,
+    DataSection,
+    OptimSection,
+    Recipe,
+    TrainSection,
+)
+
+SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
+TOP = {"memory": str | None, "output": str, "resume": bool | str}
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
+
+
+def _known_types() -> dict[str, Any]:
+    """Dotted key -> type of its value, for every key a recipe may hold."""
+    known: dict[str, Any] = dict(TOP)
+    for section, cls in SECTIONS.items():
+        hints = typing.get_type_hints(cls)
+        known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
+    known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
+    for name, keys in NESTED_FIELDS.items():
+        known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
+    known["grow.from"] = str | None
+    grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
+    return known | {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
+
+
+KEYS = _known_types()
+
+NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
+"""Keys that hold further keys."""
+
+
+def recipe_names() -> dict[str, str]:
+    """Name -> first comment line of every recipe that ships with the package."""
+    folder = importlib.resources.files("deepfast.mt") / "recipes"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    return {
+        f.name.removesuffix(".yaml"): f.read_text("utf-8").partition("\n")[0].lstrip("# ")
+        for f in files
+    }
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a file, or one shipped with the package, with `key=value` overrides.
+
+    Args:
+        name: path of a YAML file, or a name of `recipe_names()`.
+        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null in
+            place of a section, `"model.latent=null"`, takes back what the file has in it.
+
+    Raises:
+        RecipeError: no such recipe, unreadable YAML, an unknown key, or a value of a wrong type
+            or out of range.
+    """
+    text, where = _read(name)
+    tree = _parse(text, where)
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{where}: expected keys and values, got {type(tree).__name__}")
+    flat = _flatten(tree, where)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
+        changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
+        # An empty section takes back what the file has in it.
+        if not changes:
+            flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
+        flat |= changes
+    return _build(flat)
+
+
+def recipe_from_dict(tree: dict[str, Any]) -> Recipe:
+    """The inverse of `Recipe.to_dict`, with the same checks as a file."""
+    return _build(_flatten(tree, "recipe"))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """A recipe as YAML, which `load_recipe` reads."""
+    yaml = require("yaml", "writing a recipe")
+    return yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """What changed between two recipes as dictionaries, `key old -> new` each; resume apart."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after and key != "resume":
+            lines.append(f"{prefix}{key} {before!r} -> {after!r}")
+    return lines
+
+
+def _read(name: str | Path) -> tuple[str, str]:
+    path = Path(name)
+    if path.is_file():
+        try:
+            return path.read_text("utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: cannot be read ({error})") from error
+    shipped = recipe_names()
+    stem = str(name).removesuffix(".yaml")
+    if stem in shipped:
+        file = importlib.resources.files("deepfast.mt") / "recipes" / f"{stem}.yaml"
+        return file.read_text("utf-8"), f"{stem}.yaml"
+    near = difflib.get_close_matches(stem, shipped, 1)
+    hint = f", the nearest one is {near[0]}" if near else ": deepfast train --list names them"
+    raise RecipeError(f"{name}: expected a recipe file or the name of a shipped recipe{hint}")
+
+
+def _parse(text: str, where: str) -> Any:
+    yaml = require("yaml", "reading a recipe")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" at line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{where}: expected YAML, got an error{at}: "
+                          f"{getattr(error, 'problem', error)}") from error  # fmt: skip
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
+    """Nested keys to dotted ones, each known and each value of its type."""
+    flat = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in NESTED:
+            if value is not None and not isinstance(value, dict):
+                raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
+            if value is not None:
+                flat |= _flatten(value, where, f"{key}.") if value else {key: {}}
+        elif key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
+            raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
+        else:
+            flat[key] = _typed(key, value, KEYS[key])
+    return flat
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """The value as its type, or a RecipeError; a whole number serves where a number may stand."""
+    if typing.get_origin(kind) is tuple:
+        parts = typing.get_args(kind)
+        if not isinstance(value, (list, tuple)) or len(value) != len(parts):
+            raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {value!r}")
+        return tuple(_typed(key, v, part) for v, part in zip(value, parts, strict=True))
+    options = typing.get_args(kind) or (kind,)
+    # Exact types: True is an int in Python, but not in a recipe.
+    if type(value) in options:
+        return value
+    # YAML 1.1 reads 1e-3, which has no point, as text.
+    if float in options and type(value) in (int, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    expected = " or ".join(NAMES[option] for option in options)
+    raise RecipeError(f"{key}: expected {expected}, got {value!r}")
+
+
+def _build(flat: dict[str, Any]) -> Recipe:
+    tree: dict[str, Any] = {}
+    # An empty section before what an override puts into it.
+    for key in sorted(flat, key=lambda key: key.count(".")):
+        place = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = flat[key]
+    sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
+    return Recipe(**sections, **tree)

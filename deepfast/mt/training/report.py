@@ -1,0 +1,169 @@
+"""What a run tells: lines or a progress bar for people, JSON lines and TensorBoard for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from deepfast.memory.units import format_bytes
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.training.errors import TrainingError
+
+METRICS = "metrics.jsonl"
+LAST_EVENTS = ("average", "test")
+"""What a finished run logs at its last step."""
+
+
+class Report:
+    """Writes `metrics.jsonl` and TensorBoard events into the run's folder, and talks on stdout.
+
+    Every line of `metrics.jsonl` is an object with `event` ("memory", "train", "valid", "average",
+    "test"), `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are
+    nats per target token, eos included.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int | None,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        quiet: bool = False,
+    ):
+        """
+        Args:
+            first_step: what an interrupted run logged after this step is removed; it will come
+                again.
+            quiet: nothing on stdout.
+        """
+        self.quiet, self.path = quiet, folder / METRICS
+        _cut_after(self.path, first_step)
+        try:
+            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 -- closed by close
+        except OSError as error:
+            raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self._board = _tensorboard(folder, first_step) if tensorboard else None
+        self._bar = None if quiet or not sys.stdout.isatty() else _bar(total_steps, first_step)
+        if tensorboard and self._board is None:
+            self.say("tensorboard is not installed: metrics go to metrics.jsonl alone")
+
+    def say(self, line: str) -> None:
+        """One line for people."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif not self.quiet:
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:
+                # Hours of training do not end because `| head` has seen enough.
+                self.quiet = True
+
+    def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
+        """One object for programs, and one line or an update of the bar for people."""
+        row = {"event": event, "seconds": round(seconds, 3)} | row
+        # JSON has neither infinity, which a perplexity may reach, nor NaN.
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                 for k, v in row.items()}  # fmt: skip
+        try:
+            self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._stream.flush()
+            if self._board is not None:
+                for name, value in row.items():
+                    if isinstance(value, (int, float)) and name != "step":
+                        self._board.add_scalar(f"{event}/{name}", value, row["step"])
+                self._board.flush()
+        except OSError as error:
+            raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
+        line = describe(row)
+        if event == "train" and self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=row["step"], line=line)
+        else:
+            self.say(line)
+
+    def close(self) -> None:
+        """Ends the bar and the files; more than once does no harm."""
+        # On a full disk both fail once more, over the error that says so.
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row of metrics as one line with units."""
+    head = f"step {row['step']:>6}"
+    if row["event"] == "memory":
+        predicted, measured = (format_bytes(row[f"{k}_bytes"]) for k in ("predicted", "measured"))
+        return f"{head}  memory {predicted} predicted, {measured} measured, {row['policies']}"
+    if row["event"] != "train":
+        parts = []
+        if "nll" in row:
+            parts.append(f"nll {row['nll']:.4f} nats, ppl {row['ppl']:.2f}")
+        if "bleu" in row:
+            each = [f"{k.removeprefix('bleu_')} {row[k]:.2f}" for k in row if k.startswith("bleu_")]
+            parts.append(f"BLEU {row['bleu']:.2f}" + (f" ({', '.join(each)})" if each else ""))
+        if row.get("best"):
+            parts.append("best so far")
+        if "of" in row:
+            parts.append(f"of {row['of']}")
+        return f"{head}  {row['event']} {', '.join(parts)}"
+    depths = [f"{key.replace('_', ' ')} {row[key]:.1f}  " for key in row if key.endswith("_depth")]
+    return (
+        f"{head}  loss {row['loss']:.4f}  nll {row['nll']:.4f} nats  ppl {row['ppl']:.2f}  "
+        f"{''.join(depths)}"
+        f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  "
+        f"{row['target_tokens_per_second']:,.0f} target tok/s  "
+        f"{row['source_tokens_per_second']:,.0f} source tok/s  "
+        f"{row['memory_bytes'] / 2**20:,.0f} MiB  {row['seconds']:.0f} s"
+    )
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Removes rows that will come again: those beyond `step`, and a finished run's last ones."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            row = json.loads(line)
+            again = row["step"] + (row["event"] in LAST_EVENTS) > step
+        except (ValueError, KeyError):
+            # A row that was cut short when the run was killed.
+            continue
+        if not again and step > 0:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept).encode())
+
+
+def _tensorboard(folder: Path, first_step: int):
+    # TensorFlow, where it is installed, would otherwise be imported and print.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+
+
+def _bar(total_steps: int | None, first_step: int):
+    """A rich progress bar on the terminal; None where rich is not installed."""
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    bar = Progress(
+        BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
+    )
+    bar.add_task("", total=total_steps, completed=first_step, line="")
+    bar.start()
+    return bar

@@ -1,0 +1,368 @@
+"""A training run from recipe to averaged checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepfast.memory.units import format_bytes
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.training.checkpoint import (
+    AVERAGE,
+    BEST,
+    STEP_FILE,
+    average_checkpoints,
+    checkpoint_to_resume,
+    load_checkpoint,
+    newest_checkpoints,
+    prune,
+    save_checkpoint,
+)
+from deepfast.mt.training.corpus import by_language, load_corpus
+from deepfast.mt.training.environment import (
+    StopSignal,
+    give_back_large_blocks,
+    peak_bytes,
+    release_freed_memory,
+    resolve_device,
+    settings,
+)
+from deepfast.mt.training.errors import CheckpointError, NotFiniteError, TrainingError
+from deepfast.mt.training.growing import (
+    load_bottom,
+    read_bottom,
+    runs,
+    stage,
+)
+from deepfast.mt.training.memory import fit_memory, set_policy
+from deepfast.mt.training.recipe import Recipe
+from deepfast.mt.training.recipe_file import differences, dump_recipe
+from deepfast.mt.training.report import Report
+from deepfast.mt.training.trainer import Trainer, perplexity
+
+SIGNALS = ("SIGINT", "SIGTERM")
+
+
+@dataclass(kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    output: Path
+    """The folder of checkpoints and metrics."""
+    step: int
+    """Optimizer steps done."""
+    stopped: str
+    """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
+    seconds: float
+    """Wall time, all resumes together."""
+    checkpoint: Path | None
+    """The newest checkpoint, which resumes."""
+    best: Path | None
+    """The checkpoint with the lowest dev NLL."""
+    best_nll: float | None
+    """Its dev NLL, nats per target token."""
+    average: Path | None
+    """The average of the last checkpoints; it translates, but cannot resume."""
+    average_nll: float | None
+    """Its dev NLL, nats per target token."""
+    test_bleu: float | None
+    """BLEU of the test part, 0 to 100; of several languages the mean."""
+
+    @property
+    def for_translation(self) -> Path:
+        """The average or the best checkpoint, whichever has the lower dev NLL."""
+        if self.average is not None and (
+            self.best is None or (self.average_nll is not None and self.average_nll < self.best_nll)
+        ):
+            return self.average
+        return self.best or self.checkpoint
+
+
+def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
+    """Trains a translation model as the recipe says; Ctrl-C leaves a checkpoint to resume from.
+
+    A recipe with a section `grow` is two runs, and the result is that of the last one.
+
+    Torch's and Python's generators are seeded; threads and determinism are put back at the end.
+
+    Args:
+        quiet: nothing on stdout; metrics go to the output folder all the same.
+
+    Raises:
+        ValueError: a recipe, text or checkpoint that cannot be used.
+        RuntimeError: a loss that is not finite, or a folder that cannot be written.
+    """
+    recipe.data.check_text()
+    parts = runs(recipe)
+    for part in parts:
+        # Of the second run too before the first begins.
+        resolve_device(part.train.device)
+    for part in parts:
+        with settings(part.train):
+            result = _Run(part, quiet, stage(recipe, part)).go()
+        if result.stopped in SIGNALS:
+            break
+    return result
+
+
+class _Run:
+    """What happens when: logging, validating, saving, stopping."""
+
+    def __init__(self, recipe: Recipe, quiet: bool, stage: str | None):
+        self.recipe, self.section, self.stage = recipe, recipe.train, stage
+        self.folder = Path(recipe.output)
+        device = resolve_device(recipe.train.device)
+        self.saved: Path | None = checkpoint_to_resume(recipe)
+        content = load_checkpoint(self.saved) if self.saved else None
+        if content is not None and "training" not in content:
+            raise CheckpointError(
+                f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
+                "state, such as an average"
+            )
+        # A checkpoint of this run has its bottom within.
+        bottom = None if content else read_bottom(recipe)
+        self.grows_on: str | None = None
+        """What a run that begins has below it, for people."""
+        with _made(self.folder):
+            start = content or bottom
+            vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
+            corpus = load_corpus(
+                recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
+            )
+            self.trainer = Trainer(recipe, corpus, device)
+            if bottom is not None:
+                load_bottom(recipe, self.trainer.model, bottom)
+                self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
+        self.measured: int | None = None
+        """Peak bytes of a step, of the trial before the first."""
+        self.changed: list[str] = []
+        if content is not None:
+            try:
+                self.trainer.load_state_dict(content, self.saved)
+                self.changed = differences(content["recipe"], recipe.to_dict())
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
+                ) from error
+        self.report = Report(
+            self.folder,
+            total_steps=self.section.max_steps,
+            first_step=self.trainer.step,
+            tensorboard=self.section.tensorboard,
+            quiet=quiet,
+        )
+        self.began = time.perf_counter() - self.trainer.seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def go(self) -> TrainResult:
+        try:
+            self._introduce()
+            self._fit_memory()
+            with StopSignal() as signal:
+                stopped = self._loop(signal)
+                if stopped not in SIGNALS:
+                    self._complete()
+                if self.saved != self._step_path():
+                    self._save()
+            if stopped in SIGNALS:
+                self.report.say(
+                    f"{stopped}: stopped after step {self.trainer.step}; continue from "
+                    f"{self.saved} with resume=true"
+                )
+                return self._result(stopped)
+            peak = f"peak memory {format_bytes(peak_bytes(self.trainer.device))}"
+            if self.measured is not None:
+                peak = f"peak of live tensors {format_bytes(self.measured)}, process {peak}"
+            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
+            return self._finish(stopped)
+        finally:
+            self.report.close()
+
+    def _introduce(self) -> None:
+        trainer, say = self.trainer, self.report.say
+        write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
+        trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
+        for line in (*([self.stage] if self.stage else []), *trainer.corpus.summary):
+            say(line)
+        total, trainable = (
+            sum(p.numel() for p in group)
+            for group in (trainer.model.parameters(), trainer.parameters)
+        )
+        count = f"{total:,} parameters"
+        if trainable < total:
+            count += f", {trainable:,} of them trainable"
+        say(
+            f"model {trainer.model.describe()}, {count}, {trainer.device}, "
+            f"{self.section.precision}, {torch.get_num_threads()} threads"
+        )
+        if self.grows_on is not None:
+            say(f"grows on {self.grows_on}")
+        if trainer.step:
+            say(f"resumed from {self.saved} at step {trainer.step}")
+            for line in self.changed:
+                say(f"      changed since: {line}")
+        elif self.recipe.resume is True:
+            say(f"nothing to resume in {self.recipe.output}: from the first step")
+
+    def _fit_memory(self) -> None:
+        if self.recipe.memory is None:
+            return
+        if not self.recipe.planned():
+            # A policy by name, with no prediction beside it.
+            set_policy(self.trainer.model, self.recipe.memory)
+            return
+        if self.trainer.device.type == "cpu":
+            give_back_large_blocks()
+        row = fit_memory(self.trainer, self.report.say)
+        self.measured = row["measured_bytes"]
+        self.report.log("memory", row, seconds=self.seconds)
+
+    def _loop(self, signal: StopSignal) -> str:
+        """Trains until something says stop; returns what."""
+        trainer, section = self.trainer, self.section
+        while (stopped := signal.name or self._due()) is None:
+            try:
+                trainer.train_step()
+            except NotFiniteError as error:
+                last = self.saved or "none"
+                raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
+            if self.recipe.memory is not None and trainer.device.type == "cpu":
+                release_freed_memory()
+            if trainer.step % section.log_every == 0:
+                self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
+            if trainer.step % section.validate_every == 0:
+                self._validate()
+            if trainer.step % section.save_every == 0:
+                self._save()
+        return stopped
+
+    def _complete(self) -> None:
+        """What is still open at the end: the last lines of metrics, and a checkpoint with them."""
+        trainer = self.trainer
+        validate = bool(trainer.corpus.dev_batches) and trainer.validated_at != trainer.step
+        if trainer.window.steps:
+            self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
+        elif not validate:
+            return
+        if validate:
+            self._validate()
+        self._save()
+
+    def _due(self) -> str | None:
+        section, trainer = self.section, self.trainer
+        if section.max_steps is not None and trainer.step >= section.max_steps:
+            return "max_steps"
+        if section.max_minutes is not None and self.seconds >= 60 * section.max_minutes:
+            return "max_minutes"
+        if section.patience is not None and trainer.since_best >= section.patience:
+            return "patience"
+        return None
+
+    def _validate(self) -> None:
+        trainer = self.trainer
+        if not trainer.corpus.dev_batches:
+            return
+        nll = trainer.validate()
+        best = trainer.record(nll)
+        row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
+        if self.section.validate_bleu:
+            row |= self._bleu(trainer.model, trainer.corpus.dev)
+        self.report.log("valid", row | {"best": best}, seconds=self.seconds)
+        if best:
+            trainer.seconds = self.seconds
+            save_checkpoint(self.folder / BEST, trainer.state_dict())
+
+    def _step_path(self) -> Path:
+        return self.folder / STEP_FILE.format(self.trainer.step)
+
+    def _save(self) -> None:
+        self.trainer.seconds = self.seconds
+        save_checkpoint(self._step_path(), self.trainer.state_dict())
+        self.saved = self._step_path()
+        prune(self.folder, self.section.keep_last, self.section.save_every)
+
+    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
+        """BLEU, 0 to 100; of several languages each one's, and their mean."""
+        # Search is needed only here, and only when asked for.
+        from deepfast.mt.search import bleu, translate_lines
+
+        corpus = self.trainer.corpus
+        lines, references = zip(*pairs, strict=True)
+        model.eval()
+        outputs = translate_lines(model, corpus.vocabulary, lines)
+        if not corpus.languages:
+            return {"bleu": bleu(outputs, references).bleu}
+        each = {
+            f"bleu_{name}": bleu([outputs[i] for i in own], [references[i] for i in own]).bleu
+            for name, own in by_language(pairs).items()
+        }
+        return {"bleu": sum(each.values()) / len(each)} | each
+
+    def _finish(self, stopped: str) -> TrainResult:
+        """Averages, and translates the test part with the better of average and best."""
+        result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
+        step = {"step": trainer.step}
+        if self.section.average_last:
+            section = self.section
+            paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
+            weights = average_checkpoints(paths)
+            result.average = self.folder / AVERAGE
+            save_checkpoint(result.average, trainer.model_state(weights))
+            plural = "s" if len(paths) > 1 else ""
+            row: dict[str, Any] = {"of": f"{len(paths)} checkpoint{plural}"}
+            if corpus.dev_batches:
+                trainer.model.load_state_dict(weights)
+                result.average_nll = nll = trainer.validate()
+                row |= {"nll": nll, "ppl": perplexity(nll)}
+            self.report.log("average", step | row, seconds=self.seconds)
+        if self.section.test_bleu:
+            path = result.for_translation
+            model, _ = load_model(path, trainer.device)
+            scores = self._bleu(model, corpus.test)
+            result.test_bleu = scores["bleu"]
+            self.report.log("test", step | scores | {"of": path.name}, seconds=self.seconds)
+        return result
+
+    def _result(self, stopped: str) -> TrainResult:
+        best = self.trainer.best_step > 0
+        return TrainResult(
+            output=self.folder,
+            step=self.trainer.step,
+            stopped=stopped,
+            seconds=self.seconds,
+            checkpoint=self.saved,
+            best=self.folder / BEST if best else None,
+            best_nll=self.trainer.best_nll if best else None,
+            average=None,
+            average_nll=None,
+            test_bleu=None,
+        )
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes the folder before the work inside, and takes it away where that fails and it is empty:
+    a folder that cannot be made is told first, and a run that never began leaves none."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{folder}: cannot be made ({error.strerror})") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise

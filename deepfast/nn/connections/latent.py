@@ -1,0 +1,258 @@
+"""Latent depth: a stack that learns which of its layers to use, each language its own."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepfast import checks
+
+PRIORS = ("uniform", "beta", "mean")
+EVALUATIONS = ("threshold", "mean")
+
+GRID = 4096
+"""Points of the midpoint rule for the mean of a soft z, which has no closed form."""
+
+FORWARDS = 1024
+"""How many forwards of a step can still be run again in backward."""
+
+Gate = Tensor | float
+"""z of one layer: drawn, a scalar tensor with a gradient; chosen, a float, 0.0 to leave it out."""
+
+
+class LatentDepth(nn.Module):
+    """The choice of layers as a random variable: ``x_{l+1} = x_l + z_l SubLayer(x_l)``.
+
+    While training every forward draws ``z = sigma((a + g_1 - g_2) / tau)`` for all languages and
+    layers, g Gumbel noise; every layer runs. In evaluation nothing is drawn: a layer is used where
+    ``sigma(a)``, the probability that z is above 1/2, is at least ``threshold``, and costs nothing
+    elsewhere. Draws depend on ``seed``, the step (`set_step`) and how many came before in the step,
+    not on the state of torch's default generator: all ranks choose alike. Of that one each forward
+    draws a mark: run again from the same state, as checkpointing does in backward, it gets the same
+    z again. Checkpointing with ``preserve_rng_state=False`` is an error.
+
+    `penalty` is, over p = sigma(a) and its mean u over languages, in closed form:
+
+        kl_weight * KL(p || prior) + entropy_weight * -sum u log u
+                                   + target_weight * (sum u - target_layers)^2
+
+    From step ``soft_steps`` on the KL's weight rises from 0 over ``anneal_steps``, and after that
+    those of the two other terms over as many.
+
+    Args:
+        num_layers: L.
+        languages: N, each with logits of its own.
+        tau: temperature of the soft z, above 0.
+        hard: z is 0 or 1 from step ``soft_steps`` on, with the gradient of the soft one
+            (straight-through).
+        soft_steps, anneal_steps: steps of training.
+        prior: "uniform" (1/2); "beta": z of a probability that is Beta(a, b), hence a / (a + b);
+            "mean": p averaged over languages.
+        beta: (a, b), each above 0, for the prior "beta"; (1, 1) is the uniform one.
+        kl_weight, entropy_weight, target_weight: at least 0, in nats per target token.
+        target_layers: K, layers wanted; None: no such term.
+        evaluation: "threshold": z is 1 where a layer is used; "mean": the mean of what training
+            draws in the end, sigma(a) where ``hard``.
+        threshold: in (0, 1).
+        lr_scale: learning rate of the logits over that of other parameters, for whoever builds the
+            optimizer: a choice of layers has to be made within the run.
+        seed: of the draws.
+
+    The authors' code puts drawn z where p stands here, and of the KL it has the half for z = 1.
+
+    Source: Li et al., Deep Transformers with Latent Depth, 2020.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        languages: int = 1,
+        *,
+        tau: float = 1.0,
+        hard: bool = False,
+        soft_steps: int = 0,
+        anneal_steps: int = 0,
+        prior: str = "uniform",
+        beta: tuple[float, float] = (1.0, 1.0),
+        kl_weight: float = 0.0,
+        entropy_weight: float = 0.0,
+        target_layers: float | None = None,
+        target_weight: float = 0.0,
+        evaluation: str = "threshold",
+        threshold: float = 0.5,
+        lr_scale: float = 1.0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.num_layers, self.languages = num_layers, languages
+        self.tau, self.hard = tau, hard
+        self.soft_steps, self.anneal_steps = soft_steps, anneal_steps
+        self.prior, self.beta = prior, tuple(beta) if isinstance(beta, Iterable) else beta
+        self.kl_weight, self.entropy_weight = kl_weight, entropy_weight
+        self.target_layers, self.target_weight = target_layers, target_weight
+        self.evaluation, self.threshold = evaluation, threshold
+        self.lr_scale, self.seed = lr_scale, seed
+        self._check()
+        self.logits = nn.Parameter(torch.zeros(languages, num_layers))
+        self.set_step(0)
+
+    def _check(self) -> None:
+        def expect(condition: bool, name: str, expected: str) -> None:
+            if not condition:
+                got = getattr(self, name)
+                raise ValueError(f"LatentDepth: {name}: expected {expected}, got {got!r}")
+
+        def number(value: object, above: float = -math.inf) -> bool:
+            return isinstance(value, checks.NUMBER) and above < value < math.inf
+
+        op = "LatentDepth"
+        checks.whole(op, num_layers=self.num_layers, languages=self.languages)
+        checks.whole(op, 0, soft_steps=self.soft_steps, anneal_steps=self.anneal_steps)
+        checks.flag(op, hard=self.hard)
+        expect(checks.is_whole(self.seed), "seed", "a whole number")
+        for name in ("tau", "lr_scale"):
+            expect(number(getattr(self, name), above=0), name, "a number above 0")
+        for name in ("kl_weight", "entropy_weight", "target_weight"):
+            value = getattr(self, name)
+            expect(number(value) and value >= 0, name, "a number of at least 0")
+        expect(self.prior in PRIORS, "prior", f"one of {', '.join(PRIORS)}")
+        within = isinstance(self.beta, tuple) and len(self.beta) == 2
+        within = within and all(number(x, above=0) for x in self.beta)
+        expect(within, "beta", "two numbers above 0")
+        serves = self.prior == "beta" or self.beta == (1, 1)
+        expect(serves, "beta", f"(1, 1) for the prior {self.prior}")
+        wanted = self.target_layers
+        within = wanted is None or (number(wanted, above=0) and wanted <= self.num_layers)
+        expect(
+            within, "target_layers", f"above 0 and at most the {self.num_layers} layers, or None"
+        )
+        aims = wanted is not None or not self.target_weight
+        expect(aims, "target_layers", "a number where target_weight is set")
+        expect(self.evaluation in EVALUATIONS, "evaluation", f"one of {', '.join(EVALUATIONS)}")
+        within = number(self.threshold, above=0) and self.threshold < 1
+        expect(within, "threshold", "a number between 0 and 1")
+
+    def set_step(self, step: int) -> None:
+        """Which step of training comes, counted from 1; 0 where nobody says."""
+        checks.whole("LatentDepth", 0, step=step)
+        self.step, self.draws = step, 0
+        self._numbers: dict[int, int] = {}
+        """Mark of a forward of this step -> how many draws came before."""
+
+    def draw(self) -> Tensor:
+        """z (N, L) of one forward pass, with a gradient to the logits."""
+        noise = self._noise().to(self.logits.device, self.logits.dtype)
+        soft = torch.sigmoid((self.logits + noise) / self.tau)
+        if not (self.hard and self.step >= self.soft_steps):
+            return soft
+        # In this order z is 0 or 1 without a rounding error.
+        return (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
+
+    def _noise(self) -> Tensor:
+        """g_1 - g_2 (N, L) of the next draw, fp64 on the CPU."""
+        # One seed for each draw: to go on where a run stopped, the step is all there is to know.
+        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + self._number()
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        shape = 2, self.languages, self.num_layers
+        e = torch.empty(shape, dtype=torch.float64).exponential_(generator=generator)
+        # -log of an exponential is a Gumbel.
+        return e[1].log() - e[0].log()
+
+    def _number(self) -> int:
+        """How many draws came before in the step, for one that is made again its own number."""
+        # Checkpointing puts this generator back to where it was.
+        mark = int(torch.randint(2**62, (), device="cpu"))
+        if mark not in self._numbers:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "LatentDepth: expected backward to run a forward of this step again from the "
+                    "same state of torch's CPU generator, got another one: checkpointing needs "
+                    "preserve_rng_state=True, and backward comes before the next set_step"
+                )
+            self._numbers[mark] = self.draws
+            self.draws += 1
+            if len(self._numbers) > FORWARDS:
+                del self._numbers[next(iter(self._numbers))]
+        return self._numbers[mark]
+
+    def choose(self, language: int = 0) -> list[float]:
+        """z of each layer in evaluation, a function of the logits alone; 0.0: not used.
+
+        Raises:
+            ValueError: logits that are not a number.
+        """
+        least = math.log(self.threshold / (1 - self.threshold))
+        logits = self.logits[language].detach().double().cpu()
+        wrong = logits.isnan().nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"LatentDepth: expected logits that are numbers, got nan for layer {wrong[0]} of "
+                f"language {language}"
+            )
+        used = (logits >= least).double()
+        return (used if self.evaluation == "threshold" else used * self._mean(logits)).tolist()
+
+    def _mean(self, logits: Tensor) -> Tensor:
+        """The mean of z (L,) over the noise."""
+        if self.hard:
+            return torch.sigmoid(logits)
+        u = (torch.arange(GRID, dtype=logits.dtype) + 0.5) / GRID
+        return torch.sigmoid((logits.unsqueeze(1) + torch.logit(u)) / self.tau).mean(1)
+
+    def forward(self, language: int = 0) -> list[Gate]:
+        """z of each layer for a batch of one language, its index from 0."""
+        if not 0 <= language < self.languages:
+            raise ValueError(
+                f"LatentDepth: expected a language from 0 to {self.languages - 1}, got {language}"
+            )
+        return list(self.draw()[language].unbind()) if self.training else self.choose(language)
+
+    def kl(self) -> Tensor:
+        """KL of p to the prior in nats, summed over layers, mean over languages."""
+        # In logits: log p and log(1 - p) stay finite where p is 0 or 1 in fp32.
+        a = self.logits
+        log_on, log_off = F.logsigmoid(a), F.logsigmoid(-a)
+        on, off = a.sigmoid(), (-a).sigmoid()
+        if self.prior == "mean":
+            # The mean of the logarithms' arguments, without leaving them.
+            count = math.log(self.languages)
+            prior_on, prior_off = log_on.logsumexp(0) - count, log_off.logsumexp(0) - count
+        else:
+            first, second = self.beta
+            total = math.log(first + second)
+            prior_on, prior_off = math.log(first) - total, math.log(second) - total
+        return (on * (log_on - prior_on) + off * (log_off - prior_off)).sum(1).mean()
+
+    def entropy(self) -> Tensor:
+        """``-sum_l u_l log u_l`` in nats."""
+        log_use = F.logsigmoid(self.logits).logsumexp(0) - math.log(self.languages)
+        return -(log_use.exp() * log_use).sum()
+
+    def depth(self) -> Tensor:
+        """``sum_l u_l``, the layers that are used, in expectation."""
+        return self.logits.sigmoid().mean(0).sum()
+
+    def penalty(self) -> Tensor:
+        """What is added to the loss of a target token at this step, in nats."""
+        first = self._weight(self.soft_steps)
+        second = self._weight(self.soft_steps + self.anneal_steps)
+        total = self.logits.new_zeros(())
+        if self.kl_weight:
+            total = total + first * self.kl_weight * self.kl()
+        if self.entropy_weight:
+            total = total + second * self.entropy_weight * self.entropy()
+        if self.target_weight:
+            off = self.depth() - self.target_layers
+            total = total + second * self.target_weight * off.square()
+        return total
+
+    def _weight(self, start: int) -> float:
+        """From 0 at step ``start`` to 1 after ``anneal_steps`` more."""
+        if self.anneal_steps == 0:
+            return float(self.step >= start)
+        return min(max((self.step - start) / self.anneal_steps, 0.0), 1.0)
+
+    def extra_repr(self) -> str:
+        return f"num_layers={self.num_layers}, languages={self.languages}, tau={self.tau}"

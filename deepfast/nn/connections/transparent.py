@@ -1,0 +1,103 @@
+"""Transparent attention: each decoder layer attends to a mixture of all encoder layers."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepfast import checks, ops
+
+
+class TransparentAttention(nn.Module):
+    """What each of M decoder layers attends to: its own softmax mixture of L + 1 encoder states.
+
+    ``z_j = sum_k dropout(softmax(W[j]))[k] * h_k``, with h_0 the embedding and h_k the output of
+    encoder layer k. In pre-norm h_k is LN_k of what layer k leaves behind; the last of these norms
+    is the encoder's final one.
+
+    The states are read where they are; neither a stack of them nor normalised copies are made.
+
+    Args:
+        encoder_layers: L.
+        decoder_layers: M.
+        dim: D.
+        norm: "pre" or "post", of the encoder.
+        dropout: probability of dropping a weight of a mixture while training.
+        eps: of the layer-norms.
+        backend: see `deepfast.backend`.
+
+    Attributes:
+        weight: (M, L+1) logits; zeros at first, so that every layer has an equal share.
+        norm_weight, norm_bias: (L, D) in pre-norm, else None.
+
+    Source: Bapna et al., Training Deeper Neural Machine Translation Models with Transparent
+    Attention, 2018.
+    """
+
+    def __init__(
+        self,
+        encoder_layers: int,
+        decoder_layers: int,
+        dim: int,
+        *,
+        norm: str = "pre",
+        dropout: float = 0.1,
+        eps: float = 1e-5,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        if norm not in ("pre", "post"):
+            raise ValueError(f"TransparentAttention: norm must be 'pre' or 'post', got {norm!r}")
+        checks.whole(
+            "TransparentAttention",
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            dim=dim,
+        )
+        checks.probability("TransparentAttention", dropout, argument="dropout")
+        checks.eps("TransparentAttention", eps)
+        self.encoder_layers, self.decoder_layers, self.dim = encoder_layers, decoder_layers, dim
+        self.norm, self.dropout, self.eps, self.backend = norm, dropout, eps, backend
+        self.weight = nn.Parameter(torch.zeros(decoder_layers, encoder_layers + 1))
+        self.norm_weight = self.norm_bias = None
+        if norm == "pre":
+            self.norm_weight = nn.Parameter(torch.ones(encoder_layers, dim))
+            self.norm_bias = nn.Parameter(torch.zeros(encoder_layers, dim))
+
+    def forward(self, states: Sequence[Tensor], output: Tensor) -> list[Tensor]:
+        """The memory (T, D) of each decoder layer.
+
+        Args:
+            states: L + 1 tensors (T, D), what `TransformerEncoder.forward_packed` puts into its
+                list of that name.
+            output: (T, D), what it returns: the last state, in pre-norm under the final LN.
+        """
+        if len(states) != self.encoder_layers + 1:
+            raise ValueError(
+                f"TransparentAttention: expected {self.encoder_layers + 1} states, got "
+                f"{len(states)}"
+            )
+        rows = F.dropout(self.weight.softmax(1), self.dropout, self.training)
+        return [self._mix(list(states), output, row) for row in rows]
+
+    def _mix(self, states: list[Tensor], output: Tensor, share: Tensor) -> Tensor:
+        if self.norm == "post":
+            return ops.depth_mix(states, share, backend=self.backend)
+        below = ops.depth_mix(
+            states[:-1],
+            share[:-1],
+            norm_weight=self.norm_weight,
+            norm_bias=self.norm_bias,
+            eps=self.eps,
+            backend=self.backend,
+        )
+        # Another pass, because the encoder has normalised its output already.
+        both = torch.stack((torch.ones_like(share[-1]), share[-1]))
+        return ops.depth_mix([below, output], both, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return (
+            f"encoder_layers={self.encoder_layers}, decoder_layers={self.decoder_layers}, "
+            f"dim={self.dim}, norm={self.norm!r}, dropout={self.dropout}"
+        )

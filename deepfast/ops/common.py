@@ -1,0 +1,127 @@
+"""What every op shares: casts, layouts, seeds, and checks of several operands at once."""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepfast import checks
+from deepfast.reference.layer_norm import compute_dtype
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast, fp32 activations go to its dtype; sums stay in fp32 inside the kernels."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors)
+
+
+def bare_apply(node: type[torch.autograd.Function]):
+    """``node.apply`` past the Python layer of autograd.Function, which is there for torch.func and
+    for setup_context and costs a third of the call."""
+    return super(torch.autograd.Function, node).apply
+
+
+def first_order(name: str):
+    """For the backward of an op without a second derivative: asking for one is an error.
+
+    It comes with the first backward, that of ``create_graph=True``. A node that raises in the
+    second one would stand on no path to what lies below the op: `torch.autograd.grad` would pass
+    it by and return what other paths give, which is wrong.
+    """
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def run(ctx, *grads):
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{name}: double backward was asked for (create_graph=True), and the op has "
+                    "no second derivative"
+                )
+            return backward(ctx, *grads)
+
+        return run
+
+    return decorate
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., D) as (T, D) with contiguous channels, without a copy where strides allow."""
+    x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def empty_contiguous(like: Tensor) -> Tensor:
+    """Uninitialised, shaped like ``like``."""
+    # The first form takes half the time.
+    return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
+
+
+def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A parameter as kernels read it: the compute dtype of activations in ``dtype``, contiguous."""
+    if p is None:
+        return None
+    wanted = compute_dtype(dtype)
+    if p.dtype == wanted and p.is_contiguous():
+        return p
+    return p.detach().to(wanted).contiguous()
+
+
+def draw_seed(
+    op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
+) -> Tensor:
+    """The given seed on ``device``, 0-dim int64, or one drawn from torch's generator of that
+    device: `torch.manual_seed`, checkpointing and CUDA graphs replay it."""
+    if seed is None:
+        return torch.randint(2**62, (), dtype=torch.int64, device=device)
+    given = isinstance(seed, Tensor)
+    if given and seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
+        return seed
+    if isinstance(seed, bool) or checks.is_whole(seed):
+        # Any int serves: it is taken modulo 2^64.
+        seed = (operator.index(seed) + 2**63) % 2**64 - 2**63
+        return torch.tensor(seed, dtype=torch.int64, device=device)
+    expected = f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}"
+    if given:
+        raise ValueError(f"{expected}, got {seed.dtype} {tuple(seed.shape)} on {seed.device}")
+    raise TypeError(f"{expected}, got {seed!r}")
+
+
+def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors (..., D), as autocast wants them, of one shape, dtype and device; at least 1."""
+    sources = list(sources)
+    if not sources:
+        raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")
+    for k, source in enumerate(sources):
+        checks.tensor(op, f"{name}[{k}]", source)
+    sources = list(autocast(*sources))
+    for k, source in enumerate(sources[1:], 1):
+        checks.like(op, f"{name}[{k}]", source, f"{name}[0]", sources[0])
+    return sources
+
+
+def linear_operands(
+    op: str, x: Tensor, width: int, names: tuple[str, str, str], weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, width) and bias (N,) of a product in x's dtype, checked, cast under autocast.
+
+    names: of the weight, of N and of the bias.
+    """
+    name, rows, bias_name = names
+    checks.tensor(op, name, weight)
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise ValueError(f"{op}: {name} must be ({rows}, {width}), got {tuple(weight.shape)}")
+    checks.parameter(op, bias_name, bias, (weight.shape[0],), x.device)
+    weight, bias = autocast(weight, bias)
+    for label, p in ((name, weight), (bias_name, bias)):
+        if p is not None and (p.dtype != x.dtype or p.device != x.device):
+            raise ValueError(
+                f"{op}: {label} must be {x.dtype} on {x.device}, got {p.dtype} on {p.device}"
+            )
+    return weight, bias

@@ -1,0 +1,169 @@
+"""The boundary op: everything between two layers in one pass, as DLCL calls it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast.depth.boundary import OutNorm
+from deepfast.nn import DLCL, DepthHistory
+from deepfast.reference.dropout import dropout_mask
+
+P, LAYERS, BLOCK = 0.3, 6, 2
+SEEDS = [11 * k for k in range(LAYERS + 1)]
+
+
+def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
+    """A pre-norm chain through boundaries that do everything at once."""
+    history, total = DepthHistory(block=BLOCK), 0.0
+    branch, rest = y, None
+    for k in range(LAYERS + 1):
+        norm = OutNorm(leaves["out_weight"], leaves["out_bias"], 1e-5) if out_norm else None
+        x = dlcl(
+            branch, history, residual=rest, dropout_p=p if k else 0.0, seed=SEEDS[k],
+            out_norm=norm, want_x=want_x,
+        )  # fmt: skip
+        x, n = x if out_norm else (x, x)
+        assert (x is None) == (out_norm and not want_x)
+        total = total + n + (0 if x is None else 0.5 * x)
+        branch, rest = torch.tanh(n * leaves["scale"]), (n if residual else None)
+    return total
+
+
+def plain(dlcl, y, leaves, *, p, residual, out_norm, want_x):
+    """The same in PyTorch's ops, in the dtype of y."""
+    d = y.dtype
+    w, gain, shift = (leaves[name].to(d) for name in ("weight", "norm_weight", "norm_bias"))
+    w = w.tril()
+    states, total, branch, rest = [], 0.0, y, None
+    for k in range(LAYERS + 1):
+        mask = dropout_mask(SEEDS[k], *branch.shape, p if k else 0.0).to(d)
+        s = branch * mask + (0 if rest is None else rest)
+        states.append(F.layer_norm(s, s.shape[-1:], gain[k], shift[k]) if k else s)
+        x = (torch.stack(states) * w[k, : k + 1].view(-1, 1, 1)).sum(0)
+        n = x
+        if out_norm:
+            out_weight, out_bias = leaves["out_weight"].to(d), leaves["out_bias"].to(d)
+            n = F.layer_norm(x, x.shape[-1:], out_weight, out_bias)
+        total = total + n + (0.5 * x if want_x or not out_norm else 0)
+        branch, rest = torch.tanh(n * leaves["scale"].to(d)), (n if residual else None)
+    return total
+
+
+def grads(form, dlcl, y, given, dout, dtype, parameter_dtype, **options):
+    y = y.detach().clone().to(dtype).requires_grad_()
+    leaves = {k: v.detach().clone().to(parameter_dtype).requires_grad_() for k, v in given.items()}
+    if form is fused:
+        dlcl.zero_grad()
+        leaves |= dict(dlcl.named_parameters())
+        leaves["scale"] = leaves["scale"].to(dtype)
+        leaves["scale"].retain_grad()
+    total = form(dlcl, y, leaves, **options)
+    total.backward(dout.to(total.dtype))
+    used = [n for n in leaves if options["out_norm"] or not n.startswith("out_")]
+    return {"out": total.detach(), "y": y.grad} | {n: leaves[n].grad for n in used}
+
+
+CASES = [c for c in itertools.product([0.0, P], [True, False], [True, False], [True, False])
+         if c[2] or c[3]]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
+def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, want_x):
+    dim = 67
+    dlcl = DLCL(LAYERS, dim, backend=kernel_backend)
+    with torch.no_grad():
+        for q in dlcl.parameters():
+            q.add_(0.1 * torch.randn_like(q))
+    given = {name: 1 + 0.1 * torch.randn(dim) for name in ("out_weight", "out_bias", "scale")}
+    given["scale"] = given["scale"].to(dtype).float()
+    given |= {name: q.detach() for name, q in dlcl.named_parameters()}
+    y, dout = torch.randn(2, 70, dim).to(dtype).unbind()
+    options = {"p": p, "residual": residual, "out_norm": out_norm, "want_x": want_x}
+    with ran("boundary", kernel_backend):
+        got = grads(fused, dlcl, y, given, dout, dtype, torch.float32, **options)
+    in_dtype = grads(plain, dlcl, y, given, dout, dtype, dtype, **options)
+    exact = grads(plain, dlcl, y, given, dout, torch.float64, torch.float64, **options)
+    tolerances.assert_all_accurate(got, in_dtype, exact, dtype)
+
+
+@pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
+def test_gradcheck(exact_backend, p, residual, out_norm, want_x):
+    dlcl = DLCL(3, 4, backend=exact_backend, eps=0.1).double()
+    leaves = [torch.randn(2, 4, dtype=torch.float64) for _ in range(2)]
+    leaves += [torch.randn(4, dtype=torch.float64) for _ in range(2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def f(branch, rest, weight, bias, *_):
+        history = DepthHistory(block=1, inplace=False)
+        results = []
+        for k in range(4):
+            norm = OutNorm(weight, bias, 0.1) if out_norm else None
+            x = dlcl(
+                branch, history, residual=rest if residual else None, dropout_p=p, seed=k,
+                out_norm=norm, want_x=want_x,
+            )  # fmt: skip
+            results += [r for r in (x if out_norm else (x,)) if r is not None]
+            branch = torch.sin(results[-1])
+        return tuple(results)
+
+    assert torch.autograd.gradcheck(f, (*leaves, *dlcl.parameters()))
+
+
+def test_gradients_of_two_leaves_share_no_memory(kernel_backend):
+    dlcl = DLCL(1, 6, norm=None, backend=kernel_backend)
+    f, r = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
+    for _ in range(2):
+        dlcl(f, DepthHistory(), residual=r).sum().backward()
+    assert f.grad.data_ptr() != r.grad.data_ptr()
+    assert torch.equal(f.grad, torch.full((4, 6), 2.0))
+    assert torch.equal(r.grad, torch.full((4, 6), 2.0))
+
+
+def test_dropout_mask_agrees_with_the_reference(exact_backend):
+    dlcl = DLCL(1, 70, norm=None, backend=exact_backend)
+    y = torch.ones(90, 70, dtype=torch.float64, requires_grad=True)
+    x = dlcl(y, DepthHistory(), dropout_p=0.3, seed=77)
+    mask = dropout_mask(77, 90, 70, 0.3)
+    assert torch.equal(x, mask)
+    x.sum().backward()
+    assert torch.equal(y.grad, mask)
+
+
+def test_dropout_only_in_training(kernel_backend):
+    dlcl = DLCL(1, 70, norm=None, backend=kernel_backend).eval()
+    y = torch.randn(9, 70)
+    assert torch.equal(dlcl(y, DepthHistory(), dropout_p=0.5), y)
+
+
+def test_post_norm_refuses_a_second_norm():
+    norm = OutNorm(torch.ones(4), None, 1e-5)
+    history, dlcl = DepthHistory(), DLCL(2, 4, norm="post")
+    x = dlcl(torch.randn(3, 4), history)
+    with pytest.raises(ValueError, match="out_norm must be None"):
+        dlcl(x, history, out_norm=norm)
+
+
+def test_input_may_be_changed_in_place_after_the_push(kernel_backend):
+    """States are copies: an in-place activation behind the boundary does no harm."""
+    dlcl = DLCL(2, 6, norm=None, backend=kernel_backend)
+
+    def run(change):
+        y = torch.arange(24.0).view(4, 6).requires_grad_()
+        history, a = DepthHistory(), y * 1
+        x = dlcl(a, history)
+        if change:
+            a.mul_(3)
+        return dlcl(torch.tanh(x), history)
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_result_may_be_changed_in_place(kernel_backend):
+    dlcl, history = DLCL(1, 6, norm=None, backend=kernel_backend), DepthHistory()
+    y = torch.randn(4, 6, requires_grad=True)
+    x = F.relu(dlcl(y, history), inplace=True)
+    dlcl(x, history).sum().backward()
+    assert y.grad is not None

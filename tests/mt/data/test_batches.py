@@ -1,0 +1,310 @@
+"""Batches: the budget, each example once, the same order every time, exact resuming."""
+
+import itertools
+import json
+import random
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepfast.mt.data import (
+    DataError,
+    TokenBatches,
+    evaluation_batches,
+    make_batch,
+    restore_order,
+)
+
+
+def make_pairs(count, seed=0, longest=20):
+    """Pairs of random ids from 4 on, 1 to `longest` a side."""
+    draw = random.Random(seed)
+    side = lambda: [draw.randrange(4, 99) for _ in range(draw.randint(1, longest))]  # noqa: E731
+    return [(side(), side()) for _ in range(count)]
+
+
+PAIRS = make_pairs(200)
+
+
+def indices(batches):
+    return [batch.indices for batch in batches]
+
+
+def padded_cost(batch):
+    widest = max(batch.source_BS.shape[1], batch.target_in_BT.shape[1])
+    return len(batch) * widest
+
+
+def test_contents_of_a_batch():
+    batch = make_batch([([5, 6, 7], [8]), ([9], [10, 11])], [1, 0])
+    assert batch.source_BS.tolist() == [[9, 3, 0, 0], [5, 6, 7, 3]]
+    assert batch.target_in_BT.tolist() == [[2, 10, 11], [2, 8, 0]]
+    assert batch.target_out_BT.tolist() == [[10, 11, 3], [8, 3, 0]]
+    assert batch.source_lengths_B.tolist() == [2, 4]
+    assert batch.target_lengths_B.tolist() == [3, 2]
+    assert (batch.source_tokens, batch.target_tokens, batch.indices) == (6, 5, (1, 0))
+    assert len(batch) == 2
+    assert batch.source_BS.dtype == batch.target_in_BT.dtype == torch.int64
+    assert batch.target_out_BT.dtype == torch.int64
+    assert batch.source_lengths_B.dtype == torch.int32
+
+
+def test_other_special_ids():
+    batch = make_batch([([5], [6, 7])], [0], pad_id=1, bos_id=0, eos_id=2)
+    assert batch.source_BS.tolist() == [[5, 2]]
+    assert batch.target_in_BT.tolist() == [[0, 6, 7]]
+    assert next(iter(TokenBatches([([5], [6, 7])], max_tokens=9, eos_id=50))).source_BS[0, 1] == 50
+
+
+def test_to_moves_every_tensor():
+    batch = make_batch(PAIRS, [0, 1]).to("meta")
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 5
+    assert all(tensor.is_meta for tensor in tensors)
+    assert batch.indices == (0, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=8, max_size=60),
+    max_tokens=st.integers(13, 80),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_every_example_once_within_the_budget(lengths, max_tokens, world_size, seed, shuffle):
+    pairs = [([5] * source, [6] * target) for source, target in lengths]
+    try:
+        ranks = [
+            TokenBatches(
+                pairs, max_tokens=max_tokens, seed=seed, shuffle=shuffle,
+                rank=rank, world_size=world_size,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+    except DataError as error:
+        # Only single sentences that the ranks cannot share evenly may be refused.
+        assert "same number of batches" in str(error)  # noqa: PT017
+        assert world_size > 1
+        return
+    for _ in range(2):
+        epochs = [list(rank) for rank in ranks]
+        assert {len(epoch) for epoch in epochs} == {len(ranks[0])}
+        batches = list(itertools.chain(*epochs))
+        assert all(padded_cost(batch) <= max_tokens for batch in batches)
+        assert sorted(itertools.chain(*indices(batches))) == list(range(len(pairs)))
+
+
+def test_batches_are_full():
+    batches = list(TokenBatches(PAIRS, max_tokens=200))
+    used = sum(max(b.source_tokens, b.target_tokens) for b in batches)
+    assert used / sum(map(padded_cost, batches)) > 0.6
+    assert sum(map(padded_cost, batches)) / len(batches) > 150
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    one, two = (TokenBatches(PAIRS, max_tokens=100, seed=7) for _ in range(2))
+    epochs = [indices(one) for _ in range(3)]
+    assert epochs == [indices(two) for _ in range(3)]
+    assert epochs[2] == list(map(tuple, TokenBatches(PAIRS, max_tokens=100, seed=7).order(2)))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != indices(TokenBatches(PAIRS, max_tokens=100, seed=8))
+    # Not the same batches in another order: their members change as well.
+    assert set(map(frozenset, epochs[0])) != set(map(frozenset, epochs[1]))
+
+
+def test_order_is_the_same_in_every_release():
+    batches = TokenBatches([([5] * (1 + i % 3), [6]) for i in range(8)], max_tokens=9, seed=1)
+    # A checkpoint of an older release must go on with the batches that it was due.
+    assert batches.order(0) == [[6, 0, 3], [7, 1, 4], [2, 5]]
+
+
+def test_without_shuffle_by_length():
+    batches = TokenBatches(PAIRS, max_tokens=100, shuffle=False)
+    first, second = list(batches), list(batches)
+    assert indices(first) == indices(second)
+    widths = [padded_cost(batch) // len(batch) for batch in first]
+    assert widths == sorted(widths)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_resume_within_an_epoch(taken):
+    original = TokenBatches(PAIRS, max_tokens=100, seed=3)
+    list(original)
+    list(itertools.islice(original, taken))
+    # Through JSON: the state is plain enough for any checkpoint.
+    state = json.loads(json.dumps(original.state_dict()))
+    assert (state["seed"], state["epoch"], state["position"]) == (3, 1, taken)
+    resumed = TokenBatches(PAIRS, max_tokens=100, seed=99)
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert len(rest) == len(original) - taken
+    for mine, due in zip(rest, original, strict=True):
+        assert mine.indices == due.indices
+        assert torch.equal(mine.source_BS, due.source_BS)
+        assert torch.equal(mine.target_out_BT, due.target_out_BT)
+    assert indices(resumed) == indices(original)
+
+
+def test_resume_while_the_last_batch_is_in_use():
+    batches = TokenBatches(PAIRS, max_tokens=100, seed=3)
+    for _ in batches:
+        assert batches.epoch == 0
+        state = batches.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+    resumed = TokenBatches(PAIRS, max_tokens=100, seed=3)
+    resumed.load_state_dict(state)
+    assert indices(resumed) == indices(batches)
+    assert batches.state_dict()["epoch"] == 2
+
+
+def test_leaving_a_loop_continues_with_the_next_batch():
+    batches = TokenBatches(PAIRS, max_tokens=100)
+    whole = list(map(tuple, batches.order(0)))
+    seen = indices(itertools.islice(batches, 3)) + indices(batches)
+    assert seen == whole
+    batches.set_epoch(0, len(batches))
+    assert next(iter(batches)).indices == tuple(batches.order(1)[0])
+
+
+def test_resume_with_ranks():
+    ranks = [TokenBatches(PAIRS, max_tokens=100, rank=r, world_size=2) for r in range(2)]
+    for rank in ranks:
+        list(itertools.islice(rank, 4))
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+    resumed = TokenBatches(PAIRS, max_tokens=100, rank=1, world_size=2)
+    resumed.load_state_dict(ranks[0].state_dict())
+    assert indices(resumed) == indices(ranks[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"max_tokens": 120}, "with max_tokens 100, got 120"),
+        ({"pairs": make_pairs(200, seed=5)}, "other sentence pairs"),
+        ({"pairs": PAIRS[:-1]}, "other sentence pairs"),
+        ({"max_length": 15}, "other sentence pairs"),
+        ({"world_size": 2}, "with world_size 1, got 2"),
+        ({"shuffle": False}, "with shuffle True, got False"),
+    ],
+)
+def test_a_state_of_other_batches_is_refused(change, sentence):
+    state = TokenBatches(PAIRS, max_tokens=100).state_dict()
+    arguments = {"pairs": PAIRS, "max_tokens": 100} | change
+    batches = TokenBatches(arguments.pop("pairs"), **arguments)
+    with pytest.raises(DataError, match=sentence):
+        batches.load_state_dict(state)
+    assert (batches.epoch, batches.position) == (0, 0)
+
+
+def test_a_broken_state_is_refused():
+    batches = TokenBatches(PAIRS, max_tokens=100)
+    with pytest.raises(DataError, match="lacks seed, epoch"):
+        batches.load_state_dict({"position": 3})
+    with pytest.raises(DataError, match="a position from 0 to"):
+        batches.load_state_dict(batches.state_dict() | {"position": 10_000})
+    with pytest.raises(DataError, match="expected an epoch from 0"):
+        batches.set_epoch(-1)
+
+
+def test_too_long_is_dropped_and_counted():
+    pairs = [([5] * 3, [6] * 3), ([5] * 10, [6]), ([5], [6] * 9), ([5] * 9, [6])]
+    batches = TokenBatches(pairs, max_tokens=50, max_length=10, place="train.en:{}".format)
+    assert sorted(itertools.chain(*indices(batches))) == [0, 2, 3]
+    assert (batches.dropped.too_long, batches.dropped.first) == (1, {"too_long": "train.en:1"})
+    assert str(batches.dropped) == "1 pair dropped: 1 too long (first at train.en:1)"
+
+
+def test_a_sentence_beyond_the_budget():
+    with pytest.raises(DataError, match=r"example 1: a sentence of 31 tokens .* max_tokens=30"):
+        TokenBatches([([5], [6]), ([5] * 30, [6])], max_tokens=30)
+    assert len(TokenBatches([([5], [6]), ([5] * 29, [6])], max_tokens=30)) == 2
+
+
+@pytest.mark.parametrize(
+    ("pairs", "arguments", "sentence"),
+    [
+        ([], {}, "at least one pair, got none"),
+        ([([5] * 9, [5])], {"max_length": 5}, "at most 5 tokens, got 1 pairs, all longer"),
+        (PAIRS, {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        (PAIRS, {"rank": 2, "world_size": 2}, "rank must be from 0 to 1, got 2"),
+        (PAIRS[:3], {"world_size": 4}, "4 ranks need the same number of batches"),
+    ],
+)
+def test_arguments(pairs, arguments, sentence):
+    with pytest.raises(DataError, match=sentence):
+        TokenBatches(pairs, **{"max_tokens": 100} | arguments)
+
+
+def test_ranks_get_batches_of_similar_length():
+    ranks = [TokenBatches(PAIRS, max_tokens=100, rank=r, world_size=2) for r in range(2)]
+    for left, right in zip(*ranks, strict=True):
+        assert abs(left.source_BS.shape[1] - right.source_BS.shape[1]) <= 21
+        assert abs(padded_cost(left) // len(left) - padded_cost(right) // len(right)) <= 3
+
+
+def test_evaluation_covers_all_and_restores_the_order():
+    pairs = [*PAIRS, ([5] * 300, [6]), ([], [])]
+    batches = evaluation_batches(pairs, max_tokens=100)
+    assert sorted(itertools.chain(*indices(batches))) == list(range(len(pairs)))
+    assert all(padded_cost(b) <= 100 or len(b) == 1 for b in batches)
+    outputs = [[f"output {i}" for i in batch.indices] for batch in batches]
+    assert restore_order(batches, outputs) == [f"output {i}" for i in range(len(pairs))]
+    assert evaluation_batches([], max_tokens=100) == []
+    assert restore_order([], []) == []
+
+
+def test_evaluation_of_sources_alone():
+    (batch,) = evaluation_batches([([5, 6], []), ([7], [])], max_tokens=100)
+    assert batch.indices == (1, 0)
+    assert batch.source_BS.tolist() == [[7, 3, 0], [5, 6, 3]]
+    assert batch.target_in_BT.tolist() == [[2], [2]]
+
+
+def test_restore_order_checks_counts():
+    batches = evaluation_batches(PAIRS, max_tokens=100)
+    with pytest.raises(DataError, match="with 200 outputs, one for each sentence, got"):
+        restore_order(batches, [[0]] * len(batches))
+
+
+def test_batches_need_no_sentencepiece(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    assert len(list(TokenBatches(PAIRS, max_tokens=100))) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_is_of_one_group(world_size):
+    groups = [random.Random(i).randrange(3) for i in range(len(PAIRS))]
+    seen = []
+    for rank in range(world_size):
+        batches = TokenBatches(
+            PAIRS, max_tokens=90, groups=groups, rank=rank, world_size=world_size
+        )
+        for batch in batches:
+            assert len({groups[i] for i in batch.indices}) == 1
+            assert padded_cost(batch) <= 90
+            seen += batch.indices
+        # Another epoch has the same cuts.
+        for batch in batches:
+            assert len({groups[i] for i in batch.indices}) == 1
+    assert sorted(seen) == list(range(len(PAIRS)))
+
+
+def test_groups_are_part_of_what_a_run_resumes():
+    first = TokenBatches(PAIRS, max_tokens=90, groups=[i % 2 for i in range(len(PAIRS))])
+    second = TokenBatches(PAIRS, max_tokens=90)
+    with pytest.raises(DataError, match="cannot resume"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_evaluation_batches_of_groups():
+    groups = [i % 3 for i in range(len(PAIRS))]
+    batches = evaluation_batches(PAIRS, max_tokens=15, groups=groups)
+    for batch in batches:
+        assert len({groups[i] for i in batch.indices}) == 1
+        assert padded_cost(batch) <= 15 or len(batch) == 1
+    outputs = [list(batch.indices) for batch in batches]
+    assert restore_order(batches, outputs) == list(range(len(PAIRS)))

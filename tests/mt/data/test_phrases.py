@@ -1,0 +1,258 @@
+"""The generated corpus: reproducible, disjoint, balanced, and right where libraries are wrong."""
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from random import Random
+
+import pytest
+
+from deepfast.mt.data import (
+    DataError,
+    MissingPackage,
+    phrases,
+    read_parallel,
+    write,
+)
+from deepfast.mt.data import phrase_kinds as kinds
+from deepfast.mt.data.phrases import LANGUAGES, SPLITS, folded
+
+
+@pytest.fixture(scope="module", params=LANGUAGES)
+def corpus(request):
+    return phrases(request.param, seed=1, train=2700, dev=180, test=270)
+
+
+def test_sizes_and_balance(corpus):
+    for split, size in zip(SPLITS, (2700, 180, 270), strict=True):
+        assert len(getattr(corpus, split)) == len(corpus.kinds[split]) == size
+        assert Counter(corpus.kinds[split]) == dict.fromkeys(kinds.KINDS, size // 9)
+    # Shuffled: a prefix of a part holds every kind.
+    assert set(corpus.kinds["train"][:100]) == set(kinds.KINDS)
+
+
+def test_no_source_and_no_target_twice(corpus):
+    everything = [pair for split in SPLITS for pair in getattr(corpus, split)]
+    for side in (0, 1):
+        assert len({folded(pair[side]) for pair in everything}) == len(everything)
+
+
+def test_text_is_clean(corpus):
+    for pair in corpus.train:
+        for text in pair:
+            assert text == text.strip() == " ".join(text.split())
+            assert not {"\u00a0", "\u202f"} & set(text)
+            assert 3 <= len(text) <= 120
+
+
+def test_same_arguments_same_corpus(corpus):
+    language = corpus.language
+    assert phrases(language, seed=1, train=2700, dev=180, test=270) == corpus
+    other = phrases(language, seed=2, train=2700, dev=180, test=270)
+    assert other.train != corpus.train
+    assert other.test != corpus.test
+
+
+def test_test_part_does_not_depend_on_the_others(corpus):
+    small = phrases(corpus.language, seed=1, train=90, dev=180, test=270)
+    assert (small.test, small.dev) == (corpus.test, corpus.dev)
+    assert phrases(corpus.language, seed=1, train=0, dev=0, test=270).test == corpus.test
+
+
+def test_same_in_another_process():
+    code = (
+        "from deepfast.mt.data import phrases; print(phrases('de', train=5, dev=0, test=0).train)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == str(phrases("de", train=5, dev=0, test=0).train)
+
+
+def test_fast_enough():
+    start = time.process_time()
+    phrases("de", train=3000, dev=0, test=0)
+    assert time.process_time() - start < 3
+
+
+def test_some_kinds():
+    corpus = phrases("fr", train=10, dev=1, test=1, kinds=["date", "money"])
+    assert Counter(corpus.kinds["train"]) == {"date": 5, "money": 5}
+
+
+@pytest.mark.parametrize(
+    ("language", "arguments", "sentence"),
+    [
+        ("it", {}, "one of de, fr, es, got 'it'"),
+        ("en", {}, "one of de, fr, es, got 'en'"),
+        ("de", {"kinds": ["date", "song"]}, "some of number, .*, got song"),
+        ("de", {"kinds": []}, "got none"),
+        ("de", {"dev": -1}, "dev must be at least 0 pairs, got -1"),
+        ("de", {"train": 10**5, "kinds": ["month"]}, "no further one of the kind 'month'"),
+    ],
+)
+def test_arguments(language, arguments, sentence):
+    with pytest.raises(DataError, match=sentence):
+        phrases(language, **arguments)
+
+
+def test_write_gives_files_that_read_back(corpus, tmp_path):
+    paths = write(corpus, tmp_path / "new" / "folder")
+    suffix = corpus.language
+    expected = [f"{split}.{side}" for split in SPLITS for side in ("en", suffix)]
+    assert [path.name for path in paths] == expected
+    for split in SPLITS:
+        text = read_parallel(paths[0].parent / f"{split}.en", paths[0].parent / f"{split}.{suffix}")
+        assert text.pairs == getattr(corpus, split)
+
+
+def test_write_into_a_file(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="cannot be made"):
+        write(corpus, tmp_path / "file")
+
+
+@pytest.mark.parametrize("missing", ["num2words", "babel.dates"])
+def test_without_the_packages_the_extra_is_named(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    kinds.words.cache_clear()
+    with pytest.raises(MissingPackage, match=r"phrase corpus needs .*deepfast\[train\]"):
+        phrases("de", train=100, dev=0, test=0)
+
+
+def test_import_needs_none_of_the_packages():
+    code = (
+        "import sys\n"
+        "for name in ('sentencepiece', 'num2words', 'babel'): sys.modules[name] = None\n"
+        "import deepfast.mt.data"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Script(Random):
+    """A generator whose choices are given: each draw takes the next value."""
+
+    def __init__(self, *values):
+        super().__init__(0)
+        self.values = list(values)
+
+    def _next(self, *_, **__):
+        return self.values.pop(0)
+
+    choice = randrange = random = _next
+
+    def choices(self, *_, **__):
+        return [1]
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "language", "expected"),
+    [
+        (21_000, "cardinal", "es", "veintiún mil"),
+        (101_001, "cardinal", "es", "ciento un mil uno"),
+        (1_031_000, "cardinal", "es", "un millón treinta y un mil"),
+        (11, "ordinal", "es", "undécimo"),
+        (412, "ordinal", "es", "cuadringentésimo duodécimo"),
+        (745, "ordinal", "es", "septingentésimo cuadragésimo quinto"),
+        (800, "ordinal", "es", "octingentésimo"),
+        (80, "ordinal", "fr", "quatre-vingtième"),
+        (2200, "ordinal", "fr", "deux mille deux centième"),
+        (81, "cardinal", "fr", "quatre-vingt-un"),
+        (80_200, "cardinal", "fr", "quatre-vingt mille deux cents"),
+        (1996, "year", "de", "neunzehnhundertsechsundneunzig"),
+        (1996, "year", "en", "nineteen ninety-six"),
+    ],
+)
+def test_words(number, to, language, expected):
+    assert kinds.words(number, language, to) == expected
+
+
+@pytest.mark.parametrize(
+    ("language", "value", "noun", "expected"),
+    [
+        ("de", 3, "house", "das dritte Haus"),
+        ("de", 3, "page", "die dritte Seite"),
+        ("fr", 1, "page", "la première page"),
+        ("fr", 1, "day", "le premier jour"),
+        ("fr", 2, "page", "la deuxième page"),
+        ("es", 1, "day", "el primer día"),
+        ("es", 1, "page", "la primera página"),
+        ("es", 3, "train", "el tercer tren"),
+        ("es", 4, "train", "el cuarto tren"),
+        ("es", 9, "page", "la novena página"),
+    ],
+)
+def test_ordinals_agree_with_their_noun(language, value, noun, expected):
+    assert kinds.ordinal(Script(value, noun), language)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"),
+    [
+        ("de", "am Freitag, 1. März 1996"),
+        ("fr", "le vendredi 1er mars 1996"),
+        ("es", "el viernes, 1 de marzo de 1996"),
+    ],
+)
+def test_full_dates(language, expected, monkeypatch):
+    import datetime
+
+    monkeypatch.setattr(kinds, "_date", lambda *_: datetime.date(1996, 3, 1))
+    assert kinds.date(Script("on"), language) == ("on Friday, 1 March 1996", expected)
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"),
+    [
+        ("de", "der erste März neunzehnhundertsechsundneunzig"),
+        ("fr", "le premier mars mille neuf cent quatre-vingt-seize"),
+        ("es", "el primero de marzo de mil novecientos noventa y seis"),
+    ],
+)
+def test_spelled_dates(language, expected, monkeypatch):
+    import datetime
+
+    monkeypatch.setattr(kinds, "_date", lambda *_: datetime.date(1996, 3, 1))
+    source = "the first of March nineteen ninety-six"
+    assert kinds.spelled_date(Script(), language) == (source, expected)
+
+
+@pytest.mark.parametrize(
+    ("language", "weekday", "span"),
+    [
+        ("de", "am Freitag um 01:05 Uhr", "von 01:05 bis 15:00 Uhr"),
+        ("fr", "vendredi à 01:05", "de 01:05 à 15:00"),
+        ("es", "el viernes a la 1:05", "de 1:05 a 15:00"),
+    ],
+)
+def test_times(language, weekday, span):
+    moments = 1, 5, 15, 0
+    assert kinds.time(Script(*moments, 0.9, 4), language) == ("on Friday at 1:05 am", weekday)
+    assert kinds.time(Script(*moments, 0.1), language) == ("from 1:05 am to 3:00 pm", span)
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"),
+    [
+        ("de", "ein Euro und ein Cent"),
+        ("fr", "un euro et un centime"),
+        ("es", "un euro con un céntimo"),
+    ],
+)
+def test_money_in_the_singular(language, expected):
+    assert kinds.money(Script(1, 1, "EUR"), language) == ("one euro and one cent", expected)
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"), [("de", "1.234,50 €"), ("fr", "1 234,50 €"), ("es", "1.234,50 €")]
+)
+def test_price(language, expected):
+    assert kinds.price(Script(123450, "EUR"), language) == ("€1,234.50", expected)
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"),
+    [("de", "12,5 Kilometer"), ("fr", "12,5 kilomètres"), ("es", "12,5 kilómetros")],
+)
+def test_measure(language, expected):
+    pair = kinds.measure(Script(125, 10, "length-kilometer"), language)
+    assert pair == ("12.5 kilometres", expected)

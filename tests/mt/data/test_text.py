@@ -1,0 +1,161 @@
+"""Reading parallel text: what is kept, what is dropped, and the sentence of every error."""
+
+import gzip
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from deepfast.mt.data import (
+    DataError,
+    Dropped,
+    read_lines,
+    read_parallel,
+)
+from deepfast.mt.data.text import write_atomically
+
+MULTI30K = Path(__file__).resolve().parents[4] / "shared" / "data" / "multi30k"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes two files and returns their paths."""
+
+    def write(source: bytes, target: bytes, suffix: str = ""):
+        paths = tmp_path / f"train.en{suffix}", tmp_path / f"train.de{suffix}"
+        for path, content in zip(paths, (source, target), strict=True):
+            path.write_bytes(gzip.compress(content) if suffix else content)
+        return paths
+
+    return write
+
+
+def test_pairs_in_file_order_without_outer_space(files):
+    text = read_parallel(*files(b"one\n two \n", b"eins\nzwei\r\n"))
+    assert list(text) == [("one", "eins"), ("two", "zwei")]
+    assert text[1] == ("two", "zwei")
+    assert text[:1] == [("one", "eins")]
+    assert (text.sources, text.targets) == (["one", "two"], ["eins", "zwei"])
+    assert (len(text), text.lines, text.dropped.total) == (2, 2, 0)
+    assert str(text.dropped) == "0 pairs dropped"
+
+
+def test_gzip_equals_plain(files):
+    content = "Grüße\n\nzwei\n".encode(), "héllo\nx\ntwo\n".encode()
+    plain, zipped = read_parallel(*files(*content)), read_parallel(*files(*content, ".gz"))
+    assert plain.pairs == zipped.pairs
+    assert plain.line_numbers == zipped.line_numbers
+
+
+def test_gzip_is_recognised_by_content(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(gzip.compress(b"hello\n"))
+    assert read_lines(path) == ["hello"]
+    path = tmp_path / "plain.gz"
+    path.write_bytes(b"hello\n")
+    assert read_lines(path) == ["hello"]
+
+
+def test_reads_a_pipe(tmp_path):
+    reader, writer = os.pipe()
+    os.write(writer, b"hello\nworld\n")
+    os.close(writer)
+    assert read_lines(f"/dev/fd/{reader}") == ["hello", "world"]
+    os.close(reader)
+
+
+def test_only_line_feeds_end_a_line(files):
+    source = "a\u2028b\nc\x0cd\x85e\n".encode()
+    text = read_parallel(*files(source, b"x\ny"))
+    assert text.pairs == [("a\u2028b", "x"), ("c\x0cd\x85e", "y")]
+
+
+def test_byte_order_mark_is_not_text(files):
+    text = read_parallel(*files(b"\xef\xbb\xbfone\n", b"\xef\xbb\xbfeins\n"))
+    assert text.pairs == [("one", "eins")]
+
+
+def test_empty_lines_are_dropped_and_counted(files):
+    source, target = files(b"a\n\nc\nd\n", b"A\nB\n  \nD\n")
+    text = read_parallel(source, target)
+    assert text.pairs == [("a", "A"), ("d", "D")]
+    assert text.line_numbers == [1, 4]
+    assert text.place(1) == f"{source}:4"
+    assert text.dropped == Dropped(empty=2, first={"empty": f"{source}:2"})
+    assert str(text.dropped) == f"2 pairs dropped: 2 empty (first at {source}:2)"
+
+
+def test_place_of_an_empty_target_is_in_the_target(files):
+    source, target = files(b"a\nb\n", b"\nB\n")
+    assert read_parallel(source, target).dropped.first["empty"] == f"{target}:1"
+
+
+def test_unequal_lines_name_both_files_and_counts(files):
+    source, target = files(b"a\nb\nc\n", b"A\nB\n")
+    with pytest.raises(DataError) as caught:
+        read_parallel(source, target)
+    assert f"3 in {source}" in str(caught.value)
+    assert f"2 in {target}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_nothing_left(files, content):
+    with pytest.raises(DataError, match="at least one sentence pair"):
+        read_parallel(*files(content, content))
+
+
+def test_bad_utf8_names_file_and_line(files):
+    source, target = files(b"good\nalso good\nb\xe4d\n", b"1\n2\n3\n")
+    with pytest.raises(DataError) as caught:
+        read_parallel(source, target)
+    assert str(caught.value).startswith(f"{source}:3: expected UTF-8, got byte 0xe4 at column 2")
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(DataError, match="there is no such file") as caught:
+        read_lines(tmp_path / "absent.en")
+    assert "absent.en" in str(caught.value)
+    with pytest.raises(DataError, match="got a folder"):
+        read_lines(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-6], lambda b: b[:20] + b"\0\0\0\0" + b[24:]])
+def test_damaged_gzip(tmp_path, damage):
+    path = tmp_path / "train.en.gz"
+    path.write_bytes(damage(gzip.compress(b"".join(b"line %d\n" % i for i in range(999)))))
+    with pytest.raises(DataError, match="damaged or cut short"):
+        read_lines(path)
+
+
+def test_write_atomically(tmp_path):
+    path = tmp_path / "out"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "touched").touch()
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
+    assert len(modes) == 1, "the file is as readable as any other new file"
+
+
+def test_write_atomically_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(DataError, match="disk full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_write_into_a_missing_folder(tmp_path):
+    with pytest.raises(DataError, match="cannot be written"):
+        write_atomically(tmp_path / "absent" / "out", b"x")
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the files of Multi30k are not here")
+def test_multi30k():
+    text = read_parallel(MULTI30K / "train.en.gz", MULTI30K / "train.de.gz")
+    assert (text.lines, len(text), text.dropped.total) == (29_000, 29_000, 0)
+    assert text[0][1] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."

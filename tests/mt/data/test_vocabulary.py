@@ -1,0 +1,254 @@
+"""The vocabulary: fixed ids, the same bytes each time, whole files only."""
+
+import pickle
+import random
+import sys
+
+import pytest
+import torch
+
+from deepfast.mt.data import (
+    DataError,
+    MissingPackage,
+    Vocabulary,
+    phrases,
+    split_tag,
+    tag_of,
+)
+from deepfast.mt.data.vocabulary import NORMALIZER_SPEC, TRAINER_SPEC, _varint
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "der schnelle braune Fuchs springt über den faulen Hund",
+    "one hundred and twenty-one euros, 3.50 €",
+    "einhunderteinundzwanzig Euro, 3,50 €",
+] * 5
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return Vocabulary.train(SENTENCES, 100)
+
+
+def test_ids_are_fixed(vocabulary):
+    assert (len(vocabulary), vocabulary.unknown_rate(SENTENCES)) == (100, 0.0)
+    ids = vocabulary.pad_id, vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id
+    assert ids == (0, 1, 2, 3)
+    assert min(min(vocabulary.encode(sentence)) for sentence in SENTENCES) >= 4
+
+
+def test_round_trip(vocabulary):
+    for sentence in SENTENCES:
+        assert vocabulary.decode(vocabulary.encode(sentence)) == sentence
+    assert vocabulary.decode(vocabulary.encode("  the \t dog ")) == "the dog"
+    assert vocabulary.encode("") == []
+    assert vocabulary.decode([]) == ""
+
+
+def test_decode_drops_specials_and_shows_unknown(vocabulary):
+    ids = vocabulary.encode("the dog")
+    assert vocabulary.decode([2, *ids, 3, 0, 0]) == "the dog"
+    assert vocabulary.decode(torch.tensor([2, *ids, 3, 0])) == "the dog"
+    assert vocabulary.decode([*ids, 1]) == "the dog ⁇"
+
+
+@pytest.mark.parametrize("bad", [-1, 100])
+def test_decode_refuses_ids_outside(vocabulary, bad):
+    with pytest.raises(DataError, match=f"from 0 to 99, got {bad}"):
+        vocabulary.decode([5, bad])
+
+
+def test_text_that_looks_like_a_special_is_text(vocabulary):
+    for special in ("<s>", "</s>", "<pad>"):
+        assert not {0, 2, 3} & set(vocabulary.encode(f"the {special} dog"))
+
+
+def test_unknown_rate(vocabulary):
+    pieces = vocabulary.encode("dog 漢")
+    assert pieces.count(1) == 1
+    assert vocabulary.unknown_rate(["dog 漢"]) == 1 / len(pieces)
+    assert vocabulary.unknown_rate([]) == vocabulary.unknown_rate([""]) == 0.0
+
+
+def test_training_is_deterministic_and_silent(vocabulary, capfd):
+    again = Vocabulary.train(iter(SENTENCES), 100)
+    assert again.to_bytes() == vocabulary.to_bytes()
+    assert again == vocabulary
+    assert again.fingerprint() == vocabulary.fingerprint()
+    assert Vocabulary.train(SENTENCES, 90) != vocabulary
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_digit_is_a_piece_unless_told(vocabulary):
+    figures = ["in 1996 and 1996"] * 20
+    split, whole = (
+        Vocabulary.train(figures, 60, at_most=True, split_digits=flag) for flag in (True, False)
+    )
+    assert [p for p in split.pieces("1996") if p != "▁"] == ["1", "9", "9", "6"]
+    assert whole.pieces("1996") == ["▁1996"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("<de> the dog", ["<de>", "the", "dog"]),
+        ("  <fr>  dog", ["<fr>", "dog"]),
+        ("<it> dog", ["<it>", "dog"]),
+        ("<de>", ["<de>"]),
+    ],
+)
+def test_pieces_and_words_go_with_the_ids_of_a_tagged_line(line, words):
+    vocabulary = Vocabulary.train(["the dog", "a <it> cat"] * 9, 40, tags=["<de>", "<fr>"],
+                                  at_most=True)  # fmt: skip
+    ids, pieces = vocabulary.encode(line), vocabulary.pieces(line)
+    assert (ids[0] in vocabulary.tags.values()) == (pieces[0] in vocabulary.tags)
+    found, word_of = vocabulary.words(line)
+    assert found == words
+    assert len(ids) == len(pieces) == len(word_of)
+
+
+def test_too_large_names_the_most(vocabulary):
+    with pytest.raises(DataError, match=r"size 9000 is more .* expected at most") as caught:
+        Vocabulary.train(SENTENCES, 9000)
+    most = int(str(caught.value).rsplit(" ", 1)[1])
+    assert len(Vocabulary.train(SENTENCES, most)) == most
+    assert len(Vocabulary.train(SENTENCES, 9000, at_most=True)) == most
+
+
+def test_too_small_names_the_least():
+    with pytest.raises(DataError, match=r"size 10 is less .* expected at least") as caught:
+        Vocabulary.train(SENTENCES, 10)
+    least = int(str(caught.value).rsplit(" ", 1)[1])
+    assert len(Vocabulary.train(SENTENCES, least)) == least
+    with pytest.raises(DataError, match="more than 4, got 4"):
+        Vocabulary.train(SENTENCES, 4)
+
+
+@pytest.mark.parametrize("nothing", [[], ["", "  "]])
+def test_nothing_to_learn_from(nothing):
+    with pytest.raises(DataError, match="at least one sentence"):
+        Vocabulary.train(nothing, 100)
+
+
+def test_long_sentences_and_line_ends_take_part():
+    long = "ab " * 3000 + "ß\nq"
+    assert Vocabulary.train(["ab ab", long], 12, at_most=True).unknown_rate(["ß q"]) == 0.0
+
+
+def test_save_and_load(vocabulary, tmp_path):
+    path = tmp_path / "bpe.model"
+    vocabulary.save(path)
+    assert Vocabulary.load(path) == vocabulary
+    assert [p.name for p in tmp_path.iterdir()] == ["bpe.model"]
+    trained = Vocabulary.train(SENTENCES, 100, path=tmp_path / "other.model")
+    assert Vocabulary.load(tmp_path / "other.model") == trained
+
+
+def test_bytes_and_pickle(vocabulary):
+    for copy in (
+        Vocabulary.from_bytes(vocabulary.to_bytes()),
+        pickle.loads(pickle.dumps(vocabulary)),
+    ):
+        assert copy == vocabulary
+        assert copy.encode(SENTENCES[1]) == vocabulary.encode(SENTENCES[1])
+
+
+def field_ends(model):
+    """Where each top-level field ends, and its number."""
+    position = 0
+    while position < len(model):
+        tag, position = _varint(model, position)
+        length, position = _varint(model, position)
+        position += length
+        yield tag >> 3, position
+
+
+def test_truncated_file(vocabulary, tmp_path):
+    model, path = vocabulary.to_bytes(), tmp_path / "bpe.model"
+    fields = list(field_ends(model))
+    # Cuts between two fields parse as a smaller model: the dangerous ones.
+    cuts = [end for number, end in fields if number < NORMALIZER_SPEC]
+    assert TRAINER_SPEC in dict(fields)
+    cuts += random.Random(1).sample(range(30, len(model) - 1), 50)
+    for cut in cuts:
+        path.write_bytes(model[:cut])
+        with pytest.raises(DataError, match=r"bpe\.model"):
+            Vocabulary.load(path)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"hello, this is text\n" * 9, b"\0" * 99, b"\xff" * 99])
+def test_garbage_file(garbage, tmp_path):
+    path = tmp_path / "bpe.model"
+    path.write_bytes(garbage)
+    with pytest.raises(DataError, match=r"bpe\.model"):
+        Vocabulary.load(path)
+    with pytest.raises(DataError, match="vocabulary"):
+        Vocabulary.from_bytes(garbage)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(DataError, match="no such vocabulary file"):
+        Vocabulary.load(tmp_path / "absent.model")
+    with pytest.raises(DataError, match="cannot be read"):
+        Vocabulary.load(tmp_path)
+
+
+def test_foreign_ids_are_refused(tmp_path):
+    import io
+
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=60, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="must have the ids 0, 1, 2, 3, got"):
+        Vocabulary.from_bytes(model.getvalue())
+
+
+def test_without_sentencepiece_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'deepfast\[train\]'") as caught:
+        Vocabulary.train(SENTENCES, 100)
+    assert isinstance(caught.value, DataError)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_encode_pairs(vocabulary):
+    pairs = [("the dog", "der Hund"), ("fox", "Fuchs")]
+    encoded = vocabulary.encode_pairs(pairs)
+    assert [tuple(map(vocabulary.decode, pair)) for pair in encoded] == pairs
+
+
+def test_phrases_have_no_unknown_pieces():
+    corpus = phrases("de", train=3000, dev=0, test=300)
+    vocabulary = Vocabulary.train([text for pair in corpus.train for text in pair], 500)
+    texts = [text for pair in corpus.test for text in pair]
+    assert vocabulary.unknown_rate(texts) == 0.0
+    assert all(vocabulary.decode(vocabulary.encode(text)) == text for text in texts)
+
+
+def test_tags_are_one_token_in_front():
+    tagged = Vocabulary.train(SENTENCES, 100, tags=["<de>", "<fr>"])
+    assert tagged.tags == {"<de>": 4, "<fr>": 5}
+    plain = tagged.encode("the dog")
+    assert tagged.encode("<de> the dog") == tagged.encode("  <de>  the dog") == [4, *plain]
+    assert tagged.encode("<fr>") == [5]
+    assert tagged.decode([5, *plain]) == "<fr> the dog"
+    # What no vocabulary was told is text.
+    assert tagged.encode("<es> the dog")[0] not in (4, 5)
+    assert Vocabulary.from_bytes(tagged.to_bytes()).tags == tagged.tags
+
+
+def test_a_vocabulary_without_tags(vocabulary):
+    assert vocabulary.tags == {}
+    assert vocabulary.encode("<de> the dog") == vocabulary._processor.EncodeAsIds("<de> the dog")
+
+
+def test_split_tag():
+    assert split_tag("<de> a  b") == ("<de>", "a  b")
+    assert split_tag("<de>") == ("<de>", "")
+    assert split_tag("a <de> b") == (None, "a <de> b")
+    assert split_tag("<b c> d") == (None, "<b c> d")
+    assert tag_of("de") == "<de>"

@@ -1,0 +1,182 @@
+"""Loading a model from a checkpoint, and every way in which a file can be unfit."""
+
+import pytest
+import torch
+
+from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.models.checkpoint import load_model, read_checkpoint
+
+CONFIG = {
+    "vocab_size": 11, "dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3,
+    "decoder_layers": 2, "dlcl": {"weight": "vector", "learnable": False}, "backend": "cpu",
+}  # fmt: skip
+VOCABULARY = bytes(range(256))
+SOURCE, TARGET = torch.tensor([[5, 6, 3]]), torch.tensor([[2, 7]])
+
+
+@pytest.fixture
+def model():
+    return Transformer(TransformerConfig(**CONFIG)).eval()
+
+
+@pytest.fixture
+def content(model):
+    return {
+        "format": "deepfast-checkpoint",
+        "version": 1,
+        "config": CONFIG,
+        "model": model.state_dict(),
+        "vocabulary": VOCABULARY,
+        "training": {"step": 7},
+    }
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(content):
+        torch.save(content, tmp_path / "model.pt")
+        return tmp_path / "model.pt"
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [VOCABULARY, torch.tensor(list(VOCABULARY), dtype=torch.uint8)]
+)
+def test_round_trip(model, content, save, vocabulary):
+    path = save(content | {"vocabulary": vocabulary})
+    loaded, got = load_model(path)
+    # The weights are copies: the file may go.
+    path.write_bytes(b"")
+    assert got == VOCABULARY
+    assert not loaded.training
+    assert loaded.config == TransformerConfig(**CONFIG | {"backend": None})
+    with torch.no_grad():
+        assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, p in loaded.named_parameters() if p.requires_grad} == trainable
+    assert loaded.encoder.connection.dlcl.weight.requires_grad is False
+
+
+def test_it_can_be_trained_on(content, save):
+    model, _ = load_model(save(content))
+    before = model.embedding.weight.detach().clone()
+    model.train()(SOURCE, TARGET).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model.embedding.weight, before)
+
+
+def test_bfloat16_weights(content, save):
+    content["model"] = {name: w.bfloat16() for name, w in content["model"].items()}
+    model, _ = load_model(save(content))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(content, save):
+    model, _ = load_model(save(content), "cuda")
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+
+
+def test_missing_and_unreadable(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.pt: there is no such file"):
+        load_model(tmp_path / "none.pt")
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\)"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.3, 0.9, 0.999])
+def test_cut_short(content, save, fraction):
+    path = save(content)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * fraction)])
+    with pytest.raises(ValueError, match=r"the checkpoint is cut short or damaged$"):
+        load_model(path)
+
+
+def test_damaged(content, save):
+    path = save(content)
+    damaged = bytearray(path.read_bytes())
+    weights = content["model"]["encoder.layers.0.feed_forward.up.weight"].numpy().tobytes()
+    damaged[bytes(damaged).index(weights) + 10] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged in its part \S+data/\d+$"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"P", b"some text\n", b"\x80\x02]q\x00.", bytes(1000)])
+def test_another_kind_of_file(tmp_path, data):
+    path = tmp_path / "other.pt"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="expected a deepfast checkpoint, got a file of another"):
+        load_model(path)
+
+
+class Thing:
+    """What `weights_only` does not load."""
+
+
+@pytest.mark.parametrize("other", [[1, 2], {"weights": 3}, {"format": "other"}, torch.zeros(3)])
+def test_other_torch_content(save, other):
+    with pytest.raises(ValueError, match=r"got other torch.save content"):
+        load_model(save(other))
+
+
+def test_objects_are_not_loaded(save):
+    with pytest.raises(ValueError, match="got a file of another kind"):
+        load_model(save({"format": Thing}))
+
+
+@pytest.mark.parametrize("version", [2, 30])
+def test_newer_version(content, save, version):
+    sentence = f"written by a newer deepfast: expected version 1 at most, got {version}"
+    with pytest.raises(ValueError, match=sentence):
+        load_model(save(content | {"version": version}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"version": None}, "expected a checkpoint of version 1 or later, got None"),
+        ({"kind": ["transformer"]}, r"that this deepfast knows \(.*\), got \['transformer'\]"),
+        ({"config": CONFIG | {"languages": None}}, r"\(languages: expected a dict, got None\)"),
+        ({"config": CONFIG | {"dlcl": [1]}}, r"config cannot be used \(dlcl: expected a dict, got"),
+        (
+            {"kind": "depth_growing", "config": CONFIG | {"top_dlcl": None}},
+            "top_dlcl: expected a d",
+        ),
+        ({"config": [1]}, "expected the checkpoint's config as a dict, got list"),
+        ({"config": CONFIG | {"depth": 3}}, "does not know: depth"),
+        ({"config": CONFIG | {"dim": 15}}, r"config cannot be used \(dim: expected an even"),
+        ({"config": {"dim": 16}}, "config cannot be used .*vocab_size"),
+        ({"config": CONFIG | {"dlcl": {"x": 1}}}, "config cannot be used .*got x"),
+        ({"config": CONFIG | {"vocab_size": 12}}, r"embedding.weight must be \(12, 16\), got \(11"),
+        ({"config": CONFIG | {"decoder_layers": 3}}, "lacks weights of the model that its config"),
+        ({"config": CONFIG | {"decoder_layers": 1}}, "has weights that do not belong to the model"),
+        ({"model": [1]}, "expected the checkpoint's weights as a dict, got list"),
+        ({"vocabulary": "text"}, "as bytes or as a uint8 tensor, got str"),
+        ({"vocabulary": torch.zeros(3)}, "as bytes or as a uint8 tensor, got torch.float32"),
+    ],
+)
+def test_parts_that_do_not_go_together(content, save, changes, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        load_model(save(content | changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("weight", [3, torch.zeros(11, 16, dtype=torch.int64)])
+def test_weights_that_are_none(content, save, weight):
+    content["model"] = dict(content["model"]) | {"embedding.weight": weight}
+    with pytest.raises(ValueError, match=r"embedding\.weight must be a tensor of floating point"):
+        load_model(save(content))
+
+
+def test_missing_parts(content, save):
+    for key in ("config", "vocabulary"):
+        del content[key]
+    with pytest.raises(ValueError, match="the checkpoint lacks config, vocabulary"):
+        load_model(save(content))
+
+
+def test_what_belongs_to_training_is_there(content, save):
+    assert read_checkpoint(save(content))["training"] == {"step": 7}

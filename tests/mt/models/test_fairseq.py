@@ -1,0 +1,278 @@
+"""fairseq checkpoints: converted, they compute and translate what they did."""
+
+import collections
+import fractions
+import io
+import sys
+import types
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.mt.data import (
+    DataError,
+    TokenVocabulary,
+    read_dictionary,
+    read_vocabulary,
+)
+from deepfast.mt.models import Transformer, fairseq
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.search import translate_lines
+from tests.mt.models.fairseq_like import EOS, LUA, PAD, UNK, FairseqLike
+
+SOURCE_TOKENS = [f"{word}{tail}" for word in ("ha", "lo", "mi", "ne") for tail in ("", "@@")]
+TARGET_TOKENS = ["der@@", "ei", "ne@@", "Haus", "Ü"]
+OURS = {LUA: 2, PAD: 0, EOS: 3, UNK: 1}
+
+VARIANTS = pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "post"},
+        {"weights": None, "numbering": "from 0"},
+        {"norm": "post", "weights": 5, "numbering": "from 0", "share": "decoder"},
+        {"weights": 12, "numbering": "embedding too", "share": "none", "decoder_history": False},
+        {"numbering": "none", "share": "decoder"},
+        {"numbering": "no history", "later_names": True, "share": "none"},
+        {"norm": "post", "numbering": "no history", "later_names": True},
+    ],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
+def make(**options):
+    shared = options.get("share", "all") == "all"
+    target = SOURCE_TOKENS if shared else TARGET_TOKENS
+    return FairseqLike(len(SOURCE_TOKENS) + 4, len(target) + 4, **options).eval(), target
+
+
+def ours(ids):
+    return ids.clone().apply_(lambda token: OURS.get(token, token))
+
+
+@pytest.fixture
+def convert(tmp_path, capsys):
+    """``convert(model)`` writes the files, runs the command, and returns (exit code, its words)."""
+
+    def run(content, target=SOURCE_TOKENS, *flags, zipped=True, source=SOURCE_TOKENS):
+        torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+        for side, tokens in (("source", source), ("target", target)):
+            lines = (f"{token} {100 - n}\n" for n, token in enumerate(tokens))
+            (tmp_path / f"dict.{side}").write_text("".join(lines), encoding="utf-8")
+        code = main(["convert", str(tmp_path / "old.pt"), "--output", str(tmp_path / "new.pt"),
+                     "--source-dictionary", str(tmp_path / "dict.source"),
+                     "--target-dictionary", str(tmp_path / "dict.target"), *flags])  # fmt: skip
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+@VARIANTS
+def test_logits(options):
+    theirs, _ = make(**options)
+    config, weights = fairseq.convert({"args": theirs.namespace, "model": theirs.state_dict()})
+    model = Transformer(config).eval()
+    model.load_state_dict(weights)
+    size = theirs.decoder.embed_tokens.num_embeddings
+    source = torch.randint(4, len(SOURCE_TOKENS) + 4, (3, 6))
+    source[1, :2], source[2, :4] = PAD, PAD
+    source[:, -1] = EOS
+    target = torch.randint(4, size, (3, 5))
+    target[:, 0], target[1, 2] = EOS, UNK
+    with torch.no_grad():
+        want = theirs(source, target)
+        got = model(ours(source), ours(target)).view(3, 5, size)
+    want = want[..., [PAD, UNK, LUA, EOS, *range(4, size)]]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert config.first_position == 2
+    assert config.share_embeddings == options.get("share", "all")
+
+
+@VARIANTS
+def test_the_command_s_checkpoint_translates(options, convert, tmp_path):
+    theirs, target = make(**options)
+    code, said = convert(theirs.checkpoint(), target, zipped="norm" in options)
+    assert code == 0, said
+    assert "source: 4 special ids, then the 8 tokens of" in said
+    lines = ["ha lo@@ mi", "ne", "was@@ ha mi mi lo@@ ne@@ ha"]
+    ids = {token: place for place, token in enumerate(SOURCE_TOKENS, 4)}
+    expected = []
+    for line in lines:
+        source = torch.tensor([[*(ids.get(token, UNK) for token in line.split()), EOS]])
+        with torch.no_grad():
+            found = theirs.greedy(source, 7)
+        words = [{UNK: "⁇", LUA: ""}.get(i, target[i - 4]) for i in found]
+        text = " ".join(word for word in words if word) + " "
+        expected.append(text.replace("@@ ", "").strip())
+    model, vocabulary = load_model(tmp_path / "new.pt")
+    got = translate_lines(model, read_vocabulary(vocabulary), lines, beam=1, max_length=7)
+    assert got == expected
+    output = tmp_path / "out.txt"
+    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))
+    assert main(["translate", str(tmp_path / "new.pt"), "--input", str(tmp_path / "in.txt"),
+                 "--output", str(output), "--beam", "1", "--max-length", "7"]) == 0  # fmt: skip
+    assert output.read_text(encoding="utf-8").splitlines() == expected
+
+
+def test_training_in_half_precision(convert, tmp_path):
+    theirs, _ = make()
+    code, said = convert(theirs.half().checkpoint())
+    assert code == 0, said
+    assert {p.dtype for p in load_model(tmp_path / "new.pt")[0].parameters()} == {torch.float32}
+
+
+def test_a_dictionary_may_list_the_special_tokens(convert):
+    theirs, _ = make()
+    listed = ["<Lua heritage>", "<pad>", "</s>", "<unk>", *SOURCE_TOKENS]
+    code, said = convert(theirs.checkpoint(), source=listed)
+    assert code == 0, said
+    assert "source: 4 special ids and 8 tokens, all of them in" in said
+    assert "target: 4 special ids, then the 8 tokens of" in said
+
+
+@pytest.mark.parametrize("source", [SOURCE_TOKENS[:-1], [*SOURCE_TOKENS, "x"],
+                                    ["<pad>", "a", "b", "c", *SOURCE_TOKENS]])  # fmt: skip
+def test_a_dictionary_of_another_size_is_refused(convert, source, tmp_path):
+    code, said = convert(make()[0].checkpoint(), source=source)
+    assert code == 1
+    assert "expected 8 tokens for an embedding of 12 rows, of which 4 are special (<Lua " in said
+    assert said.rstrip().endswith(f"got {len(source)}")
+    assert not (tmp_path / "new.pt").exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_objects_are_refused_unless_asked_for(convert, zipped):
+    content = make()[0].checkpoint() | {"meters": fractions.Fraction(1, 3)}
+    code, said = convert(content, zipped=zipped)
+    assert code == 1
+    assert "got an object of fractions.Fraction; --unsafe loads it" in said
+    code, said = convert(content, SOURCE_TOKENS, "--unsafe", zipped=zipped)
+    assert code == 0, said
+
+
+def test_objects_of_a_package_that_is_not_here(convert, monkeypatch):
+    made = type("Meter", (), {"__module__": "meters_of_then"})
+    module = types.ModuleType("meters_of_then")
+    module.Meter = made
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "meters_of_then", module)
+        content = io.BytesIO()
+        torch.save(make()[0].checkpoint() | {"meters": made()}, content)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda _, path, **__: path.write_bytes(content.getvalue()))
+        code, said = convert(None, SOURCE_TOKENS, "--unsafe")
+    assert code == 1
+    assert "expected objects of packages that are installed here" in said
+    assert "meters_of_then" in said
+
+
+def test_other_files_are_refused(tmp_path):
+    for content, sentence in (
+        (b"no torch file", "expected a fairseq checkpoint, got another file"),
+        (None, "there is no such file"),
+        ([1, 2], "with the key 'model', got none"),
+        ({"model": {}}, "under the key 'args', got NoneType"),
+    ):
+        path = tmp_path / "file.pt"
+        path.unlink(missing_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
+        with pytest.raises(ValueError, match=sentence):
+            fairseq.read_fairseq(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"hello",
+        b"the 100\nold 30\n",
+        b"1 2 3\n",
+        b"X\x01\x00\x00\x00\xb8.",
+        b"X\x1a\x80",
+        b"c:HW!4}\n)$J\n.",
+        b"]a.",
+        b"(K\x01]d.",
+    ],
+)
+def test_bytes_that_begin_like_a_pickle_are_another_file(tmp_path, content):
+    path = tmp_path / "file.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"pt: expected a fairseq checkpoint, got another file$"):
+        fairseq.read_fairseq(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"encoder_learned_pos": True}, "expected encoder_learned_pos False, got True"),
+        ({"activation_fn": "gelu"}, "expected activation_fn relu, got gelu"),
+        (
+            {"decoder_attention_heads": 3},
+            "the same attention_heads on both sides, got 2 in the enc",
+        ),
+        ({"decoder_normalize_before": False}, "the same normalize_before on both sides"),
+        ({"encoder_history_type": "dense"}, "encoder_history_type learnable_dense, .* got dense"),
+    ],
+)
+def test_arguments_without_a_counterpart(arguments, sentence):
+    content = make()[0].checkpoint()
+    vars(content["args"]).update(arguments)
+    with pytest.raises(ValueError, match=sentence):
+        fairseq.convert(content)
+
+
+def test_weights_without_a_counterpart():
+    content = make()[0].checkpoint()
+    weights = content["model"]
+    content["model"] = weights | {"encoder.layers.0.gate.weight": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"got encoder\.layers\.0\.gate\.weight too"):
+        fairseq.convert(content)
+    content["model"] = collections.OrderedDict(weights)
+    del content["model"]["decoder.layers.1.fc1.bias"]
+    with pytest.raises(ValueError, match=r"expected a weight decoder\.layers\.1\.fc1\.bias"):
+        fairseq.convert(content)
+    content["model"] = weights | {"encoder.history.layer_norms.2.weight": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"layer_norms\.2\.weight must be \(12,\), got \(5,\)"):
+        fairseq.convert(content)
+    vector, _ = make(weights=12)
+    mixed = weights | {"decoder.history.weight": vector.decoder.history.weight.detach()}
+    content["model"] = mixed
+    with pytest.raises(ValueError, match="expected DLCL alike on both sides"):
+        fairseq.convert(content)
+
+
+def test_a_normalised_embedding_in_post_norm_is_refused():
+    content = make(norm="post", numbering="embedding too")[0].checkpoint()
+    with pytest.raises(ValueError, match="expected a normalised embedding in pre-norm alone"):
+        fairseq.convert(content)
+
+
+def test_dictionaries(tmp_path):
+    path = tmp_path / "dict.txt"
+    path.write_text("ha 3\nü@@ 2\nha 1\n", encoding="utf-8")
+    tokens = read_dictionary(path)
+    assert tokens == ["ha", "ü@@", "ha"]
+    vocabulary = TokenVocabulary(tokens, ["x", "y@@"])
+    again = read_vocabulary(vocabulary.to_bytes())
+    assert (len(again), again.target_size, again.fingerprint()) == (7, 6, vocabulary.fingerprint())
+    assert again.encode(" ha  ü@@ nie ") == [6, 5, 1]
+    assert again.decode([0, 2, 4, 5, 4, 1, 5, 3]) == "x yx ⁇ y"
+    assert again.bos_id == again.eos_id == 3
+    with pytest.raises(DataError, match="ids must be from 0 to 5, got 6"):
+        again.decode([6])
+    for line in ("ha", "ha x", " 3", "ha -1"):
+        path.write_text(f"gut 1\n{line}\n")
+        with pytest.raises(DataError, match=r"dict\.txt:2: expected a token and its count"):
+            read_dictionary(path)
+    with pytest.raises(DataError, match="expected a dictionary of tokens, got other data"):
+        read_vocabulary(b'{"kind": "else"}')

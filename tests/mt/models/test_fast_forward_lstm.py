@@ -1,0 +1,257 @@
+"""FastForwardLSTM against its literal transcription; padding, decoding, rates, refusals."""
+
+import pytest
+import torch
+
+from deepfast.mt.models import (
+    FastForwardLSTM,
+    FastForwardLSTMConfig,
+    build,
+    kind_of,
+)
+from deepfast.mt.search import beam_search
+from deepfast.reference.fast_forward_lstm import fast_forward_lstm
+
+V, PAD, BOS, EOS = 13, 0, 2, 3
+SIZES = {"dim": 6, "embedding_dim": 5, "encoder_layers": 3, "decoder_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
+def make(attention=True, dtype=torch.float64, **changes):
+    """In evaluation mode, with recurrent parameters that do something."""
+    config = FastForwardLSTMConfig(vocab_size=V, attention=attention, **(SIZES | changes))
+    model = FastForwardLSTM(config).to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+        for words in (model.source_embedding, model.target_embedding):
+            words.weight[PAD] = 0
+    return model
+
+
+def batch():
+    """Source, target in and target out; the second source is padded on the left."""
+    source = [[5, 6, 7, 8, EOS], [PAD, PAD, 9, 5, EOS], [4, EOS, PAD, PAD, PAD]]
+    given = [[BOS, 4, 5, 6], [BOS, 7, PAD, PAD], [BOS, 8, 9, PAD]]
+    wanted = [[4, 5, 6, EOS], [7, EOS, PAD, PAD], [8, 9, EOS, PAD]]
+    return torch.tensor(source), torch.tensor(given), torch.tensor(wanted)
+
+
+def transcribed(model, source, target_in):
+    p = dict(model.named_parameters())
+    c = model.config
+    return fast_forward_lstm(
+        p, source, target_in, encoder_layers=c.encoder_layers, decoder_layers=c.decoder_layers,
+        attention=c.attention,
+    )  # fmt: skip
+
+
+def real(row):
+    return [token for token in row if token != PAD]
+
+
+@pytest.mark.parametrize("layers", [(3, 2), (1, 1), (2, 1)])
+@pytest.mark.parametrize("attention", [True, False])
+def test_is_its_transcription(attention, layers):
+    model = make(attention, encoder_layers=layers[0], decoder_layers=layers[1])
+    source, given, wanted = batch()
+    pairs = [(real(s), real(t)) for s, t in zip(source.tolist(), given.tolist(), strict=True)]
+    exact = torch.cat([transcribed(model, *pair)[0] for pair in pairs])
+    torch.testing.assert_close(model(source, given), exact)
+    loss, nll = model.loss(source, given, wanted, 0.1)
+    labels = torch.tensor([t for row in wanted.tolist() for t in real(row)])
+    for value, smoothing in ((loss, 0.1), (nll, 0.0)):
+        expected = torch.nn.functional.cross_entropy(
+            exact, labels, reduction="sum", label_smoothing=smoothing
+        )
+        torch.testing.assert_close(value, expected)
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.nn.functional.cross_entropy(
+        exact, labels, reduction="sum", label_smoothing=0.1
+    )
+    for (name, _), a, b in zip(
+        model.named_parameters(), got, torch.autograd.grad(expected, list(model.parameters())),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b, msg=name)
+        assert a.ne(0).any() or "peephole" in name, name
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_step_by_step_is_the_whole(attention):
+    model = make(attention)
+    source, given, _ = batch()
+    whole = model(source[:1], given[:1])
+    state = model.start(source)
+    for t in range(given.shape[1]):
+        logits = model.step(given[:, t], state)
+        torch.testing.assert_close(logits[0], whole[t])
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_reordered_hypotheses(attention):
+    """Rows may be repeated, dropped and exchanged."""
+    model = make(attention)
+    source, given, _ = batch()
+    index = torch.tensor([2, 0, 0])
+    state, other = model.start(source), model.start(source[index])
+    model.step(given[:, 0], state)
+    model.step(given[index, 0], other)
+    state.reorder(index)
+    for _ in range(2):
+        torch.testing.assert_close(
+            model.step(given[index, 1], state), model.step(given[index, 1], other)
+        )
+        swap = torch.tensor([0, 2, 1])
+        state.reorder(swap, memory=False)
+        other.reorder(swap)
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_source_of_padding_alone(attention):
+    """It has the context 0, as no source at all, and the other sentences are as without it."""
+    model = make(attention)
+    source, given, wanted = batch()
+    source[1] = PAD
+    logits, alone = model(source, given), model(source[[0, 2]], given[[0, 2]])
+    torch.testing.assert_close(logits[[0, 1, 2, 3, 6, 7, 8]], alone)
+    torch.testing.assert_close(logits[4:6], model(source[1:2, :0], given[1:2]))
+    nothing = model.start(source[:1, :0])
+    if attention:
+        assert model.alignment(source, given)[1].eq(0).all()
+    else:
+        assert nothing.source.memory.eq(0).all()
+    state = model.start(source)
+    for t in range(2):
+        expected = model.step(given[1:2, t], nothing)[0]
+        torch.testing.assert_close(model.step(given[:, t], state)[1], expected)
+        torch.testing.assert_close(logits[4 + t], expected)
+    model.loss(source, given, wanted)[0].backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (3, 5, 0), (3, 0, 0), (0, 5, 4), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("attention", [True, False])
+def test_no_sentence_and_no_position(attention, sizes):
+    model = make(attention)
+    B, S, T = sizes
+    source, given, wanted = batch()
+    source, given, wanted = source[:B, :S], given[:B, :T], wanted[:B, :T]
+    assert model(source, given).shape == (given.ne(PAD).sum(), V)
+    if attention:
+        assert model.alignment(source, given).shape == (B, T, S)
+    loss, nll = model.loss(source, given, wanted, 0.1)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert bool(nll) == bool(given.numel())
+    for name, p in model.named_parameters():
+        assert p.grad is None or torch.isfinite(p.grad).all(), name
+
+
+def test_alignment_is_the_attention():
+    model = make()
+    source, given, _ = batch()
+    weights = model.alignment(source, given)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    for b in range(3):
+        row, target = source[b].tolist(), real(given[b].tolist())
+        kept = [s for s, token in enumerate(row) if token != PAD]
+        exact = transcribed(model, real(row), target)[1]
+        torch.testing.assert_close(weights[b, : len(target)][:, kept], exact)
+    assert make(attention=False).alignment is None
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_beam_search_runs_it(attention):
+    model = make(attention, torch.float32)
+    source, _, _ = batch()
+    together = beam_search(model, source, beam=3, nbest=2, max_length=6)
+    for row, hypotheses in zip(source, together, strict=True):
+        alone = beam_search(model, row[None], beam=3, nbest=2, max_length=6)[0]
+        assert [h.tokens for h in alone] == [h.tokens for h in hypotheses]
+
+
+def test_starts_as_the_paper_says():
+    torch.manual_seed(0)
+    model = FastForwardLSTM(FastForwardLSTMConfig(vocab_size=50, dim=32, embedding_dim=16))
+    for name, p in model.named_parameters():
+        if name.endswith(("recurrent", "peephole")):
+            assert not p.any(), name
+        else:
+            assert 0.05 < p[p != 0].std() < 0.09, name
+    # 512 cells: c of 5120, of which attention leaves 1280.
+    assert model.quarter.weight.shape == (80, 320)
+    assert (len(model.columns), len(model.columns[0]), len(model.decoder)) == (2, 9, 7)
+
+
+def test_rates_and_decay():
+    model = make()
+    recurrent, others, words = model.parameter_groups()
+    assert {p.shape for p in recurrent["params"]} == {(6, 24), (3, 6)}
+    assert [g.get("lr_scale", 1) for g in (recurrent, others, words)] == [1, 0.08, 0.08]
+    assert [g.get("decays", False) for g in (recurrent, others, words)] == [True, True, False]
+    named = [id(p) for g in (recurrent, others, words) for p in g["params"]]
+    assert sorted(named) == sorted(id(p) for p in model.parameters())
+
+
+def test_dropout_falls_on_h_alone():
+    """With nothing left of h, f still carries the source to the top, and the loss to the bottom."""
+    model = make(dropout=0.999999).train()
+    source, given, wanted = batch()
+    model.loss(source, given, wanted)[0].backward()
+    assert model.source_embedding.weight.grad.ne(0).any()
+    assert model.decoder[0].feed_forward.weight.grad.ne(0).any()
+
+
+def test_sixteen_layers_learn():
+    """Nine and seven layers, by plain Adam."""
+    torch.manual_seed(1)
+    config = FastForwardLSTMConfig(vocab_size=V, dim=16, embedding_dim=8, dropout=0.0)
+    model = FastForwardLSTM(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss, _ = model.loss(*batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_autocast():
+    model = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = model.loss(*batch())
+        state = model.start(batch()[0])
+        for token in (BOS, 4):
+            logits = model.step(torch.full((3,), token), state)
+    loss.backward()
+    assert torch.isfinite(logits).all()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_registered_by_its_kind():
+    config = FastForwardLSTMConfig(vocab_size=V, **SIZES)
+    assert kind_of(config) == "fast_forward_lstm"
+    assert type(build(config)) is FastForwardLSTM
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 7}, "dim: expected an even number, got 7"),
+        ({"encoder_layers": 0}, "encoder_layers: expected a whole number of at least 1, got 0"),
+        ({"dropout": 1.0}, r"dropout: expected a number in \[0, 1\), got 1.0"),
+        ({"lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
+        ({"padding_idx": 20}, "padding_idx: expected an id below vocab_size 13, got 20"),
+    ],
+)
+def test_bad_config_is_one_sentence(change, message):
+    with pytest.raises(ValueError, match=message):
+        FastForwardLSTMConfig(vocab_size=V, **(SIZES | change))

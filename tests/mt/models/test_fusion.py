@@ -1,0 +1,197 @@
+"""The Transformer with a fusion of its layers on either side."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
+from deepfast.mt.training.checkpoint import check_config
+from deepfast.nn import LayerFusion
+from deepfast.nn.connections.fusion import FUSIONS, OPTIONS, WITH_ATTENTION
+
+SIZES = {"vocab_size": 11, "dim": 12, "heads": 2, "ffn_dim": 16, "dropout": 0.0}
+FUSION = {"hidden_dim": 6, "hops": 2, "attention_dim": 5}
+"""Of each kind those that it reads."""
+SOURCE = torch.tensor([[3, 4, 5, 6], [7, 8, 2, 0]])
+TARGET_IN = torch.tensor([[1, 9, 5], [1, 4, 0]])
+TARGET_OUT = torch.tensor([[9, 5, 2], [4, 2, 0]])
+
+
+def transformer(kind="attention", norm="post", **changes):
+    torch.manual_seed(1)
+    options = {"encoder_fusion": kind, "decoder_fusion": kind, "norm": norm}
+    options["fusion"] = {name: x for name, x in FUSION.items() if name in OPTIONS.get(kind, ())}
+    config = TransformerConfig(
+        **SIZES | {"encoder_layers": 3, "decoder_layers": 2} | options | changes
+    )
+    return Transformer(config)
+
+
+def by_hand(model, source, target_in):
+    """Logits, the stacks' states fused outside of the model's own path."""
+
+    def fused(stack, fusion, *args):
+        states = []
+        y = stack.forward_packed(*args, states=states)
+        embedding = (model.fusions.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
+        return fusion([*states[:-1], y], *embedding)
+
+    x, packing = model._packed(source, model.embedding)
+    memory = fused(model.encoder, model.fusions.encoder, x, packing)
+    y, target_packing = model._packed(target_in, model.embedding)
+    args = y, target_packing, memory, packing
+    return model.project(fused(model.decoder, model.fusions.decoder, *args))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_the_output_is_that_of_the_fusion(kind, norm):
+    model = transformer(kind, norm)
+    torch.testing.assert_close(model(SOURCE, TARGET_IN), by_hand(model, SOURCE, TARGET_IN))
+
+
+@pytest.mark.parametrize("memory", ["keep", "lean", "states"])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_every_parameter_learns(kind, norm, memory):
+    model = transformer(kind, norm)
+    for stack in (model.encoder, model.decoder):
+        stack.set_memory(memory)
+    loss, _ = model.loss(SOURCE, TARGET_IN, TARGET_OUT)
+    loss.backward()
+    # The padding's embedding aside, no gradient vanishes.
+    assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_decoding_by_steps_is_decoding_at_once(kind, norm):
+    model = transformer(kind, norm, decoder_connection="dlcl").eval()
+    with torch.no_grad():
+        whole = model(SOURCE[:1], TARGET_IN[:1])
+        state = model.start(SOURCE[:1])
+        steps = [model.step(token, state) for token in TARGET_IN[0].split(1)]
+    torch.testing.assert_close(torch.cat(steps), whole)
+
+
+def test_one_side_alone():
+    model = transformer("attention", decoder_fusion=None)
+    assert model.fusions.decoder is None
+    assert model.fusions.layer_embedding.shape == (4, 12)
+    assert "3 encoder layers (dlcl, attention fusion), 2 decoder layers (residual)" in (
+        model.describe()
+    )
+    plain = transformer(None, fusion={})
+    assert not [name for name, _ in plain.named_parameters() if "fusion" in name]
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_attention_over_layers(kind):
+    model = transformer(kind).eval()
+    hops = 2 if kind == "attention" else 12
+    encoder = model.layer_attention(SOURCE)
+    assert encoder.shape == (7, hops, 4)
+    decoder = model.layer_attention(SOURCE, TARGET_IN)
+    assert decoder.shape == (5, hops, 3)
+    for weights in (encoder, decoder):
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+def test_no_attention_to_show():
+    with pytest.raises(ValueError, match=r"decoder_fusion: expected one of .*got None"):
+        transformer("attention", decoder_fusion=None).layer_attention(SOURCE, TARGET_IN)
+    with pytest.raises(ValueError, match=r"encoder_fusion: expected one of .*got 'average'"):
+        transformer("average").layer_attention(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder_fusion": "sum"}, "encoder_fusion: expected one of None, average.*got 'sum'"),
+        ({"fusion": {"hops": 2}}, "fusion: expected a side with a fusion for .*got none"),
+        (
+            {"encoder_fusion": "attention", "fusion": {"heads": 2}},
+            "fusion: expected keys of activation, attention_dim.*got heads",
+        ),
+        ({"encoder_fusion": "attention", "fusion": {1: 2}}, "fusion: expected keys of .*got 1"),
+        ({"fusion": {1: 2, "hops": 3}}, r"a side with a fusion for \[1, 'hops'\], got none"),
+        (
+            {"encoder_fusion": "attention", "fusion": {"hops": None}},
+            "fusion: hops must be a whole number of at least 1, got None",
+        ),
+        (
+            {"encoder_fusion": "attention", "fusion": {"shared": "no"}},
+            "fusion: shared must be True or False, got 'no'",
+        ),
+        (
+            {"encoder_fusion": "average", "cross_attention": "transparent"},
+            "encoder_fusion: expected None where cross_attention is transparent",
+        ),
+        (
+            {"encoder_fusion": "average", "fusion": {"hops": 8, "shared": True}},
+            r"fusion: expected no options but those that average reads \(none\), got {'hops': 8}",
+        ),
+        (
+            {
+                "encoder_fusion": "average",
+                "decoder_fusion": "feed_forward",
+                "fusion": {"hidden_dim": 6, "activation": "relu"},
+            },
+            r"that average or feed_forward reads \(hidden_dim\), got {'activation': 'relu'}",
+        ),
+        (
+            {"decoder_fusion": "channel_attention", "fusion": {"hops": 2}},
+            r"reads \(activation, attention_dim, shared\), got {'hops': 2}",
+        ),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**SIZES | changes)
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_options_are_those_that_change_the_module(kind):
+    """Which `OPTIONS` names is what the module reads: its parameters and its output."""
+
+    def seen(**options):
+        torch.manual_seed(1)
+        fusion = LayerFusion(
+            3, 4, kind, **{"hops": 2, "attention_dim": 5, "hidden_dim": 6} | options
+        )
+        states = torch.linspace(-1, 2, 24).view(3, 2, 4)
+        return {k: p.shape for k, p in fusion.named_parameters()}, fusion(list(states)).tolist()
+
+    changes = {"hops": 3, "attention_dim": 7, "hidden_dim": 8, "activation": "relu",
+               "shared": False}  # fmt: skip
+    plain = seen()
+    assert tuple(k for k, value in changes.items() if seen(**{k: value}) != plain) == OPTIONS[kind]
+
+
+def test_an_option_that_one_side_reads_and_defaults_are_taken():
+    sides = {"encoder_fusion": "average", "decoder_fusion": "attention"}
+    TransformerConfig(**SIZES | sides | {"fusion": {"hops": 8}})
+    defaults = {"hops": 4, "attention_dim": 1024, "hidden_dim": 512, "activation": "tanh",
+                "shared": True}  # fmt: skip
+    for kind in FUSIONS:
+        config = TransformerConfig(**SIZES | {"encoder_fusion": kind, "fusion": defaults})
+        assert TransformerConfig(**asdict(config)) == config
+
+
+def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
+    """It was taken once, and the weights are those of the model without it."""
+    model = transformer("average")
+    saved = {**asdict(model.config), "fusion": {"hops": 8}}
+    content = {"format": FORMAT, "version": VERSION, "config": saved, "model": model.state_dict(),
+               "vocabulary": b"v"}  # fmt: skip
+    torch.save(content, tmp_path / "a.pt")
+    loaded, _ = load_model(tmp_path / "a.pt")
+    assert loaded.config.fusion == {}
+    assert torch.equal(loaded(SOURCE, TARGET_IN), model.eval()(SOURCE, TARGET_IN))
+    check_config("a.pt", content, model.config)
+    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"heads": 1}}):
+        torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
+            load_model(tmp_path / "a.pt")

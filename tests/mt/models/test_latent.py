@@ -1,0 +1,323 @@
+"""Latent depth in the whole model: languages, the loss, decoding, and pruned twins."""
+
+import copy
+from dataclasses import asdict
+from functools import partial
+
+import pytest
+import torch
+
+from deepfast.mt.models import DepthGrowingConfig, Transformer, TransformerConfig
+from deepfast.mt.models.interface import parameter_groups
+from deepfast.mt.models.prune import prune_checkpoint, prune_layers
+from deepfast.mt.search import beam_search
+
+# Tags 4 to 6 in front; the second sentence is padded.
+SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
+TARGET = torch.tensor([[2, 9, 5, 6], [2, 8, 0, 0]])
+LABELS = torch.tensor([[9, 5, 6, 3], [8, 3, 0, 0]])
+LANGUAGES = {"de": 4, "fr": 5, "es": 6}
+LOGITS = {
+    "encoder": [[1, -1, 2], [-1, 1, 1], [1, 1, -2]],
+    "decoder": [[2, -1, 1, -3], [-1, 1, -1, -1], [1, -1, 1, -1]],
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
+def build(languages=LANGUAGES, latent=None, **changes):
+    sizes = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 4}
+    connections = {"encoder_connection": "latent", "decoder_connection": "latent"}
+    config = TransformerConfig(
+        vocab_size=13, languages=languages, latent=latent or {}, **sizes | connections | changes
+    )
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        model.embedding.weight[0].zero_()
+        for side, rows in LOGITS.items():
+            latent = getattr(model, side).latent
+            if latent is not None:
+                latent.logits.copy_(torch.tensor(rows)[: max(len(languages), 1)])
+    return model.eval()
+
+
+def tagged(tag):
+    source = SOURCE.clone()
+    source[:, 0] = tag
+    return source
+
+
+def test_the_tag_chooses_the_layers():
+    model = build()
+    called = []
+    for side in ("encoder", "decoder"):
+        for index, layer in enumerate(getattr(model, side).layers):
+            layer.register_forward_hook(lambda *_, at=(side, index): called.append(at))
+    expected = {4: ([0, 2], [0, 2]), 5: ([1, 2], [1]), 6: ([0, 1], [0, 2])}
+    for tag, (encoder, decoder) in expected.items():
+        called.clear()
+        layers = [("encoder", i) for i in encoder] + [("decoder", i) for i in decoder]
+        model(tagged(tag), TARGET)
+        assert called == layers
+        called.clear()
+        state = model.start(tagged(tag))
+        for position in range(2):
+            model.step(TARGET[:, position], state)
+        assert called == [*layers, *layers[len(encoder) :]]
+        # Padding on the left does not hide it.
+        called.clear()
+        model(torch.tensor([[0, 0, tag, 8, 3]]), TARGET[:1])
+        assert called == layers
+
+
+def test_decoding_step_by_step_equals_forward():
+    model = build(latent={"evaluation": "mean"})
+    with torch.no_grad():
+        for tag in LANGUAGES.values():
+            logits = torch.zeros(*TARGET.shape, 13)
+            logits[TARGET != 0] = model(tagged(tag), TARGET)
+            state = model.start(tagged(tag))
+            for position in range(TARGET.shape[1]):
+                step = model.step(TARGET[:, position], state)
+                real = TARGET[:, position] != 0
+                torch.testing.assert_close(step[real], logits[real, position], rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_does_not_sample():
+    model = build()
+    runs = [model(SOURCE, TARGET) for _ in range(2)]
+    assert torch.equal(*runs)
+    assert beam_search(model, SOURCE, beam=3) == beam_search(model, SOURCE, beam=3)
+    model.train()
+    assert not torch.equal(model(SOURCE, TARGET), model(SOURCE, TARGET))
+
+
+@pytest.mark.parametrize("source", [[[4, 8, 3], [5, 8, 3]], [[8, 4, 3], [8, 4, 3]]])
+def test_a_batch_of_several_languages_or_none(source):
+    with pytest.raises(ValueError, match=r"expected a batch of one language|begins with the tag"):
+        build().start(torch.tensor(source))
+
+
+def test_no_alignment_without_a_decoder_layer():
+    model = build()
+    with torch.no_grad():
+        model.decoder.latent.logits[1] = -1
+    model.alignment(tagged(4), TARGET)
+    with pytest.raises(ValueError, match="alignment: expected a decoder layer that is used, got n"):
+        model.alignment(tagged(5), TARGET)
+
+
+def test_logits_that_are_no_numbers_are_told():
+    model = build()
+    with torch.no_grad():
+        model.encoder.latent.logits[1, 2] = torch.nan
+    model.start(tagged(4))
+    with pytest.raises(ValueError, match="logits that are numbers, got nan for layer 2 of languag"):
+        model.start(tagged(5))
+
+
+def test_one_language_needs_no_tag():
+    model = build({})
+    assert model.group([8, 9]) == 0
+    model(torch.tensor([[8, 9, 3], [5, 4, 3]]), TARGET)
+
+
+def test_without_latent_depth_languages_share_a_batch_and_have_tags():
+    """As in training, where a line without a tag is refused."""
+    model = build(encoder_connection="residual", decoder_connection="dlcl")
+    assert [model.group([tag, 8]) for tag in LANGUAGES.values()] == [0, 0, 0]
+    with pytest.raises(ValueError, match="begins with the tag of one of the languages de, fr, es"):
+        model.group([8])
+    model(torch.tensor([[4, 8, 3], [5, 8, 3]]), TARGET)
+    with pytest.raises(ValueError, match="begins with the tag"):
+        beam_search(model, torch.tensor([[8, 9, 3]]))
+
+
+def test_the_penalty_is_part_of_the_loss_alone():
+    terms = {"kl_weight": 0.5, "entropy_weight": 0.3, "target_layers": 2.0, "target_weight": 0.2}
+    plain, model = build(), build(latent=terms | {"prior": "mean"})
+    model.load_state_dict(plain.state_dict())
+    want = plain.loss(SOURCE, TARGET, LABELS, 0.1)
+    got = model.loss(SOURCE, TARGET, LABELS, 0.1)
+    tokens = (TARGET != 0).sum()
+    penalty = model.encoder.latent.penalty() + model.decoder.latent.penalty()
+    assert penalty > 0.1
+    torch.testing.assert_close(got[0], want[0] + tokens * penalty)
+    torch.testing.assert_close(got[1], want[1])
+
+
+def test_gradients_reach_the_logits_of_the_language_and_every_layer():
+    model = build(dropout=0.0, latent={"hard": True}).train()
+    model.set_step(1)
+    model.loss(SOURCE, TARGET, LABELS)[0].backward()
+    for side in ("encoder", "decoder"):
+        grad = getattr(model, side).latent.logits.grad
+        assert grad[0].abs().min() > 0
+        assert grad[1:].eq(0).all()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_two_sides_draw_apart():
+    model = build(encoder_layers=3, decoder_layers=4)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each.set_step(3)
+    first = [m.encoder.latent._noise()[:, :3] for m in (model, twin)]
+    assert torch.equal(*first)
+    assert not torch.equal(first[0], model.decoder.latent._noise()[:, :3])
+
+
+def test_metrics():
+    row = build().metrics()
+    assert row["decoder_depth"] == pytest.approx(
+        torch.tensor(LOGITS["decoder"]).sigmoid().mean(0).sum()
+    )
+    assert row["encoder_kl"] > 0
+    assert (row["decoder_layers_fr"], row["decoder_used_fr"]) == (1, [1])
+    assert row["encoder_used_es"] == [0, 1]
+    assert build({}).metrics()["decoder_used"] == [0, 2]
+    assert build(encoder_connection="residual", decoder_connection="dlcl").metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latent": {"taus": 1}}, "latent: expected keys of anneal_steps, .* got taus"),
+        ({"latent": {"tau": 0}}, "latent: tau: expected a number above 0, got 0"),
+        ({"latent": {"hard": "no"}}, "latent: hard must be True or False, got 'no'"),
+        ({"latent": {"seed": 1.5}}, "latent: seed: expected a whole number, got 1.5"),
+        ({"latent": {"target_layers": 4, "target_weight": 1}}, "at most the 3 layers"),
+        ({"encoder_connection": "dlcl", "decoder_connection": "dlcl", "latent": {"tau": 2}},
+         r"latent: expected a side with connection 'latent' for \['tau'\], got none"),
+        ({"languages": {"de": 4, "fr": 4}}, "languages: expected a tag's id below vocab_size 13"),
+        ({"languages": {"de": 13}}, "languages: expected a tag's id below vocab_size 13"),
+        ({"dlcl": {"window": 2}}, "dlcl: expected a side with connection 'dlcl'"),
+        ({"cross_attention": "transparent"}, "cross_attention: expected another encoder_conn"),
+    ],
+)  # fmt: skip
+def test_configs_that_make_no_sense(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+def test_no_model_grows_on_gates():
+    sizes = {"vocab_size": 9, "dim": 16, "heads": 2, "ffn_dim": 24}
+    for side in ("encoder_connection", "top_decoder_connection"):
+        with pytest.raises(ValueError, match=f"{side}: expected another than latent for a model"):
+            DepthGrowingConfig(**sizes | {side: "latent"})
+
+
+# ---- pruning -------------------------------------------------------------------------------------
+
+
+def pruned(model, language=None):
+    config, weights = prune_layers(model.config, model.state_dict(), language)
+    smaller = Transformer(config).eval()
+    smaller.load_state_dict(weights)
+    return smaller
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_pruned_model_gives_the_same_bits(language):
+    model = build()
+    smaller = pruned(model, language)
+    c, index = smaller.config, list(LANGUAGES).index(language)
+    assert c.encoder_connection == c.decoder_connection == "residual"
+    assert c.encoder_layers == sum(z > 0 for z in LOGITS["encoder"][index])
+    assert c.decoder_layers == sum(z > 0 for z in LOGITS["decoder"][index])
+    assert c.latent == {}
+    # It knows no other.
+    assert c.languages == {language: LANGUAGES[language]}
+    assert smaller.group([LANGUAGES[language], 8]) == 0
+    for other in {*LANGUAGES.values(), 8} - {LANGUAGES[language]}:
+        uses = partial(smaller.group, [other, 8]), partial(smaller, tagged(other), TARGET)
+        for use in (*uses, partial(beam_search, smaller, tagged(other))):
+            with pytest.raises(ValueError, match=f"of one of the languages {language}, got none"):
+                use()
+    source = tagged(LANGUAGES[language])
+    with torch.no_grad():
+        assert torch.equal(smaller(source, TARGET), model(source, TARGET))
+    assert beam_search(smaller, source) == beam_search(model, source)
+
+
+def test_without_a_language_stay_the_layers_that_any_uses():
+    model = build()
+    smaller = pruned(model)
+    assert (smaller.config.encoder_layers, smaller.config.decoder_layers) == (3, 3)
+    with torch.no_grad():
+        for tag in LANGUAGES.values():
+            assert torch.equal(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_gates_between_go_into_the_weights(norm):
+    model = build(norm=norm, latent={"evaluation": "mean", "threshold": 0.01})
+    smaller = pruned(model, "fr")
+    assert smaller.config.decoder_layers == 4
+    with torch.no_grad():
+        got, want = smaller(tagged(5), TARGET), model(tagged(5), TARGET)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert (want - build(norm=norm)(tagged(5), TARGET)).abs().max() > 1e-2
+
+
+def test_one_side_or_one_language():
+    model = build({}, decoder_connection="dlcl")
+    smaller = pruned(model)
+    assert (smaller.config.encoder_layers, smaller.config.decoder_layers) == (2, 4)
+    assert smaller.config.encoder_connection == "residual"
+    assert smaller.config.decoder_connection == "dlcl"
+    with torch.no_grad():
+        assert torch.equal(smaller(SOURCE, TARGET), model(SOURCE, TARGET))
+
+
+def test_what_cannot_be_pruned():
+    with pytest.raises(ValueError, match="expected a model with latent depth, got one without"):
+        pruned(build(encoder_connection="dlcl", decoder_connection="residual"))
+    with pytest.raises(ValueError, match=r"a language of the model \(de, fr, es\), got 'it'"):
+        pruned(build(), "it")
+    with pytest.raises(ValueError, match="got a post-norm one, where the layer-norms of the 1"):
+        pruned(build(norm="post"), "de")
+    model = build()
+    with torch.no_grad():
+        model.decoder.latent.logits[1] = -1
+    with pytest.raises(ValueError, match="expected a layer that is used, got none in the decoder"):
+        pruned(model, "fr")
+    with pytest.raises(ValueError, match="a model of the kind transformer, got 'other'"):
+        prune_checkpoint({"kind": "other"})
+
+
+def test_a_checkpoint_keeps_all_but_what_resuming_needs():
+    model = build()
+    content = {"format": "f", "config": asdict(model.config), "model": model.state_dict(),
+               "vocabulary": b"v", "recipe": {"a": 1}, "training": {}}  # fmt: skip
+    smaller = prune_checkpoint(content, "de")
+    assert smaller.keys() == content.keys() - {"training"} | {"kind"}
+    assert TransformerConfig(**smaller["config"]).decoder_layers == 2
+
+
+def test_a_checkpoint_with_an_option_that_nothing_reads():
+    """Such a config is refused now, and older checkpoints hold it."""
+    model = build(encoder_connection="residual", encoder_fusion="average")
+    config = asdict(model.config) | {"fusion": {"hops": 3}}
+    with pytest.raises(ValueError, match="fusion: expected no options but those that average"):
+        TransformerConfig(**config)
+    smaller = prune_checkpoint({"config": config, "model": model.state_dict()}, "de")
+    assert smaller["config"]["fusion"] == {}
+
+
+def test_logits_may_learn_faster():
+    model = build(latent={"lr_scale": 20.0})
+    groups = parameter_groups(model)
+    assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
+    assert [p for g in groups[2:] for p in g["params"]] == [
+        model.encoder.latent.logits, model.decoder.latent.logits,
+    ]  # fmt: skip
+    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    assert len(parameter_groups(build())) == 2

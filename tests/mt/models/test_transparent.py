@@ -1,0 +1,120 @@
+"""The model with transparent attention: against the specification, and decoded step by step."""
+
+import pytest
+import torch
+
+from deepfast.memory import POLICIES
+from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.reference.transparent_attention import transparent_attention
+
+SOURCE = torch.tensor([[5, 6, 7, 9, 3], [8, 4, 3, 0, 0], [7, 3, 0, 0, 0]])
+TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
+
+VARIANTS = pytest.mark.parametrize(
+    ("norm", "encoder"),
+    [("pre", "residual"), ("post", "residual"), ("pre", "dlcl"), ("post", "dlcl"),
+     ("pre", "denseformer")],
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
+def build(norm, encoder, **changes):
+    config = TransformerConfig(
+        vocab_size=11, dim=16, heads=2, ffn_dim=24, encoder_layers=3, decoder_layers=2, norm=norm,
+        encoder_connection=encoder, cross_attention="transparent", **changes,
+    )  # fmt: skip
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        model.embedding.weight[0].zero_()
+    return model.double().eval()
+
+
+@VARIANTS
+def test_logits_and_gradients_are_those_of_the_specification(norm, encoder):
+    model = build(norm, encoder)
+    mix, final = model.transparent, None
+    if norm == "pre":
+        final = model.encoder.connection.norms[-1]
+
+    def literal(states, output):
+        if final is None:
+            return transparent_attention(states, mix.weight)
+        gain = torch.cat((mix.norm_weight, final.weight[None]))
+        shift = torch.cat((mix.norm_bias, final.bias[None]))
+        return transparent_attention(states, mix.weight, norm_weight=gain, norm_bias=shift)
+
+    results = []
+    for form in (mix.forward, literal):
+        mix.forward = form
+        model.zero_grad()
+        logits = model(SOURCE, TARGET)
+        logits.square().sum().backward()
+        results.append((logits, {name: p.grad for name, p in model.named_parameters()}))
+    (got, grads), (want, expected) = results
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert grads["transparent.weight"].abs().min() > 0
+    for name, gradient in expected.items():
+        # No parameter is left out of a step: DDP waits for each of them.
+        if encoder == "residual":
+            assert grads[name] is not None, name
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-8, msg=name)
+
+
+@VARIANTS
+def test_decoding_step_by_step_equals_forward(norm, encoder):
+    model = build(norm, encoder)
+    with torch.no_grad():
+        logits = torch.zeros(*TARGET.shape, 11, dtype=torch.float64)
+        logits[TARGET != 0] = model(SOURCE, TARGET)
+        state = model.start(SOURCE)
+        for position in range(TARGET.shape[1]):
+            step = model.step(TARGET[:, position], state)
+            real = TARGET[:, position] != 0
+            torch.testing.assert_close(step[real], logits[real, position])
+        state = model.start(SOURCE)
+        model.step(torch.tensor([2, 2, 2]), state)
+        state.reorder(torch.tensor([1, 0]))
+        got = model.step(torch.tensor([5, 7]), state)
+        expected = model(SOURCE[[1, 0]], torch.tensor([[2, 5], [2, 7]])).view(2, 2, 11)[:, -1]
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("norm", "encoder"), [("pre", "dlcl"), ("post", "denseformer")])
+def test_every_memory_policy_gives_the_same_gradients(norm, encoder):
+    model, found = build(norm, encoder, dropout=0.2, mixture_dropout=0.2).train(), {}
+    for policy in POLICIES:
+        model.encoder.set_memory(policy)
+        model.decoder.set_memory("states" if policy == "history" else policy)
+        torch.manual_seed(3)
+        model.zero_grad()
+        model.loss(SOURCE, TARGET, TARGET, 0.1)[0].backward()
+        found[policy] = {name: p.grad for name, p in model.named_parameters()}
+    for policy, grads in found.items():
+        for name, want in found["keep"].items():
+            torch.testing.assert_close(
+                grads[name], want, rtol=1e-9, atol=1e-12, msg=f"{policy} {name}"
+            )
+
+
+def test_decoder_layers_attend_to_memories_of_their_own():
+    model = build("pre", "residual")
+    with torch.no_grad():
+        memories, packing = model.encode(SOURCE)
+    assert len(memories) == 2
+    assert not torch.allclose(*memories)
+    assert "transparent attention" in model.describe()
+    assert packing.indices.numel() == (SOURCE != 0).sum()
+
+
+def test_config_refuses():
+    with pytest.raises(ValueError, match="cross_attention: expected one of top, transparent"):
+        TransformerConfig(vocab_size=9, cross_attention="all")
+    with pytest.raises(ValueError, match=r"mixture_dropout: expected a number in \[0, 1\)"):
+        TransformerConfig(vocab_size=9, mixture_dropout=1)

@@ -1,0 +1,128 @@
+"""Small models to search with: a Transformer of random weights, and one that is a table."""
+
+import pytest
+import torch
+
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.models import (
+    DepthGrowing,
+    DepthGrowingConfig,
+    Transformer,
+    TransformerConfig,
+)
+
+SENTENCES = [
+    "a small house stands by the river",
+    "the old bridge over the river is closed",
+    "we walk home through the quiet village",
+    "she reads a long book about bridges and houses",
+    "12 small boats wait for 7 people",
+] * 3
+
+
+SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
+
+
+def lively(vocab_size=9, seed=0, **changes):
+    """A tiny model whose predictions are neither flat nor a copy of its input."""
+    options = SIZES | {"decoder_connection": "dlcl", "vocab_size": vocab_size} | changes
+    return shaken(Transformer(TransformerConfig(**options)), seed)
+
+
+def grown(vocab_size=9, seed=0, **changes):
+    """The same with a top on it."""
+    options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size} | changes
+    return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
+
+
+def shaken(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.5 if "embedding" in name else 0.4
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+        embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+        embedding.weight[model.config.padding_idx].zero_()
+    return model
+
+
+class Table(torch.nn.Module):
+    """A model that looks its logits (V,) up: ``rule(sentence, prefix)``, prefix without bos."""
+
+    def __init__(self, rule, padding_idx=0):
+        super().__init__()
+        self.rule = rule
+        self.rows = []
+        """Rows of every step."""
+        self.config = type("Config", (), {"padding_idx": padding_idx})
+
+    class State:
+        def __init__(self, count):
+            self.prefixes = [(index, None) for index in range(count)]
+
+        def reorder(self, index, *, memory=True):
+            self.prefixes = [self.prefixes[i] for i in index.tolist()]
+
+    def start(self, source_BS):
+        return self.State(len(source_BS))
+
+    def step(self, tokens_B, state):
+        assert len(tokens_B) == len(state.prefixes)
+        self.rows.append(len(tokens_B))
+        state.prefixes = [
+            (sentence, () if prefix is None else (*prefix, token))
+            for (sentence, prefix), token in zip(state.prefixes, tokens_B.tolist(), strict=True)
+        ]
+        return torch.stack([self.rule(*prefix) for prefix in state.prefixes])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    # These models are too small to share, and threads that wait for a busy core are slow.
+    with threads(1):
+        yield
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    return lively
+
+
+@pytest.fixture(scope="session")
+def make_grown():
+    return grown
+
+
+@pytest.fixture(params=[lively, grown], ids=["transformer", "grown"])
+def any_model(request):
+    return request.param()
+
+
+@pytest.fixture(scope="session")
+def make_table():
+    return Table
+
+
+@pytest.fixture(scope="session")
+def vocabulary():
+    return Vocabulary.train(SENTENCES, 60)
+
+
+@pytest.fixture(scope="session")
+def model(vocabulary):
+    return lively(len(vocabulary)).eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, vocabulary, model):
+    """A checkpoint file of `model`."""
+    path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
+    content = {
+        "format": "deepfast-checkpoint",
+        "version": 1,
+        "config": vars(model.config),
+        "model": model.state_dict(),
+        "vocabulary": vocabulary.to_bytes(),
+    }
+    torch.save(content, path)
+    return path

@@ -1,0 +1,351 @@
+"""Beam search: against enumeration, against a plain search, and its stopping, ties and errors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepfast.mt.search import Hypothesis, beam_search
+from deepfast.mt.search.beam import length_divisor
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [7, 3, 0, 0]])
+
+
+def random_rule(seed, vocab_size, scale=2.0):
+    """Random logits, the same for the same prefix."""
+
+    def rule(sentence, prefix):
+        number = hash((seed, sentence, *prefix)) % (1 << 62)
+        generator = torch.Generator().manual_seed(number)
+        return scale * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+
+    return rule
+
+
+def log_prob(log_probs, sequence):
+    """Sum over the tokens of ``sequence``, of ``log_probs(prefix) -> (V,)``."""
+    return sum(float(log_probs(sequence[:i])[token]) for i, token in enumerate(sequence))
+
+
+def enumerate_all(log_probs, tokens, max_length, alpha):
+    """Every hypothesis there is, best first."""
+    found = []
+    for length in range(max_length + 1):
+        for sequence in itertools.product(tokens, repeat=length):
+            total = log_prob(log_probs, (*sequence, EOS))
+            found.append(Hypothesis(sequence, total / ((6 + length) / 6) ** alpha, total))
+    return sorted(found, key=lambda h: -h.score)
+
+
+def plain_search(log_probs, tokens, beam, max_length, alpha):
+    """The same search, one sentence, no cache, and to the very end."""
+    live, finished = [((), 0.0)], []
+    while live:
+        allowed = (EOS,) if len(live[0][0]) == max_length else (EOS, *tokens)
+        candidates = [
+            ((*prefix, token), total + float(row[token]))
+            for prefix, total in live
+            for row in [log_probs(prefix)]
+            for token in allowed
+        ]
+        candidates = sorted(candidates, key=lambda c: -c[1])[:beam]
+        live = [c for c in candidates if c[0][-1] != EOS]
+        for (*path, last), total in candidates:
+            if last == EOS:
+                score = total / ((6 + len(path)) / 6) ** alpha
+                finished.append(Hypothesis(tuple(path), score, total))
+    return sorted(finished, key=lambda h: -h.score)
+
+
+def forward_log_probs(model, source):
+    """Next-token log-probabilities of one sentence by the uncached `forward`, (V,)."""
+    cache = {}
+
+    def log_probs(prefix):
+        if prefix not in cache:
+            with torch.no_grad():
+                logits = model(source, torch.tensor([[BOS, *prefix]]))
+            cache[prefix] = logits[-1].double().log_softmax(0)
+        return cache[prefix]
+
+    return log_probs
+
+
+def assert_same(got, expected, tolerance=1e-4):
+    assert [h.tokens for h in got] == [h.tokens for h in expected]
+    for g, e in zip(got, expected, strict=True):
+        assert g.score == pytest.approx(e.score, abs=tolerance)
+        assert g.log_prob == pytest.approx(e.log_prob, abs=tolerance)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+def test_wide_beam_finds_what_enumeration_finds(make_model, alpha):
+    model = make_model(vocab_size=7).eval()
+    sources = SOURCE.clamp(max=6)
+    # 64 hypotheses hold all 1 + 3 + 9 + 27 there are: the search is exhaustive.
+    got = beam_search(
+        model, sources, beam=64, length_penalty=alpha, max_length=3, nbest=12, suppress_unknown=True
+    )
+    for source, hypotheses in zip(sources, got, strict=True):
+        log_probs = forward_log_probs(model, source[None])
+        assert_same(hypotheses, enumerate_all(log_probs, (4, 5, 6), 3, alpha)[:12])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.5]),
+    nbest=st.integers(1, 45),
+    max_length=st.integers(1, 3),
+)
+def test_stopping_early_loses_nothing(make_table, seed, alpha, nbest, max_length):
+    rule = random_rule(seed, 7)
+    got = beam_search(
+        make_table(rule), SOURCE[:1], beam=45, length_penalty=alpha, max_length=max_length,
+        nbest=nbest, suppress_unknown=True,
+    )  # fmt: skip
+    log_probs = lambda prefix: rule(0, prefix).log_softmax(0)  # noqa: E731
+    assert_same(got[0], enumerate_all(log_probs, (4, 5, 6), max_length, alpha)[:nbest], 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    beam=st.integers(1, 6),
+    alpha=st.sampled_from([0.0, 0.6, 2.0]),
+    max_length=st.integers(1, 12),
+    data=st.data(),
+)
+def test_equals_the_plain_search(make_table, seed, beam, alpha, max_length, data):
+    rule = random_rule(seed, 9, scale=1.5)
+    nbest = data.draw(st.integers(1, beam))
+    got = beam_search(
+        make_table(rule), SOURCE, beam=beam, length_penalty=alpha, max_length=max_length,
+        nbest=nbest,
+    )  # fmt: skip
+    for index, hypotheses in enumerate(got):
+        expected = plain_search(
+            lambda prefix, index=index: rule(index, prefix).log_softmax(0),
+            (1, 4, 5, 6, 7, 8), beam, max_length, alpha,
+        )  # fmt: skip
+        assert_same(hypotheses, expected[:nbest], 1e-9)
+        assert len(hypotheses) == nbest
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_scores_are_those_of_the_uncached_model(make_model, norm, connection):
+    model = make_model(
+        norm=norm, encoder_connection=connection, decoder_connection=connection
+    ).eval()
+    for source, hypotheses in zip(SOURCE, beam_search(model, SOURCE, nbest=4), strict=True):
+        log_probs = forward_log_probs(model, source[None])
+        assert len(hypotheses) == 4
+        assert len({h.tokens for h in hypotheses}) == 4
+        assert sorted((h.score for h in hypotheses), reverse=True) == [h.score for h in hypotheses]
+        for h in hypotheses:
+            assert h.log_prob == pytest.approx(log_prob(log_probs, (*h.tokens, EOS)), abs=2e-4)
+            divisor = ((5 + len(h.tokens) + 1) / 6) ** 0.6
+            assert h.score == pytest.approx(h.log_prob / divisor, abs=1e-9)
+            assert not {PAD, BOS, EOS} & set(h.tokens)
+
+
+@pytest.mark.parametrize("beam", [1, 2, 5])
+def test_cached_search_equals_the_plain_search_without_cache(make_model, beam):
+    model = make_model(seed=3).eval()
+    got = beam_search(model, SOURCE, beam=beam, nbest=beam, max_length=9)
+    for source, hypotheses in zip(SOURCE, got, strict=True):
+        log_probs = forward_log_probs(model, source[None])
+        assert_same(hypotheses, plain_search(log_probs, (1, 4, 5, 6, 7, 8), beam, 9, 0.6)[:beam])
+
+
+def test_beam_of_one_is_greedy(make_model):
+    for seed in range(2):
+        model = make_model(seed=seed).eval()
+        for source, (best,) in zip(SOURCE, beam_search(model, SOURCE, beam=1), strict=True):
+            log_probs = forward_log_probs(model, source[None])
+            limit = 2 * int((source != PAD).sum()) + 10
+            tokens = ()
+            while len(tokens) < limit:
+                row = log_probs(tokens).clone()
+                row[[PAD, BOS]] = -math.inf
+                token = int(row.argmax())
+                if token == EOS:
+                    break
+                tokens += (token,)
+            assert best.tokens == tokens
+
+
+def test_a_sentence_does_not_depend_on_its_batch(make_model):
+    model = make_model(seed=1).eval()
+    wide = torch.cat((SOURCE, torch.zeros(3, 5, dtype=torch.int64)), dim=1)
+    left = torch.stack([torch.cat((row[row == PAD], row[row != PAD])) for row in wide])
+    together = beam_search(model, SOURCE, nbest=3)
+    for other in (beam_search(model, wide, nbest=3), beam_search(model, left, nbest=3)):
+        for a, b in zip(together, other, strict=True):
+            assert [h.score for h in a] == pytest.approx([h.score for h in b], abs=1e-4)
+    for a, source in zip(together, SOURCE, strict=True):
+        alone = beam_search(model, source[None][:, : int((source != PAD).sum())], nbest=3)[0]
+        assert [h.score for h in a] == pytest.approx([h.score for h in alone], abs=1e-4)
+
+
+def test_finished_sentences_leave_the_batch(make_table):
+    def rule(sentence, prefix):
+        logits = torch.full((9,), -20.0)
+        logits[EOS if len(prefix) >= 3 * sentence else 4 + len(prefix) % 5] = 20.0
+        return logits
+
+    model = make_table(rule)
+    results = beam_search(model, SOURCE, beam=2, max_length=20)
+    assert [len(best.tokens) for (best,) in results] == [0, 3, 6]
+    # One row a sentence at first; two once the beam is full; none for a sentence that is done.
+    assert model.rows == [3, 4, 4, 4, 2, 2, 2]
+
+
+def test_equal_candidates_by_hypothesis_then_by_id(make_table):
+    flat = make_table(lambda sentence, prefix: torch.zeros(40))
+    best = beam_search(flat, SOURCE[:1], beam=4, nbest=4, max_length=2, suppress_unknown=True)[0]
+    # At first eos (3) and the tokens 4, 5, 6; then 4 is continued by eos, 4, 5, 6; then eos.
+    assert [h.tokens for h in best] == [(), (4,), (4, 4), (4, 5)]
+    assert best == beam_search(flat, SOURCE[:1], beam=4, nbest=4, max_length=2,
+                               suppress_unknown=True)[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_across_the_cut(make_table, dtype):
+    def rule(sentence, prefix):
+        logits = torch.full((3000,), -1.0, dtype=dtype)
+        logits[[2999, 1500, 700, 600, 50]] = 1.0
+        logits[2000] = 2.0
+        return logits
+
+    for beam, tokens in ((1, [2000]), (2, [2000, 50]), (4, [2000, 50, 600, 700])):
+        best = beam_search(make_table(rule), SOURCE[:1], beam=beam, nbest=beam, max_length=1)[0]
+        assert [h.tokens[0] for h in best] == tokens
+
+
+def test_length_limits(make_table):
+    endless = make_table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
+    assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
+    limited = beam_search(endless, SOURCE, max_length=4)
+    assert [best.tokens for (best,) in limited] == [(4,) * 4] * 3
+    # The forced eos has its price.
+    row = torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]).log_softmax(0)
+    assert limited[0][0].log_prob == pytest.approx(float(4 * row[4] + row[EOS]), abs=1e-5)
+
+
+def test_higher_penalty_prefers_longer(make_model):
+    model = make_model(seed=2).eval()
+    options = {"beam": 64, "max_length": 6}
+    short, long = (
+        beam_search(model, SOURCE, length_penalty=alpha, **options) for alpha in (0.0, 3.0)
+    )
+    assert sum(len(b.tokens) for (b,) in long) >= sum(len(b.tokens) for (b,) in short)
+    assert length_divisor(1, 0.6) == 1.0
+    assert length_divisor(7, 2.0) == pytest.approx(4.0)
+
+
+def test_special_tokens_are_not_generated(make_table):
+    def rule(sentence, prefix):
+        return torch.tensor([9.0, 8.0, 9.0, -2.0, 0.0, -1.0])
+
+    (best,) = beam_search(make_table(rule), SOURCE[:1], beam=1, max_length=3)[0]
+    assert best.tokens == (UNK,) * 3
+    options = {"beam": 1, "max_length": 3, "suppress_unknown": True}
+    (best,) = beam_search(make_table(rule), SOURCE[:1], **options)[0]
+    assert best.tokens == (4,) * 3
+    # What is not allowed keeps its probability mass.
+    row = rule(0, ()).log_softmax(0)
+    assert best.log_prob == pytest.approx(float(3 * row[4] + row[EOS]), abs=1e-5)
+
+
+def test_other_special_ids(make_table):
+    rule = lambda sentence, prefix: torch.tensor([0.0, 9.0, 3.0 * len(prefix), 0.0, 4.0])  # noqa: E731
+    options = {"bos_id": 2, "eos_id": 2, "unk_id": 3, "suppress_unknown": True}
+    # fairseq's ids: decoding starts with eos, which may be generated all the same.
+    (best,) = beam_search(make_table(rule, padding_idx=1), SOURCE[:1], beam=1, **options)[0]
+    assert best.tokens == (4, 4)
+
+
+def test_bfloat16_autocast(make_model):
+    model = make_model(seed=1).eval()
+    expected = beam_search(model, SOURCE)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = beam_search(model, SOURCE)
+    for (g,), (e,) in zip(got, expected, strict=True):
+        assert g.score == pytest.approx(e.score, abs=0.1 * abs(e.score) + 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(make_model, precision):
+    model = make_model(seed=1).eval()
+    expected = beam_search(model, SOURCE)
+    model.cuda()
+    with torch.autocast("cuda", precision, enabled=precision != torch.float32):
+        got = beam_search(model, SOURCE.cuda())
+    tolerance = 1e-3 if precision == torch.float32 else 0.1
+    for (g,), (e,) in zip(got, expected, strict=True):
+        assert g.score == pytest.approx(e.score, abs=tolerance * abs(e.score) + tolerance)
+
+
+def test_modes_and_gradients_are_left_as_they_were(make_model):
+    model = make_model(dropout=0.5)
+    model.train()
+    model.decoder.eval()
+    first, second = beam_search(model, SOURCE), beam_search(model, SOURCE)
+    assert first == second
+    assert model.training
+    assert model.encoder.training
+    assert not model.decoder.training
+    logits = model(SOURCE, torch.tensor([[2], [2], [2]]))
+    logits.sum().backward()
+    assert model.embedding.weight.grad.isfinite().all()
+
+
+def test_no_sentences(make_model):
+    assert beam_search(make_model(), torch.zeros(0, 4, dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, EOS, 8])
+def test_logits_that_are_not_finite(make_table, bad, place):
+    def rule(sentence, prefix):
+        logits = torch.zeros(9)
+        logits[place] = bad if len(prefix) == 2 else 0.0
+        return logits
+
+    with pytest.raises(RuntimeError, match=r"expected finite logits from the model, got NaN"):
+        beam_search(make_table(rule), SOURCE)
+
+
+def test_nothing_left_to_generate(make_table):
+    rule = lambda s, p: torch.tensor([0.0, 0, 0, -math.inf, -math.inf])  # noqa: E731
+    with pytest.raises(RuntimeError, match="position 1, got probability 0 for all"):
+        beam_search(make_table(rule), SOURCE, suppress_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"beam": 0}, "beam must be a whole number of at least 1, got 0"),
+        ({"beam": 2.0}, "beam must be a whole number of at least 1, got 2.0"),
+        ({"nbest": 5}, "nbest must be at most beam 4, got 5"),
+        ({"max_length": 0}, "max_length must be a whole number of at least 1, got 0"),
+        ({"length_penalty": -0.1}, "length_penalty must be a number of at least 0, got -0.1"),
+        ({"length_penalty": math.nan}, "length_penalty must be a number of at least 0, got nan"),
+        ({"source_BS": SOURCE[0]}, r"source must be int64 \(B, S\), got torch.int64 \(4,\)"),
+        ({"source_BS": [[5, 3]]}, r"source must be int64 \(B, S\), got list"),
+        ({"source_BS": SOURCE.int()}, r"source must be int64 \(B, S\), got torch.int32"),
+        ({"source_BS": SOURCE * (SOURCE != 7)[:, :1]}, "got only padding in sentence 2"),
+        ({"source_BS": SOURCE[:, :0]}, "got only padding in sentence 0"),
+    ],
+)
+def test_bad_arguments(make_model, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        beam_search(**{"model": make_model(), "source_BS": SOURCE} | changes)

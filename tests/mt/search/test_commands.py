@@ -1,0 +1,143 @@
+"""`deepfast translate` and `deepfast score`, as a user calls them."""
+
+import gzip
+import io
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.cli.translate import lowercased
+from deepfast.mt.search import translate_lines, translate_nbest
+
+TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
+LINES = ["the old bridge", "", "we walk home", "a small house"]
+FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
+
+
+@pytest.fixture
+def expected(model, vocabulary):
+    return translate_lines(model, vocabulary, LINES, beam=2, max_length=6)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "test.en"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+def test_file_to_file(checkpoint, source, tmp_path, expected, capsys):
+    output = tmp_path / "test.de"
+    arguments = ["--input", str(source), "--output", str(output), *FAST]
+    assert main(["translate", str(checkpoint), *arguments]) == 0
+    assert output.read_text(encoding="utf-8").split("\n") == [*expected, ""]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "deepfast translate: 4 lines in" in said.err
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["test.de", "test.en"]
+
+
+@pytest.mark.parametrize("recipe", [None, 3, {}, {"data": None}, {"data": "x"}])
+def test_a_checkpoint_whose_recipe_says_nothing_of_case(checkpoint, tmp_path, recipe):
+    path = tmp_path / "model.pt"
+    torch.save(torch.load(checkpoint, weights_only=True) | {"recipe": recipe}, path)
+    assert not lowercased(str(path))
+
+
+def test_gzip_to_gzip(checkpoint, tmp_path, expected):
+    source, output = tmp_path / "test.en.gz", tmp_path / "test.de.gz"
+    source.write_bytes(gzip.compress(TEXT.encode()))
+    arguments = ["--input", str(source), "--output", str(output), *FAST]
+    assert main(["translate", str(checkpoint), *arguments]) == 0
+    assert gzip.decompress(output.read_bytes()).decode() == "".join(f"{x}\n" for x in expected)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_standard_input_to_standard_output(checkpoint, expected, capfdbinary, monkeypatch, pack):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pack(TEXT.encode()))))
+    assert main(["translate", str(checkpoint), *FAST]) == 0
+    assert capfdbinary.readouterr().out.decode() == "".join(f"{x}\n" for x in expected)
+
+
+def test_nbest(checkpoint, source, tmp_path, model, vocabulary):
+    output = tmp_path / "nbest.tsv"
+    arguments = ["--input", str(source), "--output", str(output), "--nbest", "2", *FAST]
+    assert main(["translate", str(checkpoint), *arguments]) == 0
+    rows = [row.split("\t") for row in output.read_text(encoding="utf-8").split("\n")[:-1]]
+    expected = translate_nbest(model, vocabulary, LINES, beam=2, max_length=6, nbest=2)
+    assert [int(number) for number, _, _ in rows] == [1, 1, 2, 3, 3, 4, 4]
+    assert [text for _, _, text in rows] == [text for best in expected for _, text in best]
+    scores = [score for best in expected for score, _ in best]
+    assert [float(score) for _, score, _ in rows] == pytest.approx(scores, abs=1e-3)
+
+
+def test_bfloat16_and_long_lines(checkpoint, source, capsys):
+    arguments = ["--input", str(source), "--precision", "bfloat16", "--max-tokens", "3", *FAST]
+    assert main(["translate", str(checkpoint), *arguments]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.split("\n")) == 5
+    assert "deepfast translate: line 1 has" in said.err
+
+
+def test_a_reader_that_leaves(checkpoint, source, capsys, monkeypatch):
+    # As `deepfast translate ... | head -0`: nobody reads the pipe any more.
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Closing flushes what is left, as Python does at exit.
+    with open(writer, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["translate", str(checkpoint), "--input", str(source), *FAST]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_score(tmp_path, capsys):
+    hypotheses, references = tmp_path / "h", tmp_path / "r.gz"
+    hypotheses.write_text("the Small house stands here\n", encoding="utf-8")
+    references.write_bytes(gzip.compress(b"the small house stands here\n"))
+    assert main(["score", str(hypotheses), str(references)]) == 0
+    said = capsys.readouterr().out
+    assert "case:mixed" in said
+    assert "BLEU lower-case 100.00" in said
+    assert main(["score", str(hypotheses), str(references), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu_lowercase"] == pytest.approx(100)
+
+
+def test_score_of_a_checkpoint(checkpoint, source, tmp_path, expected, capsys):
+    reference = tmp_path / "test.de"
+    reference.write_text("".join(f"{x}\n" for x in expected), encoding="utf-8")
+    arguments = ["--source", str(source), "--reference", str(reference), "--json", *FAST]
+    assert main(["score", "--checkpoint", str(checkpoint), *arguments]) == 0
+    # Not BLEU: it is 0 where no sentence has four tokens.
+    assert json.loads(capsys.readouterr().out)["chrf"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["translate", "{c}", "--input", "{d}/none"], "none: there is no such file"),
+        (["translate", "{d}/none.pt", "--input", "{s}"], "none.pt: there is no such file"),
+        (["translate", "{s}", "--input", "{s}"], "expected a deepfast checkpoint, got a file of"),
+        (["translate", "{c}", "--output", "{d}/no/x"], "--output: expected a folder that exists"),
+        (["translate", "{c}", "--input", "{s}", "--device", "tpu"], "expected cpu or cuda, got"),
+        (["translate", "{c}", "--input", "{s}", "--threads", "0"], "expected at least 1, got 0"),
+        (["translate", "{c}", "--input", "{s}", "--nbest", "9"], "at most beam 4, got 9"),
+        (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
+        (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
+        (["score", "{s}", "{e}"], "got 4 translations and 0 references"),
+        (
+            ["score", "--checkpoint", "{c}", "--source", "{s}", "--reference", "{e}"],
+            "as many references as source lines, got 4",
+        ),
+    ],
+)
+def test_refused_with_a_sentence(checkpoint, source, tmp_path, capsys, arguments, sentence):
+    (tmp_path / "empty").touch()
+    places = {"c": checkpoint, "s": source, "d": tmp_path, "e": tmp_path / "empty"}
+    assert main([a.format(**places) for a in arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert sentence in said

@@ -1,0 +1,237 @@
+"""Deep-shallow decoding: the formula, the order of lines, and weights tuned on a text."""
+
+import argparse
+import itertools
+import json
+import operator
+import random
+import shlex
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.cli.translate import add_decoding_arguments, decoding_options
+from deepfast.mt.search import (
+    beam_search,
+    deep_shallow_nbest,
+    score_hypotheses,
+    translate_lines,
+    tune_deep_shallow,
+)
+from deepfast.mt.search.deep_shallow import Candidate, Candidates
+
+LINES = ["the old bridge", "", "a small house stands by the river", "boats", "we walk home"]
+REFERENCES = ["the long bridge is closed", "", "house by river", "12 boats", "we read home"]
+OPTIONS = {"beam": 3, "max_length": 8}
+
+
+@pytest.fixture(scope="module")
+def grown(make_grown, vocabulary):
+    return make_grown(len(vocabulary)).eval()
+
+
+@pytest.fixture
+def grown_checkpoint(tmp_path, grown, vocabulary):
+    content = {"format": "deepfast-checkpoint", "version": 1, "kind": "depth_growing",
+               "config": vars(grown.config), "model": grown.state_dict(),
+               "vocabulary": vocabulary.to_bytes()}  # fmt: skip
+    torch.save(content, tmp_path / "grown.pt")
+    return tmp_path / "grown.pt"
+
+
+def test_ranked_by_the_formula():
+    generator = random.Random(4)
+
+    def candidates():
+        return [
+            Candidate(
+                tuple(generator.choices(range(4, 7), k=generator.randint(0, 2))),
+                -9 * generator.random(),
+                -9 * generator.random(),
+            )
+            for _ in range(6)
+        ]
+
+    found = Candidates(candidates(), candidates())
+    for alpha, gamma in ((0.0, 0.0), (0.3, 1.2), (1.0, -0.4)):
+        scores = {}
+        for c in found.deep + found.shallow:
+            score = (alpha * c.own + (1 - alpha) * c.other) / (len(c.tokens) + 1) ** gamma
+            scores.setdefault(c.tokens, []).append(score)
+        ranked = found.ranked(alpha, gamma)
+        assert len(ranked) == len(scores) < 12
+        assert [score for score, _ in ranked] == sorted(map(max, scores.values()), reverse=True)
+        assert all(score == max(scores[tokens]) for score, tokens in ranked)
+
+
+def test_of_equals_the_deep_networks_is_first():
+    found = Candidates([Candidate((5,), -1.0, -1.0)], [Candidate((4,), -1.0, -1.0)])
+    assert [tokens for _, tokens in found.ranked(0.5, 1.0)] == [(5,), (4,)]
+
+
+def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
+    got = deep_shallow_nbest(
+        grown, vocabulary, LINES, alpha=0.3, gamma=0.8, nbest=2, max_tokens=20, **OPTIONS
+    )
+    assert got[1] == [(0.0, "")]
+    differing = 0
+    for line, best in zip(LINES, got, strict=True):
+        if not line:
+            continue
+        source = torch.tensor([[*vocabulary.encode(line), 3]])
+        scores = {}
+        for own, other in ((grown, grown.bottom), (grown.bottom, grown)):
+            found = beam_search(own, source, nbest=3, **OPTIONS)[0]
+            for h in found:
+                mixed = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
+                score = mixed / (len(h.tokens) + 1) ** 0.8
+                text = vocabulary.decode(h.tokens)
+                scores[text] = max(score, scores.get(text, score))
+            differing += vocabulary.decode(found[0].tokens) != best[0][1]
+        assert [score for score, _ in best] == pytest.approx(
+            sorted(scores.values(), reverse=True)[:2], abs=1e-4
+        )
+        assert best[0][0] == pytest.approx(scores[best[0][1]], abs=1e-4)
+    # The two networks do not agree here, or this would show little.
+    assert differing > 0
+
+
+def right(references):
+    """The share of lines that are right, for BLEU: words of random weights are too few for that."""
+    return lambda lines: 100 * sum(map(operator.eq, lines, references)) / len(references)
+
+
+def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
+    monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
+    grid = {"alphas": (0.0, 0.5, 1.0), "gammas": (0.0, 2.0)}
+    options = {"beam": 4, "max_length": 12}
+    texts = {}
+    for pair in itertools.product(*grid.values()):
+        weights = dict(zip(("alpha", "gamma"), pair, strict=True))
+        best = deep_shallow_nbest(grown, vocabulary, LINES, **weights, **options)
+        texts[pair] = [text[0][1] for text in best]
+    assert len({tuple(lines) for lines in texts.values()}) > 2
+    # Of the default's neighbours none is taken where another is better.
+    for wanted in texts:
+        references = texts[wanted]
+        tuned = tune_deep_shallow(grown, vocabulary, LINES, references, **grid, **options)
+        assert tuned.bleu == 100
+        assert texts[tuned.alpha, tuned.gamma] == references
+        for model, alone in ((grown, tuned.deep), (grown.bottom, tuned.shallow)):
+            lines = translate_lines(model, vocabulary, LINES, **options)
+            assert alone == right(references)(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 1.1}, "alpha must be from 0 to 1, got 1.1"),
+        ({"alpha": float("nan")}, "alpha must be from 0 to 1, got nan"),
+        ({"gamma": float("inf")}, "gamma must be a finite number, got inf"),
+        ({"nbest": 4}, "nbest must be 1 to beam 3, got 4"),
+    ],
+)
+def test_out_of_range(grown, vocabulary, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        deep_shallow_nbest(grown, vocabulary, LINES, **OPTIONS | options)
+
+
+def test_what_cannot_be_tuned(grown, model, vocabulary):
+    with pytest.raises(ValueError, match="got 5 lines and 4 references"):
+        tune_deep_shallow(grown, vocabulary, LINES, REFERENCES[1:])
+    with pytest.raises(ValueError, match="at least one, got 0 lines"):
+        tune_deep_shallow(grown, vocabulary, [], [])
+    with pytest.raises(ValueError, match="of the kind depth_growing, got transformer"):
+        tune_deep_shallow(model, vocabulary, LINES, REFERENCES)
+
+
+FAST = ["--beam", "3", "--max-length", "8", "--device", "cpu", "--threads", "1"]
+
+
+def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
+    (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
+    (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in REFERENCES))
+    text = [str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
+    assert main(["tune", str(grown_checkpoint), "--source", *text, "--json", *FAST]) == 0
+    tuned = json.loads(capsys.readouterr().out)
+    weights = ["--alpha", f"{tuned['alpha']:g}", "--gamma", f"{tuned['gamma']:g}"]
+
+    arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
+    assert main(["translate", str(grown_checkpoint), *arguments]) == 0
+    best = deep_shallow_nbest(
+        grown, vocabulary, LINES, alpha=tuned["alpha"], gamma=tuned["gamma"], **OPTIONS
+    )
+    assert capsys.readouterr().out.split("\n") == [*(texts[0][1] for texts in best), ""]
+
+    score = ["score", "--checkpoint", str(grown_checkpoint), "--source", *text, "--json", *FAST]
+    assert main([*score, "--deep-shallow", *weights]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(tuned["bleu"])
+    assert main(score) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(tuned["deep"])
+
+
+def test_tuned_flags_are_ready_to_paste_where_they_help(
+    grown, vocabulary, grown_checkpoint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
+    (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
+    deep = translate_lines(grown, vocabulary, LINES, **OPTIONS)
+    best = deep_shallow_nbest(grown, vocabulary, LINES, alpha=0.0, gamma=2.0, **OPTIONS)
+    mixed = [texts[0][1] for texts in best]
+    assert mixed != deep
+    for references, helps in ((mixed, True), (deep, False)):
+        (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in references))
+        text = ["--source", str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
+        assert main(["tune", str(grown_checkpoint), *text, *FAST]) == 0
+        _, verdict, last = capsys.readouterr().out.splitlines()
+        gain = f"gains {100 - right(references)(deep):.2f} BLEU" if helps else "gains nothing"
+        assert verdict == f"deep-shallow decoding {gain} over deep alone"
+        words = shlex.split(last.removeprefix("to translate: deepfast ").removesuffix(" < FILE"))
+        assert ("--deep-shallow" in words) == helps
+        # What is pasted finds what was tuned.
+        assert main([*words, "--input", str(tmp_path / "dev.en")]) == 0
+        assert capsys.readouterr().out.splitlines() == references
+
+
+@pytest.mark.parametrize(
+    ("given", "hints"), [([], 1), (["--alpha", "0.5"], 0), (["--gamma", "1"], 0)]
+)
+def test_default_weights_hint_at_tuning(grown_checkpoint, tmp_path, capsys, given, hints):
+    (tmp_path / "text").write_text("the old bridge\n\na small house\n")
+    arguments = ["--input", str(tmp_path / "text"), "--deep-shallow", *given, *FAST]
+    assert main(["translate", str(grown_checkpoint), *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("deepfast tune finds those of a dev text") == hints
+    assert "deepfast tune" not in said.out
+
+
+def test_decoding_options_are_given_again():
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    assert decoding_options(parser.parse_args(["--beam", "4"])) == []
+    words = ["--beam", "1", "--max-length", "9", "--language", "de", "--no-unknown"]
+    assert decoding_options(parser.parse_args(words)) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["translate", "{c}", "--deep-shallow"], "depth_growing, got transformer"),
+        (
+            ["translate", "{c}", "{c}", "--deep-shallow"],
+            "expected one model of one checkpoint, got 2",
+        ),
+        (["translate", "{c}", "--gamma", "1"], "--gamma: expected --deep-shallow beside it"),
+        (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
+    ],
+)
+def test_refused_with_a_sentence(checkpoint, tmp_path, capsys, arguments, sentence, monkeypatch):
+    (tmp_path / "text").write_text("a small house\n")
+    if arguments[0] == "translate":
+        arguments = [*arguments, "--input", "{s}"]
+    places = {"c": checkpoint, "s": tmp_path / "text"}
+    assert main([a.format(**places) for a in arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert sentence in said

@@ -1,0 +1,149 @@
+"""Several models that translate together, of one kind and of two."""
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.mt.data import TokenVocabulary, Vocabulary
+from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
+from deepfast.mt.search import (
+    Ensemble,
+    beam_search,
+    translate_lines,
+    translate_nbest,
+)
+from deepfast.mt.training.checkpoint import save_checkpoint
+
+LINES = ["the old bridge", "", "we walk home"]
+FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
+
+
+def recurrent(vocab_size):
+    """A tiny model of another kind, that does not predict evenly."""
+    config = FastForwardLSTMConfig(
+        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2
+    )
+    model = FastForwardLSTM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    return model.eval()
+
+
+@pytest.fixture
+def models(model, vocabulary, make_model):
+    return [model, make_model(len(vocabulary), seed=5).eval(), recurrent(len(vocabulary))]
+
+
+def steps(model, source, tokens):
+    state = model.start(source)
+    return [model.step(t, state) for t in tokens]
+
+
+def test_probabilities_are_averaged(models):
+    source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
+    tokens = torch.tensor([[2, 2], [6, 9], [7, 4]])
+    together = steps(Ensemble(models), source, tokens)
+    alone = [steps(model, source, tokens) for model in models]
+    for t, log_probs in enumerate(together):
+        mean = torch.stack([logits[t].softmax(-1) for logits in alone]).mean(0)
+        torch.testing.assert_close(log_probs.exp(), mean)
+        assert not torch.allclose(mean, alone[0][t].softmax(-1), atol=1e-3)
+
+
+def test_hypotheses_move_in_every_model(models):
+    source, index = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]]), torch.tensor([1, 0, 1])
+    ensemble = Ensemble(models)
+    state, other = ensemble.start(source), ensemble.start(source[index])
+    ensemble.step(torch.tensor([2, 2]), state)
+    ensemble.step(torch.tensor([2, 2, 2]), other)
+    state.reorder(index)
+    torch.testing.assert_close(
+        ensemble.step(torch.tensor([4, 5, 6]), state), ensemble.step(torch.tensor([4, 5, 6]), other)
+    )
+
+
+def test_one_model_many_times_is_the_model(model, vocabulary):
+    source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
+    alone = beam_search(model, source, beam=3, nbest=2, max_length=6)
+    together = beam_search(Ensemble([model] * 3), source, beam=3, nbest=2, max_length=6)
+    for one, other in zip(alone, together, strict=True):
+        assert [h.tokens for h in one] == [h.tokens for h in other]
+        assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-4)
+
+
+@pytest.fixture
+def write(tmp_path, vocabulary):
+    """write(name, model, **changes): a checkpoint file."""
+
+    def run(name, model, **changes):
+        kind = "fast_forward_lstm" if isinstance(model, FastForwardLSTM) else "transformer"
+        content = {
+            "kind": kind, "config": vars(model.config), "model": model.state_dict(),
+            "vocabulary": vocabulary.to_bytes(),
+        }  # fmt: skip
+        save_checkpoint(tmp_path / name, content | changes)
+        return str(tmp_path / name)
+
+    return run
+
+
+def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path, capsys):
+    source = tmp_path / "source"
+    source.write_text("".join(f"{line}\n" for line in LINES))
+    paths = [write(f"{i}.pt", model) for i, model in enumerate(models)]
+    assert main(["translate", *paths, "--input", str(source), *FAST]) == 0
+    expected = translate_lines(Ensemble(models), vocabulary, LINES, beam=2, max_length=6)
+    assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
+
+
+def test_models_that_cannot_vote(models, vocabulary, write, tmp_path, capsys, make_model):
+    other = Vocabulary.train(["other words of another text"] * 3, 30).to_bytes()
+    first, source = write("a.pt", models[0]), tmp_path / "source"
+    source.write_text("a small house\n")
+    for path, sentence in (
+        (write("b.pt", models[1], vocabulary=other), "expected the vocabulary of"),
+        (
+            write("c.pt", models[1], recipe={"data": {"lowercase": True}}),
+            "got one of lower-cased text",
+        ),
+    ):
+        assert main(["translate", first, path, "--input", str(source), *FAST]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert path in said
+        assert sentence in said
+    with pytest.raises(ValueError, match="Ensemble: expected at least one model, got none"):
+        Ensemble([])
+    with pytest.raises(ValueError, match=r"models with one vocab_size, got \[60, 9\]"):
+        Ensemble([models[0], make_model(9)])
+
+
+def test_models_of_different_targets(make_model):
+    apart = {"share_embeddings": "decoder", "vocab_size": 9}
+    ten, nine = make_model(target_vocab_size=10, **apart), make_model(target_vocab_size=9, **apart)
+    with pytest.raises(ValueError, match=r"models with one target_vocab_size, got \[10, 9\]"):
+        Ensemble([ten, make_model(9)])
+    Ensemble([nine, make_model(9)])
+
+
+def test_lines_of_several_languages(make_model):
+    """Each model chooses its layers for a batch, and the models number the languages their way."""
+    vocabulary = TokenVocabulary(["<de>", "<fr>", *"abcdefgh"])
+    tags = {tag: vocabulary.encode(f"<{tag}>")[0] for tag in ("de", "fr")}
+    latent = {"encoder_connection": "latent", "decoder_connection": "latent"}
+    models = [
+        make_model(len(vocabulary), seed, **options)
+        for seed, options in enumerate(
+            [latent | {"languages": tags}, latent | {"languages": dict(reversed(tags.items()))}, {}]
+        )
+    ]
+    ensemble = Ensemble(models).eval()
+    lines = ["<de> a b c", "<fr> a b c", "<de> d e", "", "<fr> f g h"]
+    options = {"nbest": 3, "max_length": 6}
+    alone = [translate_nbest(ensemble, vocabulary, [line], **options)[0] for line in lines]
+    together = translate_nbest(ensemble, vocabulary, lines, **options)
+    for one, other in zip(alone, together, strict=True):
+        assert [text for _, text in one] == [text for _, text in other]
+        assert [score for score, _ in one] == pytest.approx([score for score, _ in other], abs=1e-4)
+    assert alone[0] != alone[1]

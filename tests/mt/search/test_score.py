@@ -1,0 +1,70 @@
+"""Scores: sacrebleu's figures and signatures."""
+
+import json
+
+import pytest
+import sacrebleu
+
+from deepfast.mt.search import bleu
+from deepfast.mt.search.score import bleu_against
+
+HYPOTHESES = ["Das Haus steht am Fluss .", "die alte Brücke ist gesperrt.", "Sie liest"]
+REFERENCES = ["Das Haus steht am Fluss.", "Die alte Brücke ist gesperrt.", "Sie liest ein Buch."]
+
+
+def test_figures_are_those_of_sacrebleu():
+    scores = bleu(HYPOTHESES, REFERENCES)
+    cased = sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES])
+    assert scores.bleu == pytest.approx(cased.score)
+    assert scores.bleu_lowercase == pytest.approx(
+        sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], lowercase=True).score
+    )
+    assert scores.chrf == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score)
+    assert scores.bleu < scores.bleu_lowercase
+    assert scores.brevity_penalty == pytest.approx(cased.bp)
+    assert scores.length_ratio == pytest.approx(cased.sys_len / cased.ref_len)
+    assert scores.sentences == 3
+
+
+def test_many_translations_of_one_text():
+    score = bleu_against(REFERENCES)
+    for hypotheses in (HYPOTHESES, REFERENCES, ["", "die alte Brücke ist", "Das Haus"]):
+        assert score(hypotheses) == pytest.approx(bleu(hypotheses, REFERENCES).bleu)
+
+
+def test_signatures_tell_the_two_apart():
+    scores = bleu(HYPOTHESES, REFERENCES)
+    assert "case:mixed" in scores.bleu_signature
+    assert "case:lc" in scores.bleu_lowercase_signature
+    assert "chars:6" not in scores.bleu_signature
+    for signature in (scores.bleu_signature, scores.bleu_lowercase_signature):
+        assert "tok:13a" in signature
+        assert f"version:{sacrebleu.__version__}" in signature
+        assert "nrefs:1" in signature
+    assert "nc:6" in scores.chrf_signature
+
+
+def test_perfect_and_empty():
+    assert bleu(REFERENCES, REFERENCES).bleu == pytest.approx(100)
+    nothing = bleu(["", "", ""], REFERENCES)
+    assert (nothing.bleu, nothing.length_ratio) == (0, 0)
+    assert bleu([""], [""]).sentences == 1
+
+
+def test_as_json_and_as_text():
+    scores = bleu(HYPOTHESES, REFERENCES)
+    again = json.loads(json.dumps(scores.as_dict()))
+    assert again["bleu"] == scores.bleu
+    text = str(scores)
+    assert f"{scores.bleu:.2f}" in text
+    assert scores.bleu_signature in text
+    assert scores.bleu_lowercase_signature in text
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="got 2 translations and 3 references"):
+        bleu(HYPOTHESES[:2], REFERENCES)
+    with pytest.raises(ValueError, match="at least one translation, got none"):
+        bleu([], [])
+    with pytest.raises(ValueError, match="references must be a list of sentences, got one string"):
+        bleu(HYPOTHESES, "text")

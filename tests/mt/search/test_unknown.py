@@ -1,0 +1,150 @@
+"""Unknown words that become the source words they are aligned with."""
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.data.vocabulary import UNK
+from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
+from deepfast.mt.search import Ensemble, translate_nbest
+from deepfast.mt.search.unknown import check_aligns, replace_unknown
+
+LINE = "the old bridge of Ωxford"
+
+
+class Looks(torch.nn.Module):
+    """Attention by rule: position t of the target is on the source's token ``places[t]``."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.anything = torch.nn.Parameter(torch.zeros(1))
+        self.places = places
+
+    def alignment(self, source_BS, target_in_BT):
+        weights = torch.zeros(*target_in_BT.shape, source_BS.shape[1])
+        for t, place in enumerate(self.places):
+            weights[:, t, place] = 1
+        return weights
+
+
+def places_of(vocabulary, *numbers):
+    """For each number of a word the place of its last piece."""
+    _, word_of = vocabulary.words(LINE)
+    return [max(i for i, n in enumerate(word_of) if n == number) for number in numbers]
+
+
+def test_words_of_pieces(vocabulary):
+    words, word_of = vocabulary.words(LINE)
+    assert words == LINE.split()
+    assert len(word_of) == len(vocabulary.encode(LINE))
+    assert sorted(set(word_of)) == [0, 1, 2, 3, 4]
+    assert vocabulary.words("") == ([], [])
+
+
+def test_copies_what_is_looked_at(vocabulary):
+    known = vocabulary.encode("home")
+    tokens = [UNK, *known, UNK]
+    model = Looks(places_of(vocabulary, 4, *[0] * len(known), 2))
+    texts = replace_unknown(model, vocabulary, LINE, [tokens, known])
+    assert texts == ["Ωxford home bridge", "home"]
+
+
+def test_pieces_of_one_unknown_word_are_one_copy(vocabulary):
+    model = Looks(places_of(vocabulary, 4, 4, 1))
+    assert replace_unknown(model, vocabulary, LINE, [[UNK, UNK, UNK]]) == ["Ωxford old"]
+
+
+def test_the_end_of_the_source_is_no_word(vocabulary):
+    model = Looks([len(vocabulary.encode(LINE))])
+    assert replace_unknown(model, vocabulary, LINE, [[UNK]])[0] in LINE.split()
+
+
+@pytest.mark.parametrize("word", ["the", "bridge"])
+def test_behind_a_language_tag_the_same_word(word):
+    vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
+    line = "<de> the old bridge"
+    end = len(vocabulary.encode(line.partition(word)[0] + word))
+    assert replace_unknown(Looks([end - 1]), vocabulary, line, [[UNK]]) == [word]
+    # Most attention may be on the tag, but it is no word.
+    assert replace_unknown(Looks([0]), vocabulary, line, [[UNK]])[0] in line.split()[1:]
+
+
+def recurrent(vocab_size, attention=True):
+    config = FastForwardLSTMConfig(
+        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=1, decoder_layers=1,
+        attention=attention,
+    )  # fmt: skip
+    return FastForwardLSTM(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
+def test_every_model_with_attention(model, make_grown, vocabulary, kind):
+    lstm = recurrent(len(vocabulary))
+    chosen = {
+        "transformer": model, "depth_growing": make_grown(len(vocabulary)).eval(),
+        "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
+    }[kind]  # fmt: skip
+    # Nothing but unk is likely.
+    step = chosen.step
+
+    def unknown(tokens, state):
+        logits = step(tokens, state)
+        logits[:, UNK] += 100 if state is not None else 0
+        return logits
+
+    chosen.step = unknown
+    try:
+        options = {"beam": 2, "max_length": 3}
+        plain = translate_nbest(chosen, vocabulary, [LINE, "boats"], **options)
+        replaced = translate_nbest(
+            chosen, vocabulary, [LINE, "boats"], replace_unknown=True, **options
+        )
+    finally:
+        del chosen.step
+    assert all("⁇" in best[0][1] for best in plain)
+    assert set(replaced[0][0][1].split()) <= set(LINE.split())
+    assert replaced[1][0][1].split() == ["boats"]
+    assert [b[0][0] for b in plain] == [b[0][0] for b in replaced]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "depth_growing"])
+def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
+    """Its weights of the values are what its last layer's attention gives; with one head, that is
+    all there is of them."""
+    model = {"transformer": make_model, "depth_growing": make_grown}[kind](20, heads=1).eval()
+    source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
+    target = torch.tensor([[2, 5, 6], [2, 7, 0]])
+    weights = model.alignment(source, target)
+    assert weights[0, :, 0].eq(0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3))
+    attention, seen = model.decoder.layers[-1].cross_attention, {}
+    with (
+        attention.out.register_forward_pre_hook(lambda _, args: seen.update(out=args[0])),
+        attention.key_value.register_forward_hook(lambda _, args, kv: seen.update(kv=kv)),
+    ):
+        model(source, target)
+    # Real tokens alone: 3 and 4 of the sources, 3 and 2 of the targets.
+    values = seen["kv"].chunk(2, -1)[1].split((3, 4))
+    mixed = seen["out"].split((3, 2))
+    torch.testing.assert_close(weights[0, :, 1:] @ values[0], mixed[0])
+    torch.testing.assert_close(weights[1, :2] @ values[1], mixed[1])
+
+
+def test_a_model_without_attention_is_refused(vocabulary, tmp_path, capsys, model):
+    blind = recurrent(len(vocabulary), attention=False)
+    for one in (blind, Ensemble([model, blind])):
+        with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
+            translate_nbest(one, vocabulary, [LINE], replace_unknown=True)
+    check_aligns(Ensemble([model, recurrent(len(vocabulary))]), vocabulary)
+
+
+def test_option(checkpoint, tmp_path, capsys):
+    source = tmp_path / "source"
+    source.write_text(f"{LINE}\n", "utf-8")
+    fast = ["--beam", "2", "--max-length", "6", "--device", "cpu", "--replace-unknown"]
+    assert main(["translate", str(checkpoint), "--input", str(source), *fast]) == 0
+    assert "⁇" not in capsys.readouterr().out
+    for option in ("--no-unknown", "--deep-shallow"):
+        assert main(["translate", str(checkpoint), "--input", str(source), option, *fast]) == 1
+        assert f"--replace-unknown: expected no {option}" in capsys.readouterr().err

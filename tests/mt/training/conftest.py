@@ -1,0 +1,65 @@
+"""A corpus of a few words, and a recipe of a model that trains on it in milliseconds."""
+
+import random
+
+import pytest
+import torch
+
+from deepfast.mt.training import recipe_from_dict
+
+WORDS = {
+    "one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum", "house": "Haus",
+    "sees": "sieht", "and": "und", "the": "das", "small": "klein",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models gain nothing from a second thread, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with train, dev and test in en and de: word by word, in reverse order."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(1)
+    for part, count in (("train", 240), ("dev", 20), ("test", 10)):
+        rows = [generator.choices(list(WORDS), k=generator.randint(1, 7)) for _ in range(count)]
+        (folder / f"{part}.en").write_text("".join(" ".join(row) + "\n" for row in rows))
+        turned = [" ".join(WORDS[word] for word in reversed(row)) for row in rows]
+        (folder / f"{part}.de").write_text("".join(line + "\n" for line in turned), "utf-8")
+    return folder
+
+
+@pytest.fixture
+def make_recipe(corpus, tmp_path):
+    """make_recipe({"train.max_steps": 3}): a tiny recipe with dotted changes."""
+
+    def make(changes=()):
+        tree = {
+            "data": {
+                f"{part}_{side}": str(corpus / f"{part}.{suffix}")
+                for part in ("train", "dev", "test")
+                for side, suffix in (("source", "en"), ("target", "de"))
+            }
+            | {"vocab_size": 60, "max_tokens": 120, "max_length": 40},
+            "model": {"dim": 16, "heads": 2, "ffn_dim": 32, "encoder_layers": 3,
+                      "decoder_layers": 1, "dropout": 0.2},
+            "optim": {"lr": 5e-3, "warmup": 10},
+            "train": {"device": "cpu", "max_steps": 12, "validate_every": 5, "save_every": 4,
+                      "keep_last": 3, "average_last": 2, "log_every": 1, "tensorboard": False},
+            "output": str(tmp_path / "run"),
+        }  # fmt: skip
+        for key, value in dict(changes).items():
+            *sections, name = key.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        return recipe_from_dict(tree)
+
+    return make

@@ -1,0 +1,137 @@
+"""Checkpoints: whole or not at all, and a sentence for every file that is not one."""
+
+import errno
+import io
+
+import pytest
+import torch
+
+from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
+from deepfast.mt.training import CheckpointError, average_checkpoints, load_checkpoint
+from deepfast.mt.training import checkpoint as module
+from deepfast.mt.training.checkpoint import check_config, save_checkpoint
+
+
+def content(value=1.0, width=3):
+    state = {"w": torch.full((width,), value), "n": torch.tensor([1, 2])}
+    return {"step": 3, "config": {}, "model": state, "vocabulary": b"v\xff", "recipe": {}}
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, content() | {"training": {"python": (3, (1, 2), None)}})
+    back = load_checkpoint(path)
+    assert back["vocabulary"] == b"v\xff"
+    assert back["training"]["python"] == (3, (1, 2), None)
+    assert torch.equal(back["model"]["w"], torch.ones(3))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_field_newer_than_the_checkpoint_had_its_default():
+    config = TransformerConfig(vocab_size=9)
+    saved = {name: value for name, value in vars(config).items() if name != "cross_attention"}
+    check_config("a.pt", {"config": saved}, config)
+    other = TransformerConfig(vocab_size=9, cross_attention="transparent")
+    with pytest.raises(CheckpointError, match="cross_attention 'top' in the checkpoint and 'trans"):
+        check_config("a.pt", {"config": saved}, other)
+
+
+def test_a_checkpoint_from_before_every_choice_made_in_a_dict():
+    added = {"dlcl", "latent", "languages", "fusion"}
+    grown = DepthGrowingConfig(vocab_size=9)
+    saved = {k: v for k, v in vars(grown).items() if k not in added | {"top_dlcl"}}
+    check_config("a.pt", {"kind": "depth_growing", "config": saved}, grown)
+    config = TransformerConfig(vocab_size=9)
+    saved = {k: v for k, v in vars(config).items() if k not in added}
+    check_config("a.pt", {"config": saved}, config)
+    other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
+    with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):
+        check_config("a.pt", {"config": saved}, other)
+
+
+class FullDisk(io.FileIO):
+    def write(self, data):
+        if self.tell() + len(data) > 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("fails_in", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, fails_in):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, content(1.0))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if fails_in == "write":
+            patch.setattr(module, "open", lambda p, mode: FullDisk(p, mode), raising=False)
+        else:
+            patch.setattr(module.os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"a\.pt: the checkpoint cannot be written \(No"):
+            save_checkpoint(path, content(2.0))
+    assert load_checkpoint(path)["model"]["w"][0] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_truncated_at_any_length(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, content())
+    whole = path.read_bytes()
+    for length in (0, 1, 2, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"a\.pt: "):
+            load_checkpoint(path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, content(1.0, width=5000))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"a\.pt: the checkpoint is damaged"):
+        load_checkpoint(path)
+
+
+def test_foreign_files(tmp_path):
+    path = tmp_path / "a.pt"
+    for write, message in (
+        (lambda: path.write_text("hello"), "got a file of another kind"),
+        (lambda: torch.save({"model": {}}, path), "got other torch.save content"),
+        (lambda: torch.save([1], path), "got other torch.save content"),
+        (lambda: torch.save(FullDisk, path), "got a file of another kind"),
+        (lambda: torch.save({"format": module.FORMAT, "version": 9}, path), "newer deepfast"),
+        (
+            lambda: torch.save({"format": module.FORMAT, "version": 1, "step": 1}, path),
+            "lacks config, model",
+        ),
+    ):
+        write()
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load_checkpoint(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_checkpoint(tmp_path / "none.pt")
+
+
+def test_average_is_the_mean_and_keeps_dtypes(tmp_path):
+    paths = [tmp_path / f"{i}.pt" for i in range(3)]
+    # In float32 the first two would already lose the last digit.
+    for path, value in zip(paths, (16777216.0, 1.0, 1.0), strict=True):
+        save_checkpoint(path, content(value))
+    mean = average_checkpoints(paths)
+    assert mean["w"].dtype == torch.float32
+    assert mean["w"][0].item() == pytest.approx(16777218 / 3, rel=1e-7)
+    assert torch.equal(mean["n"], torch.tensor([1, 2]))
+
+
+def test_average_of_other_shapes_or_of_nothing(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", content())
+    save_checkpoint(tmp_path / "b.pt", content(width=4))
+    with pytest.raises(CheckpointError, match=r"b\.pt: the model differs in shape from .*a\.pt"):
+        average_checkpoints([tmp_path / "a.pt", tmp_path / "b.pt"])
+    with pytest.raises(CheckpointError, match="at least one checkpoint, got none"):
+        average_checkpoints([])

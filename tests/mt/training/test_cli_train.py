@@ -1,0 +1,149 @@
+"""`deepfast train`: output, exit codes, and a real kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deepfast.cli import main
+from deepfast.mt.training import dump_recipe, recipe_names, train
+from deepfast.mt.training.trainer import Trainer
+
+
+@pytest.fixture
+def recipe_path(make_recipe, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(make_recipe()))
+    return path
+
+
+def test_list_has_one_line_each(capsys):
+    assert main(["train", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(recipe_names())
+
+
+def test_print_shows_the_recipe_with_overrides(recipe_path, capsys):
+    assert main(["train", str(recipe_path), "optim.lr=2e-3", "--print"]) == 0
+    assert "lr: 0.002" in capsys.readouterr().out
+
+
+def test_overrides_may_stand_behind_options(recipe_path, capsys):
+    words = ["train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "lr: 0.002" in said
+    assert "warmup: 7" in said
+    for more in (["--prnt"], ["--prnt", "optim.lr=1"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        assert f"unrecognized arguments: {more[0]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["info", "optim.lr=1"])
+    assert "unrecognized arguments: optim.lr=1" in capsys.readouterr().err
+
+
+def test_a_run_ends_with_how_to_translate(recipe_path, tmp_path, capsys):
+    assert main(["train", str(recipe_path), "train.max_steps=2"]) == 0
+    assert f"deepfast translate {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optim.lrr=1"], "unknown key optim.lrr, the nearest known key is optim.lr"),
+        (["data.train_source=/nowhere"], "/nowhere: there is no such file"),
+        (["resume=/nowhere.pt"], "/nowhere.pt: there is no such file"),
+        (["output=/proc/nowhere"], "/proc/nowhere: cannot be made"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_1(recipe_path, capsys, arguments, message):
+    assert main(["train", str(recipe_path), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("deepfast train: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
+    """Folders that were there stay, empty or not."""
+    if there:
+        (tmp_path / "runs" / "first").mkdir(parents=True)
+    folder = tmp_path / "runs" / "first" / "second"
+    assert main(["train", str(recipe_path), "data.train_source=/nowhere", f"output={folder}"]) == 1
+    assert not folder.exists()
+    assert (tmp_path / "runs" / "first").exists() == (tmp_path / "runs").exists() == there
+
+
+def test_no_recipe_is_one_sentence(capsys):
+    assert main(["train"]) == 1
+    assert "see deepfast train --list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_have_their_exit_codes(recipe_path, monkeypatch, capsys, number, code):
+    original = Trainer.train_step
+
+    def train_step(self):
+        os.kill(os.getpid(), number)
+        original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    assert main(["train", str(recipe_path)]) == code
+    out = capsys.readouterr().out
+    assert f"{number.name}: stopped after step 1; continue from" in out
+    assert "resume=true" in out
+
+
+def test_a_second_interrupt_acts_at_once(recipe_path, tmp_path, monkeypatch, capsys):
+    def train_step(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    assert main(["train", str(recipe_path)]) == 130
+    assert "no further checkpoint was written" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_an_interrupt_before_the_first_step(recipe_path, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepfast.mt.training.run.load_corpus", interrupted)
+    assert main(["train", str(recipe_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_sigkill_in_another_process_then_resume(make_recipe, tmp_path):
+    """Nothing can be tidied up after SIGKILL: what is on disk must be enough."""
+    changes = {"train.max_steps": 300, "train.save_every": 20, "train.threads": 1}
+    recipe = make_recipe(changes)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deepfast.cli", "train", str(path)], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    folder = tmp_path / "run"
+    while not list(folder.glob("step-*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    stopped_at = int(sorted(folder.glob("step-*.pt"))[-1].stem.removeprefix("step-"))
+    assert 20 <= stopped_at < 300
+    steps = {"train.max_steps": stopped_at + 10, "train.average_last": 0}
+    resumed = train(make_recipe(changes | steps | {"resume": True}), quiet=True)
+    whole = train(make_recipe(changes | steps | {"output": str(tmp_path / "whole")}), quiet=True)
+
+    def losses(output):
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        return [(row["step"], row["nll"]) for row in lines]
+
+    assert losses(resumed.output) == losses(whole.output)

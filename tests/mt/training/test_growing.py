@@ -1,0 +1,309 @@
+"""Two runs of one recipe: what the second starts from, and resuming at any point of either."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast.mt.models import DepthGrowing
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.training import (
+    CheckpointError,
+    RecipeError,
+    dump_recipe,
+    load_checkpoint,
+    load_recipe,
+    recipe_from_dict,
+    train,
+)
+from deepfast.mt.training.growing import TOP_FIELDS, second_run
+from deepfast.mt.training.trainer import Trainer
+from tests.mt.training.test_run import Killed, die, names, rows
+
+GROW = {
+    "grow.model.top_encoder_layers": 2,
+    "grow.model.top_decoder_layers": 1,
+    "grow.model.top_encoder_connection": "dlcl",
+    "grow.optim.lr": 8e-3,
+    "grow.optim.warmup": 4,
+    "grow.train.max_steps": 5,
+    "train.max_steps": 6,
+    "train.save_every": 2,
+    "train.validate_every": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def _finished():
+    return {}
+
+
+@pytest.fixture
+def whole_run(make_recipe, tmp_path_factory, _finished):
+    """Results of runs that nothing interrupted, each made once."""
+
+    def run(changes):
+        key = repr(sorted(changes.items()))
+        if key not in _finished:
+            folder = tmp_path_factory.mktemp("whole")
+            _finished[key] = train(make_recipe(changes | {"output": str(folder)}), quiet=True)
+        return _finished[key]
+
+    return run
+
+
+def at(monkeypatch, growing, step, action):
+    """Calls `action(trainer)` before an optimizer step of the first or of the second run."""
+    original = Trainer.train_step
+
+    def train_step(self):
+        if (isinstance(self.model, DepthGrowing), self.step + 1) == (growing, step):
+            action(self)
+        original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def weights(path):
+    return load_checkpoint(path)["model"]
+
+
+def assert_same_folders(whole, two):
+    one = whole.output.parent
+    for folder in ("stage1", "stage2"):
+        assert names(Path(one) / folder) == names(Path(two) / folder)
+        assert rows(Path(one) / folder) == rows(Path(two) / folder)
+        for name in names(Path(one) / folder):
+            a, b = (weights(Path(output) / folder / name) for output in (one, two))
+            assert a.keys() == b.keys()
+            for key, tensor in a.items():
+                assert torch.equal(tensor, b[key]), (folder, name, key)
+
+
+def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, capsys):
+    result = train(make_recipe(GROW | {"grow.train.max_steps": 16, "model.dropout": 0.0}))
+    assert result.output == tmp_path / "run" / "stage2"
+    assert (result.step, result.stopped) == (16, "max_steps")
+    said = capsys.readouterr().out
+    best = tmp_path / "run" / "stage1" / "best.pt"
+    assert f"grows on {best}, of step" in said
+    assert "model 3+2 encoder layers (dlcl+dlcl), 1+1 decoder layers" in said
+    assert [line for line in said.splitlines() if line.startswith("stage ")] == [
+        f"stage 1 of 2: 3 encoder and 1 decoder layer, into {best.parent}",
+        f"stage 2 of 2: 2 encoder and 1 decoder layer on top of {best}, which stays as it is, into "
+        f"{result.output}",
+    ]
+    first, second = said.split("stage 2 of 2")
+    # Each header counts what its own run trains, and both say what there is in all.
+    counts = [sum(p.numel() for p in load_model(path)[0].parameters())
+              for path in (best, result.best)]  # fmt: skip
+    assert f", {counts[0]:,} parameters, cpu" in first
+    learns = counts[1] - counts[0]
+    assert f", {counts[1]:,} parameters, {learns:,} of them trainable, cpu" in second
+    bottom = weights(tmp_path / "run" / "stage1" / "best.pt")
+    first, average, last = (
+        weights(result.output / name)
+        for name in ("step-00000012.pt", "average.pt", "step-00000016.pt")
+    )
+    # Not a bit of the bottom has moved, an average included; all of the top has.
+    for name, tensor in bottom.items():
+        for state in (first, average, last):
+            assert torch.equal(state[f"bottom.{name}"], tensor)
+    tops = [name for name in last if not name.startswith("bottom.")]
+    assert len(tops) + len(bottom) == len(last)
+    assert all(not torch.equal(first[name], last[name]) for name in tops)
+    losses = [row["loss"] for row in rows(result.output, "train")]
+    assert losses[-1] < losses[0] - 0.2
+    # A counter, a schedule and an optimizer of its own.
+    assert [row["lr"] for row in rows(result.output, "train")[:5]] == pytest.approx(
+        [2e-3, 4e-3, 6e-3, 8e-3, 8e-3 * (4 / 5) ** 0.5]
+    )
+    state = load_checkpoint(result.checkpoint)["training"]["optimizer"]["state"]
+    assert len(state) == len(tops)
+    model, _ = load_model(result.for_translation)
+    assert isinstance(model, DepthGrowing)
+
+
+CASES = {
+    "in the first run": (False, 6, {}),
+    "before the second saved anything": (True, 2, {}),
+    "in the second run: accumulation, bfloat16, dropout below": (
+        True, 5, {"grow.optim.accumulate": 3, "grow.train.precision": "bfloat16",
+                  "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, tmp_path, monkeypatch, case):
+    growing, step, changes = CASES[case]
+    changes = GROW | changes
+    whole = whole_run(changes)
+    with monkeypatch.context() as patch:
+        at(patch, growing, step, die)
+        with pytest.raises(Killed):
+            train(make_recipe(changes), quiet=True)
+    # Another generator state in the new process must not matter.
+    torch.manual_seed(12345)
+    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert (resumed.best_nll, resumed.average_nll) == (whole.best_nll, whole.average_nll)
+    assert_same_folders(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_an_interrupt_stops_both_and_either_resumes(
+    make_recipe, whole_run, tmp_path, monkeypatch, capsys, growing
+):
+    with monkeypatch.context() as patch:
+        at(patch, growing, 2, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+        first = train(make_recipe(GROW), quiet=True)
+    assert (first.stopped, first.step) == ("SIGINT", 2)
+    assert first.output == tmp_path / "run" / ("stage2" if growing else "stage1")
+    assert (tmp_path / "run" / "stage2").exists() == growing
+    # A file names its own run.
+    changes = GROW | {"resume": str(first.checkpoint)}
+    assert train(make_recipe(changes)).output == tmp_path / "run" / "stage2"
+    said = capsys.readouterr().out
+    assert ("stage 1 of 2: " in said, "stage 2 of 2: " in said) == (not growing, True)
+    assert_same_folders(whole_run(GROW), tmp_path / "run")
+
+
+def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, capsys):
+    before = train(
+        make_recipe(
+            {
+                "output": str(tmp_path / "before"),
+                "train.max_steps": 2,
+                "train.save_every": 1,
+                "train.validate_every": 2,
+            }
+        ),
+        quiet=True,
+    )
+    changes = GROW | {"grow.from": str(before.average)}
+    result = train(make_recipe(changes))
+    said = capsys.readouterr().out
+    assert f"grows on {before.average}, of step 2\n" in said
+    assert "stage " not in said.replace(str(tmp_path), "")
+    assert result.output == tmp_path / "run" / "stage2"
+    assert not (tmp_path / "run" / "stage1").exists()
+    for name, tensor in weights(before.average).items():
+        assert torch.equal(weights(result.checkpoint)[f"bottom.{name}"], tensor)
+
+    for path, message, more in (
+        (before.best, "decoder_layers 1 in the checkpoint and 2 in the recipe",
+         {"model.decoder_layers": 2}),
+        (whole_run(GROW).best, "expected a checkpoint of the kind transformer, got depth_g", {}),
+        (before.best, "data.lowercase=True, got one with False", {"data.lowercase": True}),
+        (tmp_path / "none.pt", "there is no such file", {}),
+    ):  # fmt: skip
+        output = tmp_path / "other"
+        with pytest.raises(CheckpointError, match=message):
+            train(make_recipe(GROW | more | {"grow.from": str(path), "output": str(output)}))
+        assert not output.exists()
+
+
+def test_a_second_run_that_is_there_is_seen_before_the_first_begins(make_recipe, tmp_path):
+    (tmp_path / "run" / "stage2").mkdir(parents=True)
+    (tmp_path / "run" / "stage2" / "best.pt").touch()
+    with pytest.raises(CheckpointError, match=r"stage2: expected a new folder.*\(best\.pt\)"):
+        train(make_recipe(GROW), quiet=True)
+    assert not (tmp_path / "run" / "stage1").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+def test_a_device_of_the_second_run_that_is_not_here(make_recipe, tmp_path, device):
+    with pytest.raises(RecipeError, match=r"train\.device: expected .*, got '" + device):
+        train(make_recipe(GROW | {"grow.train.device": device}), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_attention_residuals_on_top(make_recipe):
+    changes = {"grow.model.top_encoder_connection": "block_attnres",
+               "grow.model.top_attnres_block": 1, "grow.train.max_steps": 1,
+               "train.max_steps": 1, "train.validate_every": 1, "memory": "lean"}  # fmt: skip
+    result = train(make_recipe(GROW | changes), quiet=True)
+    model, _ = load_model(result.checkpoint)
+    assert model.encoder.connection.residuals.block == 1
+
+
+def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
+    """What a run leaves in its folder trains the same once more."""
+    recipe = make_recipe(GROW | {"grow.optim.betas": [0.8, 0.9]})
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    second = recipe_from_dict(second_run(recipe).to_dict())
+    assert second == second_run(recipe)
+    assert second.optim.betas == (0.8, 0.9)
+    assert (second.model["kind"], second.model["dim"]) == ("depth_growing", 16)
+    assert second.grow == {"from": str(tmp_path / "run" / "stage1" / "best.pt")}
+    left = whole_run(GROW).output / "recipe.yaml"
+    alone = train(load_recipe(left, [f"output={tmp_path / 'alone'}"]), quiet=True)
+    assert alone.output == tmp_path / "alone"
+    assert rows(alone.output) == rows(whole_run(GROW).output)
+
+
+def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
+    lean = train(make_recipe(GROW | {"memory": "history"}), quiet=True)
+    assert rows(lean.output) == rows(whole_run(GROW).output)
+    with pytest.raises(
+        RecipeError, match=r"^memory: expected a policy, one of keep, lean.*got '2GiB'$"
+    ):
+        make_recipe(GROW | {"memory": "2GiB"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grow.model.dim": 32}, "unknown key grow.model.dim, the nearest known key is"),
+        ({"grow.data.seed": 3}, "unknown key grow.data"),
+        ({"grow.optim.lr": -1.0}, "grow.optim.lr: expected a number above 0"),
+        ({"grow.train.max_steps": None}, "grow.train: expected an end"),
+        ({"grow.model.top_encoder_layers": 0}, "grow.model.top_encoder_layers: expected a whole"),
+        ({"grow.model.top_dlcl.window": 0, "grow.model.top_encoder_connection": "dlcl"},
+         "grow.model.top_dlcl: window must be a whole number of at least 1, got 0"),
+        ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl: expected a side with connection"),
+        ({"model.norm": "post", "grow.model.top_decoder_connection": "attnres"},
+         "grow.model.top_decoder_connection: expected norm pre with attention residuals, got norm"),
+        ({"grow.model.top_attnres_block": 2},
+         "grow.model.top_attnres_block: expected a side with 'block_attnres', got none"),
+        ({"grow.model.top_encoder_connection": "block_attnres", "grow.model.top_attnres_block": 0},
+         "grow.model.top_attnres_block: expected a whole number of at least 1 or None, got 0"),
+        ({"model.kind": "depth_growing"}, "model.kind: expected transformer and a section grow"),
+        ({"model.kind": "depth_growing", "grow.optim.lr": 1.0, "grow.from": "x"}, "model.kind: ex"),
+        ({"model.top_encoder_layers": 2}, "model.top_encoder_layers: expected a field of Trans"),
+        ({"grow.model.norm": "post"}, "unknown key grow.model.norm"),
+        ({"data.dev_source": None, "data.dev_target": None, "grow.train.max_steps": 5},
+         "grow: expected dev pairs"),
+        ({"grow": 3}, "grow: expected keys and values, got 3"),
+    ],
+)  # fmt: skip
+def test_a_wrong_section_is_one_sentence(make_recipe, changes, message):
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_length_of_the_second_run_is_its_own():
+    """As the recipe's comment and the README say."""
+    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train.max_steps=7"])
+    assert (recipe.train.max_steps, second_run(recipe).train.max_steps) == (9, 7)
+    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train=null"])
+    assert second_run(recipe).train.max_steps == 9
+    top = Path(__file__).parents[3]
+    comment = (top / "deepfast/mt/recipes/phrases-growing.yaml").read_text()
+    for text in (comment, (top / "README.md").read_text()):
+        assert "grow.train.max_steps" in text
+    assert all(name in comment for name in TOP_FIELDS)
+
+
+def test_an_empty_section_grows_by_the_defaults(make_recipe):
+    assert make_recipe({"grow": {}}).grow == {}
+    assert make_recipe({"grow": None}).grow is None
+    recipe = make_recipe()
+    recipe.grow = {"model": {"dim": 32}}
+    with pytest.raises(RecipeError, match=r"grow\.model\.dim: expected one of top_encoder_layers"):
+        recipe.__post_init__()

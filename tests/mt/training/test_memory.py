@@ -1,0 +1,245 @@
+"""Training within a budget of memory: what is planned, tried, said, and refused."""
+
+import json
+import math
+import multiprocessing
+import platform
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast.memory import POLICIES, parse_bytes
+from deepfast.mt.training import RecipeError, TrainingError, train
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.memory import fit_memory, plan_run
+from deepfast.mt.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
+        "model.encoder_layers": 6, "model.dim": 32, "model.ffn_dim": 128}  # fmt: skip
+
+
+def make_trainer(recipe, folder):
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(recipe.train.seed)
+    return Trainer(recipe, load_corpus(recipe.data, seed=1, folder=folder), CPU)
+
+
+def rows(recipe, event):
+    lines = (Path(recipe.output) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == event]
+
+
+@pytest.fixture
+def limits(make_recipe, tmp_path):
+    """Bytes of a step that keeps everything, and of the most frugal one."""
+    trainer = make_trainer(make_recipe(WIDE), tmp_path / "limits")
+    frugal = make_recipe(WIDE | {"memory": "history"})
+    return plan_run(trainer.recipe, trainer, 2**50).peak, plan_run(frugal, trainer).peak
+
+
+def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path):
+    """Losses to the bit, whatever is kept; the trial leaves no trace in them."""
+    seen = {}
+    for memory in (None, "keep", "lean", "history"):
+        recipe = make_recipe(WIDE | {"memory": memory, "output": str(tmp_path / str(memory))})
+        result = train(recipe, quiet=True)
+        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]
+        trials = rows(recipe, "memory")
+        assert len(trials) == (memory is not None)
+        assert result.step == 2
+        # Neither in the checkpoint's model nor in its configuration.
+        content = torch.load(result.checkpoint, weights_only=True)
+        assert "memory" not in content["config"]
+    assert seen[None] == seen["keep"] == seen["lean"] == seen["history"]
+
+
+def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
+    most, least = limits
+    recipe = make_recipe(WIDE | {"memory": f"{(most + least) // 2}B"})
+    result = train(recipe)
+    text = capsys.readouterr().out
+    (row,) = rows(recipe, "memory")
+    assert row["step"] == 0
+    assert row["measured_bytes"] <= row["predicted_bytes"] <= parse_bytes(recipe.memory)
+    assert "keep" not in row["policies"].split(";")[0]
+    assert f"memory policies: {row['policies']}\n" in text
+    assert "\nit fits\n" in text
+    assert " predicted, " in text
+    assert f"stopped by max_steps after {result.seconds:.0f} s, peak of live tensors " in text
+
+
+def test_the_prediction_holds_for_full_batches(make_recipe, tmp_path):
+    """The largest micro-batch has fewer tokens than max_tokens; for its own the plan is right."""
+    for policy in POLICIES:
+        trainer = make_trainer(make_recipe(WIDE | {"memory": policy}), tmp_path / "corpus")
+        batch = trainer.corpus.batches.largest()
+        row = fit_memory(trainer, lambda _: None)
+        share = (batch.source_tokens + batch.target_tokens) / 1200
+        assert 0.6 < share <= 1
+        assert 0.9 * share < row["measured_bytes"] / row["predicted_bytes"] < 1.05
+
+
+def test_the_trial_changes_nothing(make_recipe, tmp_path):
+    trainer = make_trainer(make_recipe(WIDE | {"memory": "lean"}), tmp_path / "corpus")
+    weights = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    config, place = asdict(trainer.model.config), trainer.corpus.batches.state_dict()
+    generator = torch.get_rng_state()
+    assert 0 < trainer.measure() < math.inf
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert asdict(trainer.model.config) == config
+    assert trainer.corpus.batches.state_dict() == place
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(p, weights[name])
+        assert p.grad is None
+    assert not trainer.optimizer.state
+
+
+def test_accumulation_holds_gradients_beside_activations(make_recipe, tmp_path):
+    once, twice = (
+        make_trainer(make_recipe(WIDE | {"optim.accumulate": n}), tmp_path / "corpus").measure()
+        for n in (1, 3)
+    )
+    assert twice > once
+
+
+def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):
+    monkeypatch.setattr(Trainer, "measure", None)
+    with pytest.raises(TrainingError, match=r"^memory: expected a step within 1\.00 MiB, got one "
+                       r"of .* for data\.max_tokens=600: .*") as error:  # fmt: skip
+        train(make_recipe(WIDE | {"memory": "1MiB"}), quiet=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_that_was_too_hopeful_is_made_again(make_recipe, monkeypatch, limits, tmp_path):
+    budget, said = int(1.3 * limits[0]), []
+    trainer = make_trainer(make_recipe(WIDE | {"memory": f"{budget}B"}), tmp_path / "corpus")
+    trials = iter([1.5 * budget, 0.9 * budget])
+    monkeypatch.setattr(trainer, "measure", lambda: next(trials))
+    row = fit_memory(trainer, said.append)
+    assert row["measured_bytes"] == int(0.9 * budget)
+    assert row["policies"] != "keep; decoder keep"
+    assert said[-1].startswith("a trial with memory policies keep; decoder keep took ")
+    assert row["policies"].startswith(trainer.model.encoder.policies[0])
+
+
+@pytest.mark.parametrize("share", [1.3, 1.02])
+def test_what_does_not_fit_when_tried_names_what_would(make_recipe, monkeypatch, limits, share):
+    most, least = limits
+    # What a trial would measure where every plan was too hopeful.
+    budget = int(share * (most if share == 1.3 else least))
+    monkeypatch.setattr(Trainer, "measure", lambda trainer: 1.5 * budget)
+    with pytest.raises(TrainingError) as error:
+        train(make_recipe(WIDE | {"memory": f"{budget}B"}), quiet=True)
+    text = str(error.value)
+    assert text.startswith("memory: expected a step within ")
+    assert "\n" not in text
+    assert " layers or " in text
+    assert "budget" not in text
+
+
+def test_a_gpu_without_so_much_gives_the_same_sentence(make_recipe, monkeypatch, tmp_path):
+    def exhausted(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")
+    monkeypatch.setattr(trainer, "_sums", exhausted)
+    properties = type("Properties", (), {"total_memory": 10 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(TrainingError, match=r"^memory: expected a step within 10\.0 GiB, got more "
+                       r"than the GPU has with memory policies keep; decoder keep: "):  # fmt: skip
+        fit_memory(trainer, lambda _: None)
+
+
+def test_resuming_accepts_another_budget(make_recipe, capsys):
+    train(make_recipe(WIDE | {"memory": "keep"}), quiet=True)
+    recipe = make_recipe(WIDE | {"memory": "1TiB", "resume": True, "train.max_steps": 3})
+    assert train(recipe).step == 3
+    assert "changed since: memory 'keep' -> '1TiB'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory": "less"}, "memory: expected a size such as 24GiB, one of keep, .*, got 'less'"),
+        ({"memory": 24}, "memory: expected text or null, got 24"),
+        ({"memory": "history", "model.encoder_connection": "residual"}, "is not dlcl, got 'hist"),
+    ],
+)
+def test_a_memory_that_is_none_is_refused(make_recipe, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe(changes)
+
+
+def _rank(rank, port, recipe, folder, results):
+    """One of two processes; the second alone does not fit."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    try:
+        trainer = make_trainer(recipe, folder / str(rank))
+        if rank == 1:
+            trainer.measure = lambda: 2.0**60
+        fit_memory(trainer, lambda _: None)
+        results.put((rank, None))
+    except TrainingError as error:
+        results.put((rank, str(error)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_stop_together(make_recipe, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    recipe = make_recipe(WIDE | {"memory": "1TiB"})
+    ranks = [
+        context.Process(target=_rank, args=(rank, port, recipe, tmp_path, results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    seen = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    assert seen[0] == seen[1]
+    assert "got 1048576 TiB with memory policies keep" in seen[0]
+
+
+FREED = """
+import sys, torch
+from deepfast.mt.training.environment import give_back_large_blocks, memory_bytes
+if sys.argv[1] == "give back":
+    give_back_large_blocks()
+before, kept = memory_bytes(torch.device("cpu")), []
+for index in range(60):
+    # Between those that stay, of a size that never fits the hole before it.
+    passing = [torch.ones(2**18 * (2 + (index + k) % 7)) for k in range(4)]
+    kept.append(torch.ones(2**17))
+    del passing
+print(memory_bytes(torch.device("cpu")) - before - sum(t.nbytes for t in kept))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed memory so")
+def test_large_freed_tensors_leave_the_process(python):
+    assert int(python("-c", FREED, "give back").stdout) < 16 * 2**20
+
+
+def test_a_policy_by_name_where_nothing_is_planned(make_recipe, tmp_path):
+    """The same steps; no prediction, and no trial to hold it to."""
+    seen = {}
+    for memory in (None, "leaner"):
+        recipe = make_recipe(WIDE | {"memory": memory, "model.encoder_connection": "attnres",
+                                     "output": str(tmp_path / str(memory))})  # fmt: skip
+        train(recipe, quiet=True)
+        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]
+        assert not rows(recipe, "memory")
+    assert seen[None] == seen["leaner"]

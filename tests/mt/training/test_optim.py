@@ -1,0 +1,53 @@
+"""The schedule and the optimizer's groups."""
+
+import pytest
+import torch
+
+from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.training import OptimSection
+from deepfast.mt.training.optim import build_optimizer, learning_rate
+
+
+def test_schedule_rises_linearly_and_falls_with_the_root():
+    section = OptimSection(lr=2e-3, warmup=100)
+    rates = [learning_rate(step, section) for step in (1, 50, 100, 400)]
+    assert rates == pytest.approx([2e-5, 1e-3, 2e-3, 1e-3])
+
+
+def test_schedule_stays_and_restarts():
+    section = OptimSection(
+        lr=2e-3, warmup=10, schedule="constant", restart_step=20, restart_lr=5e-5
+    )
+    rates = [learning_rate(step, section) for step in (5, 10, 20, 21, 900)]
+    assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 5e-5, 5e-5])
+
+
+def test_l2_is_in_the_gradient():
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimSection(l2=0.5))
+    assert type(optimizer) is torch.optim.Adam
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
+
+
+def test_a_model_says_how_its_parameters_learn():
+    model = torch.nn.Linear(3, 2)
+    model.parameter_groups = lambda: [
+        {"params": [model.weight], "lr_scale": 0.1, "decays": True},
+        {"params": [model.bias]},
+    ]
+    groups = build_optimizer(model, OptimSection(weight_decay=0.2)).param_groups
+    assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == [(0.1, 0.2), (1.0, 0.0)]
+
+
+def test_only_matrices_of_linear_layers_decay():
+    model = Transformer(
+        TransformerConfig(
+            vocab_size=11, dim=8, heads=2, ffn_dim=16, encoder_layers=2, decoder_layers=1
+        )
+    )
+    optimizer = build_optimizer(model, OptimSection(weight_decay=0.1))
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    assert "encoder.layers.0.feed_forward.up.weight" in names
+    assert not any("norm" in n or "dlcl" in n or "bias" in n or "embedding" in n for n in names)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))

@@ -1,0 +1,282 @@
+"""Recipes: files, overrides, and a sentence for every mistake."""
+
+import importlib.resources
+import shlex
+
+import pytest
+import yaml
+
+from deepfast.memory.policies import POLICIES
+from deepfast.mt.training import (
+    RecipeError,
+    dump_recipe,
+    load_recipe,
+    recipe_from_dict,
+    recipe_names,
+    train,
+)
+from deepfast.mt.training.corpus import load_corpus
+
+FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
+         "data.dev_target=b.de"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_load(name):
+    recipe = load_recipe(name, [] if name.startswith("phrases") else FILES)
+    assert recipe.output == f"runs/{name}"
+    recipe.model_config(vocab_size=100)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_have_summary_and_command_on_top(name):
+    file = importlib.resources.files("deepfast") / "recipes" / f"{name}.yaml"
+    summary, command, *_ = file.read_text("utf-8").splitlines()
+    assert summary == f"# {recipe_names()[name]}"
+    assert summary.endswith(".")
+    assert command.startswith(f"#     deepfast train {name}")
+
+
+def commands(name):
+    """The words after `deepfast train NAME` of every command in a recipe's comments."""
+    file = importlib.resources.files("deepfast") / "recipes" / f"{name}.yaml"
+    for line in file.read_text("utf-8").splitlines():
+        words = shlex.split(line.removeprefix("#     ")) if line.startswith("#     ") else []
+        if words[:2] == ["deepfast", "train"]:
+            assert words[2] == name
+            yield words[3:]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_command_in_a_recipe_s_comments_loads(name):
+    loaded = [load_recipe(name, words) for words in commands(name)]
+    # Each of them may run beside the others.
+    assert len({recipe.output for recipe in loaded}) == len(loaded) >= 1
+
+
+# Wang et al. 2019: peak, warm-up, betas, and dropout of attention and ReLU.
+PAPER = {
+    "transformer-base": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
+    "transformer-pre": (1e-3, 8000, (0.9, 0.997), 0.1, 6, "residual", "top", 8),
+    "transformer-big": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
+    "transparent16": (2e-3, 16000, (0.9, 0.997), 0.1, 16, "residual", "transparent", 8),
+    "dlcl30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "dlcl", "top", 16),
+    "denseformer30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "denseformer", "top", 16),
+}
+
+
+def test_the_paper_s_baselines():
+    seen = {}
+    for name in ("transformer-base", "dlcl30"):
+        for words in commands(name):
+            recipe = load_recipe(name, words)
+            optim, model = recipe.optim, recipe.model_config(vocab_size=100)
+            assert (optim.label_smoothing, recipe.train.average_last) == (0.1, 5)
+            assert model.attention_dropout == model.activation_dropout
+            assert model.decoder_layers == 6
+            assert model.dim == (1024 if "big" in recipe.output else 512)
+            assert model.norm == ("pre" if model.attention_dropout else "post")
+            seen[recipe.output.removeprefix("runs/")] = (
+                optim.lr, optim.warmup, optim.betas, model.attention_dropout, model.encoder_layers,
+                model.encoder_connection, model.cross_attention, optim.accumulate,
+            )  # fmt: skip
+    assert seen == PAPER
+
+
+def test_the_transparent_twin_differs_in_what_the_decoder_reads_alone():
+    dlcl, other = (load_recipe(f"phrases-{n}").to_dict() for n in ("dlcl30", "transparent30"))
+    connections = [r["model"].pop("encoder_connection") for r in (dlcl, other)]
+    assert connections == ["dlcl", "residual"]
+    assert other["model"].pop("cross_attention") == "transparent"
+    assert {k: v for k, v in dlcl.items() if k != "output"} == {
+        k: v for k, v in other.items() if k != "output"
+    }
+
+
+def test_the_two_compared_recipes_differ_in_the_connection_alone():
+    dlcl, post = (load_recipe(f"phrases-{n}").to_dict() for n in ("dlcl30", "postnorm30"))
+    assert (dlcl["model"].pop("norm"), post["model"].pop("norm")) == ("pre", "post")
+    connections = [r["model"].pop("encoder_connection") for r in (dlcl, post)]
+    assert connections == ["dlcl", "residual"]
+    assert {k: v for k, v in dlcl.items() if k != "output"} == {
+        k: v for k, v in post.items() if k != "output"
+    }
+
+
+def test_overrides_replace_nested_values():
+    changes = (
+        "model.encoder_layers=60 optim.lr=2e-3 model.dlcl.window=4 model.dlcl.init=one "
+        "optim.betas=[0.9,0.99] train.patience=null output=x/y"
+    )
+    recipe = load_recipe("phrases-small", changes.split())
+    assert recipe.model["encoder_layers"] == 60
+    assert recipe.model["dlcl"] == {"window": 4, "init": "one"}
+    assert recipe.optim.lr == 2e-3
+    assert recipe.optim.betas == (0.9, 0.99)
+    assert recipe.output == "x/y"
+
+
+def test_fusion_of_layers():
+    changes = ["model.encoder_fusion=attention", "model.fusion.hops=2"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_fusion, config.fusion) == ("attention", {"hops": 2})
+    with pytest.raises(
+        RecipeError, match=r"model\.fusion: hops must be a whole .* at least 1, got 0"
+    ):
+        load_recipe("phrases-small", [changes[0], "model.fusion.hops=0"])
+    # A policy by name needs no plan.
+    assert not load_recipe("phrases-small", [*changes, "memory=lean"]).planned()
+    message = r"one of keep, .*, or null where model\.encoder_fusion is attention"
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("phrases-small", [*changes, "memory=2GiB"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("phrases-fusion", [], "where model.encoder_fusion is attention"),
+        ("phrases-transparent30", [], "where model.cross_attention is transparent"),
+        ("phrases-growing", [], "for a model that grows"),
+        ("phrases-dlcl30", ["model.encoder_connection=attnres"],
+         "where model.encoder_connection is attnres"),
+        ("phrases-dlcl30", ["model.share_embeddings=none"], "where model.share_embeddings is none"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_counts_names_the_policies_that_serve(name, change, why):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name, [*change, "memory=2GiB"])
+    text = str(caught.value)
+    assert text.startswith("memory: expected a policy, one of keep, ")
+    assert text.endswith(f", or null {why}, which no plan counts, got '2GiB'")
+    offered = text.partition("one of ")[2].partition(", or null")[0].split(", ")
+    for policy in POLICIES:
+        if policy in offered:
+            assert load_recipe(name, [*change, f"memory={policy}"]).memory == policy
+        else:
+            with pytest.raises(RecipeError, match=f"^memory: expected a policy.*got '{policy}'$"):
+                load_recipe(name, [*change, f"memory={policy}"])
+
+
+def test_attention_residuals():
+    changes = ["model.encoder_connection=block_attnres", "model.attnres_block=3"]
+    config = load_recipe("phrases-small", changes).model_config(99)
+    assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
+    for more, message in (
+        ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
+        ("memory=history", r"leaner, states, where model\.encoder_connection is not dlcl, got"),
+        ("model.norm=post", "model.encoder_connection: expected norm pre with attention residuals"),
+        ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
+        ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load_recipe("phrases-small", [*changes, more])
+
+
+def test_a_recipe_file_by_path_and_back(tmp_path):
+    recipe = load_recipe("phrases-small", ["optim.lr=1e-4", "model.dlcl.weight=vector"])
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    assert recipe_from_dict(recipe.to_dict()) == recipe
+    assert yaml.safe_load(path.read_text())["optim"]["lr"] == 1e-4
+
+
+def test_sizes_are_base_and_big():
+    base = load_recipe("translate", [*FILES, "model.ffn_dim=1024"]).model_config(99)
+    assert (base.dim, base.heads, base.ffn_dim, base.vocab_size) == (512, 8, 1024, 99)
+    big = load_recipe("translate", [*FILES, "model.size=big"]).model_config(99)
+    assert (big.dim, big.heads, big.ffn_dim) == (1024, 16, 4096)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=3", "unknown key optim.lrr, the nearest known key is optim.lr"),
+        ("encoder_layers=3", "the nearest known key is model.encoder_layers"),
+        ("model.dlcl.windo=3", "the nearest known key is model.dlcl.window"),
+        ("optim.lr=-1", "optim.lr: expected a number above 0, got -1.0"),
+        ("optim.lr=.inf", "optim.lr: expected a number above 0, got inf"),
+        ("optim.eps=.inf", "optim.eps: expected a number above 0, got inf"),
+        ("optim.l2=.inf", "optim.l2: expected a number of at least 0, got inf"),
+        ("optim.weight_decay=.inf", "optim.weight_decay: expected a number of at least 0, got inf"),
+        ("model.dlcl.eps=-1", "model.dlcl: eps must be a number of at least 0, got -1"),
+        ("model.dlcl.eps=.inf", "model.dlcl: eps must be a number of at least 0, got inf"),
+        ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
+        ("optim.lr=true", "optim.lr: expected a number, got True"),
+        ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers, got 0.9"),
+        ("optim.betas=[0.9, 1]", "optim.betas: expected two numbers in [0, 1)"),
+        ("optim.accumulate=0", "optim.accumulate: expected at least 1 micro-batch, got 0"),
+        ("optim.label_smoothing=1", "optim.label_smoothing: expected a number in [0, 1), got 1.0"),
+        ("train.max_steps=1.5", "train.max_steps: expected a whole number or null, got 1.5"),
+        ("train.max_steps=null", "train: expected an end"),
+        ("train.precision=half", "expected one of float32, bfloat16, got 'half'"),
+        ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
+        ("train.log_every=0", "train.log_every: expected a whole number of at least 1, got 0"),
+        ("data.phrases=xx", "data.phrases: expected one of de, fr, es or null, got 'xx'"),
+        ("data.train_source=a", "got both: set data.phrases=null beside files"),
+        ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
+        ("data.dev_source=a", "data.dev_target: expected a file for both sides"),
+        ("data.vocab_size=4", "data.vocab_size: expected more than 4 pieces, got 4"),
+        ("model.heads=3", "model.dim: expected an even multiple of heads 3, got 64"),
+        ("model.norm=mid", "model.norm: expected one of pre, post, got 'mid'"),
+        ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
+        ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
+        ("model.encoder_connection=none", "model.encoder_connection: expected one of"),
+        ("optim=3", "optim: expected keys and values, got 3"),
+        ("optim.lr", "expected key=value"),
+        ("optim.betas=[", "expected YAML, got an error"),
+    ],
+)
+def test_a_wrong_override_is_one_sentence(override, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("phrases-small", [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_restart_needs_a_finite_rate():
+    changes = ["optim.restart_step=3", "optim.restart_lr=.inf"]
+    with pytest.raises(RecipeError, match=r"optim\.restart_lr: expected a number above 0 or null"):
+        load_recipe("phrases-small", changes)
+
+
+def test_dlcl_options_without_dlcl_are_refused():
+    changes = ["model.encoder_connection=residual", "model.dlcl.window=4"]
+    with pytest.raises(RecipeError, match=r"model\.dlcl: expected a side with connection"):
+        load_recipe("phrases-small", changes)
+
+
+def test_what_needs_dev_or_test_pairs_says_so():
+    for change, size in (("train.patience=2", "dev"), ("train.validate_bleu=true", "dev"),
+                         ("train.test_bleu=true", "test")):  # fmt: skip
+        with pytest.raises(RecipeError, match=f"expected {size} pairs"):
+            load_recipe("phrases-small", [change, f"data.{size}_size=0"])
+
+
+def test_text_is_asked_for_when_training_begins(tmp_path):
+    """A recipe whose files come from the command line can be looked at without them."""
+    recipe = load_recipe("phrases-small", ["data.phrases=null", f"output={tmp_path / 'run'}",
+                                           "train.test_bleu=false"])  # fmt: skip
+    assert "phrases: null" in dump_recipe(recipe)
+    with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
+        train(recipe)
+    with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
+        load_corpus(recipe.data, seed=1, folder=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_recipe_names_the_nearest(tmp_path):
+    with pytest.raises(RecipeError, match="nearest one is phrases-small"):
+        load_recipe("phrasessmall")
+    with pytest.raises(RecipeError, match="shipped recipe: deepfast train --list names them"):
+        load_recipe("q")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("optim:\n  lr: [1\n")
+    with pytest.raises(RecipeError, match=r"broken\.yaml: expected YAML, got an error at line"):
+        load_recipe(broken)
+    broken.write_text("just text")
+    with pytest.raises(RecipeError, match="expected keys and values, got str"):
+        load_recipe(broken)
+    broken.write_text("optim:\n  lrr: 1\n")
+    with pytest.raises(RecipeError, match=r"broken\.yaml: unknown key optim\.lrr"):
+        load_recipe(broken)

@@ -1,0 +1,333 @@
+"""Whole runs: what they leave behind, how they stop, and that a resumed one is the same run."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.training import (
+    CheckpointError,
+    NotFiniteError,
+    load_checkpoint,
+    train,
+)
+from deepfast.mt.training import checkpoint as checkpoint_module
+from deepfast.mt.training.trainer import Trainer
+
+TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
+
+
+def rows(folder, event=None):
+    """The metrics of a run without what differs from run to run: times and memory."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    kept = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return [row for row in kept if event in (None, row["event"])]
+
+
+def names(folder):
+    return sorted(p.name for p in Path(folder).glob("*.pt"))
+
+
+def at_step(monkeypatch, step, action):
+    """Calls `action(trainer)` before the given optimizer step."""
+    original = Trainer.train_step
+
+    def train_step(self):
+        if self.step + 1 == step:
+            action(self)
+        original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+class Killed(BaseException):
+    """What a test dies of; nothing may catch it."""
+
+
+def die(trainer):
+    raise Killed
+
+
+def test_a_run_learns_and_leaves_its_files(make_recipe):
+    recipe = make_recipe({"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0,
+                          "train.log_every": 20})  # fmt: skip
+    result = train(recipe, quiet=True)
+    losses = rows(result.output, "train")
+    assert [row["step"] for row in losses] == [20, 40, 60]
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
+    assert [row["step"] for row in rows(result.output, "valid")] == [20, 40, 60]
+    assert (result.step, result.stopped, result.best_nll) == (60, "max_steps", min(
+        row["nll"] for row in rows(result.output, "valid")
+    ))  # fmt: skip
+    assert names(result.output) == ["average.pt", "best.pt", "step-00000052.pt",
+                                    "step-00000056.pt", "step-00000060.pt"]  # fmt: skip
+    assert result.checkpoint.name == "step-00000060.pt"
+    assert result.for_translation in (result.best, result.average)
+    assert (result.output / "recipe.yaml").exists()
+    assert (result.output / "vocabulary.model").exists()
+
+
+def test_a_checkpoint_gives_model_and_vocabulary(make_recipe):
+    recipe = make_recipe()
+    result = train(recipe, quiet=True)
+    for path in (result.best, result.average, result.checkpoint):
+        model, serialised = load_model(path)
+        vocabulary = Vocabulary.from_bytes(serialised)
+        assert not model.training
+        assert model.config == recipe.model_config(len(vocabulary))
+        assert vocabulary.decode(vocabulary.encode("das Haus")) == "das Haus"
+    weights = [load_checkpoint(result.output / f"step-{i:08d}.pt")["model"] for i in (8, 12)]
+    average = load_checkpoint(result.average)["model"]
+    for name, tensor in average.items():
+        torch.testing.assert_close(tensor, (weights[0][name] + weights[1][name]) / 2)
+
+
+CASES = {
+    "mid-epoch, dropout, accumulation": ({"optim.accumulate": 3}, 7),
+    "next epoch, deterministic algorithms": (
+        {"data.max_tokens": 400, "train.deterministic": True}, 11),
+    "bfloat16, window of metrics cut in two": (
+        {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}, 9),
+    "post-norm, weight decay, grouped weights": (
+        {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight": "vector",
+         "model.decoder_connection": "dlcl"}, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch, case):
+    changes, killed_at = CASES[case]
+    whole = train(make_recipe(changes | {"output": str(tmp_path / "whole")}), quiet=True)
+    with monkeypatch.context() as patch:
+        at_step(patch, killed_at, die)
+        with pytest.raises(Killed):
+            train(make_recipe(changes), quiet=True)
+    # Another generator state in the new process must not matter.
+    torch.manual_seed(12345)
+    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert rows(resumed.output) == rows(whole.output)
+    assert names(resumed.output) == names(whole.output)
+    for name in names(whole.output):
+        one, two = (load_checkpoint(run.output / name) for run in (whole, resumed))
+        for key, tensor in one["model"].items():
+            assert torch.equal(tensor, two["model"][key]), (name, key)
+
+
+def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch):
+    whole = train(make_recipe({"output": str(tmp_path / "whole")}), quiet=True)
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+        first = train(make_recipe(), quiet=True)
+    # The step in which the signal came is finished.
+    assert (first.stopped, first.step) == ("SIGINT", 6)
+    assert first.checkpoint.name == "step-00000006.pt"
+    assert first.average is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = train(make_recipe({"resume": True}), quiet=True)
+    assert rows(resumed.output) == rows(whole.output)
+    assert resumed.best_nll == whole.best_nll
+    # What was written where it was interrupted is neither kept nor averaged.
+    assert names(resumed.output) == names(whole.output)
+    one, two = (load_checkpoint(run.average)["model"] for run in (whole, resumed))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_two_runs_from_one_seed_agree_and_another_seed_differs(make_recipe, tmp_path):
+    changes = {"train.max_steps": 3, "train.average_last": 0}
+    results = [
+        train(make_recipe(changes | {"output": str(tmp_path / name), "train.seed": seed}),
+              quiet=True)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]  # fmt: skip
+    a, b, c = (rows(result.output) for result in results)
+    assert a == b
+    assert a != c
+
+
+def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, tmp_path):
+    first = train(make_recipe({"train.max_steps": 4}), quiet=True)
+    before = {p: p.read_bytes() for p in first.output.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match="expected a new folder, got one with an earlier run"):
+        train(make_recipe(), quiet=True)
+    path = first.output / "step-00000004.pt"
+    elsewhere = make_recipe({"resume": str(path), "output": str(tmp_path / "other")})
+    assert train(elsewhere, quiet=True).step == 12
+    # The other run has gone further than the file that is to be resumed into its folder.
+    with pytest.raises(CheckpointError, match=r"without later checkpoints .* got step-00000012"):
+        train(elsewhere, quiet=True)
+    assert before == {p: p.read_bytes() for p in first.output.rglob("*") if p.is_file()}
+
+
+def test_resume_with_nothing_there_starts(make_recipe):
+    result = train(make_recipe({"resume": True, "train.max_steps": 2}), quiet=True)
+    assert result.step == 2
+
+
+def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, capsys):
+    train(make_recipe({"train.max_steps": 4}), quiet=True)
+    before = rows(make_recipe().output)
+    again = train(make_recipe({"train.max_steps": 4, "resume": True}), quiet=True)
+    assert (again.step, again.stopped) == (4, "max_steps")
+    assert rows(again.output) == before
+    longer = train(make_recipe({"train.max_steps": 6, "resume": True, "optim.lr": 1e-4}))
+    assert longer.step == 6
+    out = capsys.readouterr().out
+    assert "changed since: optim.lr 0.005 -> 0.0001" in out
+    assert "changed since: train.max_steps 4 -> 6" in out
+    assert rows(longer.output, "train")[-1]["lr"] == pytest.approx(6e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.encoder_layers": 4}, "encoder_layers 3 in the checkpoint and 4 in the recipe"),
+        ({"model.norm": "post"}, "norm 'pre' in the checkpoint and 'post' in the recipe"),
+        ({"data.max_tokens": 100}, "cannot resume, the state was taken with max_tokens 120"),
+        ({"data.lowercase": True}, "other sentence pairs"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(make_recipe, changes, message):
+    train(make_recipe({"train.max_steps": 2}), quiet=True)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert "step-00000002.pt" in str(caught.value)
+
+
+def test_an_average_cannot_be_resumed(make_recipe, tmp_path):
+    result = train(make_recipe({"train.max_steps": 2}), quiet=True)
+    other = make_recipe({"resume": str(result.average), "output": str(tmp_path / "other")})
+    with pytest.raises(CheckpointError, match=r"average\.pt: expected a checkpoint to resume"):
+        train(other, quiet=True)
+
+
+def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
+    def poison(trainer):
+        with torch.no_grad():
+            trainer.model.encoder.layers[1].attention.out.bias.fill_(torch.nan)
+
+    at_step(monkeypatch, 8, poison)
+    recipe = make_recipe({"train.validate_every": 100, "train.save_every": 4})
+    with pytest.raises(NotFiniteError) as caught:
+        train(recipe, quiet=True)
+    message = str(caught.value)
+    assert message.startswith("step 8: the loss is nan")
+    assert "encoder.layers.1.attention.out (Linear)" in message
+    assert message.endswith("step-00000004.pt")
+    assert names(recipe.output) == ["step-00000004.pt"]
+    assert all(t.isfinite().all() for t in load_checkpoint(
+        Path(recipe.output) / "step-00000004.pt")["model"].values())  # fmt: skip
+
+
+def test_a_full_disk_stops_and_the_run_resumes(make_recipe, tmp_path, monkeypatch):
+    whole = train(make_recipe({"output": str(tmp_path / "whole")}), quiet=True)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, lambda trainer: patch.setattr(checkpoint_module.os, "fsync", full))
+        with pytest.raises(CheckpointError, match=r"No space left on device.*ones are intact"):
+            train(make_recipe(), quiet=True)
+    assert "step-00000004.pt" in names(tmp_path / "run")
+    assert not list((tmp_path / "run").glob(".*part"))
+    resumed = train(make_recipe({"resume": True}), quiet=True)
+    assert rows(resumed.output) == rows(whole.output)
+
+
+def test_patience_stops(make_recipe, monkeypatch):
+    curve = iter([3.0, 2.0, 2.5, 2.0, 1.0])
+    monkeypatch.setattr(Trainer, "validate", lambda self: next(curve))
+    recipe = make_recipe({"train.validate_every": 2, "train.patience": 2, "train.max_steps": 99})
+    result = train(recipe, quiet=True)
+    assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
+    assert load_checkpoint(result.best)["step"] == 4
+    assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
+
+
+def test_patience_counts_on_after_a_resume(make_recipe, monkeypatch):
+    curve = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.1}
+    monkeypatch.setattr(Trainer, "validate", lambda self: curve[self.step])
+    changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2}
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, die)
+        with pytest.raises(Killed):
+            train(make_recipe(changes), quiet=True)
+    result = train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
+    assert load_checkpoint(result.best)["step"] == 4
+
+
+def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe):
+    train(make_recipe({"train.max_steps": 2}), quiet=True)
+    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4}
+    result = train(make_recipe(changes | {"resume": True}), quiet=True)
+    groups = load_checkpoint(result.checkpoint)["training"]["optimizer"]["param_groups"]
+    assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_max_minutes_counts_all_resumes(make_recipe, monkeypatch):
+    changes = {"train.max_steps": None, "train.max_minutes": 1.0}
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+        first = train(make_recipe(changes), quiet=True)
+    assert first.stopped == "SIGTERM"
+    seconds = load_checkpoint(first.checkpoint)["training"]["seconds"]
+    assert 0 < seconds < 60
+    changes["train.max_minutes"] = seconds / 60
+    second = train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert (second.stopped, second.step) == ("max_minutes", 3)
+
+
+def test_without_dev_pairs(make_recipe):
+    none = {"data.dev_source": None, "data.dev_target": None, "train.max_steps": 2}
+    result = train(make_recipe(none), quiet=True)
+    assert (result.best, result.best_nll, result.average_nll) == (None, None, None)
+    assert result.for_translation == result.average
+
+
+def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
+    asked = []
+
+    def translate_lines(model, vocabulary, lines, *, max_tokens=2000, **options):
+        asked.append((model.training, len(lines)))
+        return ["das Haus"] * len(lines)
+
+    import deepfast.mt.search
+
+    monkeypatch.setattr(deepfast.mt.search, "translate_lines", translate_lines, raising=False)
+    changes = {"train.max_steps": 5, "train.validate_bleu": True, "train.test_bleu": True}
+    result = train(make_recipe(changes), quiet=True)
+    assert asked == [(False, 20), (False, 10)]
+    assert rows(result.output, "valid")[0]["bleu"] >= 0
+    assert result.test_bleu == rows(result.output, "test")[0]["bleu"]
+
+
+def test_generated_phrases_are_left_for_translation(make_recipe):
+    files = {f"data.{p}_{s}": None for p in ("train", "dev", "test") for s in ("source", "target")}
+    sizes = {"data.train_size": 60, "data.dev_size": 6, "data.test_size": 6}
+    recipe = make_recipe(files | sizes | {"data.phrases": "de", "data.vocab_size": 120,
+                                          "train.max_steps": 2})  # fmt: skip
+    result = train(recipe, quiet=True)
+    assert len((result.output / "phrases" / "test.en").read_text("utf-8").splitlines()) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpu_run_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch, precision):
+    changes = {"train.device": "cuda", "train.deterministic": True, "train.precision": precision,
+               "optim.accumulate": 2, "model.dim": 64}  # fmt: skip
+    whole = train(make_recipe(changes | {"output": str(tmp_path / "whole")}), quiet=True)
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, die)
+        with pytest.raises(Killed):
+            train(make_recipe(changes), quiet=True)
+    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
+    assert rows(resumed.output) == rows(whole.output)
+    assert rows(whole.output, "train")[-1]["loss"] < rows(whole.output, "train")[0]["loss"]

@@ -1,0 +1,143 @@
+"""The step: accumulation, precision, determinism, and where NaN came from."""
+
+import math
+
+import pytest
+import torch
+
+from deepfast.mt.training import NotFiniteError
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.environment import settings
+from deepfast.mt.training.trainer import Trainer, perplexity
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def make_trainer(make_recipe, tmp_path):
+    def make(changes=()):
+        recipe = make_recipe(changes)
+        with settings(recipe.train):
+            corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=tmp_path)
+            return Trainer(recipe, corpus, CPU)
+
+    return make
+
+
+def test_accumulated_gradient_is_that_of_one_batch(make_trainer):
+    changes = {"model.dropout": 0.0, "optim.accumulate": 3, "optim.clip_norm": None}
+    trainer = make_trainer(changes)
+    twin = make_trainer(changes)
+    batches = [next(twin._stream) for _ in range(3)]
+    sums = [twin._sums(batch, 0.1)[0] for batch in batches]
+    tokens = [batch.target_tokens for batch in batches]
+    assert len(set(tokens)) > 1
+    (sum(sums) / sum(tokens)).backward()
+
+    trainer.train_step()
+    for (name, p), q in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+    row = trainer.take_metrics()
+    assert row["loss"] == pytest.approx((sum(sums) / sum(tokens)).item(), rel=1e-6)
+    assert row["grad_norm"] > 0
+    assert row["lr"] == pytest.approx(5e-4)
+    assert row["memory_bytes"] > 2**20
+
+
+def test_clipping_bounds_the_norm(make_trainer):
+    trainer = make_trainer({"optim.clip_norm": 0.01})
+    trainer.train_step()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trainer.parameters])
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    assert trainer.take_metrics()["grad_norm"] > 0.1
+
+
+def test_nll_is_reported_without_smoothing(make_trainer):
+    trainer = make_trainer({"optim.label_smoothing": 0.3})
+    for _ in range(20):
+        trainer.train_step()
+    row = trainer.take_metrics()
+    assert row["nll"] < row["loss"]
+    assert row["ppl"] == pytest.approx(math.exp(row["nll"]))
+    assert perplexity(1e4) == math.inf
+
+
+def test_bfloat16_autocast_trains_float32_parameters(make_trainer):
+    trainer = make_trainer({"train.precision": "bfloat16", "model.dropout": 0.0})
+    seen = []
+    up = trainer.model.encoder.layers[0].feed_forward.up
+    up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    before = trainer.validate()
+    for _ in range(25):
+        trainer.train_step()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.parameters} == {torch.float32}
+    assert trainer.validate() < before
+
+
+def test_validation_is_without_dropout_and_draws_nothing(make_trainer):
+    trainer = make_trainer()
+    state = torch.get_rng_state()
+    assert trainer.validate() == trainer.validate()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_settings_are_put_back(make_recipe):
+    before = torch.get_num_threads()
+    recipe = make_recipe({"train.threads": 1, "train.deterministic": True})
+    with settings(recipe.train):
+        assert torch.get_num_threads() == 1
+        assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == before
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("embedding.weight", "embedding (Embedding)"),
+        ("encoder.layers.1.feed_forward.down.bias",
+         "encoder.layers.1.feed_forward.down (Linear)"),
+        ("decoder.layers.0.cross_attention.query.weight",
+         "decoder.layers.0.cross_attention.query (Linear)"),
+        ("encoder.connection.dlcl.weight", "encoder.connection.dlcl (DLCL)"),
+    ],
+)  # fmt: skip
+def test_a_nan_loss_names_step_and_module(make_trainer, name, module):
+    trainer = make_trainer({"optim.accumulate": 2})
+    trainer.train_step()
+    with torch.no_grad():
+        trainer.model.get_parameter(name).fill_(math.nan)
+    weights = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.train_step()
+    assert str(caught.value).startswith("step 2: the loss is nan; the first value that is not fin")
+    assert str(caught.value).endswith(f"the output of {module}")
+    for n, p in trainer.model.named_parameters():
+        assert torch.equal(p, weights[n]) or n == name
+    assert trainer.step == 1
+
+
+def test_the_rerun_draws_what_the_step_drew(make_trainer):
+    trainer = make_trainer({"model.dropout": 0.5})
+    drawn = []
+
+    def poison(module, inputs, output):
+        drawn.append(torch.rand(()).item())
+        return output * math.inf
+
+    trainer.model.decoder.layers[0].feed_forward.up.register_forward_hook(poison)
+    with pytest.raises(NotFiniteError, match=r"decoder\.layers\.0\.feed_forward\.up \(Linear\)"):
+        trainer.train_step()
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
+def test_a_finite_loss_with_a_bad_gradient_names_the_parameter(make_trainer):
+    trainer = make_trainer()
+    bias = trainer.model.encoder.layers[2].feed_forward.up.bias
+    bias.register_hook(lambda grad: grad * math.nan)
+    name = "encoder.layers.2.feed_forward.up.bias"
+    with pytest.raises(NotFiniteError, match=f"step 1: the gradient of {name} is not finite"):
+        trainer.train_step()

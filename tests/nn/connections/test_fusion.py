@@ -1,0 +1,170 @@
+"""Multi-layer representation fusion against the paper's formulas written out."""
+
+import pytest
+import torch
+
+from deepfast.nn import LayerFusion
+from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
+from deepfast.reference import fusion as reference
+from deepfast.reference.layer_norm import layer_norm
+
+STATES, DIM, HOPS = 3, 6, 2
+SIZES = {"hops": HOPS, "attention_dim": 7, "hidden_dim": 5}
+
+
+def fusion(kind, **options):
+    """In float64, every parameter away from its init."""
+    made = LayerFusion(STATES, DIM, kind, **SIZES | options).double()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return made
+
+
+def states():
+    return [torch.randn(5, DIM, dtype=torch.float64, requires_grad=True) for _ in range(STATES)]
+
+
+def written_out(m, z, embedding=None):
+    """The module in the terms of the reference; and the weights of the layers."""
+
+    def norm(module, x):
+        return layer_norm(x, module.weight, module.bias)[0]
+
+    if m.source_norms is not None:
+        z = [*(norm(n, x) for n, x in zip(m.source_norms, z[:-1], strict=True)), z[-1]]
+    e = m.layer_embedding if embedding is None else embedding[:STATES]
+    weights = None
+    if m.kind in WITH_ATTENTION:
+        w1 = [w.weight for w in m.w1] * (STATES if len(m.w1) == 1 else 1)
+        s = {"tanh": torch.tanh, "relu": torch.relu}[m.activation]
+        weights = reference.attention_weights(z, e, w1, m.w2.weight, s)
+    if m.kind == "average":
+        y = reference.average(z)
+    elif m.kind == "channel_attention":
+        y = reference.channel_attention(z, e, weights)
+    else:
+        parts = z if m.kind == "feed_forward" else reference.attention(z, e, weights)
+        y = reference.feed_forward(parts, m.up.weight, m.up.bias, m.down.weight, m.down.bias)
+    return norm(m.norm, y), weights
+
+
+def assert_same(m, z, embedding=None):
+    given = () if embedding is None else (embedding,)
+    got, (expected, _) = m(z, *given), written_out(m, z, *given)
+    torch.testing.assert_close(got, expected)
+    leaves = [*z, *m.parameters(), *given]
+    dy = torch.randn_like(got)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("source_norm", [False, True])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_is_the_paper(kind, source_norm, backend):
+    assert_same(fusion(kind, source_norm=source_norm, backend=backend), states())
+
+
+@pytest.mark.parametrize("options", [{"shared": False}, {"activation": "relu"}, {"hops": 1}])
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_options_of_attention(kind, options):
+    assert_same(fusion(kind, **options), states())
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_an_embedding_of_others(kind):
+    """Shared by two stacks, of which the other one is deeper."""
+    m = fusion(kind, own_embedding=False)
+    assert "layer_embedding" not in dict(m.named_parameters())
+    e = torch.randn(STATES + 2, DIM, dtype=torch.float64, requires_grad=True)
+    assert_same(m, states(), e)
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_attention_is_returned(kind):
+    m, z = fusion(kind), states()
+    y, weights = m(z, return_attention=True)
+    _, expected = written_out(m, z)
+    assert torch.equal(y, m(z))
+    assert weights.shape == (5, HOPS if kind == "attention" else DIM, STATES)
+    torch.testing.assert_close(weights, torch.stack(expected, -1))
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+def test_the_layer_embedding_begins_small():
+    e = LayerFusion(100, 64).layer_embedding
+    assert e.shape == (100, 64)
+    assert -0.1 <= e.min() < -0.099
+    assert 0.099 < e.max() <= 0.1
+
+
+def test_no_stack_of_states_is_made(meter):
+    """Attention holds one state for each hop, and what its scores need."""
+    m = LayerFusion(30, 64, hops=1, attention_dim=4, hidden_dim=8)
+    z = [torch.randn(500, 64) for _ in range(30)]
+    with torch.no_grad(), meter() as used:
+        m(z)
+    assert used.peak < 8 * z[0].nbytes
+
+
+def test_autocast():
+    m, z = LayerFusion(STATES, DIM, **SIZES), [x.detach().float() for x in states()]
+    z = [x.requires_grad_() for x in z]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(z)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), m(z), rtol=0.1, atol=0.1)
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "sum"}, "kind must be one of .*got 'sum'"),
+        ({"activation": "gelu"}, "activation must be one of .*got 'gelu'"),
+        ({"hops": 0}, "hops must be a whole number of at least 1, got 0"),
+        ({"hops": 1.5}, "hops must be a whole number of at least 1, got 1.5"),
+        ({"shared": "no"}, "shared must be True or False, got 'no'"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        LayerFusion(STATES, DIM, **options)
+
+
+def test_refuses_what_does_not_fit():
+    z = [torch.randn(5, DIM) for _ in range(STATES)]
+    with pytest.raises(ValueError, match="expected 3 states, got 2"):
+        LayerFusion(STATES, DIM)(z[:2])
+    with pytest.raises(ValueError, match="'average' has no attention"):
+        LayerFusion(STATES, DIM, "average")(z, return_attention=True)
+    with pytest.raises(ValueError, match="no layer_embedding but its own"):
+        LayerFusion(STATES, DIM)(z, torch.zeros(STATES, DIM))
+    shared = LayerFusion(STATES, DIM, own_embedding=False)
+    with pytest.raises(ValueError, match="but one, as it has none"):
+        shared(z)
+    with pytest.raises(ValueError, match=r"\(at least 3, 6\), got \(2, 6\)"):
+        shared(z, torch.zeros(2, DIM))
+    with pytest.raises(TypeError, match="layer_embedding must be a tensor, got list"):
+        shared(z, [1])
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+@pytest.mark.parametrize(
+    ("last", "error", "message"),
+    [
+        ("z", TypeError, r"states\[2\] must be a tensor, got str"),
+        (torch.zeros(5, DIM + 1), ValueError, r"states\[0\]'s shape \(5, 6\), got \(5, 7\)"),
+        (torch.zeros(5, DIM).double(), ValueError, "dtype torch.float32, got torch.float64"),
+    ],
+)
+def test_refuses_states_that_are_not_alike(kind, last, error, message):
+    z = torch.randn(5, DIM)
+    with pytest.raises(error, match=f"LayerFusion: .*{message}"):
+        LayerFusion(STATES, DIM, kind)([z, z, last])
+    with pytest.raises(ValueError, match=r"states\[0\] must be \(\.\.\., 6\), got \(5, 7\)"):
+        LayerFusion(STATES, DIM, kind)([torch.zeros(5, DIM + 1)] * STATES)

@@ -1,0 +1,195 @@
+"""Latent depth alone: draws and losses against the specification."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from deepfast.nn import LatentDepth
+from deepfast.reference import latent_depth as spec
+
+LAYERS, LANGUAGES = 5, 3
+
+
+def latent(**options):
+    """With logits away from zero."""
+    module = LatentDepth(LAYERS, LANGUAGES, **options)
+    with torch.no_grad():
+        module.logits.copy_(torch.randn_like(module.logits) * 2)
+    return module
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_draws_are_the_specification_s(hard):
+    module = latent(tau=1.7, hard=hard)
+    u = torch.rand(2, LANGUAGES, LAYERS, dtype=torch.float64)
+    g1, g2 = -torch.log(-torch.log(u))
+    module._noise = lambda: g1 - g2
+    exact = spec.sample(module.logits.detach().double(), u, 1.7, hard)
+    torch.testing.assert_close(module.draw().detach().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_the_noise_is_a_difference_of_gumbels():
+    """Logistic: its distribution function at some points, within four standard errors."""
+    module = LatentDepth(50, 200)
+    noise = module._noise().flatten()
+    for point in (-3.0, -0.5, 0.0, 2.0):
+        p = torch.sigmoid(torch.tensor(point, dtype=torch.float64))
+        error = (noise <= point).double().mean() - p
+        assert error.abs() < 4 * (p * (1 - p) / noise.numel()).sqrt()
+
+
+def test_each_forward_draws_anew_and_a_step_draws_again():
+    """Whatever torch's generator did meanwhile, and whatever other stacks drew."""
+    module = latent()
+    module.set_step(5)
+    first = [module.draw(), module.draw()]
+    torch.rand(3)
+    assert not torch.equal(*first)
+    twin = copy.deepcopy(module)
+    for again in (module, twin):
+        again.set_step(5)
+        assert torch.equal(again.draw(), first[0])
+        assert torch.equal(again.draw(), first[1])
+    module.set_step(6)
+    assert not torch.equal(module.draw(), first[0])
+    other = latent(seed=1)
+    other.load_state_dict(module.state_dict())
+    other.set_step(5)
+    assert not torch.equal(other.draw(), first[0])
+
+
+def test_hard_begins_after_the_soft_steps():
+    module = latent(hard=True, soft_steps=4)
+    for step, hard in ((3, False), (4, True)):
+        module.set_step(step)
+        values = set(module.draw().flatten().tolist())
+        assert (values <= {0.0, 1.0}) == hard
+        assert module.draw().requires_grad
+
+
+def test_evaluation_is_deterministic():
+    module = latent(threshold=0.3).eval()
+    p = module.logits.detach().sigmoid()
+    for language in range(LANGUAGES):
+        expected = (p[language] >= 0.3).double().tolist()
+        assert module(language) == module(language) == expected
+    assert LatentDepth(4).eval()(0) == [1.0] * 4
+
+
+@pytest.mark.parametrize("options", [{"hard": True}, {"tau": 0.8}, {"tau": 3.0}])
+def test_the_mean_is_that_of_the_draws(options):
+    """Of the layers that are used, over many draws, within four standard errors."""
+    module = latent(evaluation="mean", threshold=0.1, **options)
+    with torch.no_grad():
+        draws = torch.stack([module.draw() for _ in range(4000)]).double()
+        p = module.logits.sigmoid()
+    error = 4 * draws.std(0) / 4000**0.5
+    for language in range(LANGUAGES):
+        got = torch.tensor(module.eval()(language), dtype=torch.float64)
+        used = p[language] >= 0.1
+        assert used.any()
+        assert (got[~used] == 0).all()
+        assert ((got - draws.mean(0)[language]).abs() <= error[language])[used].all()
+
+
+@pytest.mark.parametrize(
+    ("options", "prior"),
+    [
+        ({}, lambda p: torch.full_like(p[0], 0.5)),
+        ({"prior": "beta", "beta": (1.0, 3.0)}, lambda p: torch.full_like(p[0], 0.25)),
+        ({"prior": "mean"}, lambda p: p.mean(0)),
+    ],
+)
+def test_losses_are_the_specification_s(options, prior):
+    module = latent(**options).double()
+    p = module.logits.sigmoid()
+    for got, exact in (
+        (module.kl(), spec.kl(p, prior(p))),
+        (module.entropy(), spec.entropy(p)),
+        (module.depth(), p.mean(0).sum()),
+    ):
+        torch.testing.assert_close(got, exact)
+        a, b = (torch.autograd.grad(x, module.logits, retain_graph=True)[0] for x in (got, exact))
+        torch.testing.assert_close(a, b)
+        # No term is a constant: each reaches the logits.
+        assert a.abs().max() > 1e-3
+
+
+def test_losses_stay_finite_where_a_choice_is_certain():
+    for prior in ("uniform", "mean"):
+        module = LatentDepth(2, 2, prior=prior, kl_weight=1.0, entropy_weight=1.0)
+        with torch.no_grad():
+            module.logits.copy_(torch.tensor([[200.0, -200.0], [200.0, -200.0]]))
+        module.penalty().backward()
+        assert module.penalty().isfinite()
+        assert module.logits.grad.isfinite().all()
+
+
+def test_weights_of_the_losses_never_fall_below_zero():
+    terms = {"kl_weight": 2.0, "entropy_weight": 3.0, "target_weight": 0.5, "target_layers": 2.0}
+    module = latent(soft_steps=10, anneal_steps=4, **terms)
+    kl, entropy = module.kl().item(), module.entropy().item()
+    target = spec.target(module.logits.detach().sigmoid(), 2.0).item()
+    for step, first, second in ((0, 0, 0), (10, 0, 0), (11, 0.25, 0), (14, 1, 0), (15, 1, 0.25),
+                                (18, 1, 1), (500, 1, 1)):  # fmt: skip
+        module.set_step(step)
+        expected = first * 2 * kl + second * (3 * entropy + 0.5 * target)
+        assert module.penalty().item() == pytest.approx(expected, rel=1e-5)
+    assert latent().penalty().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tau": 0}, "tau: expected a number above 0, got 0"),
+        ({"tau": math.inf}, "tau: expected a number above 0, got inf"),
+        ({"kl_weight": math.inf}, "kl_weight: expected a number of at least 0, got inf"),
+        ({"prior": "beta", "beta": (2, math.inf)}, "beta: expected two numbers above 0"),
+        ({"prior": "flat"}, "prior: expected one of uniform, beta, mean, got 'flat'"),
+        ({"beta": (2, 1)}, r"beta: expected \(1, 1\) for the prior uniform, got \(2, 1\)"),
+        ({"prior": "beta", "beta": (2, 0)}, "beta: expected two numbers above 0"),
+        ({"kl_weight": -1}, "kl_weight: expected a number of at least 0, got -1"),
+        ({"target_weight": 1}, "target_layers: expected a number where target_weight is set"),
+        ({"target_layers": 6}, "target_layers: expected above 0 and at most the 5 layers"),
+        ({"evaluation": "sample"}, "evaluation: expected one of threshold, mean, got 'sample'"),
+        ({"threshold": 1}, "threshold: expected a number between 0 and 1, got 1"),
+        ({"soft_steps": -1}, "soft_steps must be a whole number of at least 0, got -1"),
+        ({"languages": 1.5}, "languages must be a whole number of at least 1, got 1.5"),
+        ({"hard": "no"}, "hard must be True or False, got 'no'"),
+        ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
+        ({"tau": "warm"}, "tau: expected a number above 0, got 'warm'"),
+        ({"prior": "beta", "beta": 2}, "beta: expected two numbers above 0, got 2"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        LatentDepth(LAYERS, **options)
+
+
+def test_a_step_before_the_first():
+    module = latent()
+    module.set_step(3)
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -5"):
+        module.set_step(-5)
+    assert module.step == 3
+
+
+def test_an_unknown_language():
+    with pytest.raises(ValueError, match="expected a language from 0 to 2, got 3"):
+        latent()(3)
+
+
+def test_draws_are_remembered_for_so_many_forwards(monkeypatch):
+    monkeypatch.setattr("deepfast.nn.connections.latent.FORWARDS", 3)
+    module = latent()
+    draws = []
+    for _ in range(5):
+        state = torch.get_rng_state()
+        draws.append((state, module.draw()))
+    for number, (state, z) in enumerate(draws):
+        torch.set_rng_state(state)
+        if number >= 2:
+            assert torch.equal(module.draw(), z)
+    assert (len(module._numbers), module.draws) == (3, 5)

@@ -1,0 +1,222 @@
+"""Latent depth in a stack: against stacks written out, skipped, checkpointed, step by step."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from deepfast.memory import LiveBytes
+from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
+from tests.nn.written_out import DIM, HEADS, assert_same, leaf, naive_decoder, naive_encoder, shaken
+
+LAYERS, FFN, LANGUAGES = 5, 20, 3
+NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
+PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
+LATENT = {"languages": LANGUAGES, "seed": 7}
+
+
+def encoder(norm="pre", **options):
+    options = LATENT | options
+    module = TransformerEncoder(
+        LAYERS, DIM, HEADS, FFN, connection="latent", norm=norm, dropout=0.0, latent=options
+    )
+    return chosen(shaken(module))
+
+
+def decoder(norm="pre", **options):
+    options = LATENT | options
+    module = TransformerDecoder(
+        LAYERS, DIM, HEADS, FFN, connection="latent", norm=norm, dropout=0.0, latent=options
+    )
+    return chosen(shaken(module))
+
+
+def chosen(module):
+    """Language 0 leaves out layers 1 and 4, language 1 the lowest, language 2 none."""
+    with torch.no_grad():
+        module.latent.logits.copy_(
+            torch.tensor([[2, -1, 1, 3, -2], [-1, 1, 1, 1, 1], [1, 1, 2, 0, 1]])
+        )
+    return module
+
+
+@NORMS
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_training_encoder_equals_one_written_out(norm, hard, padding):
+    """Gradients too, that of the logits among them."""
+    m = encoder(norm, hard=hard)
+    x = leaf(3, 5, DIM)
+    twin = copy.copy(m.latent)
+    got, want = m(x, padding, language=1), naive_encoder(m, x, padding, gates=twin(1))
+    assert_same(got, want, m, [x], None if padding is None else ~padding)
+    loss = m(x, padding, language=1).square().sum()
+    (grad,) = torch.autograd.grad(loss, m.latent.logits)
+    assert grad[1].abs().min() > 0
+    assert grad[[0, 2]].eq(0).all()
+
+
+@NORMS
+def test_a_training_decoder_equals_one_written_out(norm):
+    m = decoder(norm)
+    x, memory = leaf(3, 5, DIM), leaf(3, 4, DIM)
+    twin = copy.copy(m.latent)
+    got, want = m(x, memory, language=2), naive_decoder(m, x, memory, gates=twin(2))
+    assert_same(got, want, m, [x, memory])
+
+
+@NORMS
+def test_evaluation_equals_the_same_gates_written_out(norm):
+    for language in range(LANGUAGES):
+        m = encoder(norm).eval()
+        x = leaf(3, 5, DIM)
+        want = naive_encoder(m, x, PADDING, gates=m.latent.choose(language))
+        assert_same(m(x, PADDING, language=language), want, m, [x], ~PADDING)
+        m = decoder(norm, evaluation="mean").eval()
+        memory = leaf(3, 4, DIM)
+        want = naive_decoder(m, x, memory, gates=m.latent.choose(language))
+        assert_same(m(x, memory, language=language), want, m, [x, memory])
+
+
+def called(module, run):
+    """Indices of the layers that are called while ``run`` runs, in order."""
+    seen = []
+    hooks = [
+        layer.register_forward_hook(lambda *_, index=index: seen.append(index))
+        for index, layer in enumerate(module.layers)
+    ]
+    result = run()
+    for hook in hooks:
+        hook.remove()
+    return seen, result
+
+
+@NORMS
+def test_a_layer_that_is_not_used_is_not_run(norm):
+    x, memory = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
+    m = encoder(norm)
+    assert called(m, lambda: m(x))[0] == list(range(LAYERS))
+    m.eval()
+    assert called(m, lambda: m(x))[0] == [0, 2, 3]
+    assert called(m, lambda: m(x, language=1))[0] == [1, 2, 3, 4]
+    assert called(m, lambda: m(x, language=2))[0] == list(range(LAYERS))
+    m = decoder(norm).eval()
+    assert called(m, lambda: m(x, memory))[0] == [0, 2, 3]
+
+
+@NORMS
+@pytest.mark.parametrize("evaluation", ["threshold", "mean"])
+def test_decoding_step_by_step(norm, evaluation):
+    """As the whole forward; of layers that are not used neither keys nor values are kept."""
+    m = decoder(norm, evaluation=evaluation).eval()
+    x, memory = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
+    with torch.no_grad():
+        want = m(x, memory)
+        cache = m.start(memory.flatten(0, 1), Packing(2, 3))
+        for position in range(4):
+            seen, y = called(m, lambda at=position: m.step(x[:, at], cache))
+            assert seen == [0, 2, 3]
+            torch.testing.assert_close(y, want[:, position], rtol=1e-4, atol=1e-5)
+    assert [kv is None for kv in cache.memory] == [False, True, False, False, True]
+    assert [kv.key is None for kv in cache.layers] == [False, True, False, False, True]
+    cache.reorder(torch.tensor([1, 0, 0]))
+    assert cache.memory[0][0].shape[0] == cache.layers[3].value.shape[0] == 3
+
+
+def test_a_stack_without_any_layer_left_is_its_last_norm():
+    m = encoder().eval()
+    with torch.no_grad():
+        m.latent.logits.fill_(-1)
+    x = torch.randn(2, 4, DIM)
+    torch.testing.assert_close(m(x), m.connection.norms[-1](x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_draws_the_same_again(reentrant, dropout):
+    """Two forwards in front of their backwards, of which the first comes last."""
+    inputs = torch.randn(2, 5, DIM)
+
+    def run(wrap):
+        torch.manual_seed(9)
+        x = inputs.clone().requires_grad_()
+        m = TransformerEncoder(
+            LAYERS, DIM, HEADS, FFN, connection="latent", dropout=dropout, latent=LATENT
+        )
+        shaken(m).latent.set_step(3)
+        outputs = [wrap(m, x), wrap(m, x)]
+        for y in reversed(outputs):
+            y.square().sum().backward()
+        return [*outputs, x.grad, *(p.grad for p in m.parameters())]
+
+    want = run(lambda m, x: m(x))
+    assert not torch.equal(*want[:2])
+    got = run(lambda m, x: checkpointed(m, x, reentrant))
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
+
+
+def checkpointed(m, x, reentrant=False, **options):
+    return checkpoint(m, x, use_reentrant=reentrant, **options)
+
+
+def test_a_draw_that_backward_cannot_make_again_is_an_error():
+    m, x = encoder(), leaf(2, 5, DIM)
+    loss = checkpointed(m, x, preserve_rng_state=False).sum()
+    with pytest.raises(RuntimeError, match="checkpointing needs preserve_rng_state=True"):
+        loss.backward()
+    loss = checkpointed(m, x).sum()
+    m.latent.set_step(4)
+    with pytest.raises(RuntimeError, match="backward comes before the next set_step"):
+        loss.backward()
+
+
+def test_states_of_the_layers_that_run():
+    m = encoder().eval()
+    states = []
+    m.forward_packed(torch.randn(4, DIM), Packing(1, 4), states=states, language=0)
+    assert len(states) == 4
+
+
+def test_an_attention_of_another_make_is_scaled_too():
+    class Other(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *inputs, **options):
+            assert "gate" not in options
+            return self.inner(*inputs, **options)
+
+    m, x = encoder(), torch.randn(2, 4, DIM)
+    want = m(x)
+    for layer in m.layers:
+        layer.attention = Other(layer.attention)
+        layer.feed_forward.down.register_forward_hook(lambda *_: None)
+    m.latent.set_step(0)
+    torch.testing.assert_close(m(x), want)
+
+
+def test_a_gate_keeps_no_state_for_backward():
+    """Beside what the plain stack keeps only scaled weights, however many tokens there are."""
+
+    def kept(connection, tokens):
+        torch.manual_seed(0)
+        m = TransformerEncoder(3, 16, 2, 32, connection=connection, dropout=0.1)
+        with LiveBytes(torch.device("cpu")) as live:
+            y = m(torch.randn(1, tokens, 16))
+            alive = live.current
+        # The graph lives as long as its result.
+        assert y.requires_grad
+        return alive
+
+    more = [kept("latent", n) - kept("residual", n) for n in (64, 512)]
+    assert more[0] == more[1] > 0
+
+
+def test_options_belong_to_the_connection():
+    with pytest.raises(ValueError, match="latent options need connection='latent', got 'dlcl'"):
+        TransformerEncoder(2, DIM, HEADS, FFN, connection="dlcl", latent={"tau": 2.0})
+    with pytest.raises(ValueError, match="dlcl options need connection='dlcl', got 'latent'"):
+        TransformerEncoder(2, DIM, HEADS, FFN, connection="latent", dlcl={"window": 2})
