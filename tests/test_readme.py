@@ -1,5 +1,6 @@
-"""The README's code runs as it stands."""
+"""The code of README and docs runs as it stands, and their links and commands exist."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -9,31 +10,41 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import deepfast
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_examples_run():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
-    assert len(blocks) >= 3
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_examples_run(path):
     scope: dict = {}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), scope)
-    assert scope["x"].shape == (24, 64)
-    assert scope["y"].shape == (8, 32, 256)
-    assert scope["dlcl"].weight.grad is not None
-    losses = scope["losses"]
-    assert losses[-1] < losses[0]
-    assert all(p.grad is not None for p in scope["parameters"])
+    for block in blocks(path):
+        exec(compile(block, str(path), "exec"), scope)
+    if path == README:
+        assert len(blocks(path)) >= 3
+        assert scope["y"].shape == (8, 32, 256)
+        assert scope["dlcl"].weight.grad is not None
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 @pytest.fixture
 def loop():
-    """The names of the training loop's section, after its code ran."""
-    text = README.read_text()
-    section = text[text.index("## In your own training loop") :]
-    block = re.search(r"```python\n(.*?)```", section, flags=re.S)[1]
+    """The names of the training loop in docs/training.md, after its code ran."""
+    (block,) = blocks(ROOT / "docs" / "training.md")
     scope = {"torch": torch, "deepfast": deepfast}
-    exec(compile(block, str(README), "exec"), scope)
+    exec(compile(block, "training.md", "exec"), scope)
+    assert scope["x"].shape == (24, 64)
+    assert scope["losses"][-1] < scope["losses"][0]
+    assert all(p.grad is not None for p in scope["parameters"])
     return scope
 
 
@@ -76,8 +87,16 @@ def test_the_layer_takes_a_batch_of_nothing(loop):
         assert y.shape == x.grad.shape == (0, 64)
 
 
-def test_commands_exist():
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_commands_exist(path):
     from deepfast.cli import COMMANDS
 
-    for command in re.findall(r"^ {4}(?:\.venv/bin/)?deepfast ([\w-]+)", README.read_text(), re.M):
+    for command in re.findall(r"^ {4}deepfast ([\w-]+)", path.read_text(), re.M):
         assert command in COMMANDS
+
+
+def test_modules_of_commands_exist():
+    for path in PAGES:
+        for module in re.findall(r"python -m ([\w.]+)", path.read_text()):
+            if module.split(".")[0] in ("bench", "deepfast"):
+                assert importlib.util.find_spec(module) is not None, f"{path.name}: {module}"

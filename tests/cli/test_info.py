@@ -89,7 +89,8 @@ def test_what_a_gpu_would_choose(info, monkeypatch):
     assert f"on a GPU kernels proved for: {proved}{rest}" in info()[0]
 
 
-def test_the_readme_agrees_with_what_is_proved():
-    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+@pytest.mark.parametrize("page", ["README.md", "docs/backends.md"])
+def test_the_text_agrees_with_what_is_proved(page):
+    readme = " ".join((Path(__file__).parents[2] / page).read_text().split())
     assert ("They have not run on a GPU yet" in readme) == (not any(backend.PROVED.values()))
     assert "the reference and torch's own attention are the default" in readme
