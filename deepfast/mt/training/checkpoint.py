@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from deepfast.mt.models.checkpoint import FORMAT, VERSION, read_checkpoint
 from deepfast.mt.models.fusions import without_unread
 from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.report import METRICS
-
-if TYPE_CHECKING:
-    from deepfast.mt.training.recipe import Recipe
 
 KEYS = ("step", "config", "model", "vocabulary", "recipe")
 STEP_FILE = "step-{:08d}.pt"
@@ -154,17 +151,20 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def checkpoint_to_resume(recipe: Recipe) -> Path | None:
+def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
+
+    Args:
+        output, resume: of the recipe.
 
     Raises:
         CheckpointError: the folder holds another run, or one that went further.
     """
-    folder = Path(recipe.output)
+    folder = Path(output)
     present = step_checkpoints(folder)
-    if recipe.resume is True:
+    if resume is True:
         return present[-1] if present else None
-    if recipe.resume is False:
+    if resume is False:
         ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
         if ours:
             raise CheckpointError(
@@ -172,7 +172,7 @@ def checkpoint_to_resume(recipe: Recipe) -> Path | None:
                 "continue it with resume=true, or choose another with output=FOLDER"
             )
         return None
-    path = Path(recipe.resume)
+    path = Path(resume)
     later = [p for p in present if not path.exists() or not p.samefile(path)]
     if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
         raise CheckpointError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -25,9 +25,7 @@ from deepfast.mt.training.checkpoint import (
     step_checkpoints,
 )
 from deepfast.mt.training.errors import CheckpointError, RecipeError
-
-if TYPE_CHECKING:
-    from deepfast.mt.training.recipe import Recipe
+from deepfast.mt.training.recipe import Recipe
 
 FIRST, SECOND = "stage1", "stage2"
 """Folders of the two runs."""
@@ -100,8 +98,10 @@ def runs(recipe: Recipe) -> list[Recipe]:
     """The runs that are still to be made or continued, in order: without growing the recipe itself.
 
     Raises:
-        CheckpointError: a folder holds another run, before the first of them begins.
+        RecipeError: see `check_grow`.
+        CheckpointError: the folder of either run holds another run.
     """
+    check_grow(recipe)
     if recipe.grow is None or recipe.model.get("kind") == "depth_growing":
         return [recipe]
     first = replace(recipe, grow=None, output=str(Path(recipe.output) / FIRST))
@@ -116,7 +116,7 @@ def runs(recipe: Recipe) -> list[Recipe]:
     if begun:
         return [second]
     # After hours of the first run it would be late to hear of it.
-    checkpoint_to_resume(second)
+    checkpoint_to_resume(second.output, second.resume)
     return [first, second]
 
 

@@ -24,9 +24,7 @@ from deepfast.mt.models import (
 from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.data_section import DataSection
-from deepfast.mt.training.errors import RecipeError
-from deepfast.mt.training.errors import expect as _expect
-from deepfast.mt.training.growing import check_grow
+from deepfast.mt.training.errors import RecipeError, expect
 from deepfast.nn.connections.connection import ATTENTION_RESIDUALS, PRESETS
 
 SIZES = {"base": base, "big": big}
@@ -81,31 +79,31 @@ class OptimSection:
     """Micro-batches per step; the loss is divided by the target tokens of all of them."""
 
     def __post_init__(self):
-        _expect(0 < self.lr < math.inf, "optim.lr", "a number above 0", self.lr)
-        _expect(self.warmup >= 1, "optim.warmup", "at least 1 step", self.warmup)
+        expect(0 < self.lr < math.inf, "optim.lr", "a number above 0", self.lr)
+        expect(self.warmup >= 1, "optim.warmup", "at least 1 step", self.warmup)
         within = all(0 <= beta < 1 for beta in self.betas)
-        _expect(within, "optim.betas", "two numbers in [0, 1)", list(self.betas))
-        _expect(0 < self.eps < math.inf, "optim.eps", "a number above 0", self.eps)
+        expect(within, "optim.betas", "two numbers in [0, 1)", list(self.betas))
+        expect(0 < self.eps < math.inf, "optim.eps", "a number above 0", self.eps)
         allowed = f"one of {', '.join(SCHEDULES)}"
-        _expect(self.schedule in SCHEDULES, "optim.schedule", allowed, self.schedule)
+        expect(self.schedule in SCHEDULES, "optim.schedule", allowed, self.schedule)
         restart, rate = self.restart_step, self.restart_lr
         expected = "at least 1 step or null"
-        _expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
+        expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
         both = (restart is None) == (rate is None)
-        _expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
+        expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
         finite = rate is None or 0 < rate < math.inf
-        _expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
+        expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
         for name in ("weight_decay", "l2"):
             value = getattr(self, name)
-            _expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
+            expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
         one = not (self.weight_decay and self.l2)
-        _expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
+        expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
         smoothing = self.label_smoothing
-        _expect(0 <= smoothing < 1, "optim.label_smoothing", "a number in [0, 1)", smoothing)
+        expect(0 <= smoothing < 1, "optim.label_smoothing", "a number in [0, 1)", smoothing)
         clip = self.clip_norm
-        _expect(clip is None or clip > 0, "optim.clip_norm", "a number above 0 or null", clip)
+        expect(clip is None or clip > 0, "optim.clip_norm", "a number above 0 or null", clip)
         enough = self.accumulate >= 1
-        _expect(enough, "optim.accumulate", "at least 1 micro-batch", self.accumulate)
+        expect(enough, "optim.accumulate", "at least 1 micro-batch", self.accumulate)
 
 
 @dataclass(kw_only=True)
@@ -148,22 +146,22 @@ class TrainSection:
     def __post_init__(self):
         for name in ("validate_every", "save_every", "keep_last", "log_every"):
             value = getattr(self, name)
-            _expect(value >= 1, f"train.{name}", "a whole number of at least 1", value)
+            expect(value >= 1, f"train.{name}", "a whole number of at least 1", value)
         for name in ("max_steps", "patience", "threads"):
             value = getattr(self, name)
             expected = "a whole number of at least 1 or null"
-            _expect(value is None or value >= 1, f"train.{name}", expected, value)
+            expect(value is None or value >= 1, f"train.{name}", expected, value)
         minutes = self.max_minutes
-        _expect(minutes is None or minutes > 0, "train.max_minutes", "above 0 or null", minutes)
+        expect(minutes is None or minutes > 0, "train.max_minutes", "above 0 or null", minutes)
         if self.max_steps is None and minutes is None and self.patience is None:
             raise RecipeError(
                 "train: expected an end, got max_steps, max_minutes and patience all null"
             )
         allowed = f"one of {', '.join(PRECISIONS)}"
-        _expect(self.precision in PRECISIONS, "train.precision", allowed, self.precision)
+        expect(self.precision in PRECISIONS, "train.precision", allowed, self.precision)
         expected = f"0 to keep_last={self.keep_last} checkpoints"
         within = 0 <= self.average_last <= self.keep_last
-        _expect(within, "train.average_last", expected, self.average_last)
+        expect(within, "train.average_last", expected, self.average_last)
 
 
 @dataclass(kw_only=True)
@@ -214,12 +212,11 @@ class Recipe:
                 "train.test_bleu: expected test pairs to translate, got none: set "
                 "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
             )
-        _expect(bool(self.output), "output", "a folder", self.output)
-        check_grow(self)
+        expect(bool(self.output), "output", "a folder", self.output)
 
     def _check_memory(self, config: Any) -> None:
         stacks = isinstance(config, TransformerConfig)
-        _expect(stacks, "memory", "null for a model without memory policies", self.memory)
+        expect(stacks, "memory", "null for a model without memory policies", self.memory)
         unplanned = _not_planned(config)
         mixes = config.encoder_connection in PRESETS
         named = [name for name in POLICIES if mixes or name != "history"]
@@ -227,10 +224,10 @@ class Recipe:
         if self.memory in POLICIES:
             expected = f"{policy}, where model.encoder_connection is not dlcl"
             serves = self.memory in named or isinstance(config, DepthGrowingConfig)
-            _expect(serves, "memory", expected, self.memory)
+            expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
             expected = f"{policy}, or null {unplanned}, which no plan counts"
-            _expect(False, "memory", expected, self.memory)
+            expect(False, "memory", expected, self.memory)
         else:
             try:
                 parse_bytes(self.memory)
@@ -249,11 +246,11 @@ class Recipe:
         the languages' tags in it."""
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
-        _expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
+        expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
         kind = KINDS[name]
         sizes = SIZES if name == "transformer" else {}
         expected = f"one of {', '.join(sizes)} or null" if sizes else f"null for the kind {name}"
-        _expect(size is None or size in sizes, "model.size", expected, size)
+        expect(size is None or size in sizes, "model.size", expected, size)
         unknown = sorted(options.keys() - (kind.fields.keys() - set(DERIVED_FIELDS)))
         if unknown:
             raise RecipeError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepfast.mt.data.errors import require
 from deepfast.mt.training.errors import RecipeError
-from deepfast.mt.training.growing import TOP_FIELDS
+from deepfast.mt.training.growing import TOP_FIELDS, check_grow
 from deepfast.mt.training.recipe import (
     MODEL_FIELDS,
     NESTED_FIELDS,
@@ -193,4 +193,6 @@ def _build(flat: dict[str, Any]) -> Recipe:
             place = place.setdefault(section, {})
         place[name] = flat[key]
     sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
-    return Recipe(**sections, **tree)
+    recipe = Recipe(**sections, **tree)
+    check_grow(recipe)
+    return recipe

@@ -120,7 +120,7 @@ class _Run:
         self.recipe, self.section, self.stage = recipe, recipe.train, stage
         self.folder = Path(recipe.output)
         device = resolve_device(recipe.train.device)
-        self.saved: Path | None = checkpoint_to_resume(recipe)
+        self.saved: Path | None = checkpoint_to_resume(recipe.output, recipe.resume)
         content = load_checkpoint(self.saved) if self.saved else None
         if content is not None and "training" not in content:
             raise CheckpointError(

@@ -306,4 +306,4 @@ def test_an_empty_section_grows_by_the_defaults(make_recipe):
     recipe = make_recipe()
     recipe.grow = {"model": {"dim": 32}}
     with pytest.raises(RecipeError, match=r"grow\.model\.dim: expected one of top_encoder_layers"):
-        recipe.__post_init__()
+        train(recipe, quiet=True)
