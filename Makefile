@@ -48,14 +48,13 @@ report: setup
 # DATA='train.en train.de' takes two text files; what is done is not done again.
 SEEDS ?= 3
 systems: setup
-	$(BIN)/python -m deepfast.bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
+	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
 	  $(if $(ROWS),--rows $(ROWS)) --write bench/results/systems.md $(SET)
 
 gpu:
-	@test -d deepfast/bench && test -d deepfast/kernels || \
-	  { echo "deepfast/bench and deepfast/kernels must be links to bench/ and kernels/: a copy" \
-	  "that keeps no links needs 'ln -sfn ../bench ../kernels deepfast/'"; exit 1; }
-	$(GPU_PYTHON) -m deepfast.bench.gpu $(GPU_ARGS)
+	@test -d deepfast/kernels || { echo "deepfast/kernels must be a link to kernels/: a copy" \
+	  "that keeps no links needs 'ln -sfn ../kernels deepfast/'"; exit 1; }
+	$(GPU_PYTHON) -m bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

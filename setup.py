@@ -244,17 +244,9 @@ if __name__ == "__main__":
     setup(
         packages=[
             "deepfast.kernels",
-            "deepfast.bench",
-            "deepfast.bench.gpu",
-            *find_packages(
-                include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*", "deepfast.bench*"]
-            ),
+            *find_packages(include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*"]),
         ],
-        package_dir={
-            "deepfast.kernels": "kernels",
-            "deepfast.bench": "bench",
-            "deepfast.bench.gpu": "bench/gpu",
-        },
+        package_dir={"deepfast.kernels": "kernels"},
         package_data={"deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html"]},
         ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
         cmdclass={"build_ext": BuildOps},

@@ -1,1 +1,1 @@
-"""Benchmarks, one file per op and per model; installed as ``deepfast.bench``."""
+"""Benchmarks, one file for each op and each model; run from a clone, never installed."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepfast.bench.peers import PEERS, FusedPerLayer, mixing_alone
 from deepfast.depth.schedule import default_block
+from deepfast.measure.forms import PEERS, FusedPerLayer, mixing_alone
 from deepfast.nn import DLCL
 
 

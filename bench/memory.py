@@ -1,4 +1,4 @@
-"""What memory policies save and cost: `python -m deepfast.bench.memory --output FILE`.
+"""What memory policies save and cost: `python -m bench.memory --output FILE`.
 
 Bytes are counted, parameters and their gradients aside; times are medians of rounds in which the
 policies take turns, on 2 threads.
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.bench.gpu.peers import PlainEncoder
-from deepfast.bench.harness import interleave, ratio
-from deepfast.bench.peers import StackAndSum
+from bench.gpu.peers import PlainEncoder
+from deepfast.measure.clock import interleave, ratio
+from deepfast.measure.forms import StackAndSum
 from deepfast.memory import POLICIES, LiveBytes, plan
 from deepfast.nn import DLCL, Packing, TransformerEncoder
 

@@ -1,4 +1,4 @@
-"""The claims, each a ratio between variants of one run: `python -m deepfast.bench.numbers`.
+"""The claims, each a ratio between variants of one run: `python -m bench.numbers`.
 
 Every row is measured on 2 threads with the variants taking turns; the ratio quoted is the median
 of the rounds' own ratios.
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
+from bench import depth_mix, layer_norm, transformer
 from deepfast.backend import build_info
-from deepfast.bench import depth_mix, layer_norm, transformer
-from deepfast.bench.harness import (
+from deepfast.measure.clock import (
     copy_variant,
     interleave,
     keep_memory,
     ratio,
 )
-from deepfast.bench.machine import cpu_model
+from deepfast.measure.machine import cpu_model
 from deepfast.memory import LiveBytes
 
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.output:
         result = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": "python -m deepfast.bench.numbers",
+            "command": "python -m bench.numbers",
             "torch": torch.__version__,
             "python": platform.python_version(),
             "threads": args.threads,

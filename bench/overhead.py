@@ -1,6 +1,6 @@
 """What Python costs: one boundary in eager mode, above the launches inside it, at one token.
 
-    python -m deepfast.bench.overhead
+    python -m bench.overhead
 
 A stack of boundaries runs with its launches and with nothing in their place; the second is the
 cost of checks, allocations and autograd nodes. One thread, freed memory kept, CPU time of the
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from deepfast.bench.harness import keep_memory
+from deepfast.measure.clock import keep_memory
 from deepfast.nn import DLCL, DepthHistory, LayerNorm
 
 LAYERS, DIM, DROPOUT = 200, 16, 0.1

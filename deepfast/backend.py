@@ -56,7 +56,7 @@ NO_CUDA = ("depth_attention", "peephole_lstm")
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
 
-# `python -m deepfast.bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
+# `python -m bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
 # PROVED: ops that a GPU backend serves by default, because their tests passed on a GPU and
 # bench/results/ holds the run. SHAPES: of two proved backends the faster by width, (widest row,
 # name), for 16-bit dtypes; an op that is not in it goes by the order of BACKENDS.

@@ -23,7 +23,7 @@ def start(folder, *options):
         [
             sys.executable,
             "-m",
-            "deepfast.bench.gpu",
+            "bench.gpu",
             "--dry-run",
             "--output",
             str(folder),
@@ -102,7 +102,7 @@ def test_every_gpu_test_is_of_a_group():
 
 
 def gpu_module():
-    from deepfast.bench.gpu import __main__ as gpu
+    from bench.gpu import __main__ as gpu
 
     return gpu
 
@@ -138,7 +138,7 @@ def test_a_section_out_of_time_is_stopped(tmp_path):
 
 
 def test_a_variant_that_raises_leaves_the_others(tmp_path):
-    from deepfast.bench.gpu.clock import Bench, Variant
+    from bench.gpu.clock import Bench, Variant
 
     saved = []
     bench = Bench("cpu", saved.append)
@@ -165,7 +165,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 
 def table_module():
-    from deepfast.bench.gpu import table
+    from bench.gpu import table
 
     return table
 

@@ -32,18 +32,15 @@ ALLOWED = {
     "mt.models": {"mt", "mt.data", *NN},
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
-    "bench": {"measure", "mt", "mt.training", *MODELS},
-    "measure": {"mt", "mt.search", "mt.training", "bench", *MODELS},
-    "cli": {"mt", "mt.search", "mt.training", "measure", "bench", *MODELS},
+    "measure": {"mt", "mt.search", "mt.training", *MODELS},
+    "cli": {"mt", "mt.search", "mt.training", "measure", *MODELS},
     # deepfast/__init__.py shows what most users need.
     "": {"mt", "nn", "ops", "memory", "version"},
 }
 
 
 def sources():
-    """Every source file of the package, each once: deepfast/kernels and deepfast/bench are links,
-    and kernels has a test of its own."""
-    yield from sorted((ROOT / "bench").rglob("*.py"))
+    """Every source file of the package; deepfast/kernels is a link and has a test of its own."""
     for path in sorted(PACKAGE.rglob("*.py")):
         if not any(parent.is_symlink() for parent in path.parents if PACKAGE in parent.parents):
             yield path
@@ -51,7 +48,6 @@ def sources():
 
 def module_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = ("deepfast", *parts) if parts[0] == "bench" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -128,9 +124,9 @@ def test_no_circles():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_no_other_packages_kernels_and_no_path_tricks(name):
+def test_no_other_packages_kernels_no_benchmarks_no_path_tricks(name):
     text = MODULES[name].read_text()
-    assert not [t for t in imports(MODULES[name]) if t.split(".")[0] == "kernels"]
+    assert not [t for t in imports(MODULES[name]) if t.split(".")[0] in ("kernels", "bench")]
     assert "sys.path" not in text
 
 

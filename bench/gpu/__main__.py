@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command under ten minutes: tests, then benchmarks.
 
-`make gpu`, or `python -m deepfast.bench.gpu` from the repository's root. Each group of tests and
+`make gpu`, or `python -m bench.gpu` from the repository's root. Each group of tests and
 each section of benchmarks runs in a process of its own, with a limit on its time, so that one that
 crashes or hangs takes no other with it. What is measured is written after every step to
 ``bench/results/<gpu>-<date>.json`` and ``.md``, and copied to $OUT where that is set. The exit
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu import page, sections
 from deepfast.backend import build_info
-from deepfast.bench.gpu import page, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,7 +163,7 @@ def sanitize(results: Results, seconds: float) -> None:
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
         try:
             done = subprocess.run(
-                [*command, "deepfast.bench.gpu.launches"], cwd=ROOT, capture_output=True,
+                [*command, "bench.gpu.launches"], cwd=ROOT, capture_output=True,
                 text=True, timeout=seconds, env=environment(False),
             )  # fmt: skip
             said = (done.stdout + done.stderr)[-2000:]
@@ -201,7 +201,7 @@ def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) ->
         for name in groups:
             log, out = Path(folder, f"{name}.jsonl"), Path(folder, f"{name}.txt")
             command = [sys.executable, "-m", "pytest", *files_of(name), "-m", "gpu", "-q"]
-            command += ["-p", "deepfast.bench.gpu.log", "-p", "no:cacheprovider", "--color=no"]
+            command += ["-p", "bench.gpu.log", "-p", "no:cacheprovider", "--color=no"]
             with out.open("w") as file:
                 process = subprocess.Popen(
                     command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
@@ -256,7 +256,7 @@ def run_section(results: Results, name: str, dry: bool, seconds: float) -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part.json")
-        command = [sys.executable, "-m", "deepfast.bench.gpu.sections", name, str(part)]
+        command = [sys.executable, "-m", "bench.gpu.sections", name, str(part)]
         process = subprocess.Popen(
             command + ["--dry-run"] * dry, cwd=ROOT, env=environment(dry), stdout=None
         )
@@ -290,7 +290,7 @@ def succeeded(data: dict) -> bool:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m deepfast.bench.gpu", description="Tests and benchmarks on a GPU."
+        prog="python -m bench.gpu", description="Tests and benchmarks on a GPU."
     )
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
     parser.add_argument("--output", type=Path, help="folder of the results file")

@@ -5,10 +5,10 @@ from itertools import accumulate
 
 import torch
 
+from bench.gpu import peers
+from bench.gpu.clock import Bench, Variant
+from bench.gpu.ops import BF16, random
 from deepfast import backend, ops
-from deepfast.bench.gpu import peers
-from deepfast.bench.gpu.clock import Bench, Variant
-from deepfast.bench.gpu.ops import BF16, random
 
 
 def sentence_lengths(tokens: int, shortest: int, longest: int) -> list[int]:

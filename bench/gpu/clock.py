@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from deepfast import backend
-from deepfast.bench.harness import Timing
+from deepfast.measure.clock import Timing
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """Every CUDA kernel once, at small sizes: for a sanitizer, and to see what launches ask for.
 
-compute-sanitizer --tool racecheck python -m deepfast.bench.gpu.launches
+compute-sanitizer --tool racecheck python -m bench.gpu.launches
 """
 
 import sys

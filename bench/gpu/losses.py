@@ -5,10 +5,10 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
+from bench.gpu import peers
+from bench.gpu.clock import Bench, Variant
+from bench.gpu.ops import ours, random
 from deepfast import ops
-from deepfast.bench.gpu import peers
-from deepfast.bench.gpu.clock import Bench, Variant
-from deepfast.bench.gpu.ops import ours, random
 
 SMOOTHING = 0.1
 

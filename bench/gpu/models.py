@@ -7,10 +7,10 @@ import time
 import torch
 import torch.nn.functional as F
 
+from bench.gpu import peers
+from bench.gpu.clock import Bench, Variant
 from deepfast import ops
-from deepfast.bench.gpu import peers
-from deepfast.bench.gpu.clock import Bench, Variant
-from deepfast.bench.peers import PEERS, mixing_alone
+from deepfast.measure.forms import PEERS, mixing_alone
 from deepfast.nn import (
     DLCL,
     DepthHistory,

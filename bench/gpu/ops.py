@@ -4,9 +4,9 @@ import functools
 
 import torch
 
+from bench.gpu import peers
+from bench.gpu.clock import Bench, Variant
 from deepfast import backend, ops
-from deepfast.bench.gpu import peers
-from deepfast.bench.gpu.clock import Bench, Variant
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
 

@@ -1,4 +1,4 @@
-"""The results of `deepfast.bench.gpu` as a page of Markdown."""
+"""The results of `bench.gpu` as a page of Markdown."""
 
 
 def _cell(value) -> str:

@@ -1,4 +1,4 @@
-"""The sections of `deepfast.bench.gpu`, each the work of one process."""
+"""The sections of `bench.gpu`, each the work of one process."""
 
 import argparse
 import importlib.util
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from deepfast import backend
-from deepfast.bench.gpu import (
+from bench.gpu import (
     attention,
     losses,
     models,
     ops,
 )
-from deepfast.bench.gpu.clock import Bench
+from bench.gpu.clock import Bench
+from deepfast import backend
 
 
 class Section(NamedTuple):
@@ -44,7 +44,7 @@ SECTIONS = {
 def _emulate_cuda() -> None:
     """Has the CUDA kernels run on the CPU, where the tests that emulate them are at hand.
 
-    `deepfast.bench.gpu` has compiled them before a section's time runs.
+    `bench.gpu` has compiled them before a section's time runs.
     """
     path = Path(__file__).resolve().parents[2] / "tests" / "cuda" / "build.py"
     if not path.exists():

@@ -1,6 +1,6 @@
 """Writes what a run on a GPU decides into deepfast/backend.py: defaults, and the faster kernels.
 
-    python -m deepfast.bench.gpu.table bench/results/RUN.json
+    python -m bench.gpu.table bench/results/RUN.json
 
 ``PROVED`` gets the ops whose tests ran and passed there, ``SHAPES`` the faster of cuda and triton
 by width, where both were measured: forward and backward together, as a training step has them.

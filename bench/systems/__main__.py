@@ -1,7 +1,7 @@
 """Trains every system small on the same sentences and writes one table; picks up where it stopped.
 
-python -m deepfast.bench.systems --seeds 3                      # or make systems SEEDS=3
-python -m deepfast.bench.systems --data train.en train.de --large
+python -m bench.systems --seeds 3                      # or make systems SEEDS=3
+python -m bench.systems --data train.en train.de --large
 """
 
 import argparse
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from deepfast.bench.machine import cpu_model
-from deepfast.bench.systems.one import RESULT
-from deepfast.bench.systems.rows import (
+from bench.systems.one import RESULT
+from bench.systems.rows import (
     LARGE,
     Row,
     named,
     text_files,
 )
-from deepfast.bench.systems.table import page
+from bench.systems.table import page
+from deepfast.measure.machine import cpu_model
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.training import load_recipe
 
@@ -44,7 +44,7 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
             "another folder with --output, or remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "deepfast.bench.systems.one", row.recipe, str(path.parent)]
+    command = [sys.executable, "-m", "bench.systems.one", row.recipe, str(path.parent)]
     command += [str(seed), *overrides]
     with open(path.parent / "log.txt", "a", encoding="utf-8") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)

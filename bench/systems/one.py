@@ -1,6 +1,6 @@
 """One run of one row, in a process of its own: its peak memory is nobody else's.
 
-python -m deepfast.bench.systems.one RECIPE FOLDER SEED key=value ...
+python -m bench.systems.one RECIPE FOLDER SEED key=value ...
 """
 
 import argparse

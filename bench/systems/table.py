@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from deepfast.bench.systems.rows import BASE, Row
+from bench.systems.rows import BASE, Row
 
 COLUMNS = (
     "system", "paper", "model", "parameters", "steps to {level:.1f}", "dev NLL", "BLEU",

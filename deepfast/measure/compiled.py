@@ -17,8 +17,8 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from deepfast.bench.peers import AddLoop
 from deepfast.measure.encoders import COMPILED, Case, PeerEncoder
+from deepfast.measure.forms import AddLoop
 from deepfast.measure.rows import NOT_MEASURED, Row
 from deepfast.measure.settings import Deadline, Settings
 

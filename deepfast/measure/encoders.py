@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast.bench.peers import PEERS
+from deepfast.measure.forms import PEERS
 from deepfast.measure.settings import Deadline, Settings
 from deepfast.nn import Packing, TransformerEncoder
 
 RESIDUAL, COMPILED = "plain residual", "loop of adds, compiled"
-"""Variants that are no form of DLCL in `bench.peers`."""
+"""Variants that are no form of DLCL in `measure.forms`."""
 
 REFERENCE = "stack and sum"
 """The form that losses and gradients are compared with: the DLCL paper's code."""
@@ -21,7 +21,7 @@ VARIANTS = (RESIDUAL, "deepfast", REFERENCE, "DenseFormer form", "loop of adds")
 
 
 def within(form: Callable, check: Callable[[], None]) -> Callable:
-    """A form of `bench.peers` that calls ``check`` at every layer, in backward too.
+    """A form of `measure.forms` that calls ``check`` at every layer, in backward too.
 
     ``check`` ends a run by raising.
     """
@@ -42,7 +42,7 @@ def within(form: Callable, check: Callable[[], None]) -> Callable:
 
 
 class PeerEncoder(nn.Module):
-    """A pre-norm DLCL encoder whose sum over layers is made by a form of `bench.peers`.
+    """A pre-norm DLCL encoder whose sum over layers is made by a form of `measure.forms`.
 
     Layer bodies, layer-norms and every parameter are those of ``encoder``; only what stands
     between two layers differs. Dropout on the last branch of a layer is left out, as it is where

@@ -11,8 +11,16 @@ from pathlib import Path
 import torch
 
 from deepfast import backend
-from deepfast.bench.machine import cpu_model
 from deepfast.version import __version__
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:

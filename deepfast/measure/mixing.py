@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from deepfast.bench import harness
-from deepfast.bench.peers import PEERS, mixing_alone
+from deepfast.measure import clock
 from deepfast.measure.encoders import within
+from deepfast.measure.forms import PEERS, mixing_alone
 from deepfast.measure.machine import free_bytes
 from deepfast.measure.rows import (
     DOES_NOT_FIT,
@@ -97,7 +97,7 @@ def _refused(row: Row, settings: Settings, deadline: Deadline, guess: float | No
 
 
 def _rounds(rows: dict[str, Row], run, rounds: int, deadline: Deadline, copies) -> None:
-    copy, nbytes = harness.copy_variant()
+    copy, nbytes = clock.copy_variant()
     for _ in range(rounds):
         variants = {COPY: copy}
         left = deadline.left
@@ -107,7 +107,7 @@ def _rounds(rows: dict[str, Row], run, rounds: int, deadline: Deadline, copies) 
                 variants[form] = lambda form=form: run(form)
                 left -= cost
         try:
-            timings = harness.interleave(variants, repeats=1, warmup=0)
+            timings = clock.interleave(variants, repeats=1, warmup=0)
         except OutOfTime:
             return
         for name, timing in timings.items():

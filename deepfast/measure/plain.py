@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
-from deepfast.bench.peers import AddLoop, StackAndSum
+from deepfast.measure.forms import AddLoop, StackAndSum
 from deepfast.memory.eager import CHECKPOINTED, LOOP, STACK
 from deepfast.memory.sizes import Sizes
 from deepfast.nn import DLCL, Packing, TransformerEncoder

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from deepfast.bench import harness
+from deepfast.measure import clock
 from deepfast.measure.machine import free_bytes
 from deepfast.measure.plain import DROPOUT
 from deepfast.measure.rows import (
@@ -140,7 +140,7 @@ def times(settings: Settings, deadline: Deadline, rows: list[Row], say: Say) -> 
         if number > 1 and cost > deadline.left:
             break
         turns = {policy: lambda policy=policy: case.run(policy) for policy in POLICIES}
-        timings = harness.interleave(turns, repeats=1, warmup=0)
+        timings = clock.interleave(turns, repeats=1, warmup=0)
         cost = sum(timing.median for timing in timings.values())
         if number > 0:
             for policy, timing in timings.items():

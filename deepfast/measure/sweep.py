@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepfast.bench import harness
+from deepfast.measure import clock
 from deepfast.measure.encoders import (
     REFERENCE,
     RESIDUAL,
@@ -172,7 +172,7 @@ class _Depth:
             if not admitted:
                 return
             try:
-                timings = harness.interleave(
+                timings = clock.interleave(
                     {v: lambda v=v: self._run(v) for v in admitted}, repeats=1, warmup=0
                 )
             except OutOfTime:

@@ -1,6 +1,6 @@
-"""`python -m deepfast.bench.overhead` says what it counts, in which unit."""
+"""`python -m bench.overhead` says what it counts, in which unit."""
 
-from deepfast.bench import overhead
+from bench import overhead
 
 
 def test_numbers_have_their_unit(monkeypatch, capsys):

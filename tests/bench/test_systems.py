@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from deepfast.bench.systems import __main__ as systems
-from deepfast.bench.systems.rows import (
+from bench.systems import __main__ as systems
+from bench.systems.rows import (
     BASE,
     HELD_OUT,
     LARGE,
@@ -14,7 +14,7 @@ from deepfast.bench.systems.rows import (
     named,
     text_files,
 )
-from deepfast.bench.systems.table import diverged, page, steps_to
+from bench.systems.table import diverged, page, steps_to
 from deepfast.mt.training import load_recipe
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 

@@ -135,7 +135,7 @@ def compile_one(source: Path, architectures: list[str], host: bool) -> tuple[str
 
 LAUNCHES = """
 import sys, torch
-from deepfast.bench.gpu.launches import every_launch
+from bench.gpu.launches import every_launch
 torch.ops.load_library(sys.argv[1])
 for dim in 512, 508, 509:
     every_launch(torch.ops.deepfast_emulated, "cpu", 2, dim)
@@ -148,7 +148,7 @@ def launches() -> dict[str, tuple[int, int]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "launches")
         subprocess.run(
-            [sys.executable, "-c", LAUNCHES, library],
+            [sys.executable, "-c", LAUNCHES, library], cwd=ROOT,
             env=os.environ | {"EMULATOR_LOG": str(log), "EMULATOR_BLOCKS": "0",
                               "OMP_NUM_THREADS": "1"}, check=True,
         )  # fmt: skip

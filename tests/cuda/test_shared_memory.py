@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from bench.gpu.launches import every_launch
 from deepfast import backend
-from deepfast.bench.gpu.launches import every_launch
 
 
 @pytest.mark.parametrize(("kilobytes", "dim"), [(99, 512), (99, 509), (99, 4096), (163, 8192)])

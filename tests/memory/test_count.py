@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.bench.peers import PEERS, mixing_alone
+from deepfast.measure.forms import PEERS, mixing_alone
 from deepfast.memory import LiveBytes
 from deepfast.nn import DLCL, TransformerEncoder
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.bench.peers import AddLoop, Plain, StackAndSum
+from deepfast.measure.forms import AddLoop, Plain, StackAndSum
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, EAGER, eager_peak
 from deepfast.nn import DLCL

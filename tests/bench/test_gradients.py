@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.measure import gradients
+from bench import gradients
 from deepfast.nn import TransformerEncoder
 
 

@@ -1,6 +1,6 @@
 """Gradients of each layer at initialisation, of stacks that are joined in different ways.
 
-    python -m deepfast.measure.gradients --output bench/results
+    python -m bench.gradients --output bench/results
 
 writes `gradients.svg` and `gradients.md`. In post-norm what reaches a layer has passed the
 layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2); in DLCL
@@ -113,7 +113,7 @@ def table(norms: Mapping[str, Sequence[float]]) -> str:
         f"D={DIM}, {TOKENS} tokens, cross-entropy",
         f"under a random projection, geometric mean over {SEEDS} seeds, float32 on a CPU, "
         f"torch {torch.__version__}:",
-        "`python -m deepfast.measure.gradients --output bench/results`, with `gradients.svg`.",
+        "`python -m bench.gradients --output bench/results`, with `gradients.svg`.",
         "",
         "| layer | " + " | ".join(norms) + " |",
         "|---" * (len(norms) + 1) + "|",
