@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h')
+SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 
 # What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -78,7 +78,7 @@ def test_kernels_use_no_standard_templates():
 def test_the_library_is_free_of_undefined_instruction_sets():
     """No compile line may ask for the machine it is built on."""
     code = "\n".join(
-        line for line in (ROOT / "setup.py").read_text().splitlines()
+        line for line in (CSRC / "build.py").read_text().splitlines()
         if not line.strip().startswith("#")
     )  # fmt: skip
     assert "-march=native" not in code
@@ -197,8 +197,8 @@ def test_unknown_instruction_set_is_an_error(python):
 
 
 @pytest.fixture
-def setup_module():
-    spec = importlib.util.spec_from_file_location("deepfast_setup", ROOT / "setup.py")
+def build():
+    spec = importlib.util.spec_from_file_location("deepfast_build", CSRC / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -230,46 +230,46 @@ def test_cuda_files():
         ("1", "13.0", "13.1", None),
     ],
 )
-def test_when_cuda_is_built(monkeypatch, tmp_path, setup_module, wish, torch_cuda, nvcc, reason):
+def test_when_cuda_is_built(monkeypatch, tmp_path, build, wish, torch_cuda, nvcc, reason):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    monkeypatch.setattr(setup_module, "find_nvcc", lambda: nvcc and "/there/nvcc")
-    monkeypatch.setattr(setup_module, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
+    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc and "/there/nvcc")
+    monkeypatch.setattr(build, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
     (tmp_path / "libcudart_static.a").touch()
-    monkeypatch.setattr(setup_module, "cuda_libraries", lambda _: [tmp_path])
-    got = setup_module.cuda_refusal()
+    monkeypatch.setattr(build, "cuda_libraries", lambda _: [tmp_path])
+    got = build.cuda_refusal()
     assert got == reason or (reason and reason in got)
 
 
 @pytest.mark.parametrize("says", ["exit 1", "echo no such thing", "echo release 13.0, V13"])
-def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, setup_module, says):
+def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, build, says):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f"#!/bin/sh\n{says}\n")
     nvcc.chmod(0o755)
     monkeypatch.delenv("DEEPFAST_BUILD_CUDA", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(setup_module, "find_nvcc", lambda: str(nvcc))
-    assert "does not answer" in setup_module.cuda_refusal()
+    monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc))
+    assert "does not answer" in build.cuda_refusal()
 
 
 @pytest.mark.parametrize(
     ("wish", "message"),
     [("1", "DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA"), ("yes", "expected 0, 1 or nothing")],
 )
-def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, setup_module, wish, message):
+def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, build, wish, message):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit, match=message):
-        setup_module.cuda_refusal()
+        build.cuda_refusal()
 
 
-def test_the_build_with_cuda(monkeypatch, setup_module):
+def test_the_build_with_cuda(monkeypatch, build):
     """One object of each .cu file, for every architecture, newer ones by PTX."""
-    monkeypatch.setattr(setup_module, "cuda_refusal", lambda: None)
-    monkeypatch.setattr(setup_module, "find_nvcc", lambda: "/there/nvcc")
-    monkeypatch.setattr(setup_module, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))
-    monkeypatch.setattr(setup_module, "cuda_libraries", lambda _: [Path("/there/lib64")])
-    text = setup_module.ninja_file("g++", Path("target.so"))
+    monkeypatch.setattr(build, "cuda_refusal", lambda: None)
+    monkeypatch.setattr(build, "find_nvcc", lambda: "/there/nvcc")
+    monkeypatch.setattr(build, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))
+    monkeypatch.setattr(build, "cuda_libraries", lambda _: [Path("/there/lib64")])
+    text = build.ninja_file("g++", Path("target.so"))
     sources = {path.stem for path in (CSRC / "cuda").glob("*.cu")}
     assert sources == set(re.findall(r"^build (\w+)_cuda\.o: cuda ", text, re.MULTILINE))
     for code in ("sm_80", "sm_90", "sm_100", "compute_100"):
@@ -277,8 +277,8 @@ def test_the_build_with_cuda(monkeypatch, setup_module):
     assert "-DDEEPFAST_CUDA=80+90+100" in text
     link = next(line for line in text.splitlines() if "-shared" in line)
     assert "-lcudart_static" in link
-    monkeypatch.setattr(setup_module, "cuda_refusal", lambda: "there is none")
-    without = setup_module.ninja_file("g++", Path("target.so"))
+    monkeypatch.setattr(build, "cuda_refusal", lambda: "there is none")
+    without = build.ninja_file("g++", Path("target.so"))
     assert "cuda " not in without
     assert "there is none" in without
 

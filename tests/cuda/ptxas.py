@@ -48,7 +48,7 @@ def module(path: Path):
     return loaded
 
 
-setup = module(ROOT / "setup.py")
+build = module(ROOT / "csrc" / "build.py")
 sass = module(ROOT / "tests" / "kernels" / "aot_sass.py")
 
 
@@ -105,7 +105,7 @@ def passes(source: Path, architectures: list[str]) -> list[list[str]]:
 def compile_one(source: Path, architectures: list[str], host: bool) -> tuple[str, list[dict]]:
     """What went wrong, and the kernels; with ``host`` the host's half is compiled too."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [setup.find_nvcc(), *setup.cuda_flags([]), "-Xptxas=-v"]
+        command = [build.find_nvcc(), *build.cuda_flags([]), "-Xptxas=-v"]
         for group in passes(source, architectures):
             code = ",".join(f"sm_{a}" for a in group)
             command.append(f"-gencode=arch=compute_{group[0]},code=[{code}]")
@@ -170,7 +170,7 @@ def digest() -> str:
     """Of all that decides what is compiled."""
     files = sorted({path for source in sources() for path in headers(source)})
     # Where torch's headers lie differs from machine to machine.
-    flags = [flag for flag in setup.cuda_flags([]) if not flag.startswith("-isystem")]
+    flags = [flag for flag in build.cuda_flags([]) if not flag.startswith("-isystem")]
     content = b"".join(file.read_bytes() for file in files) + repr(flags).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -182,7 +182,7 @@ def sources() -> list[Path]:
 def report(changed: bool = False) -> dict:
     """Version, rows by COLUMNS, faults; with ``changed`` for sm_90 alone where the committed table
     is of these sources and this nvcc."""
-    version, architectures = setup.nvcc_facts(setup.find_nvcc())
+    version, architectures = build.nvcc_facts(build.find_nvcc())
     committed = TABLE.read_text() if TABLE.exists() else ""
     if changed and f"Sources {digest()}." in committed and f"nvcc {version}," in committed:
         architectures = ["90"]
@@ -231,7 +231,7 @@ def main() -> int:
         "--changed", action="store_true", help="sm_90 alone where the table is of these sources"
     )
     args = parser.parse_args()
-    if setup.find_nvcc() is None:
+    if build.find_nvcc() is None:
         print("cuda-check: no nvcc was found, nothing was compiled")
         return 0
     found = report(args.changed)

@@ -25,7 +25,7 @@ def ptxas():
 @pytest.fixture(scope="module")
 def report(ptxas, tmp_path_factory):
     """One run of ptxas.py over all kernels."""
-    if ptxas.setup.find_nvcc() is None:
+    if ptxas.build.find_nvcc() is None:
         pytest.skip("no nvcc was found: the CUDA kernels are not compiled")
     path = tmp_path_factory.mktemp("ptxas") / "report.json"
     done = subprocess.run(
