@@ -3,7 +3,7 @@
 //     y = residual + dropout(branch),  n = norm(y) rounded into its slot
 //     x = partial + sum over near of W[row, k] * (n_k * gain_k + shift_k),  out = LN(x)
 //
-// A row is in the registers of its threads (see common/row.h) from its first read to its last
+// A row is in the registers of its threads (see row.h) from its first read to its last
 // write:
 //
 //     branch --+                      near states, four on their way at a time

@@ -4,7 +4,7 @@
 //     backward    ds = dsum + LN'(dy),         dresidual = ds,  dx = dropout(ds)
 //                 dweight = sum_t dy * n,      dbias = sum_t dy         with n = (s - mean) * rstd
 //
-// A row is in registers from its first read to its last write (see common/row.h): the mean and the
+// A row is in registers from its first read to its last write (see row.h): the mean and the
 // variance are two passes over registers, not over memory. Forward reads x and residual and writes
 // s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D. Its
 // blocks stay, so that each keeps its share of dweight and dbias in registers; partials.cu adds

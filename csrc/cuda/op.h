@@ -7,9 +7,9 @@
 
 #include <initializer_list>
 
-#include "../common/device.h"
-#include "../common/dropout.h"
-#include "../common/row.h"
+#include "device.h"
+#include "dropout.h"
+#include "row.h"
 #include "../common/tensor.h"
 
 #if defined(DEEPFAST_EMULATE)

@@ -14,7 +14,7 @@
 // way.
 #pragma once
 
-#include "../common/mma.h"
+#include "mma.h"
 #include "pull.h"
 #include "ring.h"
 

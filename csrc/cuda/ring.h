@@ -10,7 +10,7 @@
 // meets once a step.
 #pragma once
 
-#include "../common/async.h"
+#include "async.h"
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 

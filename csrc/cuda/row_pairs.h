@@ -3,12 +3,12 @@
 //      pair      k         k + 1      k + 2       of 16-bit values; of fp32, twice as long, two
 //            | in work |  coming  |  coming  |
 //
-// A thread reads only what it copied itself, its chunks of a row (see common/row.h): no barriers.
+// A thread reads only what it copied itself, its chunks of a row (see row.h): no barriers.
 // The 16-byte pieces of a warp lie side by side. What is behind the end of a row is zeros.
 #pragma once
 
-#include "../common/async.h"
-#include "../common/row.h"
+#include "async.h"
+#include "row.h"
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 

@@ -10,7 +10,7 @@
 // A block keeps its slice, so that what belongs to channels, gains and shifts, is read once.
 #pragma once
 
-#include "../common/async.h"
+#include "async.h"
 #include "op.h"
 
 namespace deepfast {

@@ -4,8 +4,8 @@
 // Compiled as plain C++: neither for a GPU nor over the emulator.
 #include <torch/csrc/stable/library.h>
 
-#include "common/dropout.h"
-#include "common/row.h"
+#include "cuda/dropout.h"
+#include "cuda/row.h"
 #include "common/tensor.h"
 
 namespace deepfast {

@@ -5,7 +5,7 @@
 //     dsource_k = LN'(w_k gain_k dout),    with G_k = sum_t dout n_k and S = sum_t dout:
 //     dgain_k = w_k G_k,   dshift_k = w_k S,   dw_k = G_k gain_k + S shift_k  (its sum if scalar)
 //
-// Forward: a row's lanes (see common/row.h) hold two rows of tokens and go through the sources in
+// Forward: a row's lanes (see row.h) hold two rows of tokens and go through the sources in
 // order, the next ones on their way into shared memory: 64 KB in flight on a multiprocessor. Two
 // rows share each read of gain and shift: these come from L1 and L2 with 8 bytes a value beside 2
 // of a source, more than L1 could give to one row at a time. (K + 1) T D values of memory.
@@ -50,7 +50,7 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 #define EACH_ROW(r) _Pragma("unroll") for (int r = 0; r < kPair; ++r)
 #define EACH_OF_PAIR(r, i) EACH_ROW(r) _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
 
-// normalise() of common/row.h for a pair of rows, whose sums travel together. Behind the end of a
+// normalise() of row.h for a pair of rows, whose sums travel together. Behind the end of a
 // row it leaves any values.
 DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const Lane& at,
                                     RowSum& row_sum, float one_by_dim, float eps,
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kMostLanes)
     if (!op.need_dsource) continue;
     DEEPFAST_EACH(c, i) d[c][i] *= w[c][i];
     if (norm) {
-      // norm_backward() of common/row.h, with any values behind the end of the row.
+      // norm_backward() of row.h, with any values behind the end of the row.
       float sums[2] = {0.0f, 0.0f};
       DEEPFAST_EACH(c, i) sums[0] += d[c][i], sums[1] += d[c][i] * n[c][i];
       row_sum(sums);

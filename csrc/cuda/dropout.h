@@ -2,7 +2,7 @@
 // seed, never stored.
 #pragma once
 
-#include "philox.h"
+#include "../common/philox.h"
 #include "row.h"
 
 namespace deepfast {

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#include "check.h"
+#include "../common/check.h"
 
 #if defined(DEEPFAST_EMULATE)
 #include "emulator.h"
