@@ -50,8 +50,9 @@ KERNEL_FILES = {
 }
 """The files of kernels/ behind an op, where they are not one of its name."""
 
-NO_CUDA = ("depth_attention", "peephole_lstm")
-"""Ops without kernels in csrc/cuda: of the GPU backends Triton alone has them."""
+NO_CUDA = ("activation", "depth_attention", "linear_cross_entropy", "peephole_lstm")
+"""Ops without kernels in csrc/cuda. Where ``cuda`` is asked for, Triton's kernels serve them: a
+model has one ``backend`` for all of its ops."""
 
 CAPABILITY = (8, 0)
 """The oldest compute capability that the CUDA kernels are built for."""
@@ -111,7 +112,7 @@ def emulate_cuda(launches) -> None:
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
-        return f"{op} has no kernel in CUDA C++, only in Triton"
+        return f"{op} has no kernel in CUDA C++; asked for, it is served by Triton's"
     if device_type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":
@@ -139,9 +140,6 @@ def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
 
 def _too_wide(op: str, device_type: str, dim: int) -> str | None:
     """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
-    if op == "activation":
-        # Element by element, it holds no rows.
-        return None
     most = 8192
     if op != "layer_norm" and device_type == "cuda":
         # 160 KB of shared memory hold the sums of wider rows; some cards have 99.
@@ -260,6 +258,8 @@ def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
 
 @functools.cache
 def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None):
+    if requested == "cuda" and op in NO_CUDA:
+        requested = "triton"
     reasons = explain(op, device_type, dtype, dim)
     if requested is not None:
         reasons = {requested: refusal(op, requested, device_type, dtype, dim)}

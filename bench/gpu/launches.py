@@ -27,12 +27,6 @@ def _layer_norm(ops, x, y, z, channels, stat, seed) -> None:
     )
 
 
-def _activation(ops, x, y, seed) -> None:
-    for kind in ("relu", "gelu"):
-        ops.activation_forward(x, kind, 0.1, seed, y)
-        ops.activation_backward(x, x, kind, 0.1, seed, y)
-
-
 def _depth_mix(ops, x, y, weight, gain) -> None:
     count, tokens = len(weight), len(x)
     sources, mean = [x] * count, gain.new_zeros(count, tokens)
@@ -76,14 +70,6 @@ def _boundary(ops, states, x, y, z, weight, gain, channels, stat, seed) -> None:
     )  # fmt: skip
 
 
-def _cross_entropy(ops, logits, stat) -> None:
-    target = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    # The first row alone is not ignored; of those the gradient is zeros.
-    target[1:] = -100
-    for write_grad in (False, True):
-        ops.cross_entropy(logits, target, 0.1, -100, write_grad, stat, stat.clone())
-
-
 def every_launch(ops, device: str, tokens: int, dim: int) -> None:
     """All launches of ``ops``, a namespace of `torch.ops`, in every dtype and kind of weight."""
     f32 = {"device": device}
@@ -92,8 +78,6 @@ def every_launch(ops, device: str, tokens: int, dim: int) -> None:
     for dtype in DTYPES:
         x, y, z = torch.ones(3, tokens, dim, dtype=dtype, **f32)
         _layer_norm(ops, x, y, z, channels, stat, seed)
-        _activation(ops, x, y, seed)
-        _cross_entropy(ops, x.clone(), stat)
         states = _slots(LAYERS + 1, tokens, dim, dtype=dtype, **f32)
         for per_channel in ((), (dim,)):
             _depth_mix(ops, x, y, torch.ones(3, *per_channel, **f32), gain[:3].clone())

@@ -19,6 +19,13 @@ else:
 SEED = torch.tensor(3 << 40)
 
 
+@pytest.fixture
+def by(device):
+    """It has Triton kernels alone."""
+    pytest.importorskip("triton")
+    return "triton"
+
+
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param

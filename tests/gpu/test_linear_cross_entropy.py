@@ -17,6 +17,13 @@ else:
 IGNORED = -100
 
 
+@pytest.fixture
+def by(device):
+    """It has Triton kernels alone."""
+    pytest.importorskip("triton")
+    return "triton"
+
+
 def labels(T, V):
     target = torch.randint(V, (T,))
     target[1::5] = IGNORED

@@ -69,7 +69,9 @@ def test_a_whole_encoder_agrees(server):
         with backend.record() as seen:
             y = encoder(x, padding)
             grads = torch.autograd.grad(y.square().sum(), [x, *encoder.parameters()])
-        assert {who for _, who in seen} == {name}
+        # Where CUDA C++ has no kernel, Triton's serve.
+        left = backend.NO_CUDA if name == "cuda" else ()
+        assert set(seen) == {(op, "triton" if op in left else name) for op, _ in seen}
         outputs[name] = [y, *grads]
     for a, b in zip(*outputs.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
