@@ -1,4 +1,4 @@
-"""Checks of inputs: each refuses with one sentence that says what, expected and got.
+"""Checks of inputs. Each raises one sentence: what is wrong, what is expected, what it got.
 
 ``op`` is the name of the op, module or command that the sentence begins with. This module imports
 torch only when a tensor is checked, so that planning needs no torch.
@@ -7,13 +7,14 @@ torch only when a tensor is checked, so that planning needs no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# For isinstance. The abstract class, for NumPy's numbers, comes last: its check is slow.
+# For isinstance. Real comes last: NumPy's numbers need it, and its check is slow.
 NUMBER = (float, int, Real)
 
 
@@ -61,7 +62,15 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
 
 
+def number(op: str, least: float = 0.0, **values: float) -> None:
+    """Finite numbers of at least ``least``, each under the name of its argument."""
+    for name, value in values.items():
+        if not (isinstance(value, NUMBER) and least <= value < math.inf):
+            raise ValueError(f"{op}: {name} must be a number of at least {least:g}, got {value!r}")
+
+
 def eps(op: str, eps: float) -> None:
+    # Not by `number`: every call of an op checks this.
     if not (isinstance(eps, NUMBER) and 0.0 <= eps < math.inf):
         raise ValueError(f"{op}: eps must be a number of at least 0, got {eps!r}")
 
@@ -71,13 +80,21 @@ def finite(op: str, name: str, value: float) -> None:
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
 
 
-def whole(op: str, least: int = 1, **values: int) -> None:
-    """Sizes and counts, each under the name of its argument."""
+def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> None:
+    """Sizes and counts from ``least`` to ``most``, each under the name of its argument."""
     for name, value in values.items():
-        if not is_whole(value) or value < least:
-            raise ValueError(
-                f"{op}: {name} must be a whole number of at least {least}, got {value!r}"
-            )
+        if not is_whole(value) or value < least or (most is not None and value > most):
+            span = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{op}: {name} must be a whole number {span}, got {value!r}")
+
+
+def choice(op: str, allowed: Iterable[object], **values: object) -> None:
+    """One of a few values, each under the name of its argument."""
+    allowed = tuple(allowed)
+    for name, value in values.items():
+        if value not in allowed:
+            known = ", ".join(map(str, allowed))
+            raise ValueError(f"{op}: {name} must be one of {known}, got {value!r}")
 
 
 def flag(op: str, **values: bool) -> None:

@@ -1,0 +1,40 @@
+"""The sentences of the checks that all modules share."""
+
+import math
+
+import pytest
+
+from deepfast import checks
+
+
+def test_what_is_right_passes():
+    checks.whole("op", size=1, count=10**12)
+    checks.whole("op", 0, 3, rank=0, other=3)
+    checks.number("op", alpha=0.0, gamma=7)
+    checks.number("op", -1.0, gamma=-0.5)
+    checks.choice("op", ("a", None), first="a", second=None)
+
+
+@pytest.mark.parametrize(
+    ("check", "sentence"),
+    [
+        (
+            lambda: checks.whole("op", size=0),
+            "op: size must be a whole number of at least 1, got 0",
+        ),
+        (lambda: checks.whole("op", size=True), "of at least 1, got True"),
+        (lambda: checks.whole("op", size=2.0), "of at least 1, got 2.0"),
+        (
+            lambda: checks.whole("op", 0, 3, rank=4),
+            "rank must be a whole number from 0 to 3, got 4",
+        ),
+        (lambda: checks.number("op", alpha=-0.1), "alpha must be a number of at least 0, got -0.1"),
+        (lambda: checks.number("op", alpha=math.nan), "of at least 0, got nan"),
+        (lambda: checks.number("op", alpha=math.inf), "of at least 0, got inf"),
+        (lambda: checks.number("op", alpha="1"), "of at least 0, got '1'"),
+        (lambda: checks.choice("op", ("a", "b"), kind="c"), "kind must be one of a, b, got 'c'"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(check, sentence):
+    with pytest.raises(ValueError, match=f"{sentence}$"):
+        check()
