@@ -1,10 +1,11 @@
 """The `deepfast` command: one file per subcommand.
 
 A subcommand's module has a docstring for its help, EXAMPLE (a command line),
-`add_arguments(parser)` and `run(args) -> exit code`. It is imported only when it is asked for.
+`add_arguments(parser)` and `run(args) -> exit code`. Only the module of the command that is run is
+imported.
 
-Exit codes: 0 done, 1 refused with a sentence, 2 a command line that argparse does not understand, 3
-from `plan`, what was asked does not fit, 130 interrupted.
+Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand the command line;
+3 the model that `plan` was asked about does not fit; 130 interrupted.
 """
 
 import argparse
@@ -20,11 +21,11 @@ COMMANDS = {
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
     "tune": "find the weights of deep-shallow decoding on a dev text",
-    "prune": "leave out the layers that latent depth does not use",
+    "prune": "remove the layers that latent depth does not use",
     "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
-    "show-weights": "show the depth weights, or the choice of layers, that a model has learned",
-    "convert": "make a fairseq checkpoint of a Transformer or DLCL one of deepfast",
+    "show-weights": "show the depth weights or the choice of layers that a model has learned",
+    "convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
     "report": "measure everything and write one HTML page",
 }
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args, rest = parser.parse_known_args(argv)
-    # Argparse takes the words of a list in one run: overrides behind an option are left over.
+    # Argparse fills a list from one run of words: overrides behind an option are left over.
     if hasattr(args, "overrides"):
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
@@ -69,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has what it wanted. Python flushes once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 0
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        # What a user can mend is one sentence; DEEPFAST_DEBUG=1 shows where it came from.
+        # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
         print(f"deepfast {args.command}: {error}", file=sys.stderr)

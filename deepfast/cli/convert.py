@@ -1,15 +1,15 @@
-"""Converts a checkpoint of fairseq, the DLCL authors' or a plain Transformer's, to one that
+"""Converts a fairseq checkpoint, of the DLCL authors' code or of a plain Transformer, to one that
 `deepfast translate` reads.
 
-Dictionaries are fairseq's, a `token count` a line; give the same file twice where both languages
-share one. Lines to translate must be split into tokens as in training; pieces that end in @@ are
-joined again in the output."""
+The dictionaries are fairseq's: one `token count` per line. Give the same file twice where both
+languages share one. Lines to translate must be split into tokens as in training. In the output,
+pieces that end in @@ are joined to the next."""
 
 import argparse
-import os
 
-from deepfast.cli.translate import to_translate
+from deepfast.cli.decoding import to_translate
 from deepfast.mt.data import TokenVocabulary, read_dictionary
+from deepfast.mt.data.text import check_writable
 
 EXAMPLE = (
     "deepfast convert checkpoint_best.pt --source-dictionary dict.en.txt "
@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                             help=f"tokens of the {side} and their counts")  # fmt: skip
     parser.add_argument("--output", required=True, metavar="FILE", help="the checkpoint to write")
     parser.add_argument(
-        "--unsafe", action="store_true", help="load objects of any class, which runs their code"
-    )
+        "--unsafe", action="store_true",
+        help="load objects of any class, which can run any code: only for files you trust",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.training.checkpoint import save_checkpoint
 
-    if os.path.isdir(args.output):
-        raise ValueError(f"--output: expected a file, got the folder {args.output}")
+    check_writable(args.output)
     content = fairseq.read_fairseq(args.checkpoint, unsafe=args.unsafe)
     config, weights = fairseq.convert(content)
     sizes = config.vocab_size, config.target_vocab_size or config.vocab_size
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "kind": kind_of(config), "config": vars(config), "model": weights,
         "vocabulary": vocabulary.to_bytes(),
     })  # fmt: skip
-    # Read again as translation will: what was written is a whole model.
+    # Read it as translation will, to find out that the file is whole.
     model, _ = load_model(args.output)
     count = sum(p.numel() for p in model.parameters())
     print(f"model: {model.describe()}, {count:,} parameters, embeddings shared: "

@@ -1,12 +1,13 @@
-"""Leaves out the layers that latent depth does not use: a smaller checkpoint, the same outputs.
+"""Removes the layers that latent depth does not use: a smaller checkpoint with the same outputs.
 
-Of a model of several languages, --language keeps what this one uses: a plain Transformer, whose
-source sentences still begin with the language's tag. Without it the layers stay that any language
-uses."""
+For a model of several languages, --language keeps only the layers of that language. The result is a
+plain Transformer whose source sentences still begin with the language's tag. Without --language,
+every layer stays that some language uses."""
 
 import argparse
 
-from deepfast.cli.translate import to_translate
+from deepfast.cli.decoding import to_translate
+from deepfast.mt.data.text import check_writable
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.prune import SIDES, prune_checkpoint
 from deepfast.mt.training.checkpoint import save_checkpoint
@@ -16,16 +17,17 @@ EXAMPLE = "deepfast prune runs/phrases-latent/average.pt --language fr --output 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast train")
-    parser.add_argument("--output", required=True, help="the smaller checkpoint")
-    parser.add_argument("--language", help="for this one alone")
+    parser.add_argument("--output", required=True, help="the smaller checkpoint to write")
+    parser.add_argument("--language", help="keep only the layers of this language")
 
 
 def run(args: argparse.Namespace) -> int:
-    # A checkpoint that cannot be used is refused in its own words.
+    # Refuses a checkpoint that cannot be used, with a sentence of its own.
     load_model(args.checkpoint)
+    check_writable(args.output)
     content = read_checkpoint(args.checkpoint)
     pruned = prune_checkpoint(content, args.language)
-    # The weights are mapped from the file they came from, which the output may replace.
+    # The weights are mapped from their file, which the output may replace.
     pruned["model"] = {name: weight.clone() for name, weight in pruned["model"].items()}
     save_checkpoint(args.output, pruned)
     for side in SIDES:

@@ -1,13 +1,13 @@
-"""Scores translations against references: cased and lower-cased BLEU and chrF with sacrebleu's
-signatures.
+"""Scores translations against references: cased and lower-cased BLEU, and chrF, each with
+sacrebleu's signature.
 
-Either both are files, or --checkpoint translates --source first. Files are UTF-8, detokenised,
-one sentence a line, plain or gzip."""
+Give two files, or --checkpoint with --source and --reference to translate first. Files are UTF-8,
+detokenised, one sentence a line, plain or gzip."""
 
 import argparse
 import json
 
-from deepfast.cli.translate import add_decoding_arguments, add_deep_shallow_arguments, translate
+from deepfast.cli.decoding import add_translation_arguments, translate
 from deepfast.mt.data import read_lines
 from deepfast.mt.search import bleu
 
@@ -17,14 +17,15 @@ EXAMPLE = """deepfast score translations.de test.de
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("hypotheses", nargs="?", metavar="HYPOTHESES", help="translations")
-    parser.add_argument("references", nargs="?", metavar="REFERENCES", help="line by line")
+    parser.add_argument(
+        "references", nargs="?", metavar="REFERENCES", help="their references, line by line"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     group = parser.add_argument_group("translate first")
     group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
     group.add_argument("--source", help="text to translate")
     group.add_argument("--reference", help="its reference translation")
-    add_decoding_arguments(parser)
-    add_deep_shallow_arguments(parser)
+    add_translation_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

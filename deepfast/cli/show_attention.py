@@ -10,12 +10,10 @@ from pathlib import Path
 
 import torch
 
-from deepfast.cli.translate import lowercased, tagged
-from deepfast.mt.data import Vocabulary, lower
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.errors import require
 from deepfast.mt.data.vocabulary import BOS, EOS, SPACE
-from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.search import translate_lines
+from deepfast.mt.search import load_translator, translate_lines
 from deepfast.nn.connections.fusion import WITH_ATTENTION
 
 EXAMPLE = 'deepfast show-attention model.pt "the old house" --output layers.svg'
@@ -39,17 +37,16 @@ def run(args: argparse.Namespace) -> int:
     if path.suffix not in PICTURES:
         raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output!r}")
     require("matplotlib", "drawing")
-    model, content = load_model(args.checkpoint)
-    vocabulary = Vocabulary.from_bytes(content)
+    translator = load_translator([args.checkpoint], "cpu")
+    model, vocabulary = translator.model, translator.vocabulary
+    if not isinstance(vocabulary, Vocabulary):
+        raise ValueError(f"{args.checkpoint}: expected a vocabulary of subwords, got one of tokens")
     side = args.side or _fused_side(model)
     if args.translation is not None and side != "decoder":
         raise ValueError("--translation: expected with the decoder's fusion alone")
-    texts = [args.text, args.translation]
-    if lowercased(args.checkpoint):
-        texts = [None if text is None else lower(text, vocabulary.tags) for text in texts]
-    if args.language is not None:
-        texts[:1] = tagged(texts[:1], args.language, model, vocabulary)
-    weights, words = layer_weights(model, vocabulary, side, *texts)
+    (text,) = translator.prepare([args.text], args.language)
+    translation = args.translation and translator.prepare([args.translation])[0]
+    weights, words = layer_weights(model, vocabulary, side, text, translation)
     # matplotlib takes a second to import.
     from deepfast.measure.attention_picture import draw
 

@@ -1,9 +1,9 @@
 """Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
 
-Any value of the recipe can be replaced by key=value. An output folder with an earlier run is
-refused unless resume=true (continue from its newest checkpoint, or begin where there is none) or
-resume=FILE is given. Ctrl-C or
-SIGTERM finishes the step, writes a checkpoint and exits with 130 or 143."""
+key=value replaces a value of the recipe. An output folder with an earlier run is refused without
+resume: resume=true continues from its newest checkpoint, or begins where there is none, and
+resume=FILE continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and
+exits with 130 or 143."""
 
 import argparse
 import sys
@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = training.train(recipe)
     except KeyboardInterrupt:
-        # Before the first step, or a second Ctrl-C: there was nothing to finish.
+        # Before the first step there is nothing to save, and a second Ctrl-C does not wait for it.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return EXIT_CODES["SIGINT"]
     if result.stopped not in EXIT_CODES:
-        from deepfast.cli.translate import to_translate
+        from deepfast.cli.decoding import to_translate
 
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []
         print(to_translate(result.for_translation, *language))

@@ -1,24 +1,25 @@
 """Finds the weights of deep-shallow decoding: alpha and gamma with the best BLEU on a dev text.
 
-The checkpoint is of a model that has grown (a recipe with a section grow). It and its bottom
-alone translate the text once each; then every pair of alpha (0 to 1) and gamma (0 to 2) ranks all
-translations. Where none is better than the model alone, that is what the last line says to use.
-Files are UTF-8, detokenised, one sentence a line, plain or gzip."""
+The checkpoint holds a model that has grown (its recipe has a section grow). The model and its
+bottom alone translate the text once each. Then every pair of alpha (0 to 1) and gamma (0 to 2)
+ranks all translations. The last line printed is the command to translate with: with the best pair,
+or with the model alone where no pair is better. Files are UTF-8, detokenised, one sentence a line,
+plain or gzip."""
 
 import argparse
 import json
 from dataclasses import asdict
-from functools import partial
 
-from deepfast.cli.translate import (
+from deepfast.cli.decoding import (
     add_decoding_arguments,
     decoding_options,
-    lowercased,
-    searched,
+    decoding_words,
+    run_search,
     to_translate,
 )
 from deepfast.mt.data import read_lines
-from deepfast.mt.search import tune_deep_shallow
+from deepfast.mt.search import DecodingOptions, tune_deep_shallow
+from deepfast.mt.search.translator import trained_lowercase
 
 EXAMPLE = "deepfast tune model.pt --source dev.en --reference dev.de"
 
@@ -33,9 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     lines, references = read_lines(args.source), read_lines(args.reference)
-    if lowercased(args.checkpoint):
+    if trained_lowercase(args.checkpoint):
         references = [line.lower() for line in references]
-    tuned = searched(args, lines, partial(tune_deep_shallow, references=references))
+
+    def search(model, vocabulary, lines: list[str], options: DecodingOptions):
+        return tune_deep_shallow(model, vocabulary, lines, references, options)
+
+    tuned = run_search(args, lines, search, decoding_options(args))
     if args.json:
         print(json.dumps(asdict(tuned), indent=2))
         return 0
@@ -43,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
         f"BLEU {tuned.bleu:.2f} with alpha {tuned.alpha:g} and gamma {tuned.gamma:g}; "
         f"{tuned.deep:.2f} deep alone, {tuned.shallow:.2f} shallow alone"
     )
-    options = []
+    words = []
     gained = round(tuned.bleu - tuned.deep, 2)
     if gained > 0:
-        options = ["--deep-shallow", "--alpha", f"{tuned.alpha:g}", "--gamma", f"{tuned.gamma:g}"]
+        words = ["--deep-shallow", "--alpha", f"{tuned.alpha:g}", "--gamma", f"{tuned.gamma:g}"]
         print(f"deep-shallow decoding gains {gained:.2f} BLEU over deep alone")
     else:
         print("deep-shallow decoding gains nothing over deep alone")
-    print(to_translate(args.checkpoint, *options, *decoding_options(args)))
+    print(to_translate(args.checkpoint, *words, *decoding_words(args)))
     return 0

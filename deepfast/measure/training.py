@@ -15,7 +15,7 @@ from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_parallel
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.search import bleu, translate_lines
+from deepfast.mt.search import DecodingOptions, bleu, translate_lines
 from deepfast.mt.training import (
     Recipe,
     TrainResult,
@@ -122,7 +122,7 @@ def _after(result: TrainResult, settings: Settings, deadline: Deadline, say: Say
     hypotheses: list[str] = []
     while len(hypotheses) < len(sources) and (not hypotheses or deadline.left > 0):
         group = list(sources[len(hypotheses) : len(hypotheses) + GROUP])
-        hypotheses += translate_lines(model, vocabulary, group, beam=settings.beam)
+        hypotheses += translate_lines(model, vocabulary, group, DecodingOptions(beam=settings.beam))
     scores = bleu(hypotheses, list(references[: len(hypotheses)]))
     say(f"BLEU {scores.bleu:.2f} on {len(hypotheses)} of {len(sources)} test phrases")
     shown = list(zip(sources, references, hypotheses, strict=False))[:SAMPLES]

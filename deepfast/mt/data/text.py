@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
@@ -101,33 +103,48 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """
     path = Path(path)
     try:
-        return list(_decoded_lines(path))
+        with open(path, "rb") as stream:
+            return _lines(stream, str(path))
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: expected a text file, got a folder") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip file is damaged or cut short ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _decoded_lines(path: Path) -> Iterator[str]:
-    with open(path, "rb") as raw:
-        # The file itself is asked, not a seek: a pipe (`<(zcat ...)`) cannot be rewound.
-        zipped = raw.peek(2)[:2] == GZIP_MAGIC
-        stream = gzip.GzipFile(fileobj=raw) if zipped else raw
-        for number, line in enumerate(stream, 1):
+def read_standard_input() -> list[str]:
+    """The lines of standard input, as `read_lines` reads a file.
+
+    Raises:
+        DataError: standard input is closed, damaged gzip, or not UTF-8 (names the line).
+    """
+    if sys.stdin is None:
+        raise DataError("standard input: expected text, got a closed stream")
+    # All of it first: of a slow pipe, `peek` may see only the first byte of the gzip mark.
+    content = io.BytesIO(sys.stdin.buffer.read())
+    return _lines(io.BufferedReader(content), "standard input")
+
+
+def _lines(stream: io.BufferedReader, name: str) -> list[str]:
+    """The decoded lines of a stream; ``name`` is what errors call it."""
+    # Without a seek: a pipe (`<(zcat ...)`) cannot be rewound.
+    zipped = stream.peek(2)[:2] == GZIP_MAGIC
+    lines = []
+    try:
+        for number, line in enumerate(gzip.GzipFile(fileobj=stream) if zipped else stream, 1):
             if number == 1:
                 line = line.removeprefix(UTF8_MARK)
-            try:
-                yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-            except UnicodeDecodeError as error:
-                bad = error.object[error.start]
-                raise DataError(
-                    f"{path}:{number}: expected UTF-8, got byte 0x{bad:02x} at column "
-                    f"{error.start + 1} ({error.reason})"
-                ) from error
+            lines.append(line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise DataError(
+            f"{name}:{number}: expected UTF-8, got byte 0x{bad:02x} at column "
+            f"{error.start + 1} ({error.reason})"
+        ) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{name}: the gzip data is damaged or cut short ({error})") from error
+    return lines
 
 
 def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> ParallelText:
@@ -190,3 +207,31 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """Write a UTF-8 text file atomically, one line each; gzip where the name ends in .gz.
+
+    Raises:
+        DataError: see `write_atomically`.
+    """
+    content = "".join(f"{line}\n" for line in lines).encode("utf-8")
+    if os.fspath(path).endswith(".gz"):
+        # Without a time stamp the same text gives the same file.
+        content = gzip.compress(content, mtime=0)
+    write_atomically(path, content)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuses an output file that could not be written, before the work whose result it holds.
+
+    Raises:
+        DataError: the folder is missing or not writable, or the path is a folder.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise DataError(f"{path}: expected a folder that exists, got {path.parent}")
+    if path.is_dir():
+        raise DataError(f"{path}: expected a file, got a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")

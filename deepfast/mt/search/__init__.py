@@ -1,28 +1,34 @@
 """From a trained model to text: beam search, translation of lines, and scores.
 
-    from deepfast.mt.models.checkpoint import load_model
+    translator = load_translator(["model.pt"])
+    lines = translator.prepare(["a small house"])
+    options = DecodingOptions(beam=8, length_penalty=1.0)
+    translations = translate_lines(translator.model, translator.vocabulary, lines, options)
 
-    model, vocabulary = load_model("model.pt")
-    lines = translate_lines(model, Vocabulary.from_bytes(vocabulary), ["a small house"])
-
-sacrebleu is imported when a score is asked for.
+From the bottom: `beam_search` works on one batch of token ids; `lines.decode_lines` makes batches
+of lines and restores their order; `translate_lines` turns lines into text. sacrebleu is imported
+when a score is asked for.
 """
 
 from deepfast.mt.search.beam import Hypothesis, beam_search
-from deepfast.mt.search.deep_shallow import Tuned, deep_shallow_nbest, tune_deep_shallow
+from deepfast.mt.search.deep_shallow import Tuned, tune_deep_shallow
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.forced import score_hypotheses
+from deepfast.mt.search.options import DecodingOptions
 from deepfast.mt.search.score import Scores, bleu
 from deepfast.mt.search.translate import translate_lines, translate_nbest
+from deepfast.mt.search.translator import Translator, load_translator
 
 __all__ = [
+    "DecodingOptions",
     "Ensemble",
     "Hypothesis",
     "Scores",
+    "Translator",
     "Tuned",
     "beam_search",
     "bleu",
-    "deep_shallow_nbest",
+    "load_translator",
     "score_hypotheses",
     "translate_lines",
     "translate_nbest",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast.mt.data.vocabulary import BOS, EOS, UNK
+from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,8 @@ def length_divisor(length: int, alpha: float) -> float:
 def beam_search(
     model: nn.Module,
     source_BS: Tensor,
+    options: DecodingOptions = DEFAULTS,
     *,
-    beam: int = 4,
-    length_penalty: float = 0.6,
-    max_length: int | None = None,
-    nbest: int = 1,
-    suppress_unknown: bool = False,
     bos_id: int = BOS,
     eos_id: int = EOS,
     unk_id: int = UNK,
@@ -53,56 +50,58 @@ def beam_search(
     At every position the ``beam`` best continuations of a sentence's live hypotheses are taken.
     Those that end in eos are set aside, the others live on. A sentence is done, and leaves the
     batch, when no live hypothesis can still come among its ``nbest``: a log-probability only
-    falls, so a live hypothesis reaches at most ``log P / ((5 + longest) / 6)^alpha``. This never
-    changes the result. With ``beam=1`` the search is greedy.
+    falls, so a live hypothesis reaches at most ``log P / ((5 + longest) / 6)^alpha``. Stopping then
+    never changes the result. With a beam of 1 the search is greedy.
 
     Of equal candidates the one from the better hypothesis is taken, then the lower token id.
-    Log-probabilities are made in fp32 (fp64 for an fp64 model) and summed in fp64, also under
-    autocast, which is the caller's choice. The model is in evaluation mode for the call.
+    Log-probabilities are computed in fp32 (fp64 for an fp64 model) and summed in fp64, also under
+    autocast, which the caller chooses. The model is in evaluation mode during the call.
 
     Args:
         model: see `deepfast.mt.models.interface`.
         source_BS: (B, S) int64 on the model's device, each sentence with its eos, padding
             anywhere.
-        beam: hypotheses kept per sentence; more than the vocabulary holds is no error.
-        length_penalty: alpha >= 0; 0 is none. 0.6 as in Wang et al. 2019 (DLCL).
-        max_length: most tokens of a hypothesis, eos not counted; then eos is forced and its
-            log-probability counts. None: ``2 * n + 10`` for a source of n tokens, eos included.
-        nbest: hypotheses returned per sentence, at most ``beam``.
-        suppress_unknown: whether unk may not be generated; pad and bos never are.
+        options: beam, nbest, length_penalty, max_length and no_unknown are read. Pad and bos are
+            never generated.
         bos_id, eos_id, unk_id: ids of the special tokens; bos and eos may be one.
 
     Returns:
-        For each sentence its hypotheses, best first; fewer than ``nbest`` only where the
+        For each sentence its hypotheses, best first. There are fewer than ``nbest`` only where the
         vocabulary and ``max_length`` allow no more.
 
     Raises:
-        ValueError: an argument out of range, or a sentence without a token.
+        ValueError: a source of another form, or a sentence without a token.
         RuntimeError: NaN or +inf in the logits, or no token left to generate.
     """
-    _check(source_BS, beam, length_penalty, max_length, nbest)
     pad_id = model.config.padding_idx
-    lengths = (source_BS != pad_id).sum(1).tolist()
-    if 0 in lengths:
-        raise ValueError(
-            f"beam_search: expected at least one token in every sentence, got only padding in "
-            f"sentence {lengths.index(0)}"
-        )
+    lengths = _lengths(source_BS, pad_id)
     sentences = [
-        _Sentence(
-            limit=2 * n + 10 if max_length is None else max_length,
-            beam=beam,
-            alpha=length_penalty,
-            nbest=nbest,
-            eos_id=eos_id,
-        )
+        _Sentence(2 * n + 10 if options.max_length is None else options.max_length, options, eos_id)
         for n in lengths
     ]
     if sentences:
-        banned = {pad_id, bos_id} | ({unk_id} if suppress_unknown else set())
+        banned = {pad_id, bos_id} | ({unk_id} if options.no_unknown else set())
         with torch.inference_mode(), evaluating(model):
             _search(model, source_BS, sentences, bos_id, sorted(banned - {eos_id}))
     return [sentence.finished for sentence in sentences]
+
+
+def _lengths(source_BS: Tensor, pad_id: int) -> list[int]:
+    """The tokens of each sentence, padding not counted."""
+    if not isinstance(source_BS, Tensor) or source_BS.dim() != 2 or source_BS.dtype != torch.int64:
+        got = (
+            f"{source_BS.dtype} {tuple(source_BS.shape)}"
+            if isinstance(source_BS, Tensor)
+            else type(source_BS).__name__
+        )
+        raise ValueError(f"beam_search: source must be int64 (B, S), got {got}")
+    lengths = (source_BS != pad_id).sum(1).tolist()
+    if 0 in lengths:
+        raise ValueError(
+            "beam_search: expected at least one token in every sentence, got only padding in "
+            f"sentence {lengths.index(0)}"
+        )
+    return lengths
 
 
 def _search(
@@ -114,10 +113,11 @@ def _search(
 ) -> None:
     """Advances all sentences together, until each is done.
 
-    The rows of the model's batch are the live hypotheses, sentence by sentence: there is no row
-    for a sentence that is done or for an empty place in a beam.
+    The rows of the model's batch are the live hypotheses, sentence by sentence. A sentence that is
+    done has no row, nor has an empty place in a beam.
     """
-    device, beam, eos_id = source_BS.device, sentences[0].beam, sentences[0].eos_id
+    device, eos_id = source_BS.device, sentences[0].eos_id
+    beam = sentences[0].options.beam
     state = model.start(source_BS)
     tokens_R = torch.full((len(sentences),), bos_id, device=device)
     active = sentences
@@ -136,9 +136,9 @@ def _search(
             row = end
         active = [sentence for sentence in active if sentence.live]
         if active:
-            # Moving the cache is memory traffic; greedy search mostly needs none.
+            # Reordering copies the cache; greedy search mostly needs no reordering.
             if parents != list(range(row)):
-                # Rows that stay on their sentences attend to the same encoder output.
+                # A row that stays with its sentence attends to the same encoder output.
                 index = torch.tensor(parents, device=device)
                 state.reorder(index, memory=before != after)
             tokens_R = torch.tensor(chosen, device=device)
@@ -162,9 +162,9 @@ class _Node:
 class _Sentence:
     """The search of one sentence."""
 
-    def __init__(self, *, limit: int, beam: int, alpha: float, nbest: int, eos_id: int):
-        self.limit, self.beam, self.alpha = limit, beam, alpha
-        self.nbest, self.eos_id = nbest, eos_id
+    def __init__(self, limit: int, options: DecodingOptions, eos_id: int):
+        """limit: most tokens of a hypothesis, eos not counted."""
+        self.limit, self.options, self.eos_id = limit, options, eos_id
         self.length = 0
         """Tokens of every live hypothesis."""
         self.live: list[tuple[float, _Node | None]] = [(0.0, None)]
@@ -196,7 +196,7 @@ class _Sentence:
         candidates.sort(key=lambda candidate: -candidate[0])
         self.length += 1
         live, slots = [], []
-        for log_prob, slot, token in candidates[: self.beam]:
+        for log_prob, slot, token in candidates[: self.options.beam]:
             before = self.live[slot][1]
             if token == self.eos_id:
                 self._finish(log_prob, before)
@@ -214,21 +214,22 @@ class _Sentence:
         return slots
 
     def _finish(self, log_prob: float, node: _Node | None) -> None:
-        score = log_prob / length_divisor(self.length, self.alpha)
+        nbest = self.options.nbest
+        score = log_prob / length_divisor(self.length, self.options.length_penalty)
         place = len(self.finished)
         while place and self.finished[place - 1].score < score:
             place -= 1
-        if place < self.nbest:
+        if place < nbest:
             path = () if node is None else node.path()
             self.finished.insert(place, Hypothesis(path, score, log_prob))
-            del self.finished[self.nbest :]
+            del self.finished[nbest:]
 
     def _done(self) -> bool:
         """Whether no live hypothesis can still come among the finished ones."""
-        if not self.live or len(self.finished) < self.nbest:
+        if not self.live or len(self.finished) < self.options.nbest:
             return not self.live
         # log P <= 0 only falls and, for alpha >= 0, the longest hypothesis divides it by most.
-        best = self.live[0][0] / length_divisor(self.limit + 1, self.alpha)
+        best = self.live[0][0] / length_divisor(self.limit + 1, self.options.length_penalty)
         return best <= self.finished[-1].score
 
 
@@ -266,9 +267,9 @@ def _best_tokens(
 
 
 def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens (R, K) where of all that equal the last value those of lowest id are taken.
+    """Tokens (R, K): of all tokens that equal a row's last value, those of lowest id are taken.
 
-    `topk` takes any of them, and bf16 logits make such ties common.
+    `topk` takes any of them, and such ties are common with bf16 logits.
     """
     size, count = log_probs.shape[1], values.shape[1]
     ids = torch.arange(size, device=tokens.device)
@@ -281,7 +282,7 @@ def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is as it was, also where they differed."""
+    """Evaluation mode; afterwards every module is in the mode in which it was."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -290,27 +291,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _check(source_BS, beam, length_penalty, max_length, nbest) -> None:
-    if not isinstance(source_BS, Tensor) or source_BS.dim() != 2 or source_BS.dtype != torch.int64:
-        got = (
-            f"{source_BS.dtype} {tuple(source_BS.shape)}"
-            if isinstance(source_BS, Tensor)
-            else type(source_BS).__name__
-        )
-        raise ValueError(f"beam_search: source must be int64 (B, S), got {got}")
-    for name, value in (("beam", beam), ("nbest", nbest), ("max_length", max_length)):
-        if value is None and name == "max_length":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"beam_search: {name} must be a whole number of at least 1, got {value!r}"
-            )
-    if nbest > beam:
-        raise ValueError(f"beam_search: nbest must be at most beam {beam}, got {nbest}")
-    # Below 0 a longer hypothesis could not be bounded, and not(...) refuses NaN too.
-    if not 0 <= length_penalty < math.inf:
-        raise ValueError(
-            f"beam_search: length_penalty must be a number of at least 0, got {length_penalty}"
-        )

@@ -12,30 +12,31 @@ tokens: its ``alpha = 0.5, gamma = -0.4`` is ``gamma = 0.6`` here.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from deepfast.mt.data import TokenVocabulary, Vocabulary
-from deepfast.mt.data.vocabulary import BOS, EOS
+from deepfast.mt.data.vocabulary import BOS, EOS, UNK
 from deepfast.mt.models import kind_of
 from deepfast.mt.search.beam import beam_search
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.forced import score_hypotheses
+from deepfast.mt.search.lines import decode_lines
+from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.score import bleu_against
-from deepfast.mt.search.translate import decode_lines
 
 ALPHA, GAMMA = 0.5, 0.6
-"""As in the authors' script."""
+"""The weights of the authors' script."""
 
 ALPHAS = tuple(i / 10 for i in range(11))
 GAMMAS = tuple(i / 5 for i in range(11))
-"""What `tune` tries."""
+"""The values that `tune_deep_shallow` tries."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A translation and what both networks think of it."""
+    """A translation and its log-probability by each network."""
 
     tokens: tuple[int, ...]
     """Token ids, without bos and eos."""
@@ -57,12 +58,19 @@ class Candidates:
     deep: list[Candidate]
     shallow: list[Candidate]
 
-    def ranked(self, alpha: float, gamma: float) -> list[tuple[float, tuple[int, ...]]]:
-        """Scores and tokens, best first; of equal ones the deep network's first, each text once."""
+    def ranked(
+        self, alpha: float | None = None, gamma: float | None = None
+    ) -> list[tuple[float, tuple[int, ...]]]:
+        """Scores and tokens, best first, each text once; of equals the deep network's is first.
+
+        None: `ALPHA`, `GAMMA`.
+        """
+        alpha = ALPHA if alpha is None else alpha
+        gamma = GAMMA if gamma is None else gamma
         best: dict[tuple[int, ...], float] = {}
         for candidate in (*self.deep, *self.shallow):
             score = candidate.score(alpha, gamma)
-            # Both may have found it: then "own" is each of them once, and the better one counts.
+            # Where both networks found it, each of them is "own" once, and the better score counts.
             best[candidate.tokens] = max(score, best.get(candidate.tokens, -math.inf))
         ranked = sorted(best.items(), key=lambda item: -item[1])
         return [(score, tokens) for tokens, score in ranked]
@@ -71,19 +79,18 @@ class Candidates:
 def deep_shallow_candidates(
     model: nn.Module,
     source_BS: Tensor,
+    options: DecodingOptions = DEFAULTS,
     *,
-    beam: int = 4,
     bos_id: int = BOS,
     eos_id: int = EOS,
-    **options,
+    unk_id: int = UNK,
 ) -> list[Candidates]:
-    """All ``beam`` translations of each network for every sentence, scored by both.
+    """All ``options.beam`` translations of each network for every sentence, scored by both.
 
     Args:
         model: one that has grown: `deepfast.mt.models.DepthGrowing`.
         source_BS: (B, S) int64, each sentence with its eos.
-        beam: hypotheses kept, and translations taken, per network.
-        bos_id, eos_id, options: see `beam_search`.
+        options, bos_id, eos_id, unk_id: see `beam_search`.
 
     Raises:
         ValueError: the model has not grown or is an `Ensemble`, or see `beam_search`.
@@ -97,11 +104,11 @@ def deep_shallow_candidates(
             "deep-shallow decoding: expected a model of the kind depth_growing, got "
             f"{kind_of(model.config)}"
         )
-
+    options = replace(options, nbest=options.beam)
     ids = {"bos_id": bos_id, "eos_id": eos_id}
 
     def found(own: nn.Module, other: nn.Module) -> list[list[Candidate]]:
-        hypotheses = beam_search(own, source_BS, beam=beam, nbest=beam, **ids, **options)
+        hypotheses = beam_search(own, source_BS, options, unk_id=unk_id, **ids)
         tokens = [[h.tokens for h in best] for best in hypotheses]
         scores = score_hypotheses(other, source_BS, tokens, **ids)
         return [
@@ -113,12 +120,11 @@ def deep_shallow_candidates(
     return [Candidates(deep, shallow) for deep, shallow in pairs]
 
 
-def _of_lines(
+def line_candidates(
     model: nn.Module,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
-    max_tokens: int,
-    **options,
+    options: DecodingOptions,
 ) -> list[Candidates | None]:
     """The candidates of every line; None for one without text."""
     ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
@@ -126,48 +132,9 @@ def _of_lines(
         model,
         vocabulary,
         lines,
-        lambda source_BS: deep_shallow_candidates(model, source_BS, **ids, **options),
-        max_tokens=max_tokens,
+        lambda source_BS: deep_shallow_candidates(model, source_BS, options, **ids),
+        max_tokens=options.max_tokens,
     )
-
-
-def deep_shallow_nbest(
-    model: nn.Module,
-    vocabulary: Vocabulary | TokenVocabulary,
-    lines: Sequence[str],
-    *,
-    alpha: float = ALPHA,
-    gamma: float = GAMMA,
-    beam: int = 4,
-    nbest: int = 1,
-    max_tokens: int = 2000,
-    **options,
-) -> list[list[tuple[float, str]]]:
-    """As `translate_nbest`, by both networks of a model that has grown.
-
-    Args:
-        alpha: weight, 0 to 1, of the network that found a translation; the other has the rest.
-        gamma: power of the length, in tokens, that divides; higher is longer.
-        beam: hypotheses kept, and translations taken, per network.
-        model, vocabulary, lines, nbest, max_tokens, options: see `translate_nbest`.
-
-    Raises:
-        ValueError: an argument out of range, or a model that has not grown.
-        RuntimeError: see `beam_search`.
-    """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"deep-shallow decoding: alpha must be from 0 to 1, got {alpha}")
-    if not math.isfinite(gamma):
-        raise ValueError(f"deep-shallow decoding: gamma must be a finite number, got {gamma}")
-    if not 1 <= nbest <= beam:
-        raise ValueError(f"deep-shallow decoding: nbest must be 1 to beam {beam}, got {nbest}")
-    found = _of_lines(model, vocabulary, lines, max_tokens, beam=beam, **options)
-    return [
-        [(0.0, "")]
-        if candidates is None
-        else [(s, vocabulary.decode(t)) for s, t in candidates.ranked(alpha, gamma)[:nbest]]
-        for candidates in found
-    ]
 
 
 @dataclass(frozen=True)
@@ -188,11 +155,10 @@ def tune_deep_shallow(
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     references: Sequence[str],
+    options: DecodingOptions = DEFAULTS,
     *,
     alphas: Sequence[float] = ALPHAS,
     gammas: Sequence[float] = GAMMAS,
-    max_tokens: int = 2000,
-    **options,
 ) -> Tuned:
     """Tries every pair of alpha and gamma on a dev text; each network searches once.
 
@@ -201,10 +167,10 @@ def tune_deep_shallow(
     Args:
         lines, references: the text and its translation, line by line.
         alphas, gammas: values to try.
-        model, vocabulary, max_tokens, options: see `deep_shallow_nbest`.
+        model, vocabulary, options: see `translate_nbest`; alpha, gamma and nbest are not read.
 
     Raises:
-        ValueError: the counts differ, there is nothing to translate, or see `deep_shallow_nbest`.
+        ValueError: the counts differ, there is nothing to translate, or a model that has not grown.
     """
     if len(lines) != len(references) or not lines:
         raise ValueError(
@@ -212,11 +178,11 @@ def tune_deep_shallow(
             f"and {len(references)} references"
         )
     score = bleu_against(references)
-    found = _of_lines(model, vocabulary, lines, max_tokens, **options)
+    found = line_candidates(model, vocabulary, lines, options)
     known: dict[tuple[tuple[int, ...], ...], float] = {}
 
     def bleu(chosen: Sequence[tuple[int, ...]]) -> float:
-        # Most pairs choose alike.
+        # Most pairs of alpha and gamma choose the same translations.
         if (key := tuple(chosen)) not in known:
             known[key] = score([vocabulary.decode(tokens) for tokens in chosen])
         return known[key]

@@ -18,7 +18,7 @@ from deepfast.mt.data import (
 )
 from deepfast.mt.models import Transformer, fairseq
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.search import translate_lines
+from deepfast.mt.search import DecodingOptions, translate_lines
 from tests.mt.models.fairseq_like import EOS, LUA, PAD, UNK, FairseqLike
 
 SOURCE_TOKENS = [f"{word}{tail}" for word in ("ha", "lo", "mi", "ne") for tail in ("", "@@")]
@@ -113,7 +113,9 @@ def test_the_command_s_checkpoint_translates(options, convert, tmp_path):
         text = " ".join(word for word in words if word) + " "
         expected.append(text.replace("@@ ", "").strip())
     model, vocabulary = load_model(tmp_path / "new.pt")
-    got = translate_lines(model, read_vocabulary(vocabulary), lines, beam=1, max_length=7)
+    got = translate_lines(
+        model, read_vocabulary(vocabulary), lines, DecodingOptions(beam=1, max_length=7)
+    )
     assert got == expected
     output = tmp_path / "out.txt"
     (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))

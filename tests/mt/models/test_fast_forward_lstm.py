@@ -9,7 +9,7 @@ from deepfast.mt.models import (
     build,
     kind_of,
 )
-from deepfast.mt.search import beam_search
+from deepfast.mt.search import DecodingOptions, beam_search
 from deepfast.reference.fast_forward_lstm import fast_forward_lstm
 
 V, PAD, BOS, EOS = 13, 0, 2, 3
@@ -170,9 +170,9 @@ def test_alignment_is_the_attention():
 def test_beam_search_runs_it(attention):
     model = make(attention, torch.float32)
     source, _, _ = batch()
-    together = beam_search(model, source, beam=3, nbest=2, max_length=6)
+    together = beam_search(model, source, DecodingOptions(beam=3, nbest=2, max_length=6))
     for row, hypotheses in zip(source, together, strict=True):
-        alone = beam_search(model, row[None], beam=3, nbest=2, max_length=6)[0]
+        alone = beam_search(model, row[None], DecodingOptions(beam=3, nbest=2, max_length=6))[0]
         assert [h.tokens for h in alone] == [h.tokens for h in hypotheses]
 
 

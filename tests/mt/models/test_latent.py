@@ -10,7 +10,7 @@ import torch
 from deepfast.mt.models import DepthGrowingConfig, Transformer, TransformerConfig
 from deepfast.mt.models.interface import parameter_groups
 from deepfast.mt.models.prune import prune_checkpoint, prune_layers
-from deepfast.mt.search import beam_search
+from deepfast.mt.search import DecodingOptions, beam_search
 
 # Tags 4 to 6 in front; the second sentence is padded.
 SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
@@ -93,7 +93,9 @@ def test_evaluation_does_not_sample():
     model = build()
     runs = [model(SOURCE, TARGET) for _ in range(2)]
     assert torch.equal(*runs)
-    assert beam_search(model, SOURCE, beam=3) == beam_search(model, SOURCE, beam=3)
+    assert beam_search(model, SOURCE, DecodingOptions(beam=3)) == beam_search(
+        model, SOURCE, DecodingOptions(beam=3)
+    )
     model.train()
     assert not torch.equal(model(SOURCE, TARGET), model(SOURCE, TARGET))
 

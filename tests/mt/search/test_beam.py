@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepfast.mt.search import Hypothesis, beam_search
+from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search
 from deepfast.mt.search.beam import length_divisor
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
@@ -88,7 +88,9 @@ def test_wide_beam_finds_what_enumeration_finds(make_model, alpha):
     sources = SOURCE.clamp(max=6)
     # 64 hypotheses hold all 1 + 3 + 9 + 27 there are: the search is exhaustive.
     got = beam_search(
-        model, sources, beam=64, length_penalty=alpha, max_length=3, nbest=12, suppress_unknown=True
+        model,
+        sources,
+        DecodingOptions(beam=64, length_penalty=alpha, max_length=3, nbest=12, no_unknown=True),
     )
     for source, hypotheses in zip(sources, got, strict=True):
         log_probs = forward_log_probs(model, source[None])
@@ -104,10 +106,10 @@ def test_wide_beam_finds_what_enumeration_finds(make_model, alpha):
 )
 def test_stopping_early_loses_nothing(make_table, seed, alpha, nbest, max_length):
     rule = random_rule(seed, 7)
-    got = beam_search(
-        make_table(rule), SOURCE[:1], beam=45, length_penalty=alpha, max_length=max_length,
-        nbest=nbest, suppress_unknown=True,
-    )  # fmt: skip
+    options = DecodingOptions(
+        beam=45, length_penalty=alpha, max_length=max_length, nbest=nbest, no_unknown=True
+    )
+    got = beam_search(make_table(rule), SOURCE[:1], options)
     log_probs = lambda prefix: rule(0, prefix).log_softmax(0)  # noqa: E731
     assert_same(got[0], enumerate_all(log_probs, (4, 5, 6), max_length, alpha)[:nbest], 1e-9)
 
@@ -123,10 +125,8 @@ def test_stopping_early_loses_nothing(make_table, seed, alpha, nbest, max_length
 def test_equals_the_plain_search(make_table, seed, beam, alpha, max_length, data):
     rule = random_rule(seed, 9, scale=1.5)
     nbest = data.draw(st.integers(1, beam))
-    got = beam_search(
-        make_table(rule), SOURCE, beam=beam, length_penalty=alpha, max_length=max_length,
-        nbest=nbest,
-    )  # fmt: skip
+    options = DecodingOptions(beam=beam, length_penalty=alpha, max_length=max_length, nbest=nbest)
+    got = beam_search(make_table(rule), SOURCE, options)
     for index, hypotheses in enumerate(got):
         expected = plain_search(
             lambda prefix, index=index: rule(index, prefix).log_softmax(0),
@@ -142,7 +142,9 @@ def test_scores_are_those_of_the_uncached_model(make_model, norm, connection):
     model = make_model(
         norm=norm, encoder_connection=connection, decoder_connection=connection
     ).eval()
-    for source, hypotheses in zip(SOURCE, beam_search(model, SOURCE, nbest=4), strict=True):
+    for source, hypotheses in zip(
+        SOURCE, beam_search(model, SOURCE, DecodingOptions(nbest=4)), strict=True
+    ):
         log_probs = forward_log_probs(model, source[None])
         assert len(hypotheses) == 4
         assert len({h.tokens for h in hypotheses}) == 4
@@ -157,7 +159,7 @@ def test_scores_are_those_of_the_uncached_model(make_model, norm, connection):
 @pytest.mark.parametrize("beam", [1, 2, 5])
 def test_cached_search_equals_the_plain_search_without_cache(make_model, beam):
     model = make_model(seed=3).eval()
-    got = beam_search(model, SOURCE, beam=beam, nbest=beam, max_length=9)
+    got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=9))
     for source, hypotheses in zip(SOURCE, got, strict=True):
         log_probs = forward_log_probs(model, source[None])
         assert_same(hypotheses, plain_search(log_probs, (1, 4, 5, 6, 7, 8), beam, 9, 0.6)[:beam])
@@ -166,7 +168,9 @@ def test_cached_search_equals_the_plain_search_without_cache(make_model, beam):
 def test_beam_of_one_is_greedy(make_model):
     for seed in range(2):
         model = make_model(seed=seed).eval()
-        for source, (best,) in zip(SOURCE, beam_search(model, SOURCE, beam=1), strict=True):
+        for source, (best,) in zip(
+            SOURCE, beam_search(model, SOURCE, DecodingOptions(beam=1)), strict=True
+        ):
             log_probs = forward_log_probs(model, source[None])
             limit = 2 * int((source != PAD).sum()) + 10
             tokens = ()
@@ -184,12 +188,17 @@ def test_a_sentence_does_not_depend_on_its_batch(make_model):
     model = make_model(seed=1).eval()
     wide = torch.cat((SOURCE, torch.zeros(3, 5, dtype=torch.int64)), dim=1)
     left = torch.stack([torch.cat((row[row == PAD], row[row != PAD])) for row in wide])
-    together = beam_search(model, SOURCE, nbest=3)
-    for other in (beam_search(model, wide, nbest=3), beam_search(model, left, nbest=3)):
+    together = beam_search(model, SOURCE, DecodingOptions(nbest=3))
+    for other in (
+        beam_search(model, wide, DecodingOptions(nbest=3)),
+        beam_search(model, left, DecodingOptions(nbest=3)),
+    ):
         for a, b in zip(together, other, strict=True):
             assert [h.score for h in a] == pytest.approx([h.score for h in b], abs=1e-4)
     for a, source in zip(together, SOURCE, strict=True):
-        alone = beam_search(model, source[None][:, : int((source != PAD).sum())], nbest=3)[0]
+        alone = beam_search(
+            model, source[None][:, : int((source != PAD).sum())], DecodingOptions(nbest=3)
+        )[0]
         assert [h.score for h in a] == pytest.approx([h.score for h in alone], abs=1e-4)
 
 
@@ -200,7 +209,7 @@ def test_finished_sentences_leave_the_batch(make_table):
         return logits
 
     model = make_table(rule)
-    results = beam_search(model, SOURCE, beam=2, max_length=20)
+    results = beam_search(model, SOURCE, DecodingOptions(beam=2, max_length=20))
     assert [len(best.tokens) for (best,) in results] == [0, 3, 6]
     # One row a sentence at first; two once the beam is full; none for a sentence that is done.
     assert model.rows == [3, 4, 4, 4, 2, 2, 2]
@@ -208,11 +217,11 @@ def test_finished_sentences_leave_the_batch(make_table):
 
 def test_equal_candidates_by_hypothesis_then_by_id(make_table):
     flat = make_table(lambda sentence, prefix: torch.zeros(40))
-    best = beam_search(flat, SOURCE[:1], beam=4, nbest=4, max_length=2, suppress_unknown=True)[0]
+    options = DecodingOptions(beam=4, nbest=4, max_length=2, no_unknown=True)
+    best = beam_search(flat, SOURCE[:1], options)[0]
     # At first eos (3) and the tokens 4, 5, 6; then 4 is continued by eos, 4, 5, 6; then eos.
     assert [h.tokens for h in best] == [(), (4,), (4, 4), (4, 5)]
-    assert best == beam_search(flat, SOURCE[:1], beam=4, nbest=4, max_length=2,
-                               suppress_unknown=True)[0]  # fmt: skip
+    assert best == beam_search(flat, SOURCE[:1], options)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -224,14 +233,16 @@ def test_ties_across_the_cut(make_table, dtype):
         return logits
 
     for beam, tokens in ((1, [2000]), (2, [2000, 50]), (4, [2000, 50, 600, 700])):
-        best = beam_search(make_table(rule), SOURCE[:1], beam=beam, nbest=beam, max_length=1)[0]
+        best = beam_search(
+            make_table(rule), SOURCE[:1], DecodingOptions(beam=beam, nbest=beam, max_length=1)
+        )[0]
         assert [h.tokens[0] for h in best] == tokens
 
 
 def test_length_limits(make_table):
     endless = make_table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
     assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
-    limited = beam_search(endless, SOURCE, max_length=4)
+    limited = beam_search(endless, SOURCE, DecodingOptions(max_length=4))
     assert [best.tokens for (best,) in limited] == [(4,) * 4] * 3
     # The forced eos has its price.
     row = torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]).log_softmax(0)
@@ -242,7 +253,8 @@ def test_higher_penalty_prefers_longer(make_model):
     model = make_model(seed=2).eval()
     options = {"beam": 64, "max_length": 6}
     short, long = (
-        beam_search(model, SOURCE, length_penalty=alpha, **options) for alpha in (0.0, 3.0)
+        beam_search(model, SOURCE, DecodingOptions(length_penalty=alpha, **options))
+        for alpha in (0.0, 3.0)
     )
     assert sum(len(b.tokens) for (b,) in long) >= sum(len(b.tokens) for (b,) in short)
     assert length_divisor(1, 0.6) == 1.0
@@ -253,10 +265,10 @@ def test_special_tokens_are_not_generated(make_table):
     def rule(sentence, prefix):
         return torch.tensor([9.0, 8.0, 9.0, -2.0, 0.0, -1.0])
 
-    (best,) = beam_search(make_table(rule), SOURCE[:1], beam=1, max_length=3)[0]
+    (best,) = beam_search(make_table(rule), SOURCE[:1], DecodingOptions(beam=1, max_length=3))[0]
     assert best.tokens == (UNK,) * 3
-    options = {"beam": 1, "max_length": 3, "suppress_unknown": True}
-    (best,) = beam_search(make_table(rule), SOURCE[:1], **options)[0]
+    options = {"beam": 1, "max_length": 3, "no_unknown": True}
+    (best,) = beam_search(make_table(rule), SOURCE[:1], DecodingOptions(**options))[0]
     assert best.tokens == (4,) * 3
     # What is not allowed keeps its probability mass.
     row = rule(0, ()).log_softmax(0)
@@ -265,9 +277,10 @@ def test_special_tokens_are_not_generated(make_table):
 
 def test_other_special_ids(make_table):
     rule = lambda sentence, prefix: torch.tensor([0.0, 9.0, 3.0 * len(prefix), 0.0, 4.0])  # noqa: E731
-    options = {"bos_id": 2, "eos_id": 2, "unk_id": 3, "suppress_unknown": True}
+    options = DecodingOptions(beam=1, no_unknown=True)
+    ids = {"bos_id": 2, "eos_id": 2, "unk_id": 3}
     # fairseq's ids: decoding starts with eos, which may be generated all the same.
-    (best,) = beam_search(make_table(rule, padding_idx=1), SOURCE[:1], beam=1, **options)[0]
+    (best,) = beam_search(make_table(rule, padding_idx=1), SOURCE[:1], options, **ids)[0]
     assert best.tokens == (4, 4)
 
 
@@ -327,18 +340,12 @@ def test_logits_that_are_not_finite(make_table, bad, place):
 def test_nothing_left_to_generate(make_table):
     rule = lambda s, p: torch.tensor([0.0, 0, 0, -math.inf, -math.inf])  # noqa: E731
     with pytest.raises(RuntimeError, match="position 1, got probability 0 for all"):
-        beam_search(make_table(rule), SOURCE, suppress_unknown=True)
+        beam_search(make_table(rule), SOURCE, DecodingOptions(no_unknown=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"beam": 0}, "beam must be a whole number of at least 1, got 0"),
-        ({"beam": 2.0}, "beam must be a whole number of at least 1, got 2.0"),
-        ({"nbest": 5}, "nbest must be at most beam 4, got 5"),
-        ({"max_length": 0}, "max_length must be a whole number of at least 1, got 0"),
-        ({"length_penalty": -0.1}, "length_penalty must be a number of at least 0, got -0.1"),
-        ({"length_penalty": math.nan}, "length_penalty must be a number of at least 0, got nan"),
         ({"source_BS": SOURCE[0]}, r"source must be int64 \(B, S\), got torch.int64 \(4,\)"),
         ({"source_BS": [[5, 3]]}, r"source must be int64 \(B, S\), got list"),
         ({"source_BS": SOURCE.int()}, r"source must be int64 \(B, S\), got torch.int32"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.cli.translate import lowercased
-from deepfast.mt.search import translate_lines, translate_nbest
+from deepfast.mt.search import DecodingOptions, translate_lines, translate_nbest
+from deepfast.mt.search.translator import trained_lowercase
 
 TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
 LINES = ["the old bridge", "", "we walk home", "a small house"]
@@ -20,7 +20,7 @@ FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 
 @pytest.fixture
 def expected(model, vocabulary):
-    return translate_lines(model, vocabulary, LINES, beam=2, max_length=6)
+    return translate_lines(model, vocabulary, LINES, DecodingOptions(beam=2, max_length=6))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_file_to_file(checkpoint, source, tmp_path, expected, capsys):
 def test_a_checkpoint_whose_recipe_says_nothing_of_case(checkpoint, tmp_path, recipe):
     path = tmp_path / "model.pt"
     torch.save(torch.load(checkpoint, weights_only=True) | {"recipe": recipe}, path)
-    assert not lowercased(str(path))
+    assert not trained_lowercase(path)
 
 
 def test_gzip_to_gzip(checkpoint, tmp_path, expected):
@@ -54,6 +54,26 @@ def test_gzip_to_gzip(checkpoint, tmp_path, expected):
     arguments = ["--input", str(source), "--output", str(output), *FAST]
     assert main(["translate", str(checkpoint), *arguments]) == 0
     assert gzip.decompress(output.read_bytes()).decode() == "".join(f"{x}\n" for x in expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (gzip.compress(TEXT.encode())[:-6], "the gzip data is damaged or cut short"),
+        (gzip.compress(TEXT.encode() * 99)[:30] + b"\0" * 20, "the gzip data is damaged or cut"),
+        (b"\x1f\x8bno gzip", "the gzip data is damaged or cut short"),
+        (b"good\nb\xe4d\n", "standard input:2: expected UTF-8, got byte 0xe4 at column 2"),
+    ],
+)
+def test_bad_standard_input_is_refused_with_a_sentence(
+    checkpoint, capsys, monkeypatch, content, sentence
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert main(["translate", str(checkpoint), *FAST]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("deepfast translate: standard input")
+    assert said.count("\n") == 1
+    assert sentence in said
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -68,7 +88,9 @@ def test_nbest(checkpoint, source, tmp_path, model, vocabulary):
     arguments = ["--input", str(source), "--output", str(output), "--nbest", "2", *FAST]
     assert main(["translate", str(checkpoint), *arguments]) == 0
     rows = [row.split("\t") for row in output.read_text(encoding="utf-8").split("\n")[:-1]]
-    expected = translate_nbest(model, vocabulary, LINES, beam=2, max_length=6, nbest=2)
+    expected = translate_nbest(
+        model, vocabulary, LINES, DecodingOptions(beam=2, max_length=6, nbest=2)
+    )
     assert [int(number) for number, _, _ in rows] == [1, 1, 2, 3, 3, 4, 4]
     assert [text for _, _, text in rows] == [text for best in expected for _, text in best]
     scores = [score for best in expected for score, _ in best]
@@ -121,9 +143,13 @@ def test_score_of_a_checkpoint(checkpoint, source, tmp_path, expected, capsys):
         (["translate", "{c}", "--input", "{d}/none"], "none: there is no such file"),
         (["translate", "{d}/none.pt", "--input", "{s}"], "none.pt: there is no such file"),
         (["translate", "{s}", "--input", "{s}"], "expected a deepfast checkpoint, got a file of"),
-        (["translate", "{c}", "--output", "{d}/no/x"], "--output: expected a folder that exists"),
+        (["translate", "{c}", "--output", "{d}/no/x"], "/no/x: expected a folder that exists"),
+        (["translate", "{c}", "--output", "{d}"], "expected a file, got a folder"),
         (["translate", "{c}", "--input", "{s}", "--device", "tpu"], "expected cpu or cuda, got"),
-        (["translate", "{c}", "--input", "{s}", "--threads", "0"], "expected at least 1, got 0"),
+        (
+            ["translate", "{c}", "--input", "{s}", "--threads", "0"],
+            "threads must be a whole number of at least 1, got 0",
+        ),
         (["translate", "{c}", "--input", "{s}", "--nbest", "9"], "at most beam 4, got 9"),
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.cli.translate import add_decoding_arguments, decoding_options
+from deepfast.cli.decoding import add_decoding_arguments, decoding_words
 from deepfast.mt.search import (
+    DecodingOptions,
     beam_search,
-    deep_shallow_nbest,
     score_hypotheses,
     translate_lines,
+    translate_nbest,
     tune_deep_shallow,
 )
 from deepfast.mt.search.deep_shallow import Candidate, Candidates
@@ -71,8 +72,11 @@ def test_of_equals_the_deep_networks_is_first():
 
 
 def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
-    got = deep_shallow_nbest(
-        grown, vocabulary, LINES, alpha=0.3, gamma=0.8, nbest=2, max_tokens=20, **OPTIONS
+    got = translate_nbest(
+        grown,
+        vocabulary,
+        LINES,
+        DecodingOptions(deep_shallow=True, alpha=0.3, gamma=0.8, nbest=2, max_tokens=20, **OPTIONS),
     )
     assert got[1] == [(0.0, "")]
     differing = 0
@@ -82,7 +86,7 @@ def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
         source = torch.tensor([[*vocabulary.encode(line), 3]])
         scores = {}
         for own, other in ((grown, grown.bottom), (grown.bottom, grown)):
-            found = beam_search(own, source, nbest=3, **OPTIONS)[0]
+            found = beam_search(own, source, DecodingOptions(nbest=3, **OPTIONS))[0]
             for h in found:
                 mixed = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
                 score = mixed / (len(h.tokens) + 1) ** 0.8
@@ -109,32 +113,22 @@ def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
     texts = {}
     for pair in itertools.product(*grid.values()):
         weights = dict(zip(("alpha", "gamma"), pair, strict=True))
-        best = deep_shallow_nbest(grown, vocabulary, LINES, **weights, **options)
+        best = translate_nbest(
+            grown, vocabulary, LINES, DecodingOptions(deep_shallow=True, **weights, **options)
+        )
         texts[pair] = [text[0][1] for text in best]
     assert len({tuple(lines) for lines in texts.values()}) > 2
     # Of the default's neighbours none is taken where another is better.
     for wanted in texts:
         references = texts[wanted]
-        tuned = tune_deep_shallow(grown, vocabulary, LINES, references, **grid, **options)
+        tuned = tune_deep_shallow(
+            grown, vocabulary, LINES, references, DecodingOptions(**options), **grid
+        )
         assert tuned.bleu == 100
         assert texts[tuned.alpha, tuned.gamma] == references
         for model, alone in ((grown, tuned.deep), (grown.bottom, tuned.shallow)):
-            lines = translate_lines(model, vocabulary, LINES, **options)
+            lines = translate_lines(model, vocabulary, LINES, DecodingOptions(**options))
             assert alone == right(references)(lines)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"alpha": 1.1}, "alpha must be from 0 to 1, got 1.1"),
-        ({"alpha": float("nan")}, "alpha must be from 0 to 1, got nan"),
-        ({"gamma": float("inf")}, "gamma must be a finite number, got inf"),
-        ({"nbest": 4}, "nbest must be 1 to beam 3, got 4"),
-    ],
-)
-def test_out_of_range(grown, vocabulary, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        deep_shallow_nbest(grown, vocabulary, LINES, **OPTIONS | options)
 
 
 def test_what_cannot_be_tuned(grown, model, vocabulary):
@@ -159,8 +153,11 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
 
     arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
     assert main(["translate", str(grown_checkpoint), *arguments]) == 0
-    best = deep_shallow_nbest(
-        grown, vocabulary, LINES, alpha=tuned["alpha"], gamma=tuned["gamma"], **OPTIONS
+    best = translate_nbest(
+        grown,
+        vocabulary,
+        LINES,
+        DecodingOptions(deep_shallow=True, alpha=tuned["alpha"], gamma=tuned["gamma"], **OPTIONS),
     )
     assert capsys.readouterr().out.split("\n") == [*(texts[0][1] for texts in best), ""]
 
@@ -176,8 +173,13 @@ def test_tuned_flags_are_ready_to_paste_where_they_help(
 ):
     monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
     (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
-    deep = translate_lines(grown, vocabulary, LINES, **OPTIONS)
-    best = deep_shallow_nbest(grown, vocabulary, LINES, alpha=0.0, gamma=2.0, **OPTIONS)
+    deep = translate_lines(grown, vocabulary, LINES, DecodingOptions(**OPTIONS))
+    best = translate_nbest(
+        grown,
+        vocabulary,
+        LINES,
+        DecodingOptions(deep_shallow=True, alpha=0.0, gamma=2.0, **OPTIONS),
+    )
     mixed = [texts[0][1] for texts in best]
     assert mixed != deep
     for references, helps in ((mixed, True), (deep, False)):
@@ -206,12 +208,12 @@ def test_default_weights_hint_at_tuning(grown_checkpoint, tmp_path, capsys, give
     assert "deepfast tune" not in said.out
 
 
-def test_decoding_options_are_given_again():
+def test_decoding_arguments_are_given_again():
     parser = argparse.ArgumentParser()
     add_decoding_arguments(parser)
-    assert decoding_options(parser.parse_args(["--beam", "4"])) == []
+    assert decoding_words(parser.parse_args(["--beam", "4"])) == []
     words = ["--beam", "1", "--max-length", "9", "--language", "de", "--no-unknown"]
-    assert decoding_options(parser.parse_args(words)) == words
+    assert decoding_words(parser.parse_args(words)) == words
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_decoding_options_are_given_again():
             ["translate", "{c}", "{c}", "--deep-shallow"],
             "expected one model of one checkpoint, got 2",
         ),
-        (["translate", "{c}", "--gamma", "1"], "--gamma: expected --deep-shallow beside it"),
+        (["translate", "{c}", "--gamma", "1"], "gamma needs deep_shallow, got gamma without it"),
         (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
     ],
 )

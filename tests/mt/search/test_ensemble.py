@@ -7,6 +7,7 @@ from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary, Vocabulary
 from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
 from deepfast.mt.search import (
+    DecodingOptions,
     Ensemble,
     beam_search,
     translate_lines,
@@ -65,8 +66,10 @@ def test_hypotheses_move_in_every_model(models):
 
 def test_one_model_many_times_is_the_model(model, vocabulary):
     source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
-    alone = beam_search(model, source, beam=3, nbest=2, max_length=6)
-    together = beam_search(Ensemble([model] * 3), source, beam=3, nbest=2, max_length=6)
+    alone = beam_search(model, source, DecodingOptions(beam=3, nbest=2, max_length=6))
+    together = beam_search(
+        Ensemble([model] * 3), source, DecodingOptions(beam=3, nbest=2, max_length=6)
+    )
     for one, other in zip(alone, together, strict=True):
         assert [h.tokens for h in one] == [h.tokens for h in other]
         assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-4)
@@ -93,7 +96,9 @@ def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path,
     source.write_text("".join(f"{line}\n" for line in LINES))
     paths = [write(f"{i}.pt", model) for i, model in enumerate(models)]
     assert main(["translate", *paths, "--input", str(source), *FAST]) == 0
-    expected = translate_lines(Ensemble(models), vocabulary, LINES, beam=2, max_length=6)
+    expected = translate_lines(
+        Ensemble(models), vocabulary, LINES, DecodingOptions(beam=2, max_length=6)
+    )
     assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
 
 
@@ -141,8 +146,11 @@ def test_lines_of_several_languages(make_model):
     ensemble = Ensemble(models).eval()
     lines = ["<de> a b c", "<fr> a b c", "<de> d e", "", "<fr> f g h"]
     options = {"nbest": 3, "max_length": 6}
-    alone = [translate_nbest(ensemble, vocabulary, [line], **options)[0] for line in lines]
-    together = translate_nbest(ensemble, vocabulary, lines, **options)
+    alone = [
+        translate_nbest(ensemble, vocabulary, [line], DecodingOptions(**options))[0]
+        for line in lines
+    ]
+    together = translate_nbest(ensemble, vocabulary, lines, DecodingOptions(**options))
     for one, other in zip(alone, together, strict=True):
         assert [text for _, text in one] == [text for _, text in other]
         assert [score for score, _ in one] == pytest.approx([score for score, _ in other], abs=1e-4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.mt.search import beam_search, score_hypotheses
+from deepfast.mt.search import DecodingOptions, beam_search, score_hypotheses
 
 SOURCE = torch.tensor([[5, 6, 7, 4, 3], [8, 4, 3, 0, 0], [0, 0, 0, 7, 3]])
 GIVEN = [[(4, 5), (), (6, 7, 8, 4, 4, 4)], [], [(8,)]]
@@ -31,7 +31,7 @@ def test_forced_is_forward(any_model):
 def test_a_searchs_finds_have_its_log_probabilities(any_model):
     """Reordered hypotheses of a batch, each against forward on its sentence alone."""
     model = any_model.train()
-    found = beam_search(model, SOURCE, beam=4, nbest=4, max_length=7)
+    found = beam_search(model, SOURCE, DecodingOptions(beam=4, nbest=4, max_length=7))
     assert [len(best) for best in found] == [4, 4, 4]
     scores = score_hypotheses(model, SOURCE, [[h.tokens for h in best] for best in found])
     assert all(module.training for module in (model, model.encoder, model.decoder))

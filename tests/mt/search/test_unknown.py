@@ -7,7 +7,7 @@ from deepfast.cli import main
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import UNK
 from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
-from deepfast.mt.search import Ensemble, translate_nbest
+from deepfast.mt.search import DecodingOptions, Ensemble, translate_nbest
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
 
 LINE = "the old bridge of Ωxford"
@@ -96,9 +96,9 @@ def test_every_model_with_attention(model, make_grown, vocabulary, kind):
     chosen.step = unknown
     try:
         options = {"beam": 2, "max_length": 3}
-        plain = translate_nbest(chosen, vocabulary, [LINE, "boats"], **options)
+        plain = translate_nbest(chosen, vocabulary, [LINE, "boats"], DecodingOptions(**options))
         replaced = translate_nbest(
-            chosen, vocabulary, [LINE, "boats"], replace_unknown=True, **options
+            chosen, vocabulary, [LINE, "boats"], DecodingOptions(replace_unknown=True, **options)
         )
     finally:
         del chosen.step
@@ -135,7 +135,7 @@ def test_a_model_without_attention_is_refused(vocabulary, tmp_path, capsys, mode
     blind = recurrent(len(vocabulary), attention=False)
     for one in (blind, Ensemble([model, blind])):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
-            translate_nbest(one, vocabulary, [LINE], replace_unknown=True)
+            translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
     check_aligns(Ensemble([model, recurrent(len(vocabulary))]), vocabulary)
 
 
@@ -146,5 +146,6 @@ def test_option(checkpoint, tmp_path, capsys):
     assert main(["translate", str(checkpoint), "--input", str(source), *fast]) == 0
     assert "⁇" not in capsys.readouterr().out
     for option in ("--no-unknown", "--deep-shallow"):
+        name = option.removeprefix("--").replace("-", "_")
         assert main(["translate", str(checkpoint), "--input", str(source), option, *fast]) == 1
-        assert f"--replace-unknown: expected no {option}" in capsys.readouterr().err
+        assert f"replace_unknown cannot go with {name}, got both" in capsys.readouterr().err

@@ -258,11 +258,11 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert outputs[0].split("\n")[1] == ""
 
     assert main(["translate", whole, "--input", english, "--language", "it"]) == 1
-    assert "--language: expected a language of the checkpoint (de, xx)" in capsys.readouterr().err
+    assert "language: expected a language of the checkpoint (de, xx)" in capsys.readouterr().err
     assert main(["translate", small, "--input", english, "--language", "xx"]) == 1
-    assert "--language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
+    assert "language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
     assert main(["translate", whole, small, "--input", english, "--language", "xx"]) == 1
-    assert "--language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
+    assert "language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
     assert main(["translate", whole, "--input", english, "--device", "cpu"]) == 1
     assert "begins with the tag of one of the languages de, xx" in capsys.readouterr().err
     assert main(["prune", whole, "--output", small, "--language", "it"]) == 1
@@ -279,7 +279,7 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
             "begins with the tag of one of the languages de, got none of them\n"
         )
     assert main(["translate", small, "--language", "de", *options]) == 1
-    expected = "--language: expected lines without a tag, got <de> in front of line 1\n"
+    expected = "language: expected lines without a tag, got <de> in front of line 1\n"
     assert capsys.readouterr().err.endswith(expected)
 
 

@@ -1,0 +1,137 @@
+"""What `translate`, `score` and `tune` share: decoding arguments, and one run of a search."""
+
+import argparse
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import torch
+
+from deepfast import checks
+from deepfast.mt.search import DecodingOptions, load_translator, translate_nbest
+from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
+from deepfast.mt.search.translator import PRECISIONS
+
+Results = TypeVar("Results")
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to search, and on what."""
+    default = DecodingOptions()
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--beam", type=int, default=default.beam,
+        help="hypotheses kept per sentence; 1 is greedy search; default: %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--length-penalty", type=float, default=default.length_penalty,
+        help="alpha of the score, at least 0; higher prefers longer translations; "
+        "default: %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-length", type=int,
+        help="most tokens of a translation; default: 2 * source tokens + 10",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-tokens", type=int, default=default.max_tokens,
+        help="most source tokens of a batch; default: %(default)s",
+    )  # fmt: skip
+    group.add_argument("--language", help="put the tag of this language in front of every line")
+    group.add_argument("--no-unknown", action="store_true", help="never generate unk")
+    group.add_argument("--device", help="cpu or cuda; default: cuda where there is a GPU")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32")
+    group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+
+
+def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `translate` and `score` have beyond `add_decoding_arguments`."""
+    add_decoding_arguments(parser)
+    parser.add_argument(
+        "--replace-unknown", action="store_true",
+        help="replace each unk by the source word that attention is on",
+    )  # fmt: skip
+    group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
+    group.add_argument(
+        "--deep-shallow", action="store_true",
+        help="translate with the model and with its bottom alone, and rank all translations",
+    )  # fmt: skip
+    group.add_argument(
+        "--alpha", type=float,
+        help=f"weight of the network that found a translation, 0 to 1; default: {ALPHA}",
+    )  # fmt: skip
+    group.add_argument(
+        "--gamma", type=float,
+        help=f"power of the length that divides the score; default: {GAMMA}",
+    )  # fmt: skip
+
+
+def decoding_options(args: argparse.Namespace) -> DecodingOptions:
+    """The options among a command's arguments, which have the names of the fields."""
+    names = [field.name for field in fields(DecodingOptions) if hasattr(args, field.name)]
+    return DecodingOptions(**{name: getattr(args, name) for name in names})
+
+
+def decoding_words(args: argparse.Namespace) -> list[str]:
+    """The arguments of `add_decoding_arguments` that are not the default, as words to paste."""
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    words = []
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(args, name)
+        if value != default:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
+def to_translate(checkpoint: object, *words: str) -> str:
+    """The line that tells how to use a checkpoint."""
+    return f"to translate: deepfast translate {shlex.join([str(checkpoint), *words])} < FILE"
+
+
+def translate(args: argparse.Namespace, lines: Sequence[str]) -> list[list[tuple[float, str]]]:
+    """Scores and texts of every line; stderr tells of the run."""
+    options = decoding_options(args)
+    results = run_search(args, lines, translate_nbest, options)
+    if options.deep_shallow and options.alpha is None and options.gamma is None:
+        print(
+            f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
+            "worse than the model alone: deepfast tune finds those of a dev text",
+            file=sys.stderr,
+        )
+    return results
+
+
+def run_search(
+    args: argparse.Namespace,
+    lines: Sequence[str],
+    search: Callable[..., Results],
+    options: DecodingOptions,
+) -> Results:
+    """``search(model, vocabulary, lines, options)`` with the checkpoints of the arguments.
+
+    Warnings and the speed go to stderr.
+    """
+    if args.threads is not None:
+        checks.whole("decoding", threads=args.threads)
+        torch.set_num_threads(args.threads)
+    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
+    translator = load_translator(paths, args.device)
+    lines = translator.prepare(lines, args.language)
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught, translator.precision(args.precision):
+        warnings.simplefilter("always")
+        results = search(translator.model, translator.vocabulary, lines, options)
+    seconds = time.perf_counter() - started
+    for warning in caught:
+        print(f"deepfast {args.command}: {warning.message}", file=sys.stderr)
+    print(
+        f"deepfast {args.command}: {len(lines)} lines in {seconds:.1f} s, "
+        f"{len(lines) / max(seconds, 1e-9):.1f} lines/s",
+        file=sys.stderr,
+    )
+    return results
