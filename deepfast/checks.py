@@ -102,3 +102,24 @@ def flag(op: str, **values: bool) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def fraction(op: str, **values: float) -> None:
+    """Numbers in [0, 1), each under the name of its argument."""
+    for name, value in values.items():
+        if not (isinstance(value, NUMBER) and 0 <= value < 1):
+            raise ValueError(f"{op}: {name} must be a number in [0, 1), got {value!r}")
+
+
+def positive(op: str, **values: float) -> None:
+    """Finite numbers above 0, each under the name of its argument."""
+    for name, value in values.items():
+        if not (isinstance(value, NUMBER) and 0 < value < math.inf):
+            raise ValueError(f"{op}: {name} must be a number above 0, got {value!r}")
+
+
+def dictionary(op: str, **values: dict) -> None:
+    """Dictionaries, each under the name of its argument."""
+    for name, value in values.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{op}: {name} must be a dict, got {value!r}")

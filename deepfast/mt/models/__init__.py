@@ -1,7 +1,19 @@
-"""Whole models."""
+"""Whole translation models.
+
+    from deepfast.mt.models import Transformer, base
+    model = Transformer(base(vocab_size=8000, encoder_layers=30))
+    loss, nll = model.loss(source, target_in, target_out)
+
+Begin with `transformer`: the encoder-decoder model, read from top to bottom. `transformer_config`
+holds its sizes and choices, `interface` what training and search ask of any model, `registry` the
+names of the kinds. `depth_growing` and `fast_forward_lstm` are the other kinds. `checkpoint` reads
+a saved model, `fairseq` converts one of fairseq's, `prune` removes the layers that latent depth
+does not use.
+"""
 
 from deepfast.mt.models.depth_growing import DepthGrowing, DepthGrowingConfig
 from deepfast.mt.models.fast_forward_lstm import FastForwardLSTM, FastForwardLSTMConfig
+from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.registry import KINDS, build, kind_of
 from deepfast.mt.models.transformer import Transformer
 from deepfast.mt.models.transformer_config import TransformerConfig, base, big
@@ -14,6 +26,7 @@ __all__ = [
     "FastForwardLSTMConfig",
     "Transformer",
     "TransformerConfig",
+    "TranslationModel",
     "base",
     "big",
     "build",

@@ -1,6 +1,7 @@
 """A model from a checkpoint file.
 
-A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. What a model needs:
+A checkpoint is a dict, written by `torch.save`, that loads with ``weights_only=True``. A model
+needs these keys:
 
     format       "deepfast-checkpoint"
     version      1
@@ -9,22 +10,23 @@ A checkpoint is one `torch.save` dict that loads with ``weights_only=True``. Wha
     model        the model's state dict
     vocabulary   the sentencepiece model, or a dictionary of tokens, as bytes or as a uint8 tensor
 
-Further keys belong to training and are not looked at here.
+Training adds further keys, which are not read here.
 """
 
 import os
 import pickle
 import zipfile
 import zlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deepfast.mt.models.fusions import without_unread
-from deepfast.mt.models.registry import KINDS, build
+from deepfast.mt.models.interface import TranslationModel
+from deepfast.mt.models.registry import KINDS
+from deepfast.mt.models.transformer_config import without_unread
 
 FORMAT = "deepfast-checkpoint"
 VERSION = 1
@@ -33,11 +35,11 @@ VERSION = 1
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The dict of a checkpoint, its format and version checked.
 
-    Tensors are on the CPU and mapped from the file: what is not used is not read, and what is to
-    outlive the file must be copied.
+    Tensors are on the CPU and mapped from the file: unused ones are never read, and those that must
+    outlive the file have to be copied.
 
     Raises:
-        ValueError: no such file, cut short, of another kind, or of a newer version.
+        ValueError: the file does not exist, is damaged, is no checkpoint, or is of a newer version.
     """
     path = Path(path)
     try:
@@ -56,7 +58,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (
         zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        # What torch.save writes is a zip archive; one that holds objects is of another kind.
+        # torch.save writes a zip archive, so a broken archive is likely a damaged checkpoint.
         if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
             raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
         raise ValueError(
@@ -77,32 +79,33 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def load_model(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> tuple[nn.Module, bytes]:
+) -> tuple[TranslationModel, bytes]:
     """The model of a checkpoint, ready to translate, and its vocabulary.
 
     Args:
         path: the checkpoint.
-        device: where the model is to be.
+        device: where to put the model.
 
     Returns:
-        The model, in evaluation mode and with ``backend=None`` (what served the training says
-        nothing of this machine), and the bytes of its vocabulary
-        (`deepfast.mt.data.read_vocabulary`).
+        The model in evaluation mode, and the bytes of its vocabulary, for
+        `deepfast.mt.data.read_vocabulary`. Its config has ``backend=None``: another machine may
+        have trained it.
 
     Raises:
-        ValueError: see `read_checkpoint`; or the config, the weights or the vocabulary are
-            missing, or do not go together.
+        ValueError: see `read_checkpoint`; or config, weights or vocabulary are missing or do not
+            fit together.
     """
     content = read_checkpoint(path)
     missing = [key for key in ("config", "model", "vocabulary") if key not in content]
     if missing:
         raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
     vocabulary = _bytes(path, content["vocabulary"])
-    config = _config(path, content.get("kind", "transformer"), content["config"])
+    kind = content.get("kind", "transformer")
+    config = _config(path, kind, content["config"])
     try:
-        # Weights are about to be replaced: on the meta device they cost neither time nor memory.
+        # The weights are replaced below; on the meta device they cost neither time nor memory.
         with torch.device("meta"):
-            model = build(config)
+            model = KINDS[kind](config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
     _check_weights(path, model.state_dict(), content["model"])
@@ -113,7 +116,7 @@ def load_model(
 
 def _bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
     if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
-        # By way of a list: numpy is not a dependency, and this is well below a megabyte.
+        # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
         return bytes(vocabulary.flatten().tolist())
     if isinstance(vocabulary, bytes):
         return vocabulary
@@ -129,19 +132,20 @@ def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
             f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
             f"({', '.join(KINDS)}), got {name!r}"
         )
-    kind = KINDS[name]
+    make = KINDS[name].Config
     if not isinstance(values, dict):
         raise ValueError(
             f"{path}: expected the checkpoint's config as a dict, got {type(values).__name__}"
         )
-    unknown = [str(name) for name in values if name not in kind.fields]
+    known = {field.name for field in fields(make)}
+    unknown = [str(name) for name in values if name not in known]
     if unknown:
         raise ValueError(
             f"{path}: the checkpoint's config has fields that this deepfast does not know: "
             f"{', '.join(unknown)}"
         )
     try:
-        return replace(kind.config(**without_unread(values)), backend=None)
+        return replace(make(**without_unread(values)), backend=None)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
 

@@ -1,4 +1,4 @@
-"""Depth growing: a trained Transformer stays as it is, and more layers learn on top of it.
+"""Depth growing: a trained Transformer is frozen, and more layers learn on top of it.
 
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019, Eq. 1 to 3.
 """
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepfast import checks
+from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.transformer import DecodeState, Transformer, last_attention
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
@@ -18,67 +20,64 @@ from deepfast.nn import (
     TransformerDecoder,
     TransformerEncoder,
 )
+from deepfast.nn.connections.connection import CONNECTIONS
 
 
 @dataclass(kw_only=True)
 class DepthGrowingConfig(TransformerConfig):
-    """Sizes and choices of a `DepthGrowing`: those of its bottom, and beside them the top's.
+    """Sizes and choices of a `DepthGrowing`: the fields of its bottom, then those of the top.
 
     The top has the bottom's width, heads, norm, activation and dropout.
     """
 
     top_encoder_layers: int = 2
-    """M, of the encoder that is stacked on the bottom's."""
+    """M of the encoder, which is stacked on the bottom's."""
     top_decoder_layers: int = 2
-    """M, of the decoder."""
+    """M of the decoder."""
     top_encoder_connection: str = "residual"
-    """One of deepfast.nn.connections.connection.CONNECTIONS but "latent"; the top has a depth
-    history of its own."""
+    """One of deepfast.nn.connections.connection.CONNECTIONS except "latent". The top has its own
+    depth history."""
     top_decoder_connection: str = "residual"
-    """The same of the top's decoder."""
+    """The same for the top's decoder."""
     top_dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
     top_attnres_block: int | None = None
-    """Layers of a block where the top has "block_attnres"; None: attnres_block."""
+    """Layers in a block where the top has "block_attnres"; None: attnres_block."""
     embedding_norm: bool = False
-    """Layer-norm on the embedding where it enters the top, as the authors' code has it."""
+    """Normalise the embedding where it enters the top, as the authors' code does."""
     bottom_dropout: bool = False
-    """Dropout in the bottom while the top learns, as the authors' code has it."""
+    """Apply dropout in the bottom while the top learns, as the authors' code does."""
 
     def __post_init__(self):
         super().__post_init__()
+        op = type(self).__name__
         for name, plain in (("cross_attention", "top"), ("encoder_fusion", None),
                             ("decoder_fusion", None)):  # fmt: skip
             if getattr(self, name) != plain:
                 raise ValueError(
-                    f"{name}: expected {plain} for a model that grows, got {getattr(self, name)!r}"
+                    f"{op}: {name} must be {plain} in a model that grows, "
+                    f"got {getattr(self, name)!r}"
                 )
-        self._check_whole("top_encoder_layers", "top_decoder_layers")
-        self._check_dicts("top_dlcl")
-        self._check_connections("top_dlcl", "top_encoder_connection", "top_decoder_connection")
-        self._check_attnres("top_attnres_block", "top_encoder_connection", "top_decoder_connection")
-        for side in ("encoder", "decoder", "top_encoder", "top_decoder"):
-            if getattr(self, f"{side}_connection") == "latent":
-                raise ValueError(
-                    f"{side}_connection: expected another than latent for a model that grows, "
-                    "got 'latent'"
-                )
+        checks.whole(op, **self._values("top_encoder_layers", "top_decoder_layers"))
+        checks.dictionary(op, top_dlcl=self.top_dlcl)
+        top = self._values("top_encoder_connection", "top_decoder_connection")
+        checks.choice(op, CONNECTIONS, **top)
+        self._check_connections(op, "top_")
+        for name, connection in (top | self._values("encoder_connection",
+                                                    "decoder_connection")).items():  # fmt: skip
+            if connection == "latent":
+                raise ValueError(f"{op}: {name} must not be latent in a model that grows")
 
     @property
     def bottom(self) -> TransformerConfig:
-        """What was trained before."""
+        """The config of the trained Transformer below."""
         names = [field.name for field in fields(TransformerConfig)]
         return TransformerConfig(**{name: getattr(self, name) for name in names})
-
-    def top(self, connection: str) -> dict:
-        """Arguments of the top's encoder or decoder stack."""
-        block = self.attnres_block if self.top_attnres_block is None else self.top_attnres_block
-        return self.stack(connection, self.top_dlcl, block, "top")
 
 
 @dataclass
 class GrowingState:
-    """A batch of hypotheses while it is being decoded: each decoder has its own memory."""
+    """A batch of hypotheses while it is being decoded; each decoder has its own cache."""
 
     bottom: DecodeState
     top: DecoderCache
@@ -89,33 +88,35 @@ class GrowingState:
         self.top.reorder(index, memory=memory)
 
 
-class DepthGrowing(nn.Module):
-    """A frozen `Transformer`, the bottom, and an encoder and a decoder on top of it that learn.
+class DepthGrowing(TranslationModel):
+    """A frozen `Transformer`, the bottom, with an encoder and a decoder on top that learn.
 
-    Of the embedded source x and target y, positions included,
+    With x and y the embedded source and target, positions included,
 
         h1 = enc1(x)            s1 = dec1(y, attn1(h1))
         h2 = enc2(x + h1)       s2 = dec2(y + s1, attn2(h2))
 
-    Logits are those of s2 by the bottom's embedding; those of s1 are the bottom's own, which is a
-    whole model: `bottom`. Nothing of the bottom has a gradient, and it keeps nothing for backward.
+    The logits come from s2, by the bottom's embedding. The bottom is a whole model of its own, with
+    logits from s1. Its parameters get no gradient, and it saves no tensors for backward.
 
-    The paper does not say whether dropout stays on in the bottom while the top learns. Here it is
-    off, so that the top is trained on what it will read; only the embedding that enters the top
-    has its dropout. In the authors' code it is on, and one mask of the embedding serves bottom and
-    top: ``bottom_dropout=True``. Their code also puts a layer-norm on that embedding, in place of
-    x and y above: ``embedding_norm=True``. Two slips of it are not offered: its bottom decoder
-    reads h1 + LN(x), which an addition in place made of h1, and its beam search leaves h2 behind
-    when it reorders hypotheses.
+    The paper does not say whether the bottom applies dropout while the top learns. By default it
+    does not, so that the top is trained on what it reads in evaluation; only the embedding that
+    enters the top has dropout. In the authors' code the bottom applies dropout, and bottom and top
+    read the embedding with the same mask: ``bottom_dropout=True``. Their code also normalises the
+    embedding that enters the top: ``embedding_norm=True``. Two mistakes of their code are not
+    offered. There the bottom decoder reads h1 + LN(x), because an addition in place overwrites h1;
+    and beam search does not reorder h2 with the hypotheses.
     """
+
+    Config = DepthGrowingConfig
 
     def __init__(self, config: DepthGrowingConfig):
         super().__init__()
         self.config = config
         c = config
         self.bottom = Transformer(c.bottom).requires_grad_(False)
-        self.encoder = TransformerEncoder(c.top_encoder_layers, **c.top(c.top_encoder_connection))
-        self.decoder = TransformerDecoder(c.top_decoder_layers, **c.top(c.top_decoder_connection))
+        self.encoder = TransformerEncoder(c.top_encoder_layers, **c.stack("top_encoder"))
+        self.decoder = TransformerDecoder(c.top_decoder_layers, **c.stack("top_decoder"))
         self.source_norm, self.target_norm = (
             LayerNorm(c.dim, backend=c.backend) if c.embedding_norm else nn.Identity()
             for _ in range(2)
@@ -123,8 +124,7 @@ class DepthGrowing(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> "DepthGrowing":
-        """As of any module, but for the bottom, which stays in evaluation mode unless its dropout
-        is wanted."""
+        """Sets the mode of all parts; without ``bottom_dropout`` the bottom stays in evaluation."""
         super().train(mode)
         self.bottom.train(mode and self.config.bottom_dropout)
         return self
@@ -146,25 +146,25 @@ class DepthGrowing(nn.Module):
         return norm(x)
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor, Packing]:
-        """Token ids (B, S) to what both encoders put out, h1 and h2 (T, D), and their packing."""
+        """Token ids (B, S) to the outputs of both encoders, h1 and h2 (T, D), and their packing."""
         with torch.no_grad():
             x, packing = self.bottom.embed_source(source_BS)
             h1 = self.bottom.encoder.forward_packed(x, packing)
         h2 = self.encoder.forward_packed(self._entering(x, self.source_norm) + h1, packing)
         return h1, h2, packing
 
-    def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+    def decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
         """Packed s2 (N, D) and the packing of ``target_in_BT``."""
-        h1, h2, memory_packing = self.encode(source_BS)
+        h1, h2, source_packing = self.encode(source_BS)
         with torch.no_grad():
             y, packing = self.bottom.embed_target(target_in_BT)
-            s1 = self.bottom.decoder.forward_packed(y, packing, h1, memory_packing)
+            s1 = self.bottom.decoder.forward_packed(y, packing, h1, source_packing)
         y = self._entering(y, self.target_norm)
-        return self.decoder.forward_packed(y + s1, packing, h2, memory_packing), packing
+        return self.decoder.forward_packed(y + s1, packing, h2, source_packing), packing
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the real positions of ``target_in_BT``; see `Transformer.forward`."""
-        return self.bottom.project(self._decode(source_BS, target_in_BT)[0])
+        return self.bottom.project(self.decode(source_BS, target_in_BT)[0])
 
     def loss(
         self,
@@ -174,13 +174,13 @@ class DepthGrowing(nn.Module):
         label_smoothing: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Loss and negative log-likelihood of the deep model; see `Transformer.loss`."""
-        x, packing = self._decode(source_BS, target_in_BT)
+        x, packing = self.decode(source_BS, target_in_BT)
         return self.bottom.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """(B, T, S): the cross attention of the top's last decoder layer; see
         `Transformer.alignment`."""
-        return last_attention(self.decoder, lambda: self._decode(source_BS, target_in_BT))
+        return last_attention(self.decoder, lambda: self.decode(source_BS, target_in_BT))
 
     def start(self, source_BS: Tensor) -> GrowingState:
         """Encodes the source by both encoders; `step` then decodes one position at a time."""

@@ -1,34 +1,35 @@
 """The deep LSTM translation models Deep-Att and Deep-ED, with fast-forward connections.
 
 Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine Translation,
-TACL 2016. A layer k has a feed-forward and a recurrent half, and the first goes past the second:
+TACL 2016. Layer k has a feed-forward half f and a recurrent half h. Half of the channels of f also
+go straight to the next layer:
 
     f^k = W^k [Half(f^{k-1}), Dropout(h^{k-1})],   h^k = LSTM(f^k)              f (4H), h (H)
 
-Half takes the first half of the channels. The encoder has two columns that do not meet; directions
-alternate from layer to layer, and the columns start in opposite ones. Of their tops
+Half takes the first half of the channels. The encoder has two separate columns of layers.
+Directions alternate from layer to layer, and the two columns start in opposite directions. From
+the top layers of the columns, (f, h) and (f', h'), the decoder gets a context c:
 
     Deep-Att   e_t = [h_t, h'_t, f_t, f'_t],  c_t = sum_s alpha_{ts} W_p e_s,  W_p to a quarter
                alpha_ts = softmax_s(v tanh(W_a h^1_{t-1} + U_a W_p e_s)),      h^1 the decoder's
     Deep-ED    c = [h_m, max_t h'_t, max_t f_t, max_t f'_t]                    m the last step
 
-and the decoder, one column, all layers forward, has [c_t, y_{t-1}] for its input, y_0 = 0.
+The decoder is one column whose layers all run forward. Its input is [c_t, y_{t-1}], with y_0 = 0.
 
-As in the paper: whole f go into e and c (10H, of which a quarter is left), no layer has a bias,
-source, target and softmax have matrices of their own, recurrent parameters start at 0. Unlike the
-paper, source and target share one vocabulary, and the alignment model is as wide as a layer. Its
-columns have nine layers: where one has an even number, m is the first position.
+As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), no layer has a bias,
+source, target and softmax have separate matrices, and recurrent parameters start at 0. Unlike in
+the paper, source and target share one vocabulary, and the alignment model is as wide as a layer.
+The paper's columns have nine layers; in a column with an even number m is the first position.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import ops
-from deepfast.mt.models.interface import ParameterGroup
+from deepfast import checks, ops
+from deepfast.mt.models.interface import ParameterGroup, TranslationModel
 from deepfast.mt.models.transformer import IGNORED
 
 
@@ -37,46 +38,40 @@ class FastForwardLSTMConfig:
     """Sizes and choices of a `FastForwardLSTM`."""
 
     vocab_size: int
-    """V, of the vocabulary shared by source and target."""
+    """V of the vocabulary, which source and target share."""
     padding_idx: int = 0
     """Id of the padding token."""
     dim: int = 512
-    """H, memory cells of a layer."""
+    """H, the memory cells of a layer."""
     embedding_dim: int = 256
-    """E, of a word."""
+    """E, the width of a word's embedding."""
     encoder_layers: int = 9
     """Layers of each of the encoder's two columns."""
     decoder_layers: int = 7
     """Layers of the decoder."""
     attention: bool = True
-    """Deep-Att; without it Deep-ED, whose decoder sees one vector of the source."""
+    """True: Deep-Att. False: Deep-ED, whose decoder reads one vector for the whole source."""
     dropout: float = 0.1
-    """On each h where it goes into the next layer, not on f."""
+    """On each h where it enters the next layer, not on f."""
     init_std: float = 0.07
-    """Standard deviation of the initial parameters that are not recurrent."""
+    """Standard deviation of the initial values of all parameters but the recurrent ones."""
     lr_scale: float = 0.08
-    """The rate of these parameters as a share of the recurrent ones': 4e-5 of 5e-4."""
+    """Learning rate of those parameters as a fraction of that of the recurrent ones: the paper has
+    4e-5 and 5e-4."""
     backend: str | None = None
     """See deepfast.backend."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "dim", "embedding_dim", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        op = type(self).__name__
+        checks.whole(
+            op, vocab_size=self.vocab_size, dim=self.dim, embedding_dim=self.embedding_dim,
+            encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers,
+        )  # fmt: skip
         if self.dim % 2:
-            raise ValueError(f"dim: expected an even number, got {self.dim}")
-        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
-            raise ValueError(
-                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
-                f"got {self.padding_idx!r}"
-            )
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout!r}")
-        for name in ("init_std", "lr_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+            raise ValueError(f"{op}: dim must be even, got {self.dim}")
+        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
+        checks.fraction(op, dropout=self.dropout)
+        checks.positive(op, init_std=self.init_std, lr_scale=self.lr_scale)
 
 
 class Layer(nn.Module):
@@ -90,7 +85,7 @@ class Layer(nn.Module):
         self.backend = backend
 
     def recur(self, f: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
-        """f (T, B, 4H) to h (T, B, H), and the last h and c; see `deepfast.ops.peephole_lstm`."""
+        """f (T, B, 4H) to h (T, B, H), the last h and c; see `deepfast.ops.peephole_lstm`."""
         return ops.peephole_lstm(f, self.recurrent, self.peephole, backend=self.backend, **options)
 
 
@@ -104,25 +99,25 @@ class Attention(nn.Module):
         self.score = nn.Linear(dim, 1, bias=False)
 
     def forward(self, query_BH: Tensor, keys_BSA: Tensor, padding_BS: Tensor) -> Tensor:
-        """Weights (B, S), 0 on padding; keys are as ``self.key`` leaves them."""
+        """Weights (B, S), 0 on padding. The keys have passed ``self.key``."""
         scores = self.score(torch.tanh(self.query(query_BH).unsqueeze(1) + keys_BSA)).squeeze(-1)
-        # A finite number: of padding alone the softmax would be NaN.
+        # A finite number: with -inf the softmax of a source of padding alone would be NaN.
         low = torch.finfo(scores.dtype).min
         return scores.masked_fill(padding_BS, low).softmax(-1).masked_fill(padding_BS, 0)
 
 
 @dataclass
 class Source:
-    """What the decoder sees of a batch of sentences."""
+    """What the decoder reads of a batch of sentences."""
 
-    memory: Tensor
-    """W_p e, (B, S, P); without attention c, (B, P)."""
+    encoded: Tensor
+    """With attention W_p e (B, S, P), without it c (B, P)."""
     keys: Tensor | None = None
-    """(B, S, A), with attention."""
+    """U_a W_p e (B, S, A), with attention."""
     padding: Tensor | None = None
-    """(B, S) bool, with attention."""
+    """(B, S) bool: True at padding; with attention."""
     places: Tensor | None = None
-    """(B, S): where in the given source the tokens stood, real ones first."""
+    """(B, S): the position of each token in the given source; real tokens come first here."""
 
     def reorder(self, index: Tensor) -> None:
         """Keeps sentences ``index``."""
@@ -137,9 +132,9 @@ class DecodeState:
 
     source: Source
     h: list[Tensor]
-    """Of each layer, (B, H)."""
+    """(B, H) for each layer."""
     c: list[Tensor]
-    """Of each layer, (B, H)."""
+    """(B, H) for each layer."""
     position: int = 0
 
     def reorder(self, index: Tensor, *, memory: bool = True) -> None:
@@ -153,12 +148,14 @@ class DecodeState:
             self.source.reorder(index)
 
 
-class FastForwardLSTM(nn.Module):
+class FastForwardLSTM(TranslationModel):
     """Deep-Att, or without attention Deep-ED.
 
     Padding may stand anywhere in the source, and on the right of the target. A source of padding
     alone has the context 0.
     """
+
+    Config = FastForwardLSTMConfig
 
     def __init__(self, config: FastForwardLSTMConfig):
         super().__init__()
@@ -193,8 +190,8 @@ class FastForwardLSTM(nn.Module):
         return [p for layer in layers for p in (layer.recurrent, layer.peephole)]
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Recurrent parameters at the full rate, the others at ``lr_scale`` of it; all decay
-        (Eq. 12) but the two embeddings."""
+        """Recurrent parameters learn at the full rate, the others at ``lr_scale`` times that rate.
+        All but the two embeddings decay (Eq. 12)."""
         recurrent = self._recurrent()
         words = [self.source_embedding.weight, self.target_embedding.weight]
         apart = {id(p) for p in (*recurrent, *words)}
@@ -217,7 +214,8 @@ class FastForwardLSTM(nn.Module):
         return torch.cat((f.chunk(2, -1)[0], F.dropout(h, self.config.dropout, self.training)), -1)
 
     def _column(self, x: Tensor, column: nn.ModuleList, lengths: Tensor, first: int):
-        """f, h and the last step's h at the top; ``first`` is 1 where it starts backwards."""
+        """f, h and the last step's h of the top layer; ``first`` is 1 for the column whose first
+        layer runs backwards."""
         for k, layer in enumerate(column):
             f = layer.feed_forward(x)
             h, last, _ = layer.recur(f, lengths=lengths, reverse=(k + first) % 2 == 1)
@@ -226,7 +224,7 @@ class FastForwardLSTM(nn.Module):
         return f, h, last
 
     def encode(self, source_BS: Tensor) -> Source:
-        """Token ids (B, S) to what the decoder sees of them."""
+        """Token ids (B, S) to what the decoder reads."""
         padding, places = (source_BS == self.config.padding_idx).sort(dim=1, stable=True)
         lengths = (~padding).sum(1)
         x = self.source_embedding(source_BS.gather(1, places).T)
@@ -234,19 +232,20 @@ class FastForwardLSTM(nn.Module):
             self._column(x, column, lengths, first) for first, column in enumerate(self.columns)
         )
         if self.config.attention:
-            memory = self.quarter(torch.cat((h1, h2, f1, f2), -1)).transpose(0, 1)
-            return Source(memory, self.attention.key(memory), padding, places)
+            encoded = self.quarter(torch.cat((h1, h2, f1, f2), -1)).transpose(0, 1)
+            return Source(encoded, self.attention.key(encoded), padding, places)
         behind, wordless = padding.T.unsqueeze(-1), (lengths == 0).unsqueeze(-1)
 
         def most(t: Tensor) -> Tensor:
-            # Of no positions torch knows no largest value.
+            # torch has no maximum over zero positions.
             highest = t.masked_fill(behind, -torch.inf).amax(0) if len(t) else t.sum(0)
             return highest.masked_fill(wordless, 0)
 
         return Source(torch.cat((last, most(h2), most(f1), most(f2)), -1))
 
     def _attended(self, source: Source, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The decoder's first layer over y (T, B, E), step by step: f, h and weights (T, B, S)."""
+        """The decoder's first layer over y (T, B, E), step by step: f, h and the attention weights
+        (T, B, S)."""
         layer, matrix = self.decoder[0], self.decoder[0].feed_forward.weight
         from_context, from_word = matrix.split((self.context_dim, y.shape[-1]), 1)
         words = F.linear(y, from_word)
@@ -256,7 +255,7 @@ class FastForwardLSTM(nn.Module):
         fs, hs, weights = [], [], []
         for word in words:
             weight = self.attention(h, source.keys, source.padding)
-            context = torch.bmm(weight.unsqueeze(1).to(source.memory.dtype), source.memory)
+            context = torch.bmm(weight.unsqueeze(1).to(source.encoded.dtype), source.encoded)
             fs.append(word + F.linear(context.squeeze(1), from_context))
             _, h, c = layer.recur(fs[-1].unsqueeze(0), h0=h, c0=c)
             hs.append(h)
@@ -269,14 +268,14 @@ class FastForwardLSTM(nn.Module):
         return torch.cat((torch.zeros_like(y[:1]), y[1:]))
 
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """h (T, B, H) at the top of the decoder."""
+        """h (T, B, H) of the decoder's top layer."""
         source, y = self.encode(source_BS), self._words(target_in_BT)
         lengths = (target_in_BT != self.config.padding_idx).sum(1)
         first, *others = self.decoder
         if self.config.attention:
             f, h, _ = self._attended(source, y)
         else:
-            context = source.memory.expand(len(y), -1, -1)
+            context = source.encoded.expand(len(y), -1, -1)
             f = first.feed_forward(torch.cat((context, y.to(context.dtype)), -1))
             h = first.recur(f, lengths=lengths)[0]
         for layer in others:
@@ -298,8 +297,8 @@ class FastForwardLSTM(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
-        The positions are those of ``target_in_BT``; no logits are held. The loss is
-        label-smoothed, the likelihood is not and has no gradient.
+        The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
+        loss is label-smoothed; the likelihood is not, and has no gradient.
         """
         real_TB = (target_in_BT != self.config.padding_idx).T
         return ops.linear_cross_entropy(
@@ -311,13 +310,13 @@ class FastForwardLSTM(nn.Module):
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
         source = self.encode(source_BS)
-        h = source.memory.new_zeros(len(source_BS), self.config.dim)
+        h = source.encoded.new_zeros(len(source_BS), self.config.dim)
         c = h.to(torch.promote_types(h.dtype, torch.float32))
         return DecodeState(source, [h] * len(self.decoder), [c] * len(self.decoder))
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        y, context = self.target_embedding(tokens_B), state.source.memory
+        y, context = self.target_embedding(tokens_B), state.source.encoded
         if state.position == 0:
             y = torch.zeros_like(y)
         if self.config.attention:
@@ -332,8 +331,10 @@ class FastForwardLSTM(nn.Module):
         return self.softmax(state.h[-1])
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """Weights (B, T, S) of the source's tokens, 0 on padding; None in place of this method
-        without attention."""
+        """Attention weights (B, T, S) of the source's tokens, 0 on padding.
+
+        Without attention this attribute is None.
+        """
         source = self.encode(source_BS)
         weights_BTS = self._attended(source, self._words(target_in_BT))[2].transpose(0, 1)
         places = source.places.unsqueeze(1).expand_as(weights_BTS)

@@ -1,58 +1,75 @@
-"""What training and search ask of a model, whatever its kind.
+"""What every model of the toolkit has."""
 
-    config                                        with vocab_size, padding_idx and backend, and
-                                                  target_vocab_size where it is another
-    loss(source_BS, target_in_BT, target_out_BT, label_smoothing) -> (loss, nll), both summed
-    start(source_BS) -> state                     once per batch of sentences
-    step(tokens_B, state) -> logits (B, V)        one position further
-    state.reorder(index, memory=...)              of what `start` gave
-    describe() -> str                             one line of sizes and choices
-
-and, where a model has something of its own to say:
-
-    set_step(step)                                before each step of training, counted from 1
-    metrics() -> dict                             numbers and lists for the line of metrics
-    group(source_tokens) -> int                   sentences of one batch must agree in it
-    parameter_groups() -> list of ParameterGroup  how its parameters learn
-    alignment(source_BS, target_in_BT) -> (B, T, S)   how much a word looks at each of the source's
-    bottom                                        a whole model within, see `search.deep_shallow`
-    encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
-"""
-
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from torch import nn
 
 
 class ParameterGroup(TypedDict, total=False):
-    """Parameters that learn alike."""
+    """Parameters that learn in the same way."""
 
     params: list[nn.Parameter]
     lr_scale: float
-    """Times the rate of the schedule; absent: 1."""
+    """Their learning rate as a multiple of the schedule's; 1 where it is absent."""
     decays: bool
-    """Whether weight decay holds for them."""
+    """Whether weight decay applies to them; False where it is absent."""
+
+
+class TranslationModel(nn.Module):
+    """A model that `deepfast.mt.training` trains and `deepfast.mt.search` decodes with.
+
+    Each model defines
+
+        config                                        the dataclass it was built from, with
+                                                      vocab_size, padding_idx and backend
+        loss(source_BS, target_in_BT, target_out_BT, label_smoothing) -> (loss, nll)
+                                                      each summed over the target's tokens
+        start(source_BS) -> state                     encodes a batch of sentences
+        step(tokens_B, state) -> logits (B, V)        decodes one position more
+        state.reorder(index, memory=...)              keeps some hypotheses of the batch
+        describe() -> str                             sizes and choices in one line
+
+    and may define
+
+        alignment(source_BS, target_in_BT) -> (B, T, S)   how much each target word attends to each
+                                                      source word
+        bottom                                        a whole model inside it, for
+                                                      `deepfast.mt.search.deep_shallow`
+        encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
+
+    The methods below have a default that suits most models.
+    """
+
+    Config: type
+    """The dataclass of its sizes and choices."""
+    config: Any
+
+    def set_step(self, step: int) -> None:
+        """Told before each training step, counted from 1."""
+
+    def metrics(self) -> dict[str, float | list[int]]:
+        """Further values for the line of metrics."""
+        return {}
+
+    def group(self, tokens: Sequence[int]) -> int:
+        """A number that all source sentences of a batch must share."""
+        return 0
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """How the parameters learn: only the matrices of linear layers decay.
+
+        Decay would pull mixing weights, norms, biases and the embedding away from where they
+        belong.
+        """
+        matrices = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
+        learning = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in learning if id(p) in matrices], "decays": True},
+            {"params": [p for p in learning if id(p) not in matrices], "decays": False},
+        ]
 
 
 def target_vocab_size(config: Any) -> int:
-    """Of a model whose config may have no vocabulary of the target's own."""
+    """The size of the target's vocabulary, which not every config names."""
     return getattr(config, "target_vocab_size", None) or config.vocab_size
-
-
-def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
-    """How a model's parameters learn: as it says itself, or as `decaying_matrices`."""
-    own = getattr(model, "parameter_groups", None)
-    return decaying_matrices(model) if own is None else own()
-
-
-def decaying_matrices(model: nn.Module) -> list[ParameterGroup]:
-    """All parameters alike, but that the matrices of linear maps alone decay.
-
-    Mixing weights, norms, biases and the embedding would be pulled away from where they belong.
-    """
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    learning = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in learning if id(p) in matrices], "decays": True},
-        {"params": [p for p in learning if id(p) not in matrices], "decays": False},
-    ]

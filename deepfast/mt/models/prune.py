@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.mt.models.fusions import without_unread
 from deepfast.mt.models.transformer import Transformer
-from deepfast.mt.models.transformer_config import TransformerConfig
-
-SIDES = ("encoder", "decoder")
+from deepfast.mt.models.transformer_config import SIDES, TransformerConfig, without_unread
 
 BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 """Linear maps of a layer whose results its gate scales."""
@@ -19,24 +16,24 @@ BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 def prune_layers(
     config: TransformerConfig, weights: dict[str, Tensor], language: str | None = None
 ) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """Leaves out every layer that is not used, and gives the same outputs.
+    """Removes every layer that is not used. The smaller model gives the same outputs.
 
-    For one language what is left is a plain Transformer: a gate that is neither 0 nor 1 goes into
-    the last weights of its branches, and the outputs agree up to rounding; without such gates to
-    the bit. For several languages the layers that any of them uses stay, with their logits where
-    the languages differ.
+    For one language it is a plain Transformer: a gate that is neither 0 nor 1 is multiplied into
+    the last weights of its layer's branches. The outputs are then equal up to rounding; without
+    such gates they are equal to the bit. For several languages the layers that any language uses
+    stay; where the languages differ, so do the logits.
 
     Args:
-        config, weights: of a model with latent depth, weights as in its state dict.
-        language: one of ``config.languages``, for which alone the smaller model is; None: for all.
+        config, weights: of a model with latent depth; the weights as in its state dict.
+        language: keep the layers of this one of ``config.languages``; None: of all.
 
     Returns:
-        Config and weights of the smaller model. Its source sentences begin with the same tags, and
-        for one language it knows no other.
+        Config and weights of the smaller model. Its source sentences begin with the same tags. A
+        model for one language knows only that language.
 
     Raises:
-        ValueError: no side with latent depth, an unknown language, no layer left on a side, or a
-            layer that would go from a post-norm model, whose layer-norms remain in evaluation.
+        ValueError: no side has latent depth, the language is unknown, no layer of a side would be
+            left, or a post-norm model would lose a layer (it applies the norms of unused layers).
     """
     connections = {side: getattr(config, f"{side}_connection") for side in SIDES}
     latent = [side for side in SIDES if connections[side] == "latent"]
@@ -63,7 +60,7 @@ def prune_layers(
     wanted = config.latent.get("target_layers")
     changes["latent"] = dict(config.latent) if stay else {}
     if stay and wanted is not None:
-        # As many as there are now can be wanted at most.
+        # The target cannot be more layers than there are now.
         changes["latent"]["target_layers"] = min(wanted, *stay)
     return replace(config, **changes), weights
 
@@ -71,8 +68,10 @@ def prune_layers(
 def _prune_side(
     config: TransformerConfig, weights: dict[str, Tensor], side: str, gates: list[list[float]]
 ) -> tuple[dict[str, Tensor], int]:
-    """The weights without unused layers of one side, and how many are left of them; without logits
-    where all languages have the same gates, which go into the weights."""
+    """The weights without a side's unused layers, and the number of its layers that are left.
+
+    Where all languages have the same gates, those go into the weights and the logits are removed.
+    """
     layers = len(gates[0])
     kept = [index for index in range(layers) if any(own[index] for own in gates)]
     if not kept:
@@ -82,7 +81,7 @@ def _prune_side(
             f"expected a pre-norm model, got a post-norm one, where the layer-norms of the "
             f"{layers - len(kept)} unused layers of the {side} stay"
         )
-    # The last norm of a pre-norm stack follows its last layer.
+    # A pre-norm stack has one norm more than layers: the final one.
     place = {old: new for new, old in enumerate((*kept, layers))}
     alike = all(own == gates[0] for own in gates)
     fold = gates[0] if alike else [1.0] * layers
@@ -103,19 +102,19 @@ def _prune_side(
                 continue
             weight = weight[:, kept]
         elif name == "transparent.weight" and side == "decoder":
-            # A mixture of the encoder's layers for each of the decoder's.
+            # One mixture of the encoder's layers for each decoder layer.
             weight = weight[kept]
         pruned[name] = weight
     return pruned, len(kept)
 
 
 def prune_checkpoint(content: dict[str, Any], language: str | None = None) -> dict[str, Any]:
-    """A checkpoint's content, as `read_checkpoint` gives it, for the smaller model.
+    """The content of the smaller model's checkpoint, from that of `read_checkpoint`.
 
-    The recipe stays as a record of how the model was trained; what resuming needs is left out.
+    It keeps the recipe as a record of the training, but nothing that resuming needs.
 
     Raises:
-        ValueError: see `prune_layers`; or a checkpoint of another kind of model.
+        ValueError: see `prune_layers`; or the checkpoint is of another kind of model.
     """
     kind = content.get("kind", "transformer")
     if kind != "transformer":

@@ -1,57 +1,36 @@
-"""The kinds of models that recipes and checkpoints name; what one must have is in `interface`."""
+"""The kinds of models, by the names that recipes and checkpoints use."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from torch import nn
-
-from deepfast.mt.models.depth_growing import DepthGrowing, DepthGrowingConfig
-from deepfast.mt.models.fast_forward_lstm import FastForwardLSTM, FastForwardLSTMConfig
+from deepfast.mt.models.depth_growing import DepthGrowing
+from deepfast.mt.models.fast_forward_lstm import FastForwardLSTM
+from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.transformer import Transformer
-from deepfast.mt.models.transformer_config import TransformerConfig
+
+KINDS: dict[str, type[TranslationModel]] = {
+    "transformer": Transformer,
+    "depth_growing": DepthGrowing,
+    "fast_forward_lstm": FastForwardLSTM,
+}
+"""Name -> model. Its ``Config`` is a ``kw_only`` dataclass with the fields of `DERIVED_FIELDS`."""
 
 DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
-"""Fields of every config that the vocabulary decides, not the recipe."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of model."""
-
-    config: type
-    """A ``kw_only`` dataclass with the `DERIVED_FIELDS`."""
-    model: Callable[[Any], nn.Module]
-    """Makes a module of a config."""
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Field -> type of the config."""
-        hints = get_type_hints(self.config)
-        return {field.name: hints[field.name] for field in fields(self.config)}
-
-
-KINDS = {
-    "transformer": Kind(TransformerConfig, Transformer),
-    "depth_growing": Kind(DepthGrowingConfig, DepthGrowing),
-    "fast_forward_lstm": Kind(FastForwardLSTMConfig, FastForwardLSTM),
-}
-"""Name in a recipe and in a checkpoint -> what it is."""
+"""Fields of a config that the vocabulary decides, not the recipe. Not every config has them all."""
 
 
 def kind_of(config: Any) -> str:
-    """The name of the kind that a config belongs to.
+    """The name of the kind of model that a config describes.
 
     Raises:
-        TypeError: for an object that is no config of `KINDS`.
+        TypeError: for an object that is not a config of one of `KINDS`.
     """
-    for name, kind in KINDS.items():
-        if type(config) is kind.config:
+    for name, model in KINDS.items():
+        if type(config) is model.Config:
             return name
-    known = ", ".join(kind.config.__name__ for kind in KINDS.values())
+    known = ", ".join(model.Config.__name__ for model in KINDS.values())
     raise TypeError(f"expected one of {known}, got {type(config).__name__}")
 
 
-def build(config: Any) -> nn.Module:
-    """The module of a config, initialised from torch's default generator."""
-    return KINDS[kind_of(config)].model(config)
+def build(config: Any) -> TranslationModel:
+    """The model of a config, initialised from torch's default generator."""
+    return KINDS[kind_of(config)](config)

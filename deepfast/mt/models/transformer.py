@@ -9,14 +9,14 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.mt.models.interface import ParameterGroup, decaying_matrices
+from deepfast.mt.models.fusions import Fusions
+from deepfast.mt.models.interface import ParameterGroup, TranslationModel
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
     DecoderCache,
@@ -26,9 +26,10 @@ from deepfast.nn import (
     TransformerEncoder,
     TransparentAttention,
 )
+from deepfast.nn.connections.fusion import WITH_ATTENTION
 
 IGNORED = -100
-"""A label that stands for none."""
+"""The label of a position that has none."""
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -59,31 +60,40 @@ class DecodeState:
         self.cache.reorder(index, memory=memory)
 
 
-def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
-    """(B, T, S): the cross attention of the decoder's last layer that runs while ``run`` does, the
-    mean over its heads."""
-    seen: list[tuple[nn.Module, tuple, dict]] = []
+def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
+    """The last call of one of ``modules`` during ``run()``: the module, its arguments, its keyword
+    arguments; None where ``run`` calls none of them."""
+    calls: list[tuple[nn.Module, tuple, dict]] = []
     with contextlib.ExitStack() as hooks:
-        for layer in decoder.layers:
-            hook = layer.cross_attention.register_forward_pre_hook(
-                lambda *call: seen.append(call), with_kwargs=True
+        for module in modules:
+            hook = module.register_forward_pre_hook(
+                lambda *call: calls.append(call), with_kwargs=True
             )
             hooks.enter_context(hook)
         run()
-    if not seen:
+    return calls[-1] if calls else None
+
+
+def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
+    """(B, T, S): how the last decoder layer of those that ``run()`` uses attends to the source, the
+    mean over its heads."""
+    call = last_call([layer.cross_attention for layer in decoder.layers], run)
+    if call is None:
         raise ValueError(
             "alignment: expected a decoder layer that is used, got none: latent depth leaves out "
             f"all {len(decoder.layers)}"
         )
-    attention, (x, packing), given = seen[-1]
+    attention, (x, packing), given = call
     return attention.weights(x, packing, given["memory"], given["memory_packing"])
 
 
-class Transformer(nn.Module):
-    """Encoder, decoder, and by default one embedding shared by source, target and output.
+class Transformer(TranslationModel):
+    """Encoder, decoder, and by default one embedding that source, target and output share.
 
     Padding may stand anywhere in the source, and on the right of the target.
     """
+
+    Config = TransformerConfig
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -97,16 +107,15 @@ class Transformer(nn.Module):
         if c.share_embeddings == "none":
             self.output = nn.Linear(c.dim, target_size, bias=False)
             nn.init.normal_(self.output.weight, std=c.dim**-0.5)
-        self.encoder = TransformerEncoder(c.encoder_layers, **c.side("encoder"))
-        self.decoder = TransformerDecoder(c.decoder_layers, **c.side("decoder"))
+        self.encoder = TransformerEncoder(c.encoder_layers, **c.stack("encoder"))
+        self.decoder = TransformerDecoder(c.decoder_layers, **c.stack("decoder"))
         self.transparent = None
         if c.cross_attention == "transparent":
             self.transparent = TransparentAttention(
                 c.encoder_layers, c.decoder_layers, c.dim, norm=c.norm,
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
-
-        self.fusions = c.fusions()
+        self.fusions = Fusions(c)
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -124,18 +133,18 @@ class Transformer(nn.Module):
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
-        """Side -> its choice of layers."""
+        """The latent depth of each side that has one."""
         sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
         return {name: latent for name, latent in sides.items() if latent is not None}
 
     def set_step(self, step: int) -> None:
-        """Which step of training comes, counted from 1: latent depth anneals and draws by it."""
+        """Before each training step, counted from 1: latent depth anneals and draws by it."""
         for latent in self._latent.values():
             latent.set_step(step)
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Latent depth's logits may learn faster than the rest."""
-        groups = decaying_matrices(self)
+        """As usual, but the logits of latent depth may have a learning rate of their own."""
+        groups = super().parameter_groups()
         for latent in self._latent.values():
             if latent.lr_scale != 1:
                 for group in groups:
@@ -144,8 +153,8 @@ class Transformer(nn.Module):
         return groups
 
     def metrics(self) -> dict[str, float | list[int]]:
-        """Of latent depth: layers that are used in expectation, the KL in nats, and which layers
-        each language uses in evaluation."""
+        """Of latent depth: the expected number of layers, the KL in nats, and the layers that each
+        language uses in evaluation."""
         row = {}
         for side, latent in self._latent.items():
             row[f"{side}_depth"] = latent.depth().item()
@@ -157,8 +166,8 @@ class Transformer(nn.Module):
         return row
 
     def group(self, tokens: Sequence[int]) -> int:
-        """What the source sentences of one batch must agree in: with latent depth their language,
-        by its index.
+        """With latent depth the index of a source sentence's language, which all sentences of a
+        batch must share; else 0.
 
         Raises:
             ValueError: a sentence without the tag of one of the model's languages.
@@ -174,8 +183,8 @@ class Transformer(nn.Module):
         return tags.index(tokens[0]) if self._latent else 0
 
     def _language(self, source_BS: Tensor) -> int:
-        """The language of a batch, from its sentences' first tokens."""
-        # One layer choice for all languages needs none in training: reading it waits for a GPU.
+        """The index of a batch's language, from the first tokens of its sentences."""
+        # Reading it waits for the GPU, so it is not read in training where no layer depends on it.
         needed = self._latent or not self.training
         if not needed or not self.config.languages or not source_BS.numel():
             return 0
@@ -214,7 +223,7 @@ class Transformer(nn.Module):
     def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
         packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
-        # Positions count real tokens, so padding on the left does not shift a sentence.
+        # Positions count real tokens, so that padding on the left does not shift a sentence.
         real = tokens_BS != self.config.padding_idx
         positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
@@ -227,72 +236,78 @@ class Transformer(nn.Module):
         return self._packed(source_BS, self.embedding)
 
     def embed_target(self, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
-        """As `embed_source`, of the other side."""
+        """`embed_source` for the target."""
         return self._packed(target_in_BT, self._target)
 
     def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
-        """Target tokens (B,) that all stand at one position, from 0, to (B, D)."""
+        """Target tokens (B,) at one position, counted from 0, to (B, D)."""
         positions = torch.full_like(tokens_B, self.config.first_position + position)
         return self._embed(tokens_B, positions, self._target)
 
     def encode(
         self, source_BS: Tensor, language: int | None = None
     ) -> tuple[Tensor | list[Tensor], Packing]:
-        """Token ids (B, S) to what the decoder attends to and its packing: the encoder's output
-        (T, D) or, in transparent attention, such a tensor for each decoder layer.
+        """Token ids (B, S) to what the decoder attends to, and its packing.
 
-        language: what latent depth chooses layers for; None: what the sentences' tags say.
+        Args:
+            language: whose layers latent depth chooses; None: read from the sentences' tags.
+
+        Returns:
+            The encoder's output (T, D), or with transparent attention one such tensor for each
+            decoder layer; and the packing of the source.
         """
-        language = self._language(source_BS) if language is None else language
-        return self._encode(*self.embed_source(source_BS), language)
-
-    def _encode(
-        self, x: Tensor, packing: Packing, language: int, seen: list[Tensor] | None = None
-    ) -> tuple[Tensor | list[Tensor], Packing]:
-        run = partial(self.encoder.forward_packed, x, packing, language=language)
-        if self.transparent is None:
-            return self.fusions("encoder", run, seen), packing
+        if language is None:
+            language = self._language(source_BS)
+        x, packing = self.embed_source(source_BS)
+        if self.transparent is None and self.fusions.encoder is None:
+            return self.encoder.forward_packed(x, packing, language=language), packing
         states: list[Tensor] = []
-        output = run(states=states)
-        return self.transparent(states, output), packing
+        encoded = self.encoder.forward_packed(x, packing, states=states, language=language)
+        if self.transparent is not None:
+            return self.transparent(states, encoded), packing
+        return self.fusions("encoder", states, encoded), packing
+
+    def decode(self, source_BS: Tensor, target_in_BT: Tensor) -> tuple[Tensor, Packing]:
+        """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
+        language = self._language(source_BS)
+        encoded, source_packing = self.encode(source_BS, language)
+        x, packing = self.embed_target(target_in_BT)
+        states: list[Tensor] | None = None if self.fusions.decoder is None else []
+        x = self.decoder.forward_packed(
+            x, packing, encoded, source_packing, states=states, language=language
+        )
+        return x if states is None else self.fusions("decoder", states, x), packing
 
     def layer_attention(self, source_BS: Tensor, target_in_BT: Tensor | None = None) -> Tensor:
         """How a fusion weighs the layers: (N, hops, L + 1) for N real tokens, row by row.
 
-        The encoder's at the source; with ``target_in_BT`` the decoder's there.
+        With ``target_in_BT`` those are the weights of the decoder's layers at the target, else
+        those of the encoder's layers at the source.
 
         Raises:
             ValueError: where that side has no fusion with attention.
         """
-        seen: list[Tensor] = []
-        if target_in_BT is None:
-            self._encode(*self.embed_source(source_BS), self._language(source_BS), seen)
-        else:
-            self._decode(source_BS, target_in_BT, seen)
-        return seen[0]
+        side = "encoder" if target_in_BT is None else "decoder"
+        fusion = getattr(self.fusions, side)
+        if fusion is None or fusion.kind not in WITH_ATTENTION:
+            got = None if fusion is None else fusion.kind
+            raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
+
+        given = (source_BS,) if target_in_BT is None else (source_BS, target_in_BT)
+        run = self.encode if target_in_BT is None else self.decode
+        _, operands, _ = last_call([fusion], lambda: run(*given))
+        return fusion(*operands, return_attention=True)[1]
 
     def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V), by the target's embedding where it is tied."""
+        """Hidden states (..., D) to logits (..., V)."""
         return F.linear(x, self._output_weight)
 
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
 
-        The matching labels are ``target_out[target_in != padding_idx]``.
+        Their labels are ``target_out[target_in != padding_idx]``.
         """
-        return self.project(self._decode(source_BS, target_in_BT)[0])
-
-    def _decode(
-        self, source_BS: Tensor, target_in_BT: Tensor, seen: list[Tensor] | None = None
-    ) -> tuple[Tensor, Packing]:
-        """Packed decoder output (N, D) and the packing of ``target_in_BT``."""
-        language = self._language(source_BS)
-        memory, memory_packing = self.encode(source_BS, language)
-        x, packing = self.embed_target(target_in_BT)
-        run = partial(
-            self.decoder.forward_packed, x, packing, memory, memory_packing, language=language
-        )
-        return self.fusions("decoder", run, seen), packing
+        return self.project(self.decode(source_BS, target_in_BT)[0])
 
     def loss(
         self,
@@ -303,11 +318,11 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
-        The positions are those of ``target_in_BT``; no logits are held. The loss is
-        label-smoothed, the likelihood is not and has no gradient. Latent depth adds its penalty to
-        the loss of each position.
+        The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
+        loss is label-smoothed; the likelihood is not, and has no gradient. Latent depth adds its
+        penalty to the loss of each position.
         """
-        x, packing = self._decode(source_BS, target_in_BT)
+        x, packing = self.decode(source_BS, target_in_BT)
         return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
 
     def loss_of(
@@ -318,8 +333,8 @@ class Transformer(nn.Module):
         target_out_BT: Tensor,
         label_smoothing: float,
     ) -> tuple[Tensor, Tensor]:
-        """What `loss` returns, of packed decoder output (N, D) and its packing."""
-        # A compiler does not pack: there padding is computed, and must not count.
+        """What `loss` returns, from packed decoder output (N, D) and its packing."""
+        # A compiled model does not pack: it computes padding, which must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
@@ -335,7 +350,7 @@ class Transformer(nn.Module):
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
         heads."""
-        return last_attention(self.decoder, lambda: self._decode(source_BS, target_in_BT))
+        return last_attention(self.decoder, lambda: self.decode(source_BS, target_in_BT))
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
@@ -344,7 +359,10 @@ class Transformer(nn.Module):
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        run = partial(self.decoder.step, self.embed_at(tokens_B, state.position), state.cache)
-        x = self.fusions("decoder", run)
+        x = self.embed_at(tokens_B, state.position)
+        states: list[Tensor] | None = None if self.fusions.decoder is None else []
+        x = self.decoder.step(x, state.cache, states=states)
+        if states is not None:
+            x = self.fusions("decoder", states, x)
         state.position += 1
         return self.project(x)

@@ -1,13 +1,13 @@
 """Sizes and choices of the Transformer, checked before anything is built."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from deepfast.mt.models.fusions import Fusions, check_read
+from deepfast import checks
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.connection import (
     ATTENTION_RESIDUALS,
@@ -16,7 +16,10 @@ from deepfast.nn.connections.connection import (
     dlcl_options,
 )
 from deepfast.nn.connections.fusion import FUSIONS
-from deepfast.ops.activation import KINDS
+from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
+from deepfast.reference.activation import KINDS as ACTIVATIONS
+
+SIDES = ("encoder", "decoder")
 
 OPTIONS = {
     "dlcl": (DLCL, ("num_layers", "dim", "backend")),
@@ -26,12 +29,12 @@ OPTIONS = {
         ("num_states", "dim", "kind", "source_norm", "own_embedding", "backend"),
     ),
 }
-"""Field that holds arguments of a module -> that module, and the arguments that follow from the
-model."""
+"""Field that holds arguments of a module -> the module, and those of its arguments that the model
+decides."""
 
 
 def option_types(name: str) -> dict[str, Any]:
-    """Argument -> type of a field of `OPTIONS`."""
+    """The keys of a field of `OPTIONS`, each with its type."""
     module, own = OPTIONS[name]
     parameters = inspect.signature(module, eval_str=True).parameters
     return {key: p.annotation for key, p in parameters.items() if key not in own}
@@ -42,20 +45,20 @@ class TransformerConfig:
     """Sizes and choices of a `Transformer`."""
 
     vocab_size: int
-    """V, of the source and, where target_vocab_size is None, of the target too."""
+    """V of the source; of the target too where target_vocab_size is None."""
     target_vocab_size: int | None = None
-    """V of the target where it has a vocabulary of its own."""
+    """V of the target, where it has its own vocabulary."""
     padding_idx: int = 0
     """Id of the padding token."""
     share_embeddings: str = "all"
-    """"all": one matrix for source, target and output; "decoder": target and output share one, the
-    source has its own; "none": each has its own."""
+    """"all": source, target and output share one matrix; "decoder": target and output share one;
+    "none": each has its own."""
     first_position: int = 0
-    """The number of a sentence's first position, for the sinusoids."""
+    """The position of a sentence's first token, for the sinusoids."""
     dim: int = 512
     """D."""
     heads: int = 8
-    """H, a divisor of dim."""
+    """H, which must divide dim."""
     ffn_dim: int = 2048
     """F."""
     encoder_layers: int = 6
@@ -65,12 +68,12 @@ class TransformerConfig:
     encoder_connection: str = "dlcl"
     """One of deepfast.nn.connections.connection.CONNECTIONS."""
     decoder_connection: str = "residual"
-    """The same of the decoder."""
+    """The same for the decoder."""
     attnres_block: int | None = None
-    """Layers of a block under "block_attnres"; None: an eighth of a side's, rounded up."""
+    """Layers in a block under "block_attnres"; None: an eighth of the side's layers, rounded up."""
     cross_attention: str = "top"
-    """"top": decoder layers attend to the encoder's output; "transparent": each to a mixture of its
-    own of all encoder layers."""
+    """"top": decoder layers attend to the encoder's output; "transparent": each decoder layer
+    attends to its own mixture of all encoder layers."""
     norm: str = "pre"
     """"pre" or "post"."""
     activation: str = "relu"
@@ -82,220 +85,204 @@ class TransformerConfig:
     activation_dropout: float = 0.0
     """After the feed-forward activation."""
     mixture_dropout: float = 0.1
-    """On the weights of transparent attention's mixtures."""
+    """On the mixing weights of transparent attention."""
     dlcl: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.DLCL, for both sides; norm None: no LN in the mixture."""
+    """Further arguments of deepfast.nn.DLCL, for both sides; "norm": None leaves out its norms."""
     latent: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.LatentDepth, for the sides with connection "latent"."""
     languages: dict = field(default_factory=dict)
-    """Language -> id of the tag that every source sentence begins with; empty where there is one
-    language. Latent depth chooses layers for each of them."""
+    """Language -> id of its tag, with which its source sentences begin; empty for one language.
+    Latent depth chooses layers for each language."""
     encoder_fusion: str | None = None
-    """One of deepfast.nn.connections.fusion.FUSIONS over the embedding and all encoder layers, or
-    None."""
+    """A fusion of the embedding and all encoder layers, one of
+    deepfast.nn.connections.fusion.FUSIONS; None: the encoder's output is that of its last layer."""
     decoder_fusion: str | None = None
-    """The same over the decoder's."""
+    """The same for the decoder."""
     fusion: dict = field(default_factory=dict)
-    """Further arguments of deepfast.nn.LayerFusion, for both sides; each must be one that the
-    fusion of a side reads, deepfast.nn.connections.fusion.OPTIONS."""
+    """Further arguments of deepfast.nn.LayerFusion, for both sides. The fusion of at least one side
+    must read each of them: see deepfast.nn.connections.fusion.OPTIONS."""
     backend: str | None = None
     """See deepfast.backend."""
 
     def __post_init__(self):
-        self._check_whole(
-            "vocab_size", "dim", "heads", "ffn_dim", "encoder_layers", "decoder_layers"
-        )
+        op = type(self).__name__
+        checks.whole(op, **self._values("vocab_size", "dim", "heads", "ffn_dim",
+                                        "encoder_layers", "decoder_layers"))  # fmt: skip
         if self.dim % self.heads or self.dim % 2:
             raise ValueError(
-                f"dim: expected an even multiple of heads {self.heads}, got {self.dim}"
+                f"{op}: dim must be an even multiple of heads {self.heads}, got {self.dim}"
             )
-        if not isinstance(self.padding_idx, int) or not 0 <= self.padding_idx < self.vocab_size:
+        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
+        checks.whole(op, 0, first_position=self.first_position)
+        checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
+                                           "mixture_dropout"))  # fmt: skip
+        checks.choice(op, ("pre", "post"), norm=self.norm)
+        checks.choice(op, ACTIVATIONS, activation=self.activation)
+        checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
+        checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
+        checks.choice(op, CONNECTIONS, **self._values("encoder_connection", "decoder_connection"))
+        checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
+        checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
+        if self.target_vocab_size is not None:
+            self._check_target_vocabulary(op)
+        self._check_connections(op, "")
+        self._check_languages(op)
+        self._check_latent(op)
+        self._check_fusion(op)
+
+    def _values(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def _check_target_vocabulary(self, op: str) -> None:
+        size = self.target_vocab_size
+        checks.whole(op, self.padding_idx + 1, target_vocab_size=size)
+        if self.share_embeddings == "all" and size != self.vocab_size:
             raise ValueError(
-                f"padding_idx: expected an id below vocab_size {self.vocab_size}, "
-                f"got {self.padding_idx!r}"
+                f"{op}: target_vocab_size must be the source's {self.vocab_size} where "
+                f"share_embeddings is all, got {size}"
             )
-        for name in ("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        self._check_choice("norm", ("pre", "post"))
-        self._check_choice("activation", KINDS)
-        self._check_choice("cross_attention", ("top", "transparent"))
-        self._check_choice("share_embeddings", ("all", "decoder", "none"))
-        self._check_vocabularies()
-        self._check_dicts("dlcl", "latent", "languages", "fusion")
-        self._check_connections("dlcl", "encoder_connection", "decoder_connection")
-        self._check_attnres("attnres_block", "encoder_connection", "decoder_connection")
-        self._check_languages()
-        self._check_latent()
-        self._check_fusion()
 
-    def _check_whole(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    def _check_options(self, op: str, name: str, needs: str, arguments: dict[str, dict]) -> None:
+        """Checks a field that holds options of a module.
 
-    def _check_dicts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, dict):
-                raise ValueError(f"{name}: expected a dict, got {value!r}")
-
-    def _check_choice(self, name: str, allowed: Iterable[str | None]) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            expected = ", ".join(map(str, allowed))
-            raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
-
-    def _check_options(
-        self, name: str, kind: str, needs: str, arguments: Mapping[str, dict]
-    ) -> None:
-        """The field ``name`` of options of the kind ``kind``: its keys, that it is ``needs`` which
-        asks for it, and its values, by making the module of each of ``arguments``, which has them.
-
-        arguments: what is tried -> all arguments of the module.
+        Args:
+            op: how errors begin.
+            name: of the field; `OPTIONS` names its module.
+            needs: what makes a side read the field, in words.
+            arguments: for each side that reads it, all arguments of the module. The module itself
+                checks their values.
         """
-        options = getattr(self, name)
+        options, kind = getattr(self, name), name.removeprefix("top_")
         if options and not arguments:
             raise ValueError(
-                f"{name}: expected a side with {needs} for {sorted(options, key=str)}, got none"
+                f"{op}: {name} needs a side with {needs} for {sorted(options, key=str)}, got none"
             )
         known = option_types(kind)
         unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
             raise ValueError(
-                f"{name}: expected keys of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+                f"{op}: {name} must have keys among {', '.join(sorted(known))}, "
+                f"got {', '.join(unknown)}"
             )
         module = OPTIONS[kind][0]
-        for tried in arguments.values():
+        for given in arguments.values():
             try:
-                # Of the meta device: neither memory nor random numbers.
+                # On the meta device the module takes no memory and draws no random numbers.
                 with torch.device("meta"):
-                    module(**tried)
+                    module(**given)
             except (ValueError, TypeError) as error:
-                reason = str(error).removeprefix(f"{module.__name__}: ")
-                raise ValueError(f"{name}: {reason}") from error
+                reason = str(error).removeprefix(f"{module.__name__}: ").removeprefix(f"{name}: ")
+                raise ValueError(f"{op}: {name}: {reason}") from error
 
-    def _check_vocabularies(self) -> None:
-        size, first = self.target_vocab_size, self.first_position
-        least = self.padding_idx + 1
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)
-                                 or size < least):  # fmt: skip
-            raise ValueError(
-                f"target_vocab_size: expected None or a whole number of at least {least}, "
-                f"got {size!r}"
-            )
-        if self.share_embeddings == "all" and size not in (None, self.vocab_size):
-            raise ValueError(
-                f"target_vocab_size: expected the source's {self.vocab_size} where "
-                f"share_embeddings is all, got {size}"
-            )
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise ValueError(f"first_position: expected a whole number from 0, got {first!r}")
-
-    def _check_connections(self, dlcl: str, *sides: str) -> None:
-        """The connection of each side, and the field with the options of those that are DLCL."""
-        for side in sides:
-            self._check_choice(side, CONNECTIONS)
-        mixed = {getattr(self, side) for side in sides} & PRESETS.keys()
-        options = getattr(self, dlcl)
-        known = {key: value for key, value in options.items() if key in option_types("dlcl")}
+    def _check_connections(self, op: str, prefix: str) -> None:
+        """Checks the options of the connections; ``prefix`` is that of their fields' names."""
+        sides = self._values(f"{prefix}encoder_connection", f"{prefix}decoder_connection")
+        dlcl, block = f"{prefix}dlcl", f"{prefix}attnres_block"
+        known = {k: v for k, v in getattr(self, dlcl).items() if k in option_types("dlcl")}
         arguments = {
-            name: {"num_layers": 1, "dim": self.dim} | dlcl_options(name, self.norm, known)
-            for name in sorted(mixed)
+            connection: {"num_layers": 1, "dim": self.dim}
+            | dlcl_options(connection, self.norm, known)
+            for connection in sides.values()
+            if connection in PRESETS
         }
-        self._check_options(dlcl, "dlcl", "connection 'dlcl'", arguments)
-
-    def _check_attnres(self, field: str, *sides: str) -> None:
-        """Attention residuals of these sides, and the field with the size of their blocks."""
-        connections = {side: getattr(self, side) for side in sides}
-        for side, connection in connections.items():
+        self._check_options(op, dlcl, "connection 'dlcl'", arguments)
+        for side, connection in sides.items():
             if self.norm != "pre" and connection in ATTENTION_RESIDUALS:
-                raise ValueError(
-                    f"{side}: expected norm pre with attention residuals, got norm {self.norm!r}"
-                )
-        block = getattr(self, field)
-        if block is not None and (type(block) is not int or block < 1):
-            raise ValueError(
-                f"{field}: expected a whole number of at least 1 or None, got {block!r}"
-            )
-        if block is not None and "block_attnres" not in connections.values():
-            raise ValueError(f"{field}: expected a side with 'block_attnres', got none")
+                raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
+        if getattr(self, block) is not None:
+            checks.whole(op, **self._values(block))
+            if "block_attnres" not in sides.values():
+                raise ValueError(f"{op}: {block} needs a side with 'block_attnres', got none")
 
-    def _check_languages(self) -> None:
+    def _check_languages(self, op: str) -> None:
         tags = list(self.languages.values())
-        within = all(isinstance(tag, int) and 0 <= tag < self.vocab_size for tag in tags)
+        within = all(checks.is_whole(tag) and 0 <= tag < self.vocab_size for tag in tags)
         if not within or len(set(tags)) < len(tags) or self.padding_idx in tags:
             raise ValueError(
-                f"languages: expected a tag's id below vocab_size {self.vocab_size} of its own for "
-                f"each, got {self.languages!r}"
+                f"{op}: languages must have different ids below vocab_size {self.vocab_size} for "
+                f"their tags, got {self.languages!r}"
             )
 
-    def _check_latent(self) -> None:
-        sides = {
+    def _check_latent(self, op: str) -> None:
+        arguments = {
             side: {"num_layers": getattr(self, f"{side}_layers")} | self.latent
-            for side in ("encoder", "decoder")
+            for side in SIDES
             if getattr(self, f"{side}_connection") == "latent"
         }
-        self._check_options("latent", "latent", "connection 'latent'", sides)
+        self._check_options(op, "latent", "connection 'latent'", arguments)
 
-    def _check_fusion(self) -> None:
-        sides = [side for side in ("encoder", "decoder") if getattr(self, f"{side}_fusion")]
+    def _check_fusion(self, op: str) -> None:
         arguments = {}
-        for side in ("encoder", "decoder"):
-            self._check_choice(f"{side}_fusion", (None, *FUSIONS))
-        for side in sides:
-            self._check_all_states(f"{side}_fusion", side)
+        for side in SIDES:
             kind = getattr(self, f"{side}_fusion")
-            arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
-        self._check_options("fusion", "fusion", "a fusion", arguments)
-        check_read(vars(self))
+            if kind is not None:
+                self._check_all_states(op, f"{side}_fusion", side)
+                arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
+        self._check_options(op, "fusion", "a fusion", arguments)
+        unread, defaults = unread_options(vars(self)), inspect.signature(LayerFusion).parameters
+        # A default changes nothing, whoever reads it.
+        unread = {name: x for name, x in unread.items() if x != defaults[name].default}
+        if unread:
+            kinds = [self.encoder_fusion, self.decoder_fusion]
+            kinds = sorted({kind for kind in kinds if kind}, key=FUSIONS.index)
+            read = sorted({name for kind in kinds for name in FUSION_OPTIONS[kind]})
+            raise ValueError(
+                f"{op}: fusion must have no options but those that {' or '.join(kinds)} reads "
+                f"({', '.join(read) or 'none'}), got {unread}"
+            )
         if self.cross_attention == "transparent":
-            self._check_all_states("cross_attention", "encoder")
+            self._check_all_states(op, "cross_attention", "encoder")
             if self.encoder_fusion is not None:
                 raise ValueError(
-                    f"encoder_fusion: expected None where cross_attention is transparent, "
+                    f"{op}: encoder_fusion must be None where cross_attention is transparent, "
                     f"got {self.encoder_fusion!r}"
                 )
 
-    def _check_all_states(self, name: str, side: str) -> None:
-        """What reads the states of all layers needs all layers to be there."""
+    def _check_all_states(self, op: str, name: str, side: str) -> None:
+        """A field that makes something read the states of all layers needs all of them to run."""
         if getattr(self, f"{side}_connection") == "latent":
             raise ValueError(
-                f"{name}: expected another {side}_connection than latent, which leaves layers out, "
-                f"for {getattr(self, name)!r}"
+                f"{op}: {name} {getattr(self, name)} needs another {side}_connection than latent, "
+                "which leaves layers out"
             )
 
-    def side(self, name: str) -> dict:
-        """Arguments of the stack of a side, "encoder" or "decoder"."""
-        connection = getattr(self, f"{name}_connection")
-        return self.stack(connection, self.dlcl, self.attnres_block, name)
-
-    def stack(self, connection: str, dlcl: dict, block: int | None, name: str) -> dict:
-        """Arguments of a stack with this connection, on the side ``name``."""
-        names = ("dim", "heads", "ffn_dim", "norm", "activation", "dropout", "attention_dropout",
-                 "activation_dropout", "backend")  # fmt: skip
-        options = {key: getattr(self, key) for key in names}
+    def stack(self, side: str) -> dict[str, Any]:
+        """Arguments of a side's stack: of the "encoder" or the "decoder"."""
+        connection = getattr(self, f"{side}_connection")
+        # A `DepthGrowingConfig` has two more sides, "top_encoder" and "top_decoder".
+        prefix = side.removesuffix("encoder").removesuffix("decoder")
+        block = getattr(self, f"{prefix}attnres_block") or self.attnres_block
+        options = self._values("dim", "heads", "ffn_dim", "norm", "activation", "dropout",
+                               "attention_dropout", "activation_dropout", "backend")  # fmt: skip
         latent = self.latent | {"languages": len(self.languages) or 1}
-        # Two sides of one size must not draw the same.
-        latent["seed"] = 2 * latent.get("seed", 0) + (name == "decoder")
+        # Two sides of the same size must not draw the same numbers.
+        latent["seed"] = 2 * latent.get("seed", 0) + (side == "decoder")
         return options | {
             "connection": connection,
-            "dlcl": dlcl if connection in PRESETS else None,
+            "dlcl": getattr(self, f"{prefix}dlcl") if connection in PRESETS else None,
             "block": block if connection == "block_attnres" else None,
             "latent": latent if connection == "latent" else None,
         }
 
-    def fusions(self) -> Fusions:
-        """The fusions of the layers of both sides."""
-        sides = {
-            "encoder": (self.encoder_fusion, self.encoder_layers),
-            "decoder": (self.decoder_fusion, self.decoder_layers),
-        }
-        return Fusions(
-            self.dim, sides, source_norm=self.norm == "pre", backend=self.backend, **self.fusion
-        )
+
+def unread_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the field ``fusion`` that no fusion of the config reads."""
+    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
+    read = {name for kind in FUSIONS if kind in named for name in FUSION_OPTIONS[kind]}
+    known = {name for names in FUSION_OPTIONS.values() for name in names}
+    return {name: x for name, x in config["fusion"].items() if name in known - read}
+
+
+def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a saved config without options of a fusion that nothing reads.
+
+    A `TransformerConfig` refuses such options; older checkpoints may hold some.
+    """
+    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
+    if not isinstance(config.get("fusion"), dict) or not any(kind in named for kind in FUSIONS):
+        return dict(config)
+    unread = unread_options(config)
+    return {**config, "fusion": {k: v for k, v in config["fusion"].items() if k not in unread}}
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import FORMAT, VERSION, read_checkpoint
-from deepfast.mt.models.fusions import without_unread
+from deepfast.mt.models.transformer_config import without_unread
 from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.report import METRICS
 

@@ -6,10 +6,8 @@ Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file k
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from torch import nn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, get_type_hints
 
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.units import parse_bytes
@@ -17,6 +15,7 @@ from deepfast.mt.models import (
     KINDS,
     DepthGrowingConfig,
     TransformerConfig,
+    TranslationModel,
     base,
     big,
     build,
@@ -34,7 +33,7 @@ PRECISIONS = ("float32", "bfloat16")
 MODEL_FIELDS = {
     name: kind
     for model in KINDS.values()
-    for name, kind in model.fields.items()
+    for name, kind in get_type_hints(model.Config).items()
     if name not in DERIVED_FIELDS
 } | {"kind": str, "size": str | None}
 """Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
@@ -247,27 +246,28 @@ class Recipe:
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
         expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
-        kind = KINDS[name]
+        config = KINDS[name].Config
         sizes = SIZES if name == "transformer" else {}
         expected = f"one of {', '.join(sizes)} or null" if sizes else f"null for the kind {name}"
         expect(size is None or size in sizes, "model.size", expected, size)
-        unknown = sorted(options.keys() - (kind.fields.keys() - set(DERIVED_FIELDS)))
+        known = {field.name for field in fields(config)}
+        unknown = sorted(options.keys() - (known - set(DERIVED_FIELDS)))
         if unknown:
             raise RecipeError(
-                f"model.{unknown[0]}: expected a field of {kind.config.__name__} that the "
+                f"model.{unknown[0]}: expected a field of {config.__name__} that the "
                 "vocabulary does not decide"
             )
-        if languages and "languages" in kind.fields:
+        if languages and "languages" in known:
             options["languages"] = languages
-        make = sizes.get(size, kind.config)
+        make = sizes.get(size, config)
         try:
             return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
-            raise RecipeError(f"model.{error}") from error
+            raise RecipeError(f"model.{str(error).removeprefix(f'{config.__name__}: ')}") from error
 
     def build_model(
         self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
-    ) -> nn.Module:
+    ) -> TranslationModel:
         """The model, initialised from torch's default generator."""
         return build(self.model_config(vocab_size, padding_idx, languages))
 

@@ -91,7 +91,7 @@ class Trainer:
         generators = random_state(self.device)
 
         self.model.train()
-        self._tell_step()
+        self.model.set_step(self.step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = nll = torch.zeros((), device=self.device)
         for batch in batches:
@@ -124,10 +124,6 @@ class Trainer:
         window.source_tokens += sum(batch.source_tokens for batch in batches)
         window.target_tokens += target_tokens
         window.seconds += time.perf_counter() - began
-
-    def _tell_step(self) -> None:
-        if hasattr(self.model, "set_step"):
-            self.model.set_step(self.step + 1)
 
     def measure(self) -> float:
         """Peak bytes of a step on the largest micro-batch: parameters, gradients, the optimizer's
@@ -170,7 +166,7 @@ class Trainer:
             "source_tokens_per_second": window.source_tokens / seconds,
             "target_tokens_per_second": window.target_tokens / seconds,
             "memory_bytes": memory_bytes(self.device),
-        } | (self.model.metrics() if hasattr(self.model, "metrics") else {})
+        } | self.model.metrics()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -198,7 +194,7 @@ class Trainer:
             where = f"of {name}" if name else "norm over all parameters"
             return NotFiniteError(f"step {step}: the gradient {where} is not finite")
         set_random_state(generators, self.device)
-        self._tell_step()
+        self.model.set_step(step)
         module = None
         for batch in batches:
             module = module or first_nonfinite_module(

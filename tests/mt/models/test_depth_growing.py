@@ -302,12 +302,12 @@ def test_a_checkpoint_gives_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"top_encoder_layers": 0}, "top_encoder_layers: expected a whole number of at least 1"),
-        ({"top_decoder_layers": 1.5}, "top_decoder_layers: expected a whole number of at least 1"),
-        ({"top_encoder_connection": "dense"}, "top_encoder_connection: expected one of dlcl, resi"),
-        ({"top_dlcl": {"window": 2}}, "top_dlcl: expected a side with connection 'dlcl'"),
+        ({"top_encoder_layers": 0}, "top_encoder_layers must be a whole number of at least 1"),
+        ({"top_decoder_layers": 1.5}, "top_decoder_layers must be a whole number of at least 1"),
+        ({"top_encoder_connection": "dense"}, "top_encoder_connection must be one of dlcl, resi"),
+        ({"top_dlcl": {"window": 2}}, "top_dlcl needs a side with connection 'dlcl'"),
         ({"top_dlcl": {"wide": 2}, "top_encoder_connection": "dlcl"}, "got wide"),
-        ({"dim": 15}, "dim: expected an even multiple of heads 3, got 15"),
+        ({"dim": 15}, "dim must be an even multiple of heads 3, got 15"),
     ],
 )
 def test_config_refuses(changes, sentence):

@@ -125,7 +125,7 @@ def test_a_source_of_padding_alone(attention):
     if attention:
         assert model.alignment(source, given)[1].eq(0).all()
     else:
-        assert nothing.source.memory.eq(0).all()
+        assert nothing.source.encoded.eq(0).all()
     state = model.start(source)
     for t in range(2):
         expected = model.step(given[1:2, t], nothing)[0]
@@ -245,11 +245,11 @@ def test_registered_by_its_kind():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 7}, "dim: expected an even number, got 7"),
-        ({"encoder_layers": 0}, "encoder_layers: expected a whole number of at least 1, got 0"),
-        ({"dropout": 1.0}, r"dropout: expected a number in \[0, 1\), got 1.0"),
-        ({"lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
-        ({"padding_idx": 20}, "padding_idx: expected an id below vocab_size 13, got 20"),
+        ({"dim": 7}, "dim must be even, got 7"),
+        ({"encoder_layers": 0}, "encoder_layers must be a whole number of at least 1, got 0"),
+        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
+        ({"lr_scale": 0}, "lr_scale must be a number above 0, got 0"),
+        ({"padding_idx": 20}, "padding_idx must be a whole number from 0 to 12, got 20"),
     ],
 )
 def test_bad_config_is_one_sentence(change, message):

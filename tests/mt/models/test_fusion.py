@@ -109,13 +109,13 @@ def test_no_attention_to_show():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"encoder_fusion": "sum"}, "encoder_fusion: expected one of None, average.*got 'sum'"),
-        ({"fusion": {"hops": 2}}, "fusion: expected a side with a fusion for .*got none"),
+        ({"encoder_fusion": "sum"}, "encoder_fusion must be one of None, average.*got 'sum'"),
+        ({"fusion": {"hops": 2}}, "fusion needs a side with a fusion for .*got none"),
         (
             {"encoder_fusion": "attention", "fusion": {"heads": 2}},
-            "fusion: expected keys of activation, attention_dim.*got heads",
+            "fusion must have keys among activation, attention_dim.*got heads",
         ),
-        ({"encoder_fusion": "attention", "fusion": {1: 2}}, "fusion: expected keys of .*got 1"),
+        ({"encoder_fusion": "attention", "fusion": {1: 2}}, "fusion must have keys among .*got 1"),
         ({"fusion": {1: 2, "hops": 3}}, r"a side with a fusion for \[1, 'hops'\], got none"),
         (
             {"encoder_fusion": "attention", "fusion": {"hops": None}},
@@ -127,11 +127,11 @@ def test_no_attention_to_show():
         ),
         (
             {"encoder_fusion": "average", "cross_attention": "transparent"},
-            "encoder_fusion: expected None where cross_attention is transparent",
+            "encoder_fusion must be None where cross_attention is transparent",
         ),
         (
             {"encoder_fusion": "average", "fusion": {"hops": 8, "shared": True}},
-            r"fusion: expected no options but those that average reads \(none\), got {'hops': 8}",
+            r"fusion must have no options but those that average reads \(none\), got {'hops': 8}",
         ),
         (
             {

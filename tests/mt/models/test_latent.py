@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deepfast.mt.models import DepthGrowingConfig, Transformer, TransformerConfig
-from deepfast.mt.models.interface import parameter_groups
 from deepfast.mt.models.prune import prune_checkpoint, prune_layers
 from deepfast.mt.search import DecodingOptions, beam_search
 
@@ -190,17 +189,17 @@ def test_metrics():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latent": {"taus": 1}}, "latent: expected keys of anneal_steps, .* got taus"),
+        ({"latent": {"taus": 1}}, "latent must have keys among anneal_steps, .* got taus"),
         ({"latent": {"tau": 0}}, "latent: tau: expected a number above 0, got 0"),
         ({"latent": {"hard": "no"}}, "latent: hard must be True or False, got 'no'"),
         ({"latent": {"seed": 1.5}}, "latent: seed: expected a whole number, got 1.5"),
         ({"latent": {"target_layers": 4, "target_weight": 1}}, "at most the 3 layers"),
         ({"encoder_connection": "dlcl", "decoder_connection": "dlcl", "latent": {"tau": 2}},
-         r"latent: expected a side with connection 'latent' for \['tau'\], got none"),
-        ({"languages": {"de": 4, "fr": 4}}, "languages: expected a tag's id below vocab_size 13"),
-        ({"languages": {"de": 13}}, "languages: expected a tag's id below vocab_size 13"),
-        ({"dlcl": {"window": 2}}, "dlcl: expected a side with connection 'dlcl'"),
-        ({"cross_attention": "transparent"}, "cross_attention: expected another encoder_conn"),
+         r"latent needs a side with connection 'latent' for \['tau'\], got none"),
+        ({"languages": {"de": 4, "fr": 4}}, "languages must have different ids below vocab_size"),
+        ({"languages": {"de": 13}}, "languages must have different ids below vocab_size 13 for"),
+        ({"dlcl": {"window": 2}}, "dlcl needs a side with connection 'dlcl'"),
+        ({"cross_attention": "transparent"}, "transparent needs another encoder_connection"),
     ],
 )  # fmt: skip
 def test_configs_that_make_no_sense(changes, message):
@@ -211,7 +210,7 @@ def test_configs_that_make_no_sense(changes, message):
 def test_no_model_grows_on_gates():
     sizes = {"vocab_size": 9, "dim": 16, "heads": 2, "ffn_dim": 24}
     for side in ("encoder_connection", "top_decoder_connection"):
-        with pytest.raises(ValueError, match=f"{side}: expected another than latent for a model"):
+        with pytest.raises(ValueError, match=f"{side} must not be latent in a model that grows"):
             DepthGrowingConfig(**sizes | {side: "latent"})
 
 
@@ -307,7 +306,7 @@ def test_a_checkpoint_with_an_option_that_nothing_reads():
     """Such a config is refused now, and older checkpoints hold it."""
     model = build(encoder_connection="residual", encoder_fusion="average")
     config = asdict(model.config) | {"fusion": {"hops": 3}}
-    with pytest.raises(ValueError, match="fusion: expected no options but those that average"):
+    with pytest.raises(ValueError, match="fusion must have no options but those that average"):
         TransformerConfig(**config)
     smaller = prune_checkpoint({"config": config, "model": model.state_dict()}, "de")
     assert smaller["config"]["fusion"] == {}
@@ -315,11 +314,11 @@ def test_a_checkpoint_with_an_option_that_nothing_reads():
 
 def test_logits_may_learn_faster():
     model = build(latent={"lr_scale": 20.0})
-    groups = parameter_groups(model)
+    groups = model.parameter_groups()
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
     assert [p for g in groups[2:] for p in g["params"]] == [
         model.encoder.latent.logits, model.decoder.latent.logits,
     ]  # fmt: skip
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
-    assert len(parameter_groups(build())) == 2
+    assert len(build().parameter_groups()) == 2

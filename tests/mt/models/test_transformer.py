@@ -289,26 +289,26 @@ def test_sizes_of_the_paper():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"vocab_size": 0}, "vocab_size: expected a whole number of at least 1, got 0"),
-        ({"encoder_layers": 0}, "encoder_layers: expected a whole number of at least 1, got 0"),
-        ({"decoder_layers": 2.5}, "decoder_layers: expected a whole number of at least 1, got 2.5"),
-        ({"heads": True}, "heads: expected a whole number of at least 1, got True"),
-        ({"dim": 18, "heads": 4}, "dim: expected an even multiple of heads 4, got 18"),
-        ({"dim": 15, "heads": 3}, "dim: expected an even multiple of heads 3, got 15"),
-        ({"dropout": 1.0}, r"dropout: expected a number in \[0, 1\), got 1.0"),
-        ({"attention_dropout": -0.1}, r"attention_dropout: expected a number in \[0, 1\)"),
-        ({"activation_dropout": "x"}, r"activation_dropout: expected a number in \[0, 1\)"),
-        ({"dropout": math.nan}, r"dropout: expected a number in \[0, 1\), got nan"),
-        ({"norm": "mid"}, "norm: expected one of pre, post, got 'mid'"),
-        ({"activation": "tanh"}, "activation: expected one of relu, gelu, got 'tanh'"),
-        ({"encoder_connection": "dense"}, "encoder_connection: expected one of dlcl, residual"),
-        ({"decoder_connection": None}, "decoder_connection: expected one of dlcl, residual"),
-        ({"share_embeddings": "some"}, "share_embeddings: expected one of all, decoder, none"),
-        ({"target_vocab_size": 12}, "target_vocab_size: expected the source's 11 where share_emb"),
-        ({"target_vocab_size": 0}, "target_vocab_size: expected None or a whole number of at lea"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, got 0"),
+        ({"encoder_layers": 0}, "encoder_layers must be a whole number of at least 1, got 0"),
+        ({"decoder_layers": 2.5}, "decoder_layers must be a whole number of at least 1, got 2.5"),
+        ({"heads": True}, "heads must be a whole number of at least 1, got True"),
+        ({"dim": 18, "heads": 4}, "dim must be an even multiple of heads 4, got 18"),
+        ({"dim": 15, "heads": 3}, "dim must be an even multiple of heads 3, got 15"),
+        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
+        ({"attention_dropout": -0.1}, r"attention_dropout must be a number in \[0, 1\)"),
+        ({"activation_dropout": "x"}, r"activation_dropout must be a number in \[0, 1\)"),
+        ({"dropout": math.nan}, r"dropout must be a number in \[0, 1\), got nan"),
+        ({"norm": "mid"}, "norm must be one of pre, post, got 'mid'"),
+        ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
+        ({"encoder_connection": "dense"}, "encoder_connection must be one of dlcl, residual"),
+        ({"decoder_connection": None}, "decoder_connection must be one of dlcl, residual"),
+        ({"share_embeddings": "some"}, "share_embeddings must be one of all, decoder, none"),
+        ({"target_vocab_size": 12}, "target_vocab_size must be the source's 11 where share_emb"),
+        ({"target_vocab_size": 0}, "target_vocab_size must be a whole number of at least 1"),
         ({"dlcl": {"window": 2.5}}, "dlcl: window must be a whole number of at least 1, got 2.5"),
-        ({"dlcl": {1: 2, "a": 3}}, "dlcl: expected keys of .*, got 1, a"),
-        ({"first_position": -1}, "first_position: expected a whole number from 0, got -1"),
+        ({"dlcl": {1: 2, "a": 3}}, "dlcl must have keys among .*, got 1, a"),
+        ({"first_position": -1}, "first_position must be a whole number of at least 0, got -1"),
     ],
 )
 def test_config_refuses(changes, sentence):
@@ -321,9 +321,9 @@ def test_model_refuses_what_its_parts_refuse():
         TransformerConfig(11)
     with pytest.raises(ValueError, match="weight must be one of"):
         build(dlcl={"weight": "matrix"})
-    with pytest.raises(ValueError, match=r"dlcl: expected keys of .*weight.*, got wieght"):
+    with pytest.raises(ValueError, match=r"dlcl must have keys among .*weight.*, got wieght"):
         build(dlcl={"wieght": "scalar"})
-    with pytest.raises(ValueError, match="dlcl: expected a side with connection 'dlcl'"):
+    with pytest.raises(ValueError, match="dlcl needs a side with connection 'dlcl'"):
         TransformerConfig(vocab_size=11, encoder_connection="residual", dlcl={"window": 2})
-    with pytest.raises(ValueError, match="padding_idx: expected an id below vocab_size 11"):
+    with pytest.raises(ValueError, match="padding_idx must be a whole number from 0 to 10"):
         TransformerConfig(vocab_size=11, padding_idx=11)

@@ -114,7 +114,7 @@ def test_decoder_layers_attend_to_memories_of_their_own():
 
 
 def test_config_refuses():
-    with pytest.raises(ValueError, match="cross_attention: expected one of top, transparent"):
+    with pytest.raises(ValueError, match="cross_attention must be one of top, transparent"):
         TransformerConfig(vocab_size=9, cross_attention="all")
-    with pytest.raises(ValueError, match=r"mixture_dropout: expected a number in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"mixture_dropout must be a number in \[0, 1\)"):
         TransformerConfig(vocab_size=9, mixture_dropout=1)

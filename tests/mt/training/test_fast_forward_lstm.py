@@ -65,7 +65,7 @@ def test_learns_and_translates(recipe, corpus, capsys):
     ("changes", "model", "message"),
     [
         ((), {"heads": 2}, "model.heads: expected a field of FastForwardLSTMConfig"),
-        ((), {"dim": 7}, "model.dim: expected an even number, got 7"),
+        ((), {"dim": 7}, "model.dim must be even, got 7"),
         ((), {"size": "big"}, "model.size: expected null for the kind fast_forward_lstm"),
         ({"memory": "keep"}, {}, "memory: expected null for a model without memory policies"),
     ],

@@ -261,16 +261,16 @@ def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
         ({"grow.data.seed": 3}, "unknown key grow.data"),
         ({"grow.optim.lr": -1.0}, "grow.optim.lr: expected a number above 0"),
         ({"grow.train.max_steps": None}, "grow.train: expected an end"),
-        ({"grow.model.top_encoder_layers": 0}, "grow.model.top_encoder_layers: expected a whole"),
+        ({"grow.model.top_encoder_layers": 0}, "grow.model.top_encoder_layers must be a whole"),
         ({"grow.model.top_dlcl.window": 0, "grow.model.top_encoder_connection": "dlcl"},
          "grow.model.top_dlcl: window must be a whole number of at least 1, got 0"),
-        ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl: expected a side with connection"),
+        ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl needs a side with connection"),
         ({"model.norm": "post", "grow.model.top_decoder_connection": "attnres"},
-         "grow.model.top_decoder_connection: expected norm pre with attention residuals, got norm"),
+         "grow.model.top_decoder_connection attnres needs norm pre, got norm post"),
         ({"grow.model.top_attnres_block": 2},
-         "grow.model.top_attnres_block: expected a side with 'block_attnres', got none"),
+         "grow.model.top_attnres_block needs a side with 'block_attnres', got none"),
         ({"grow.model.top_encoder_connection": "block_attnres", "grow.model.top_attnres_block": 0},
-         "grow.model.top_attnres_block: expected a whole number of at least 1 or None, got 0"),
+         "grow.model.top_attnres_block must be a whole number of at least 1, got 0"),
         ({"model.kind": "depth_growing"}, "model.kind: expected transformer and a section grow"),
         ({"model.kind": "depth_growing", "grow.optim.lr": 1.0, "grow.from": "x"}, "model.kind: ex"),
         ({"model.top_encoder_layers": 2}, "model.top_encoder_layers: expected a field of Trans"),
@@ -288,14 +288,14 @@ def test_a_wrong_section_is_one_sentence(make_recipe, changes, message):
 
 
 def test_the_length_of_the_second_run_is_its_own():
-    """As the recipe's comment and the README say."""
+    """As the recipe's comment and the guide say."""
     recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train.max_steps=7"])
     assert (recipe.train.max_steps, second_run(recipe).train.max_steps) == (9, 7)
     recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train=null"])
     assert second_run(recipe).train.max_steps == 9
     top = Path(__file__).parents[3]
     comment = (top / "deepfast/mt/recipes/phrases-growing.yaml").read_text()
-    for text in (comment, (top / "README.md").read_text()):
+    for text in (comment, (top / "docs" / "training.md").read_text()):
         assert "grow.train.max_steps" in text
     assert all(name in comment for name in TOP_FIELDS)
 

@@ -7,6 +7,8 @@ from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.training import OptimSection
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 
+SIZES = {"dim": 8, "heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
+
 
 def test_schedule_rises_linearly_and_falls_with_the_root():
     section = OptimSection(lr=2e-3, warmup=100)
@@ -23,7 +25,7 @@ def test_schedule_stays_and_restarts():
 
 
 def test_l2_is_in_the_gradient():
-    model = torch.nn.Linear(3, 2)
+    model = Transformer(TransformerConfig(vocab_size=11, **SIZES))
     optimizer = build_optimizer(model, OptimSection(l2=0.5))
     assert type(optimizer) is torch.optim.Adam
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
@@ -40,11 +42,7 @@ def test_a_model_says_how_its_parameters_learn():
 
 
 def test_only_matrices_of_linear_layers_decay():
-    model = Transformer(
-        TransformerConfig(
-            vocab_size=11, dim=8, heads=2, ffn_dim=16, encoder_layers=2, decoder_layers=1
-        )
-    )
+    model = Transformer(TransformerConfig(vocab_size=11, **SIZES))
     optimizer = build_optimizer(model, OptimSection(weight_decay=0.1))
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in decayed}

@@ -30,7 +30,7 @@ def test_shipped_recipes_load(name):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_have_summary_and_command_on_top(name):
-    file = importlib.resources.files("deepfast") / "recipes" / f"{name}.yaml"
+    file = importlib.resources.files("deepfast.mt") / "recipes" / f"{name}.yaml"
     summary, command, *_ = file.read_text("utf-8").splitlines()
     assert summary == f"# {recipe_names()[name]}"
     assert summary.endswith(".")
@@ -39,7 +39,7 @@ def test_shipped_recipes_have_summary_and_command_on_top(name):
 
 def commands(name):
     """The words after `deepfast train NAME` of every command in a recipe's comments."""
-    file = importlib.resources.files("deepfast") / "recipes" / f"{name}.yaml"
+    file = importlib.resources.files("deepfast.mt") / "recipes" / f"{name}.yaml"
     for line in file.read_text("utf-8").splitlines():
         words = shlex.split(line.removeprefix("#     ")) if line.startswith("#     ") else []
         if words[:2] == ["deepfast", "train"]:
@@ -164,9 +164,12 @@ def test_attention_residuals():
     for more, message in (
         ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
         ("memory=history", r"leaner, states, where model\.encoder_connection is not dlcl, got"),
-        ("model.norm=post", "model.encoder_connection: expected norm pre with attention residuals"),
-        ("model.attnres_block=0", "attnres_block: expected a whole number of at least 1"),
-        ("model.encoder_connection=attnres", "expected a side with 'block_attnres', got none"),
+        ("model.norm=post", "model.encoder_connection block_attnres needs norm pre, got norm"),
+        ("model.attnres_block=0", "attnres_block must be a whole number of at least 1"),
+        (
+            "model.encoder_connection=attnres",
+            "attnres_block needs a side with 'block_attnres', got none",
+        ),
     ):
         with pytest.raises(RecipeError, match=message):
             load_recipe("phrases-small", [*changes, more])
@@ -217,11 +220,11 @@ def test_sizes_are_base_and_big():
         ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
         ("data.dev_source=a", "data.dev_target: expected a file for both sides"),
         ("data.vocab_size=4", "data.vocab_size: expected more than 4 pieces, got 4"),
-        ("model.heads=3", "model.dim: expected an even multiple of heads 3, got 64"),
-        ("model.norm=mid", "model.norm: expected one of pre, post, got 'mid'"),
+        ("model.heads=3", "model.dim must be an even multiple of heads 3, got 64"),
+        ("model.norm=mid", "model.norm must be one of pre, post, got 'mid'"),
         ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
         ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
-        ("model.encoder_connection=none", "model.encoder_connection: expected one of"),
+        ("model.encoder_connection=none", "model.encoder_connection must be one of"),
         ("optim=3", "optim: expected keys and values, got 3"),
         ("optim.lr", "expected key=value"),
         ("optim.betas=[", "expected YAML, got an error"),
@@ -242,7 +245,7 @@ def test_a_restart_needs_a_finite_rate():
 
 def test_dlcl_options_without_dlcl_are_refused():
     changes = ["model.encoder_connection=residual", "model.dlcl.window=4"]
-    with pytest.raises(RecipeError, match=r"model\.dlcl: expected a side with connection"):
+    with pytest.raises(RecipeError, match=r"model\.dlcl needs a side with connection"):
         load_recipe("phrases-small", changes)
 
 
