@@ -295,7 +295,7 @@ def test_the_length_of_the_second_run_is_its_own():
     assert second_run(recipe).train.max_steps == 9
     top = Path(__file__).parents[3]
     comment = (top / "deepfast/mt/recipes/phrases-growing.yaml").read_text()
-    for text in (comment, (top / "docs" / "training.md").read_text()):
+    for text in (comment, (top / "docs" / "systems.md").read_text()):
         assert "grow.train.max_steps" in text
     assert all(name in comment for name in TOP_FIELDS)
 
