@@ -13,16 +13,19 @@ class ResidualHistory:
     """What the layers of one forward pass have added so far; `AttentionResiduals` fills it."""
 
     pushed: int = 0
-    """How many of v_0 .. v_L are there."""
+    """How many of v_0 .. v_L were pushed."""
     owner: nn.Module | None = None
-    """The stack that it serves, and what all of its v are like; both by the first push."""
+    """The stack that it serves. This field and the next two are set by the first push."""
     kind: tuple | None = None
+    """Shape, dtype and device of every v."""
+    task: int = -1
+    """The backward pass (graph task) that the first push was part of; -1 outside of backward."""
     sources: list[Tensor] = field(default_factory=list)
     """v_0, and the v_k or the sums of finished blocks."""
     partial: Tensor | None = None
-    """The sum over the block at hand."""
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of each row of the block at hand what the sources give it, and its lse."""
+    """The sum over the current block, so far."""
+    rows: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
+    """For each row of the current block, what it reads from the sources, and the lse of that."""
 
 
 class AttentionResiduals(nn.Module):
@@ -30,7 +33,7 @@ class AttentionResiduals(nn.Module):
 
     full     ``x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k``
     block    the same over v_0, the sums ``b_n = sum_{k in block n} v_k`` of finished blocks of
-             layers, and the sum so far of the block at hand::
+             layers, and the sum so far of the current block::
 
         history = deepfast.nn.ResidualHistory()
         x = residuals(embedding, history)             # pushes v_0, returns x_1
@@ -40,14 +43,14 @@ class AttentionResiduals(nn.Module):
     v_0 is the embedding and v_l what layer l adds to its input, all its sublayers together: the
     paper's equation with a whole layer in the place of a sublayer. The last call returns the
     stack's output, which has a query of its own. Queries begin at zero, so that a row begins as
-    the mean of its sources. The RMSNorm has no gain: it would only scale the query's channels.
+    the mean of its sources. The RMSNorm has no weight: it would only scale the query's channels.
 
     A push cannot be repeated: under `torch.utils.checkpoint` wrap the layer alone,
     ``residuals(checkpoint(layer, x, use_reentrant=False), history)``.
 
-    In blocks a pass over the finished ones serves all rows of a block at once, one hop for each;
-    a row then adds the sum at hand by their lse. Each source is read once for every block of rows,
-    where the full form reads it for every row.
+    The block form reads the finished blocks once for all rows of the current block. Each row then
+    adds the sum of the current block, weighted by the lse of both. So each source is read once for
+    every block of rows, where the full form reads it for every row.
 
     Args:
         num_layers: L.
@@ -79,7 +82,11 @@ class AttentionResiduals(nn.Module):
         checks.eps("AttentionResiduals", eps)
         self.num_layers, self.dim, self.block = num_layers, dim, block
         self.eps, self.backend = eps, backend
-        self.query = nn.Parameter(torch.zeros(num_layers + 1, dim))
+        self.query = nn.Parameter(torch.empty(num_layers + 1, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.query)
 
     def forward(self, v: Tensor, history: ResidualHistory) -> Tensor:
         """Pushes what a layer adds (v_0: the embedding) and returns the next layer's input.
@@ -93,9 +100,12 @@ class AttentionResiduals(nn.Module):
 
         Raises:
             TypeError, ValueError: for operands that do not fit; the history is as before.
-            RuntimeError: when the history has all states already, or those of another stack.
+            RuntimeError: when the history has all states already, or those of another stack, and
+                for a push that checkpointing repeats.
         """
         kind = self._check(v, history)
+        # A compiler cannot trace this call, and a traced push is never repeated.
+        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         row = history.pushed
         if row > self.num_layers:
             raise RuntimeError(
@@ -103,13 +113,24 @@ class AttentionResiduals(nn.Module):
                 "and this history has them all; make a new one for each forward pass, and "
                 "checkpoint a layer without its push: residuals(checkpoint(layer, x), history)"
             )
+        # A pass that began in this backward is the recomputation of a whole stack.
+        if row and task not in (-1, history.task):
+            raise RuntimeError(
+                "AttentionResiduals: a push cannot be repeated during backward; checkpoint a layer "
+                "without its push: residuals(checkpoint(layer, x), history)"
+            )
         if self.block is None:
             sources = [*history.sources, v]
             out = self._attend(sources, self.query[row])
             history.sources = sources
         else:
             out = self._blocked(v, history, row)
-        history.pushed, history.owner, history.kind = row + 1, self, kind
+        if row == 0:
+            history.owner, history.kind, history.task = self, kind, task
+        history.pushed = row + 1
+        if row == self.num_layers:
+            # Autograd keeps what backward needs.
+            history.sources, history.partial, history.rows = [], None, []
         return out
 
     def _check(self, v: Tensor, history: ResidualHistory) -> tuple:
@@ -144,22 +165,22 @@ class AttentionResiduals(nn.Module):
         place = row % self.block
         partial = v if history.partial is None else history.partial + v
         if place == 0:
-            # The embedding, or the sum of a block that is finished.
+            # The new source is the embedding or the sum of a finished block.
             sources = [*history.sources, partial]
             queries = self.query[row : row + self.block]
             outs, lses = self._attend(sources, queries, return_lse=True)
-            # Unbound, not indexed: the gradients of all rows come back together.
+            # unbind, not indexing: its backward joins the gradients of all rows at once.
             rows = list(zip(outs.unbind(-2), lses.unbind(-1), strict=True))
             history.sources, history.partial, history.rows = sources, None, rows
         out, lse = history.rows[place]
         if place:
-            # Of a single source the lse is its score.
+            # The lse of a single source is its score.
             _, score = self._attend([partial], self.query[row], return_lse=True)
             out = ops.depth_attention(
                 [out, partial], scores=torch.stack((lse, score), -1), backend=self.backend
             )
             history.partial = partial
-        # Nothing but its own row needs it from here on.
+        # Only this row needed it.
         history.rows[place] = None
         return out
 

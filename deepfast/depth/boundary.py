@@ -1,17 +1,19 @@
-"""The boundary between two layers as one autograd node over a `DepthState`.
+"""The boundary between two layers: one autograd node that calls the kernels over a `DepthState`.
 
-In the chain ``boundary_l -> layer -> boundary_{l+1}`` the node of state k runs after every
-consumer of z_k, so it can pull that state's whole gradient. A token, an empty tensor handed from
-node to node, keeps that order even where a layer ignores its input. The chain of tokens starts at
-the node that holds the connection's parameters, so backward reaches it last, when every row's part
-of their gradients is there.
+In the chain ``boundary_l -> layer -> boundary_{l+1}`` the node of state k runs after everything
+that reads z_k, so it can compute the whole gradient of that state. A token, an empty tensor handed
+from node to node, keeps this order even where a layer ignores its input. The chain of tokens starts
+at the node of the parameters. Backward reaches that node last, when every row has added its part of
+their gradients.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepfast.depth.history import DepthHistory
 from deepfast.depth.state import DepthState
 from deepfast.ops import common
 
@@ -25,7 +27,7 @@ class OutNorm(NamedTuple):
 
 
 class _Parameters(torch.autograd.Function):
-    """Where the gradients of depth weights and norms leave the engine."""
+    """Starts the chain of tokens, and returns the parameters' gradients when backward ends."""
 
     @staticmethod
     def forward(ctx, state, weight, norm_weight, norm_bias):
@@ -47,13 +49,12 @@ class _Parameters(torch.autograd.Function):
         )
 
 
-def parameters(
+def first_token(
     state: DepthState, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
 ) -> Tensor | None:
-    """The token that a pass starts with: backward through it brings the parameters' gradients.
+    """The token that a pass starts with; None where the connection learns nothing.
 
-    weight: W as applied, (L+1, L+1) or (L+1, L+1, D). norm_weight, norm_bias: (L+1, D). None where
-    nothing is to be learned.
+    weight: W masked to its pattern, (L+1, L+1) or (L+1, L+1, D). norm_weight, norm_bias: (L+1, D).
     """
     if not (state.need_weight_grad or state.need_norm_grad):
         return None
@@ -63,55 +64,63 @@ def parameters(
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, branch, residual, out_weight, out_bias, _token):
-        state, k, want_x, dropout_p, seed, out_eps = call
+        state, k, indexed, want_x, dropout_p, seed, out_eps = call
         y = common.rows(branch)
         rest = None if residual is None else common.rows(residual)
-        replay = k < state.pushed
-        if not replay:
+        recomputed = k < state.pushed
+        if not recomputed:
             state.open_slot(k, y)
-        # Results have the shape of the branch from the start: a view could not be changed in place.
+        # Results get the shape of the branch at once. A view of (T, D) could not be changed in
+        # place by the caller.
         x = x_rows = out = out_rows = w = b = mean = rstd = None
         if want_x:
             x = common.empty_contiguous(branch)
             x_rows = x if y is branch else x.view(y.shape)
         if out_eps is not None:
             if out_weight is None:
-                w, b = state.own_norm(k)
+                w, b = state.out_norm_weight[k], state.out_norm_bias[k]
             else:
                 w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
             out = common.empty_contiguous(branch)
             out_rows = out if y is branch else out.view(y.shape)
             mean, rstd = state.out_statistics(k)
-            ctx.save_for_backward(w, b)
-            # Those of the parameters: what is saved is in the compute dtype.
+            # The parameters' own dtypes; the saved copies have the compute dtype.
             ctx.dtypes = getattr(out_weight, "dtype", None), getattr(out_bias, "dtype", None)
         state.launch.boundary_forward(
-            None if replay else y, rest, dropout_p, seed, state.states, k, state.near(k),
-            state.weight, k, state.gain, state.shift, state.normalised[k], state.eps,
+            None if recomputed else y, rest, dropout_p, seed, state.states, k, state.near(k),
+            state.weight, k, state.norm_weight, state.norm_bias, state.norm_source[k], state.eps,
             state.partial(k), w, b, out_eps or 0.0, x_rows, out_rows, state.rstd[k], mean, rstd,
         )  # fmt: skip
-        if not replay:
-            if k < state.lowest and True in ctx.needs_input_grad:
+        if not recomputed and k < state.lowest:
+            if True in ctx.needs_input_grad:
                 state.lowest = k
-            if k == state.rows - 1:
-                state.finish_forward()
+            elif indexed:
+                state.needed_below = True
+        if indexed:
+            # Checkpointing compares the shapes of what is saved. The last one shows when a
+            # recomputed push comes with another index.
+            ctx.save_for_backward(w, b, torch.empty(0, k))
+        elif w is not None:
+            ctx.save_for_backward(w, b)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shape, ctx.replay = call, branch.shape, replay
+        ctx.call, ctx.shape, ctx.recomputed = call, branch.shape, recomputed
         return x, out, torch.empty(0)
 
     @staticmethod
     @common.first_order("DLCL")
     def backward(ctx, dx, dout, _token):
-        state, k, _, dropout_p, seed, out_eps = ctx.call
-        if ctx.replay:
+        state, k, indexed, _, dropout_p, seed, out_eps = ctx.call
+        if ctx.recomputed:
             raise RuntimeError(
-                "DLCL: backward through a boundary that was made again from the states; checkpoint "
-                "it with use_reentrant=False, and push each state once"
+                "DLCL: backward through a recomputed push; checkpoint it with use_reentrant=False, "
+                "and push each state once"
             )
         state.enter(k, torch._C._current_graph_task_id())
         w = b = mean = rstd = None
+        if indexed or out_eps is not None:
+            # Under checkpointing this may recompute the push, while its states are still there.
+            w, b = ctx.saved_tensors[:2]
         if out_eps is not None:
-            w, b = ctx.saved_tensors
             mean, rstd = state.out_statistics(k)
         need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
         like = state.states[k]
@@ -122,95 +131,105 @@ class _Boundary(torch.autograd.Function):
         def fresh(need):
             return like.new_empty(ctx.shape) if need else None
 
-        # One tensor for both inputs where they are alike: two views of it would be taken by two
-        # leaves as gradients of their own, and share memory ever after.
+        # One tensor for both inputs where their gradients are equal. Two views of it would become
+        # the .grad of two leaves, and share memory ever after.
         shared = dropout_p == 0 and need_branch and need_residual
         dbranch = fresh(need_branch)
         dresidual = None if shared else fresh(need_residual)
-        dgain, dshift, dout_weight, dout_bias = state.norm_grads(
+        dnorm_weight, dnorm_bias, dout_weight, dout_bias = state.norm_grads(
             k, dout is not None, need_weight, need_bias
         )
         pulls = state.near_pull(k)
         state.launch.boundary_backward(
-            state.states, k, state.near(k), state.weight, k, state.gain, state.shift,
-            state.normalised[k], state.partial(k) if dout is not None else None, w, b,
+            state.states, k, state.near(k), state.weight, k, state.norm_weight, state.norm_bias,
+            state.norm_source[k], state.partial(k) if dout is not None else None, w, b,
             state.rstd[k], mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
             k, pulls, [state.grad_slot(r) for r in pulls], state.far_pull(k),
             *(None if g is None else g.view(like.shape) for g in (dbranch, dresidual)),
-            state.dweight, dgain, dshift, dout_weight, dout_bias,
+            state.dweight, dnorm_weight, dnorm_bias, dout_weight, dout_bias,
         )  # fmt: skip
         state.leave(k)
-        if need_weight and dout_weight is not None:
-            dout_weight = dout_weight.to(ctx.dtypes[0])
-        if need_bias and dout_bias is not None:
-            dout_bias = dout_bias.to(ctx.dtypes[1])
         return (
             None,
             dbranch,
             dbranch if shared else dresidual,
-            dout_weight if need_weight else None,
-            dout_bias if need_bias else None,
+            dout_weight.to(ctx.dtypes[0]) if need_weight and dout_weight is not None else None,
+            dout_bias.to(ctx.dtypes[1]) if need_bias and dout_bias is not None else None,
             None,
         )
 
 
+# Without the Python layer of autograd.Function.
 _apply = common.bare_apply(_Boundary)
 
 
-def boundary(
-    state: DepthState,
+def push(
+    history: DepthHistory,
     k: int,
     branch: Tensor,
     *,
-    residual: Tensor | None = None,
-    out_norm: OutNorm | None = None,
-    want_x: bool = True,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    token: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Pushes ``y_k = residual + dropout(branch)`` and reads row k of the depth weights.
+    residual: Tensor | None,
+    out_norm: OutNorm | None,
+    want_x: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    indexed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Pushes ``y_k = residual + dropout(branch)`` and reads row k of W.
 
-    ``x = sum_{j<=k} W[k, j] z_j`` and ``out = LN(x)`` with ``out_norm``. Operands are trusted;
-    `deepfast.nn.DLCL` checks them. A ``k`` that was pushed before makes x and out again from the
-    states, as recomputation under checkpointing needs; ``branch`` then only tells the shape.
+    ``x = sum_{j<=k} W[k,j] z_j`` and ``out = LN(x)``. Operands are trusted; `DLCL` checks them. A
+    ``k`` that was pushed before is recomputed from the states, and ``branch`` only gives the shape.
 
     Args:
-        state: the engine's memory of this forward pass.
+        history: of this forward pass, which has begun.
         k: index of the state and of the row.
         branch, residual: (..., D).
-        out_norm: the next layer's first layer-norm. Where row k has a norm of its own
-            (``state.own_norms``), x is None and out is normed by that.
+        out_norm: the next layer's first layer-norm. Where row k has a layer-norm of the stack
+            (``state.norm_out``), x is None and out passes through that one.
         want_x: whether x itself is wanted.
         dropout_p, seed: of the mask on ``branch``; a 0-dim int64 tensor.
-        token: the third result of the boundary before, or of `parameters`.
+        indexed: whether the caller gave k, so that checkpointing may push it again.
 
     Returns:
-        (x or None, out or None, token).
+        (x or None, out or None).
     """
-    if state.own_norms[k]:
-        call = (state, k, False, dropout_p, seed, state.eps)
-        return _apply(call, branch, residual, None, None, token)
-    weight, bias, eps = (None, None, None) if out_norm is None else out_norm
-    call = (state, k, want_x, dropout_p, seed, eps)
-    return _apply(call, branch, residual, weight, bias, token)
+    state = history.state
+    recomputed = k < state.pushed
+    token = history.token
+    if recomputed:
+        # The node made here is thrown away and only its results are used. Its token is like the
+        # first one's, so that it saves as many tensors.
+        token = torch.empty(0, requires_grad=state.token_grad(k))
+    weight = bias = eps = None
+    if state.norm_out[k]:
+        want_x, eps = False, state.eps
+    elif out_norm is not None:
+        weight, bias, eps = out_norm
+    call = state, k, indexed, want_x, dropout_p, seed, eps
+    x, out, token = _apply(call, branch, residual, weight, bias, token)
+    if not recomputed:
+        history.token = token
+        if k == state.rows - 1:
+            history.close()
+            state.end_forward(history.grad_mode)
+    return x, out
 
 
 @torch.no_grad()
-def mixed_again(
+def recompute_row(
     state: DepthState, k: int, out_norm: OutNorm | None, want_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(x, out) of boundary k as it gave them, (T, D), mixed again from the states below it.
+    """(x, out) of boundary k, (T, D), with the bits that `push` gave, from the states up to k.
 
-    Its block's partial sums are made for the block's last row and serve the others: backward, which
-    asks from the top, reads each state as often as forward did.
+    The first row of a block to ask computes the partial sums of all its rows. Backward asks from
+    the top down, and so reads each state as often as forward did.
     """
     state.check_readable(k)
     like = state.states[k]
     x = out = w = b = mean = rstd = None
     eps = 0.0
-    if state.own_norms[k]:
-        (w, b), eps, want_x = state.own_norm(k), state.eps, False
+    if state.norm_out[k]:
+        w, b, eps, want_x = state.out_norm_weight[k], state.out_norm_bias[k], state.eps, False
     elif out_norm is not None:
         w, b = (common.parameter(p, like.dtype) for p in out_norm[:2])
         eps = out_norm.eps
@@ -220,8 +239,26 @@ def mixed_again(
         out = like.new_empty(like.shape)
         mean, rstd = state.out_statistics(k)
     state.launch.boundary_forward(
-        None, None, 0.0, None, state.states, k, state.near(k), state.weight, k, state.gain,
-        state.shift, state.normalised[k], state.eps, state.partial(k), w, b, eps, x, out,
-        state.rstd[k], mean, rstd,
+        None, None, 0.0, None, state.states, k, state.near(k), state.weight, k,
+        state.norm_weight, state.norm_bias, state.norm_source[k], state.eps, state.partial(k),
+        w, b, eps, x, out, state.rstd[k], mean, rstd,
     )  # fmt: skip
     return x, out
+
+
+def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set[DepthState]:
+    """The passes of the stack ``owner`` that the gradient of ``node`` flows into.
+
+    A path ends at the first boundary of this stack. What lies below it may be another pass.
+    """
+    found, seen, queue = set(), {node}, deque([node])
+    while queue:
+        node = queue.popleft()
+        if isinstance(node, _Boundary._backward_cls) and node.call[0].owner is owner:
+            found.add(node.call[0])
+            continue
+        for below, _ in () if node is None else node.next_functions:
+            if below not in seen:
+                seen.add(below)
+                queue.append(below)
+    return found

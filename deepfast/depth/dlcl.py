@@ -5,18 +5,13 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks
-from deepfast.depth.boundary import OutNorm, boundary, parameters
+from deepfast.depth.boundary import OutNorm, first_token, push
+from deepfast.depth.check_push import check_push
 from deepfast.depth.history import DepthHistory
-from deepfast.depth.push import (
-    check_alike,
-    check_input,
-    check_order,
-    check_out_norm,
-)
+from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
 from deepfast.depth.schedule import Schedule, default_block
 from deepfast.depth.state import DepthState
 from deepfast.depth.traced import traced
-from deepfast.depth.weight import Applied, depth_pattern
 from deepfast.ops import common
 from deepfast.reference.layer_norm import compute_dtype
 
@@ -109,7 +104,7 @@ class DLCL(nn.Module):
 
         rows = num_layers + 1
         self.pattern = depth_pattern(rows, window, dilation, period)
-        # Made when first needed, the same in every pass.
+        # Made when first needed; every pass uses them.
         self._masks: dict[torch.device, Tensor] = {}
         self._schedules: dict[int, Schedule] = {}
         extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
@@ -137,15 +132,28 @@ class DLCL(nn.Module):
                 self.norm_weight.fill_(1.0)
                 self.norm_bias.zero_()
 
+    def has_norm(self, k: int) -> bool:
+        """Whether ``norm_weight[k]`` is used: index 0 has no layer-norm unless it is asked for."""
+        return self.norm is not None and (k > 0 or self.normalize_embedding)
+
+    def effective_weight(self) -> Tensor:
+        """W as it is applied: masked to the pattern, with a softmax over each row if asked for.
+
+        Returns:
+            (L+1, L+1) or (L+1, L+1, D), with gradient.
+        """
+        mask = self._mask(self.weight.device)
+        mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
+        weight = MaskedWeight.apply(self.weight, mask, self.softmax)
+        if self.kind == "group":
+            weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
+        return weight
+
     def _mask(self, device: torch.device) -> Tensor:
-        """(L+1, L+1) bool: inside the pattern."""
         if device in self._masks:
             return self._masks[device]
-        mask = torch.zeros(len(self.pattern), len(self.pattern), dtype=torch.bool)
-        for row, sources in enumerate(self.pattern):
-            mask[row, list(sources)] = True
-        mask = mask.to(device)
-        # One made under a mode (traced, fake, for inference) is of no use outside it.
+        mask = pattern_mask(self.pattern, device)
+        # A mask made while tracing, as a fake tensor or for inference is of no use elsewhere.
         if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
             self._masks[device] = mask
         return mask
@@ -154,60 +162,6 @@ class DLCL(nn.Module):
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block)
         return self._schedules[block]
-
-    def effective_weight(self) -> Tensor:
-        """W as it is applied: masked to the pattern and, if asked for, softmaxed by row.
-
-        Returns:
-            (L+1, L+1) or (L+1, L+1, D), with gradient.
-        """
-        mask = self._mask(self.weight.device)
-        mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
-        weight = Applied.apply(self.weight, mask, self.softmax)
-        if self.kind == "group":
-            weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
-        return weight
-
-    def _begin(self, y: Tensor, history: DepthHistory) -> None:
-        """First push: reads the parameters once for the whole pass."""
-        weight = self.effective_weight()
-        dtype = compute_dtype(y.dtype)
-        rows = self.num_layers + 1
-        # Index 0 has no norm of its own unless it is asked for.
-        norms = (self.normalize_embedding,) + (True,) * self.num_layers
-        none = (False,) * rows
-        gain = shift = None
-        if self.norm is not None:
-            # Copies: a parameter changed before backward must not change this pass.
-            gain, shift = (
-                p.detach().to(dtype, copy=True).contiguous()
-                for p in (self.norm_weight, self.norm_bias)
-            )
-            if self.norm == "pre" and not self.normalize_embedding:
-                gain[0], shift[0] = 1.0, 0.0
-        pre, post = self.norm == "pre", self.norm == "post"
-        learning = history.grad_mode = torch.is_grad_enabled()
-        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
-        history.owner, history.task = self, torch._C._current_graph_task_id()
-        history.state = DepthState(
-            weight=weight.detach().to(dtype, copy=True).contiguous(),
-            gain=gain if pre else None,
-            shift=shift if pre else None,
-            normalised=norms if pre else none,
-            schedule=self._schedule(history.block or default_block(rows)),
-            eps=self.eps,
-            inplace=history.inplace,
-            launch=launch,
-            own_norms=norms if post else none,
-            own_weight=gain if post else None,
-            own_bias=shift if post else None,
-            need_weight_grad=learning and weight.requires_grad,
-            need_norm_grad=learning
-            and self.norm is not None
-            and (self.norm_weight.requires_grad or self.norm_bias.requires_grad),
-        )
-        history.token = parameters(history.state, weight, self.norm_weight, self.norm_bias)
-        history.token_grad = history.token is not None
 
     def forward(
         self,
@@ -226,7 +180,7 @@ class DLCL(nn.Module):
         Args:
             y: (..., D), the output of the layer (or, with ``residual``, its last branch).
             history: of this forward pass.
-            index: k of y_k; needed only where a call may be repeated, as inside
+            index: k of y_k. Give it where a call may be repeated, as inside
                 `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
             residual: added to dropout(y) in the same pass.
             dropout_p, seed: dropout on ``y``, applied where ``self.training``.
@@ -239,7 +193,8 @@ class DLCL(nn.Module):
         Raises:
             TypeError, ValueError: for operands that do not fit.
             RuntimeError: for a push out of order, into another stack's history or under another
-                grad mode; in backward, for a second derivative.
+                grad mode; for one recomputed with the history of another pass; in backward, for a
+                second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
         if torch.compiler.is_compiling():
@@ -248,61 +203,63 @@ class DLCL(nn.Module):
         if residual is not None:
             checks.tensor("DLCL", "residual", residual)
         y, residual = common.autocast(y, residual)
-        k = self._index(y, residual, history, index, dropout_p, out_norm)
-        state = history.state
+        k = check_push(self, y, residual, history, index, dropout_p, out_norm)
+        if history.state is None:
+            self._begin(y, history)
         p = dropout_p if self.training else 0.0
         if p == 0:
             seed = None
+        elif seed is None:
+            seed = history.state.seed(k)
         else:
-            seed = state.seed(k) if seed is None else common.draw_seed("DLCL", seed, y.device)
-        replay = k < state.pushed
-        token = history.token
-        if replay:
-            # The node made here is thrown away, its results alone are used. It needs inputs of the
-            # same kind, so that it saves what the first one saved.
-            token = torch.empty(0, requires_grad=history.token_grad)
-        x, out, token = boundary(
-            state, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
-            seed=seed, token=token,
+            seed = common.draw_seed("DLCL", seed, y.device)
+        x, out = push(
+            history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
+            seed=seed, indexed=index is not None,
         )  # fmt: skip
-        if not replay:
-            history.token = token
-            history.token_grad = token.requires_grad
-            if k == self.num_layers:
-                history.close()
-        if state.own_norms[k]:
-            return out
-        return x if out_norm is None else (x, out)
-
-    def _index(self, y, residual, history, index, dropout_p, out_norm) -> int:
-        """The index k of this push, with everything checked; what a push like the one before
-        cannot have wrong is passed over."""
-        if not isinstance(history, DepthHistory):
-            raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
-        kind = y.shape, y.dtype, y.device
-        alike = history.owner is self and history.kind == kind
-        if not alike:
-            check_input(self, y)
-        checks.probability("DLCL", dropout_p)
-        if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
-            checks.like("DLCL", "residual", residual, "the branch", y)
         if out_norm is not None:
-            check_out_norm(self, out_norm, y)
-        k = check_order(self, history, index)
-        if history.state is None:
-            self._begin(y, history)
-            history.kind = kind
-        elif not alike:
-            check_alike(self, y, history.state)
-        if k == history.state.pushed and history.grad_mode != torch.is_grad_enabled():
-            raise RuntimeError(
-                "DLCL: grad mode changed within a pass; push every state under the mode of the "
-                "first (reentrant checkpointing does not: use_reentrant=False), and detach a "
-                "layer's output where it must not learn"
+            return x, out
+        return x if out is None else out
+
+    def _begin(self, y: Tensor, history: DepthHistory) -> None:
+        """Begins the pass of which y is the first push: reads the parameters once for all of it."""
+        weight = self.effective_weight()
+        dtype, rows = compute_dtype(y.dtype), self.num_layers + 1
+        norms = (self.normalize_embedding,) + (True,) * self.num_layers
+        none = (False,) * rows
+        norm_weight = norm_bias = None
+        if self.norm is not None:
+            # Copies: a parameter changed before backward must not change this pass.
+            norm_weight, norm_bias = (
+                p.detach().to(dtype, copy=True).contiguous()
+                for p in (self.norm_weight, self.norm_bias)
             )
-        if out_norm is not None and history.state.own_norms[k]:
-            raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
-        return k
+            if not self.normalize_embedding:
+                norm_weight[0], norm_bias[0] = 1.0, 0.0
+        pre, post = self.norm == "pre", self.norm == "post"
+        learning = torch.is_grad_enabled()
+        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
+        history.owner, history.kind = self, (y.shape, y.dtype, y.device)
+        history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
+        history.state = DepthState(
+            owner=self,
+            weight=weight.detach().to(dtype, copy=True).contiguous(),
+            norm_weight=norm_weight if pre else None,
+            norm_bias=norm_bias if pre else None,
+            norm_source=norms if pre else none,
+            out_norm_weight=norm_weight if post else None,
+            out_norm_bias=norm_bias if post else None,
+            norm_out=norms if post else none,
+            eps=self.eps,
+            schedule=self._schedule(history.block or default_block(rows)),
+            inplace=history.inplace,
+            launch=launch,
+            need_weight_grad=learning and weight.requires_grad,
+            need_norm_grad=learning
+            and self.norm is not None
+            and (self.norm_weight.requires_grad or self.norm_bias.requires_grad),
+        )
+        history.token = first_token(history.state, weight, self.norm_weight, self.norm_bias)
 
     def extra_repr(self) -> str:
         return (

@@ -1,5 +1,6 @@
-"""The memory of one forward pass through a stack with depth connections."""
+"""The caller's handle on one forward pass through a stack with depth connections."""
 
+import torch
 from torch import Tensor
 
 from deepfast.depth.state import DepthState
@@ -9,9 +10,10 @@ class DepthHistory:
     """What the layers of one stack have written in one forward pass.
 
     Make a new one for every forward pass and hand it to every call of the stack's `DLCL`. It
-    owns one buffer with a state per layer, which backward turns into the gradients' buffer; the
-    buffer goes when backward ends, or when the pass's outputs go. Several passes may be open at
-    once, each with a history of its own.
+    owns one buffer with a state per layer, which backward turns into the buffer of gradients. The
+    buffer is freed when backward ends or when the pass's outputs are freed; under
+    `torch.no_grad` with the last push. Several passes may be open at once, each with a history of
+    its own.
 
     Args:
         inplace: whether backward may write gradients over states (no memory beyond one state per
@@ -25,20 +27,21 @@ class DepthHistory:
             raise ValueError(f"DepthHistory: block must be at least 1, got {block}")
         self.inplace = inplace
         self.block = block
+        # The stack, and shape, dtype and device of the first push.
         self.owner: object | None = None
-        # The state is what autograd nodes hold; the token belongs to the graph. Keeping them apart
-        # keeps the graph free of reference cycles.
+        self.kind: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        # Autograd nodes hold the state; the token holds autograd nodes. They are kept apart so
+        # that there is no reference cycle.
         self.state: DepthState | None = None
         self.token: Tensor | None = None
-        self.token_grad = False
+        # Grad mode of the first push, and the backward pass (graph task) that it was part of: -1
+        # outside of backward.
         self.grad_mode = False
-        # The backward pass that the first push was part of, -1 outside of one.
         self.task = -1
-        # Shape, dtype and device of the first push.
-        self.kind: tuple | None = None
-        # What a traced pass keeps instead: W as applied, and the states as they are mixed.
+        # A traced pass keeps these instead of a state: W, and the states as they are mixed. After
+        # the last push the states are None.
         self.traced_weight: Tensor | None = None
-        self.traced: list[Tensor] = []
+        self.traced: list[Tensor | None] = []
         self.closed = False
 
     def __len__(self) -> int:
@@ -47,11 +50,8 @@ class DepthHistory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states' buffers that are alive now."""
-        if self.state is None:
-            return 0
-        buffers = (self.state.states, self.state._partial, self.state._pulled)
-        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+        """Bytes of the states and partial sums that are alive now."""
+        return 0 if self.state is None else self.state.nbytes
 
     def close(self) -> None:
         """Lets go of the graph; no further state can be pushed. The last push does this itself.

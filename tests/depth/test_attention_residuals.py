@@ -1,6 +1,8 @@
 """Attention residuals against the published equations written out."""
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -190,6 +192,50 @@ def test_checkpointed_layers(block):
     again = partial(checkpoint, use_reentrant=False)
     for a, b in zip(gradients(again), gradients(lambda f, y: f(y)), strict=True):
         assert torch.equal(a, b)
+
+
+@BLOCKS
+@pytest.mark.parametrize("pushes", [3, LAYERS + 1])
+def test_a_push_inside_a_checkpoint_is_an_error(block, pushes):
+    """It would come a second time, also where the pass ended before its last layer."""
+    m, history = learned(block), ResidualHistory()
+    y = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
+    for _ in range(pushes):
+        y = checkpoint(lambda y: torch.tanh(m(y, history)), y, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"checkpoint a layer without its push"):
+        y.sum().backward()
+
+
+@BLOCKS
+def test_a_whole_stack_in_one_checkpoint(block):
+    m = learned(block)
+    x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
+
+    def stack(y):
+        history = ResidualHistory()
+        for _ in range(LAYERS + 1):
+            y = torch.tanh(m(y, history))
+        return y
+
+    leaves = [x, m.query]
+    got = torch.autograd.grad(checkpoint(stack, x, use_reentrant=False).square().sum(), leaves)
+    want = torch.autograd.grad(stack(x).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@BLOCKS
+@pytest.mark.parametrize("learning", [True, False])
+def test_a_kept_history_holds_no_state_after_the_last_push(block, learning):
+    m, history, alive = learned(block), ResidualHistory(), []
+    with torch.set_grad_enabled(learning):
+        for _ in range(LAYERS + 1):
+            v = torch.randn(3, DIM, dtype=torch.float64)
+            alive.append(weakref.ref(v))
+            out = m(v, history)
+    del v, out
+    gc.collect()
+    assert all(ref() is None for ref in alive)
+    assert history.pushed == LAYERS + 1
 
 
 # ---- stacks --------------------------------------------------------------------------------------

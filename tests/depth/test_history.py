@@ -106,15 +106,34 @@ def test_no_grad(backend):
             assert torch.equal(stack(y, history()), want)
 
 
-def test_no_grad_frees_with_the_history(backend):
-    stack, y = Stack(backend=backend), leaf()
+@MODES
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_without_gradients_the_last_push_frees_the_states(backend, inplace, context, norm):
+    """The caller keeps the history and the output."""
+    stack, y = Stack(norm=norm, backend=backend), leaf()
+    with no_gc(), context():
+        h, x = history(inplace), y
+        for k in range(LAYERS + 1):
+            x = stack.dlcl(x, h)
+            if k == 0:
+                alive = weakref.ref(h.state.states)
+            assert (h.nbytes > 0) == (k < LAYERS)
+        assert alive() is None
+        assert len(h) == LAYERS + 1
+        assert torch.isfinite(x).all()
+        with pytest.raises(RuntimeError, match="new DepthHistory"):
+            stack.dlcl(x, h)
+
+
+def test_a_pass_without_gradients_given_up_half_way(backend):
+    stack = Stack(backend=backend)
     with no_gc(), torch.no_grad():
         h = history()
-        out = stack(y, h)
+        stack.dlcl(leaf(), h)
         alive = weakref.ref(h.state.states)
         del h
         assert alive() is None
-        assert torch.isfinite(out).all()
 
 
 @MODES

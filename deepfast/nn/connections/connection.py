@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
 from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
-from deepfast.depth.boundary import mixed_again
+from deepfast.depth.boundary import recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
@@ -251,7 +251,7 @@ def _rerun_from_states(
     out_norm = None if norm is None else norm.as_output()
 
     def mixed() -> tuple[Tensor, Tensor | None]:
-        x, out = mixed_again(state, k, out_norm)
+        x, out = recompute_row(state, k, out_norm)
         if norm is not None:
             return x, out
         # In post-norm a row's own norm gives the layer's input.

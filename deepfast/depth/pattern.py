@@ -1,8 +1,9 @@
-"""Which states a row reads, and W as it is applied to them."""
+"""The pattern of depth weights: which states a row reads, and W restricted to it."""
 
 import functools
 
 import torch
+from torch import Tensor
 
 from deepfast.ops import common
 
@@ -13,7 +14,7 @@ def depth_pattern(
 ) -> tuple[tuple[int, ...], ...]:
     """pattern[l]: the states that row l reads.
 
-    ``window=w`` keeps the w newest states. ``dilation=a`` keeps of those every a-th, counted back
+    ``window=w`` keeps the w newest states. ``dilation=a`` keeps every a-th of those, counted back
     from the newest. ``period=p`` mixes in every p-th row only; the other rows read the newest
     state alone (Pagliardini et al., DenseFormer, 2024).
     """
@@ -25,20 +26,28 @@ def depth_pattern(
     return tuple(pattern)
 
 
-class Applied(torch.autograd.Function):
-    """Masks W to the pattern and, if asked for, softmaxes its rows.
+def pattern_mask(pattern: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """(L+1, L+1) bool: whether row l reads state k."""
+    mask = torch.zeros(len(pattern), len(pattern), dtype=torch.bool)
+    for row, sources in enumerate(pattern):
+        mask[row, list(sources)] = True
+    return mask.to(device)
 
-    Written by hand so that it saves nothing through autograd: a first push inside a checkpointed
-    function would otherwise save what a repeated one does not.
+
+class MaskedWeight(torch.autograd.Function):
+    """Masks W to the pattern; with ``softmax`` its rows pass through a softmax first.
+
+    Written by hand so that it saves nothing through autograd. A first push inside a checkpointed
+    function would otherwise save a tensor that the recomputed push does not save.
     """
 
     @staticmethod
     def forward(ctx, weight, mask, softmax):
         if softmax:
             weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        applied = weight.masked_fill(~mask, 0)
-        ctx.mask, ctx.rows = mask, applied if softmax else None
-        return applied.clone() if softmax else applied
+        masked = weight.masked_fill(~mask, 0)
+        ctx.mask, ctx.rows = mask, masked if softmax else None
+        return masked.clone() if softmax else masked
 
     @staticmethod
     @common.first_order("DLCL")
