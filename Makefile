@@ -7,11 +7,12 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cp
 # What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test cuda-check report systems gpu lint clean
+.PHONY: help setup test test-all test-avx2 cuda-check report systems gpu lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
-	@echo "make test     run the tests"
+	@echo "make test     run the tests, of many parameters the cases of a day's run"
+	@echo "make test-all run them with every case"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
@@ -36,8 +37,19 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/deepfast info
 	touch $@
 
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest tests -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests
+
+test-all: setup
+	$(PYTEST) tests --all-cases --drawn 60
+
+# The ops once more, as a processor without AVX-512 computes them.
+test-avx2: setup
+	@if $(BIN)/python -c 'import sys, torch; sys.exit("AVX512" not in torch.backends.cpu.get_cpu_capability())'; then \
+	  DEEPFAST_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) tests/ops; \
+	else echo "test-avx2: the processor has no AVX-512, make test was this run"; fi
 
 cuda-check: setup
 	$(BIN)/python tests/cuda/ptxas.py

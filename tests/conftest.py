@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.matrix import daily
+
 ROOT = Path(__file__).parents[1]
 
 # Read by triton.jit when a kernel file is imported, which a test may bring about: without a GPU
@@ -24,6 +26,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--drawn", type=int, default=12, metavar="COUNT",
         help="sizes of models drawn at random whose memory is predicted and measured",
+    )  # fmt: skip
+    parser.addoption(
+        "--all-cases", action="store_true",
+        help="every combination of parameters, and the tests marked exhaustive: tests/matrix.py",
     )  # fmt: skip
 
 
@@ -42,7 +48,11 @@ LONG = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("all_cases"):
+        kept = daily(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 

@@ -126,7 +126,7 @@ class Chain:
 
     def compare(self, tolerances, dtype):
         got = self.run(self.engine, dtype)
-        plain = self.run(self.naive, dtype)
+        plain = self.run(self.naive, tolerances.plain_dtype(dtype))
         exact = self.run(self.specified, torch.float64)
         # A norm that is never applied gets no gradient: None, or zeros from an unbound row.
         for name in [n for n, g in exact.items() if g is None]:

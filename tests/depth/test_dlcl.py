@@ -23,6 +23,7 @@ def form(norm, weight, dim):
     return {"norm": norm, "weight": weight, "groups": groups}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("layers", "dim", "norm", "weight"), GRID)
 def test_agrees(tolerances, chain, ran, layers, dim, norm, weight):
     c = chain(layers, dim, backend="cpu", **form(norm, weight, dim))

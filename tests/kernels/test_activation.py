@@ -41,6 +41,7 @@ def compare(tolerances, kernels, T, F, kind, p, dtype, rows=torch.empty):
     assert all(torch.equal(got[name] == 0, plain[name] == 0) for name in got)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("T", "F"), SHAPES)

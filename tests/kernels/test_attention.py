@@ -78,6 +78,7 @@ def split_infinities(result, exact):
     return result | {"lse": result["lse"].masked_fill(unseeing, 0)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(case, dtype, tolerances):

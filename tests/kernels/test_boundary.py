@@ -98,12 +98,14 @@ def compare(tolerances, kernels, T, D, dtype, rows=storage, **options):
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
 def test_agrees(tolerances, poison, kernels, T, D, dtype):
     compare(tolerances, kernels, T, D, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

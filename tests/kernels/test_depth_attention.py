@@ -72,6 +72,7 @@ def assert_agrees(kernels, run, dtype, tolerances):
     tolerances.assert_all_accurate(got, plain, run(reference, dtype, torch.float64), dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees(shape, dtype, tolerances, kernels):

@@ -61,6 +61,7 @@ def compare(tolerances, kernels, given, dtype, rows=torch.empty):
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
 def test_agrees(tolerances, poison, kernels, T, D, dtype):

@@ -77,6 +77,7 @@ def mix(sources, rows, accumulate):
     return run
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mix_rows(shape, dtype, tolerances, kernels):
@@ -125,6 +126,7 @@ def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
     return run
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pull_rows(shape, dtype, tolerances, kernels):

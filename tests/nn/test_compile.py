@@ -71,7 +71,12 @@ def test_a_decoder_layer_is_one_graph():
 
 # A residual stack compiles no other layers than a DLCL stack of its norm: one of them is enough.
 @pytest.mark.parametrize(
-    ("norm", "connection"), [("pre", "dlcl"), ("post", "dlcl"), ("pre", "residual")]
+    ("norm", "connection"),
+    [
+        ("pre", "dlcl"),
+        ("pre", "residual"),
+        pytest.param("post", "dlcl", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_twelve_layers_around_a_live_history(norm, connection):
     """Each layer compiled by itself, the boundaries eager: the engine runs as ever."""
@@ -116,8 +121,13 @@ KINDS = [
     {"norm": None, "weight": "vector"},
     {"norm": "post", "weight": "group", "groups": 3},
     {"softmax": True, "window": 2},
-    {"period": 2, "normalize_embedding": True},
-    {"norm": "post", "learnable": False, "normalize_embedding": True},
+    *(
+        pytest.param(options, marks=pytest.mark.exhaustive)
+        for options in (
+            {"period": 2, "normalize_embedding": True},
+            {"norm": "post", "learnable": False, "normalize_embedding": True},
+        )
+    ),
 ]
 
 
@@ -140,7 +150,7 @@ def test_a_whole_stack_traces_to_one_graph(options):
     compare(dlcl, traced, run, torch.randn(5, DIM, requires_grad=True))
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", ["pre", pytest.param("post", marks=pytest.mark.exhaustive)])
 def test_a_whole_encoder_traces_to_one_graph(norm):
     encoder = TransformerEncoder(2, DIM, HEADS, FFN, norm=norm, dropout=0.0)
     run, counter = compiled(encoder)
@@ -187,6 +197,7 @@ def test_a_traced_push_out_of_order(index):
         compiled(run)[0](torch.randn(3, DIM))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("memory", ["lean", "leaner", "states", "history"])
 @pytest.mark.parametrize(("what", "dropout"), [("layers", 0.0), ("stack", 0.0), ("layers", 0.1)])
 def test_memory_policies_of_compiled_layers_and_stacks(memory, what, dropout):

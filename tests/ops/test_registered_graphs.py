@@ -13,7 +13,6 @@ from torch.utils.checkpoint import (
 
 from deepfast import ops
 from tests.ops.cases import (
-    DROPOUT,
     NAMES,
     D,
     case,
@@ -26,13 +25,22 @@ from tests.ops.cases import (
 )
 
 
-@pytest.mark.parametrize("p", DROPOUT)
+# Without a seed the graph is the same on every backend.
+@pytest.mark.parametrize(
+    ("any_backend", "p"),
+    [
+        pytest.param("cpu", 0.0, marks=pytest.mark.exhaustive),
+        ("cpu", 0.3),
+        pytest.param("reference", 0.3, marks=pytest.mark.exhaustive),
+        ("triton", 0.3),
+        pytest.param("cuda", 0.3, marks=pytest.mark.exhaustive),
+    ],
+    indirect=["any_backend"],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_to_one_graph(any_backend, name, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
     serves(name, any_backend)
-    if not p and any_backend != "cpu":
-        pytest.skip("without a seed the graph is the same on every backend")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -47,7 +55,11 @@ def test_compiles_to_one_graph(any_backend, name, p):
     assert counts[0] == counts[-1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    ["cpu", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("reference", "cuda"))],
+    indirect=True,
+)
 def test_compiles_with_inductor(backend):
     """The default compiler, over all ops in one function."""
     torch._dynamo.reset()

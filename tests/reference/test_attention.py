@@ -91,10 +91,11 @@ def test_dropout_takes_a_token_for_each_query_and_head():
             torch.testing.assert_close(o[t, h], (weights * mask[t * H + h, :n]) @ v[keys, h])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradcheck(causal, dropout_p):
-    lengths = ([3, 1, 0, 2], [2, 0, 1, 4])
+    lengths = ([2, 1, 0, 1], [1, 0, 1, 2])
 
     def o(*tensors):
         return run(lengths, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)[0]

@@ -1,0 +1,56 @@
+"""Which cases of a parametrized test run every day.
+
+A test over five parameters has a few hundred cases, and nearly all faults show wherever two certain
+values meet. So a day's run takes of each test few cases in which every pair of values of two
+parameters occurs. A test over one or two parameters keeps all its cases, but where it is marked
+``each_value``: then each value occurs. ``--all-cases`` runs every case, and what is marked
+``exhaustive``.
+"""
+
+from collections import Counter
+from itertools import combinations
+
+
+def values(item):
+    """The item's value of each parameter; names of one ``parametrize`` are one parameter."""
+    callspec = getattr(item, "callspec", None)
+    alone = dict(callspec.params) if callspec else {}
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        found.append((tuple(names), tuple(id(alone.pop(name)) for name in names)))
+    return found + [((name,), (id(value),)) for name, value in alone.items()]
+
+
+def cover(cases, together=2):
+    """Numbers of the cases that are taken, greedily, so that ``together`` values of as many
+    parameters meet in one; ``cases`` are the `values` of one test's items."""
+    if len(cases[0]) <= together:
+        return list(range(len(cases)))
+    meetings = [set(combinations(case, together)) for case in cases]
+    missing, taken, used = set().union(*meetings), [], Counter()
+
+    def gain(k):
+        """What is new, then what was used least."""
+        return len(meetings[k] & missing), -sum(used[value] for value in cases[k])
+
+    while missing:
+        best = max(range(len(cases)), key=gain)
+        taken.append(best)
+        missing -= meetings[best]
+        used.update(cases[best])
+    return taken
+
+
+def daily(items):
+    """The items of a day's run, in their order."""
+    tests = {}
+    for number, item in enumerate(items):
+        if item.get_closest_marker("exhaustive") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(number)
+    kept = []
+    for numbers in tests.values():
+        together = 1 if items[numbers[0]].get_closest_marker("each_value") else 2
+        kept += [numbers[k] for k in cover([values(items[n]) for n in numbers], together)]
+    return [items[number] for number in sorted(kept)]

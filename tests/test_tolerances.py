@@ -1,0 +1,53 @@
+"""The table of tolerances passes what rounding does, and nothing more."""
+
+import pytest
+import torch
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def sums(dtype, terms):
+    """Of products that nearly cancel: added in another order, plainly, and by the reference."""
+    a, b = torch.randn(2, 40, terms).to(dtype).double().unbind()
+    b[:, 1::2] = -b[:, ::2]
+    a[:, 1::2] = a[:, ::2] * (1 + torch.randn(40, terms // 2) / 16).double()
+    a = a.to(dtype).double()
+
+    def added(dtype):
+        total = torch.zeros(40, dtype=dtype)
+        for x, y in zip(a.to(dtype).unbind(1), b.to(dtype).unbind(1), strict=True):
+            total += x * y
+        return total
+
+    other = (a.flip(1).to(dtype) * b.flip(1).to(dtype)).view(40, 4, -1).sum(1).sum(1)
+    return other, added, added(torch.float64), a * b
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_another_order_passes(tolerances, dtype, seed):
+    torch.manual_seed(seed)
+    got, plain, exact, _ = sums(dtype, 1000)
+    tolerances.assert_accurate(got, plain(tolerances.plain_dtype(dtype)), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", ["left out", "from the next row", "in fp32"])
+def test_one_wrong_term_fails(tolerances, dtype, wrong):
+    got, plain, exact, terms = sums(dtype, 100)
+    at = 3, terms[3].abs().argmax()
+    if wrong == "left out":
+        got[3] -= terms[at]
+    elif wrong == "from the next row":
+        got[3] += terms[4, at[1]] - terms[at]
+    else:
+        # In a lower dtype no mistake: all of it is.
+        got[3] += terms[at].float() - terms[at] if dtype == torch.float64 else terms[at]
+    with pytest.raises(AssertionError, match="allowed"):
+        tolerances.assert_accurate(got, plain(tolerances.plain_dtype(dtype)), exact, dtype)
+
+
+def test_a_plain_form_in_float64_is_refused(tolerances):
+    x = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="the plain form must be in fp32"):
+        tolerances.assert_accurate(x, x, x, torch.float64)
