@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.measure.clock import copy_variant
+from deepfast.measure.clock import copy_bandwidth
 
 
 def pytest_configure(config):
@@ -17,10 +17,7 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def copy_gb_per_second() -> float:
     """Bandwidth of a plain copy, measured in this run; read plus written bytes."""
-    from deepfast.measure.clock import interleave
-
-    run, nbytes = copy_variant()
-    return interleave({"copy": run}, repeats=9, nbytes={"copy": nbytes})["copy"].gb_per_second
+    return copy_bandwidth()
 
 
 @pytest.fixture

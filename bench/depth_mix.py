@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.depth.schedule import default_block
-from deepfast.measure.forms import PEERS, FusedPerLayer, mixing_alone
+from deepfast.measure.forms import FORMS, FusedPerLayer, mixing_alone
 from deepfast.nn import DLCL
 
 
@@ -34,7 +34,7 @@ def make(layers: int, tokens: int, dim: int, *, backward: bool = True) -> dict:
 
         return run
 
-    forms = PEERS | {"one fused pass per layer": FusedPerLayer}
+    forms = FORMS | {"one fused pass per layer": FusedPerLayer}
     return {name: step(form) for name, form in forms.items()}
 
 

@@ -2,12 +2,11 @@
 
     python -m bench.overhead
 
-A stack of boundaries runs with its launches and with nothing in their place; the second is the
+A stack of boundaries runs with its launches and with nothing in their place. The second is the
 cost of checks, allocations and autograd nodes. One thread, freed memory kept, CPU time of the
-thread, the loops taking turns.
+thread; the loops take turns.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from deepfast.measure.clock import keep_memory
+from deepfast.measure.clock import interleave, keep_memory
 from deepfast.nn import DLCL, DepthHistory, LayerNorm
 
 LAYERS, DIM, DROPOUT = 200, 16, 0.1
@@ -50,18 +49,6 @@ def make(kind: str, *, launches: bool) -> Callable[[], torch.Tensor]:
     return forward
 
 
-def microseconds(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median CPU time of a boundary in each loop."""
-    seconds = {name: [] for name in variants}
-    for round_number in range(rounds + 3):
-        for name, run in variants.items():
-            start = time.thread_time()
-            run()
-            if round_number >= 3:
-                seconds[name].append(time.thread_time() - start)
-    return {k: round(statistics.median(s) / (LAYERS + 1) * 1e6, 1) for k, s in seconds.items()}
-
-
 def measure(kind: str, rounds: int = 25) -> dict[str, float]:
     """Microseconds of a boundary, forward and both ways, with and without launches."""
     variants = {}
@@ -69,7 +56,8 @@ def measure(kind: str, rounds: int = 25) -> dict[str, float]:
         forward = make(kind, launches=launches)
         variants[f"forward, {name}"] = forward
         variants[f"both ways, {name}"] = lambda f=forward: f().sum().backward()
-    return microseconds(variants, rounds)
+    rows = interleave(variants, repeats=rounds, warmup=3, now=time.thread_time)
+    return {name: round(row.median / (LAYERS + 1) * 1e6, 1) for name, row in rows.items()}
 
 
 def main() -> int:

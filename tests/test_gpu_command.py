@@ -67,8 +67,8 @@ def test_every_section_has_numbers_and_no_errors(runs):
         assert section["errors"] == []
         assert name in ("copy", "launching") or section["rows"], name
         for row in section["rows"]:
-            assert row["seconds"] > 0
-            assert ("bytes" in row) == ("fraction_of_copy" in row)
+            assert row["median_seconds"] > 0
+            assert (row["nbytes"] is None) == (row["fraction_of_copy"] is None)
         if name != "launching":
             assert section["copy_gb_per_second"] > 0
     assert "its numbers mean nothing" in page
@@ -80,7 +80,7 @@ def test_every_target_is_measured(runs):
     mixing = ("depth mix forward", "depth mix pull", "stack and sum", "DenseFormer")
     for part in ("LN forward", "LN backward", *mixing, "SDPA and varlen", "over the residual"):
         assert part in names
-    assert all(t["reached"] is not None for t in targets)
+    assert all(t["value"] is not None for t in targets)
 
 
 def test_groups_of_tests_run(runs):
@@ -118,7 +118,9 @@ def test_a_section_that_raises_is_kept_and_reported(tmp_path, monkeypatch):
     results = results_in(tmp_path)
     results.data["tests"] = {"copy": {"status": "failed", "failed": [{"test": "t", "text": ""}],
                                       "passed": 0, "skipped": []}}  # fmt: skip
-    monkeypatch.setattr(gpu, "environment", lambda dry: os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.setattr(
+        gpu, "child_environment", lambda dry: os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
     gpu.run_section(results, "copy", False, 60.0)
     data = json.loads((tmp_path / "none-today.json").read_text())
     section = data["sections"]["copy"]
@@ -178,7 +180,8 @@ def a_run(**changes):
         "stacks",
     )  # fmt: skip
     rows = [
-        {"what": f"LN {which}, T=9, D={D}, bf16", "variant": f"deepfast, {by}", "seconds": s}
+        {"what": f"LN {which}, T=9, D={D}, bf16", "variant": f"deepfast, {by}",
+         "median_seconds": s}
         for which in ("forward", "backward")
         for D, by, s in ((512, "cuda", 1), (512, "triton", 2), (1024, "cuda", 3),
                          (1024, "triton", 2), (4096, "triton", 1))

@@ -10,9 +10,10 @@ status is 0 only if all tests passed and no benchmark raised.
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import torch
 
 from bench.gpu import page, sections
 from deepfast.backend import build_info
+from deepfast.measure.machine import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,22 +59,16 @@ def first_line(*command: str, last: bool = False) -> str | None:
 
 
 def machine(dry: bool) -> dict:
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
+    """What the page says of the machine: a device, and versions."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    found = {
-        "device": "dry run" if dry else torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
+    version = importlib.metadata.version if importlib.util.find_spec("triton") else lambda _: None
+    found = {"device": "dry run" if dry else torch.cuda.get_device_name()}
+    found |= {k: v for k, v in environment().items() if not isinstance(v, dict)}
+    found |= {
+        "triton": version("triton"),
         "cuda": torch.version.cuda,
         "nvcc": first_line(nvcc, "--version", last=True),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "cpus": os.cpu_count(),
     }
     if not dry:
         p = torch.cuda.get_device_properties(0)
@@ -116,7 +112,7 @@ class Results:
                 shutil.copy(path, os.environ["OUT"])
 
 
-def environment(dry: bool, **more: str) -> dict[str, str]:
+def child_environment(dry: bool, **more: str) -> dict[str, str]:
     """Of the processes started here."""
     changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"} | more
     if dry:
@@ -164,7 +160,7 @@ def sanitize(results: Results, seconds: float) -> None:
         try:
             done = subprocess.run(
                 [*command, "bench.gpu.launches"], cwd=ROOT, capture_output=True,
-                text=True, timeout=seconds, env=environment(False),
+                text=True, timeout=seconds, env=child_environment(False),
             )  # fmt: skip
             said = (done.stdout + done.stderr)[-2000:]
             found[tool] = "ok" if done.returncode == 0 else f"exit {done.returncode}:\n{said}"
@@ -205,7 +201,7 @@ def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) ->
             with out.open("w") as file:
                 process = subprocess.Popen(
                     command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                    env=environment(dry, DEEPFAST_TEST_LOG=str(log)),
+                    env=child_environment(dry, DEEPFAST_TEST_LOG=str(log)),
                 )  # fmt: skip
             # A small machine takes them one after another.
             alone = (os.cpu_count() or 1) < 2 * len(groups)
@@ -258,7 +254,7 @@ def run_section(results: Results, name: str, dry: bool, seconds: float) -> None:
         part = Path(folder, "part.json")
         command = [sys.executable, "-m", "bench.gpu.sections", name, str(part)]
         process = subprocess.Popen(
-            command + ["--dry-run"] * dry, cwd=ROOT, env=environment(dry), stdout=None
+            command + ["--dry-run"] * dry, cwd=ROOT, env=child_environment(dry), stdout=None
         )
         stopped = _wait(process, start + seconds)
         section = json.loads(part.read_text()) if part.exists() else {}

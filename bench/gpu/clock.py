@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from deepfast import backend
-from deepfast.measure.clock import Timing
+from deepfast.measure.clock import timed
+from deepfast.measure.rows import Row, claim
 
 
 @dataclass(kw_only=True)
@@ -31,16 +32,6 @@ class Variant:
     """Whether the replay of a CUDA graph is timed."""
     graph_only: bool = False
     """Whether it is an error where it cannot be captured; else it is timed as it is."""
-
-
-@dataclass(kw_only=True)
-class Measured:
-    """What came of a variant: its times, or why there are none."""
-
-    timing: Timing
-    how: str = ""
-    error: str | None = None
-    peak_bytes: int | None = None
 
 
 class Clock:
@@ -64,43 +55,47 @@ class Clock:
         *,
         seconds: float,
         rounds: tuple[int, int] = (5, 50),
-    ) -> dict[str, Measured]:
+    ) -> tuple[dict[str, Row], dict[str, str]]:
         """Rounds over all variants until ``seconds`` have passed, at least and at most so many.
 
-        Each maker builds its variant; one that raises is out, and says so in its result.
+        Returns:
+            A row for each variant, whose note says what was timed; and the traceback of each
+            variant that raised, which has no row.
         """
-        results = {name: Measured(timing=Timing(name)) for name in makers}
+        rows = {name: Row(variant=name) for name in makers}
         ready: dict[str, tuple[Callable[[], object], int]] = {}
+        errors: dict[str, str] = {}
+
+        def fail(name: str) -> None:
+            errors[name] = traceback.format_exc(limit=-8)
+            rows.pop(name)
+            ready.pop(name, None)
+            if self.cuda:
+                torch.cuda.empty_cache()
+
         for name, make in makers.items():
             try:
-                ready[name] = self._prepare(make(), results[name])
+                ready[name] = self._prepare(make(), rows[name])
             except Exception:
-                self._fail(results[name])
+                fail(name)
         end = time.perf_counter() + seconds
         for turn in range(rounds[1]):
             if turn >= rounds[0] and time.perf_counter() > end:
                 break
             for name, (run, calls) in list(ready.items()):
                 try:
-                    results[name].timing.seconds.append(self._once(run) / calls)
+                    rows[name].seconds.append(self._once(run) / calls)
                 except Exception:
-                    self._fail(results[name])
-                    del ready[name]
-        return results
+                    fail(name)
+        return rows, errors
 
-    def _fail(self, result: Measured) -> None:
-        result.error = traceback.format_exc(limit=-8)
-        result.timing.seconds.clear()
-        if self.cuda:
-            torch.cuda.empty_cache()
-
-    def _prepare(self, variant: Variant, result: Measured) -> tuple[Callable[[], object], int]:
+    def _prepare(self, variant: Variant, row: Row) -> tuple[Callable[[], object], int]:
         """Compiles, fills caches, and captures the graph."""
-        result.timing.nbytes = variant.nbytes
-        result.how = "graph" if variant.graph else "eager"
+        row.nbytes = variant.nbytes or None
+        row.note = "graph" if variant.graph else "eager"
         for _ in range(3 if self.cuda else 1):
             variant.run()
-        result.peak_bytes = self._peak(variant.run)
+        row.peak_bytes = self._peak(variant.run)
         if not variant.graph or not self.cuda:
             return variant.run, variant.calls
         graph = torch.cuda.CUDAGraph()
@@ -111,7 +106,7 @@ class Clock:
             if variant.graph_only:
                 raise
             torch.cuda.synchronize()
-            result.how = f"eager: capture failed, {type(error).__name__}: {str(error)[:300]}"
+            row.note = f"eager: capture failed, {type(error).__name__}: {str(error)[:300]}"
             return variant.run, variant.calls
         del kept
         graph.replay()
@@ -131,9 +126,7 @@ class Clock:
     def _once(self, run: Callable[[], object]) -> float:
         self.flush.zero_()
         if not self.cuda:
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
+            return timed(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         kept = run()
@@ -198,70 +191,46 @@ class Bench:
             target = torch.empty_like(source)
             nbytes = 2 * source.numel() * source.element_size()
             copy = Variant(run=lambda: target.copy_(source), nbytes=nbytes)
-            result = self.clock.measure({"copy": lambda: copy}, seconds=1.0, rounds=(5, 30))["copy"]
-            if result.error is not None:
-                raise RuntimeError(f"the copy failed: {result.error}")
-            self.record["copy_gb_per_second"] = result.timing.gb_per_second
+            rows, errors = self.clock.measure({"copy": lambda: copy}, seconds=1.0, rounds=(5, 30))
+            if errors:
+                raise RuntimeError(f"the copy failed: {errors['copy']}")
+            self.record["copy_gb_per_second"] = rows["copy"].gb_per_second
             self.save(self.record)
             print(f"  copy: {self.record['copy_gb_per_second']:.0f} GB/s", flush=True)
         return self.record["copy_gb_per_second"]
 
-    def case(self, what: str, makers: dict[str, Callable[[], Variant]], seconds: float = 1.0):
-        """Measures the variants in turns and writes a row for each.
-
-        Returns:
-            Their timings; a variant that raised is missing.
-        """
-        copy = self.copy()
+    def case(
+        self, what: str, makers: dict[str, Callable[[], Variant]], seconds: float = 1.0
+    ) -> dict[str, Row]:
+        """Measures the variants in turns and writes a row for each; one that raised has none."""
+        self.copy()
         limits = self.size((5, 50), (1, 1))
-        results = self.clock.measure(makers, seconds=self.size(seconds, 0), rounds=limits)
+        rows, errors = self.clock.measure(makers, seconds=self.size(seconds, 0), rounds=limits)
         print(f"  {what}", flush=True)
-        for name, result in results.items():
-            if result.error is not None:
-                self.error(f"{what}: {name}", result.error)
-                continue
-            if result.how.startswith("eager: "):
-                self.note(f"{what}: {name}: {result.how}")
-            self.record["rows"].append(row := _row(what, result, copy))
-            print(f"    {_line(row)}", flush=True)
-        self.save(self.record)
-        return {name: r.timing for name, r in results.items() if r.error is None}
+        for name, text in errors.items():
+            self.error(f"{what}: {name}", text)
+        for name, row in rows.items():
+            if row.note.startswith("eager: "):
+                self.note(f"{what}: {name}: {row.note}")
+            row.what = what
+            self.row(row)
+        return rows
 
-    def target(self, what: str, reached: float | None, wanted: float, *, at_most: bool = False):
+    def row(self, row: Row) -> None:
+        """Writes a row down."""
+        plain = row.as_dict() | {"fraction_of_copy": self.fraction(row)}
+        self.record["rows"].append(plain)
+        text = f"{row.variant:34} {row.median * 1e6:11.1f} us"
+        if row.nbytes:
+            text += f" {row.gb_per_second:8.1f} GB/s {plain['fraction_of_copy']:6.3f} of a copy"
+        print(f"    {text}" + (f"  [{row.note}]" if row.note != "graph" else ""), flush=True)
+        self.save(self.record)
+
+    def target(self, what: str, value: float | None, wanted: float, *, at_most: bool = False):
         """Notes whether a number that was aimed at is reached; None where it was not measured."""
-        met = reached is not None and (reached <= wanted if at_most else reached >= wanted)
-        reached = None if reached is None else round(reached, 3)
-        sign = "at most" if at_most else "at least"
-        row = {"what": what, "target": f"{sign} {wanted}", "reached": reached, "met": met}
-        self.record["targets"].append(row)
-        print(f"    {'ok  ' if met else 'MISS'} {what}: {reached} ({sign} {wanted})", flush=True)
+        self.record["targets"].append(claim(what, value, wanted, at_most=at_most))
         self.save(self.record)
 
-    def fraction(self, timings: dict[str, Timing], name: str) -> float | None:
+    def fraction(self, row: Row | None) -> float | None:
         """Of the copy's bandwidth."""
-        return timings[name].gb_per_second / self.copy() if name in timings else None
-
-
-def _row(what: str, result: Measured, copy: float) -> dict:
-    timing = result.timing
-    ordered = sorted(timing.seconds)
-    row = {
-        "what": what,
-        "variant": timing.name,
-        "timed": result.how,
-        "seconds": timing.median,
-        "quartiles": [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]],
-        "rounds": len(ordered),
-        "peak_bytes": result.peak_bytes,
-    }
-    if timing.nbytes:
-        rate = timing.gb_per_second
-        row |= {"bytes": timing.nbytes, "gb_per_second": rate, "fraction_of_copy": rate / copy}
-    return row
-
-
-def _line(row: dict) -> str:
-    text = f"{row['variant']:34} {row['seconds'] * 1e6:11.1f} us"
-    if "bytes" in row:
-        text += f" {row['gb_per_second']:8.1f} GB/s {row['fraction_of_copy']:6.3f} of a copy"
-    return text + (f"  [{row['timed']}]" if row["timed"] != "graph" else "")
+        return row.gb_per_second / self.copy() if row and row.nbytes else None

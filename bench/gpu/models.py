@@ -2,7 +2,6 @@
 
 import copy
 import statistics
-import time
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,10 @@ import torch.nn.functional as F
 from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
 from deepfast import ops
-from deepfast.measure.forms import PEERS, mixing_alone
+from deepfast.measure.clock import timed
+from deepfast.measure.encoders import PlainEncoder
+from deepfast.measure.forms import FORMS, mixing_alone
+from deepfast.measure.rows import Row
 from deepfast.nn import (
     DLCL,
     DepthHistory,
@@ -40,7 +42,7 @@ def _mixing(bench: Bench) -> None:
     def maker(form, module, graph=False):
         def step():
             leaves = [y, *module.parameters()]
-            return torch.autograd.grad(mixing_alone(PEERS[form], module, y, None), leaves, grad)
+            return torch.autograd.grad(mixing_alone(FORMS[form], module, y, None), leaves, grad)
 
         return lambda: Variant(run=step, graph=graph, graph_only=graph)
 
@@ -123,7 +125,7 @@ def _training(bench: Bench) -> None:
 
     def residual(graph):
         def make():
-            encoder = peers.PlainEncoder(layers, D, H, FFN, 0.1)
+            encoder = PlainEncoder(layers, D, H, FFN, 0.1)
             for layer in encoder.layers:
                 layer.forward = peers.compiled(layer.forward, bench.toy)
             step = _step(bench, encoder, encoder, x.to(BF16), target)
@@ -165,9 +167,7 @@ def _host_seconds(bench: Bench, run) -> list[float]:
     """Seconds until Python has queued the work, not until it is done."""
     seconds = []
     for turn in range(bench.size(30, 2)):
-        start = time.perf_counter()
-        run()
-        elapsed = time.perf_counter() - start
+        elapsed = timed(run)
         if bench.device == "cuda":
             torch.cuda.synchronize()
         if turn >= bench.size(5, 0):
@@ -176,16 +176,8 @@ def _host_seconds(bench: Bench, run) -> list[float]:
 
 
 def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], calls: int) -> None:
-    row = {
-        "what": what,
-        "variant": variant,
-        "timed": "eager: until it is queued",
-        "seconds": statistics.median(seconds) / calls,
-        "rounds": len(seconds),
-    }
-    bench.record["rows"].append(row)
-    print(f"    {what}, {variant}: {row['seconds'] * 1e6:.1f} us", flush=True)
-    bench.save(bench.record)
+    each = [s / calls for s in seconds]
+    bench.row(Row(what=what, variant=variant, seconds=each, note="eager: until it is queued"))
 
 
 def _boundary_launch(bench: Bench) -> None:

@@ -62,89 +62,65 @@ def ours(by: str) -> str:
 
 
 def layer_norm(bench: Bench) -> None:
-    for measure in (_layer_norm, _fused_layer_norm):
+    for fused in (False, True):
         for dim in bench.size(tuple(LAYER_NORM["triton"]), (512,)):
-            bench.attempt(measure, dim)
+            bench.attempt(_layer_norm, dim, fused)
 
 
-def _layer_norm(bench: Bench, dim: int) -> None:
+def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
+    """LN alone; or, fused, with residual and dropout in the same pass."""
     T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
-    state = 2 * T * D
-    sets = [(random(bench, T, D, grad=True),) for _ in range(bench.sets(2 * state))]
-    grads = [random(bench, T, D) for _ in sets]
+    state, inputs = 2 * T * D, 1 + fused
+    sets = [
+        tuple(random(bench, T, D, grad=True) for _ in range(inputs))
+        for _ in range(bench.sets(2 * inputs * state))
+    ]
+    grads = [tuple(random(bench, T, D) for _ in range(inputs)) for _ in sets]
     w, b = (torch.randn(D, device=bench.device, requires_grad=True) for _ in range(2))
-    w16, b16 = (p.detach().to(BF16).requires_grad_() for p in (w, b))
-    nbytes = 2 * state + 8 * T, 3 * state + 8 * T
+    low = [p.detach().to(BF16).requires_grad_() for p in (w, b)]
+    nbytes = 2 * inputs * state + 8 * T, (3 + 2 * fused) * state + 8 * T
+    options = {"dropout_p": DROPOUT, "training": True, "seed": _seed(bench)} if fused else {}
 
     def own(by):
-        return lambda x: ops.layer_norm(x, w, b, backend=by)
+        return lambda x, *residual: ops.layer_norm(
+            x, w, b, residual=residual[0] if fused else None, backend=by, **options
+        )
 
-    def plain(x):
-        return peers.plain_layer_norm(x, w16, b16)
+    def plain(x, *residual):
+        if fused:
+            return peers.plain_fused_layer_norm(x, *residual, *low, DROPOUT)
+        return peers.plain_layer_norm(x, *low)
 
     def other(load):
         norm = load()
-        return lambda x: norm(x, w16, b16)
+        return lambda x: norm(x, *low)
 
     theirs = {"torch": lambda: plain, "torch.compile": lambda: peers.compiled(plain, bench.toy)}
-    for name, load in peers.other_layer_norms().items():
-        theirs[name] = functools.partial(other, load)
+    if not fused:
+        for name, load in peers.other_layer_norms().items():
+            theirs[name] = functools.partial(other, load)
+    kernels = bench.backends("layer_norm")
     makers = {
         ours(by): _forward_and_backward(functools.partial(own, by), sets, grads, (w, b), nbytes)
-        for by in bench.backends("layer_norm")
+        for by in kernels
     }
     for name, apply in theirs.items():
-        makers[name] = _forward_and_backward(apply, sets, grads, (w16, b16), nbytes)
+        makers[name] = _forward_and_backward(apply, sets, grads, low, nbytes)
     copies = [torch.empty_like(s[0]) for s in sets]
-    copy = Variant(
-        run=lambda: [c.copy_(s[0].detach()) for c, s in zip(copies, sets, strict=True)],
-        calls=len(sets),
-        nbytes=2 * state,
-    )
-    for i, which in enumerate(("forward", "backward")):
-        turn = {name: pair[i] for name, pair in makers.items()} | {"copy of x": lambda: copy}
-        what = f"LN {which}, T={T}, D={D}, bf16"
-        timings = bench.case(what, turn)
-        for by in bench.backends("layer_norm"):
-            reached = bench.fraction(timings, ours(by))
-            wanted = LAYER_NORM[by][dim][i]
-            bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
-
-
-def _fused_layer_norm(bench: Bench, dim: int) -> None:
-    """With residual and dropout in the same pass."""
-    T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
-    state = 2 * T * D
-    sets = [
-        (random(bench, T, D, grad=True), random(bench, T, D, grad=True))
-        for _ in range(bench.sets(4 * state))
-    ]
-    grads = [(random(bench, T, D), random(bench, T, D)) for _ in sets]
-    w, b = (torch.randn(D, device=bench.device, requires_grad=True) for _ in range(2))
-    w16, b16 = (p.detach().to(BF16).requires_grad_() for p in (w, b))
-    nbytes = 4 * state + 8 * T, 5 * state + 8 * T
-    seed = _seed(bench)
-
-    def own(by):
-        return lambda x, residual: ops.layer_norm(
-            x, w, b, residual=residual, dropout_p=DROPOUT, training=True, seed=seed, backend=by
+    makers["copy of x"] = 2 * [
+        lambda: Variant(
+            run=lambda: [c.copy_(s[0].detach()) for c, s in zip(copies, sets, strict=True)],
+            calls=len(sets),
+            nbytes=2 * state,
         )
-
-    def plain(x, residual):
-        return peers.plain_fused_layer_norm(x, residual, w16, b16, DROPOUT)
-
-    makers = {
-        ours(by): _forward_and_backward(functools.partial(own, by), sets, grads, (w, b), nbytes)
-        for by in bench.backends("layer_norm")
-    } | {
-        "torch": _forward_and_backward(lambda: plain, sets, grads, (w16, b16), nbytes),
-        "torch.compile": _forward_and_backward(
-            lambda: peers.compiled(plain, bench.toy), sets, grads, (w16, b16), nbytes
-        ),
-    }
+    ]
     for i, which in enumerate(("forward", "backward")):
-        what = f"residual + dropout + LN {which}, T={T}, D={D}, bf16"
-        bench.case(what, {name: pair[i] for name, pair in makers.items()})
+        name = "residual + dropout + LN" if fused else "LN"
+        what = f"{name} {which}, T={T}, D={D}, bf16"
+        rows = bench.case(what, {name: pair[i] for name, pair in makers.items()})
+        for by in () if fused else kernels:
+            reached, wanted = bench.fraction(rows.get(ours(by))), LAYER_NORM[by][dim][i]
+            bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
 
 
 class _Stack:
@@ -228,62 +204,57 @@ def _depth_mix(bench: Bench) -> None:
         what = f"depth mix {which}, {size}"
         timings = bench.case(what, forms)
         for by in kernels:
-            reached = bench.fraction(timings, ours(by))
+            reached = bench.fraction(timings.get(ours(by)))
             bench.target(f"{what}, {by}, fraction of copy", reached, DEPTH_MIX[by][i])
 
 
 def _functional_depth_mix(bench: Bench) -> None:
     """ops.depth_mix over a list of tensors, with the sources' LN."""
     count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
-    sources = [random(bench, T, D, grad=True) for _ in range(count)]
     weight = torch.randn(count, device=bench.device, requires_grad=True)
     norm = [torch.randn(count, D, device=bench.device, requires_grad=True) for _ in range(2)]
-    grad, state = random(bench, T, D), 2 * T * D
 
-    def mix(by):
-        return ops.depth_mix(sources, weight, norm_weight=norm[0], norm_bias=norm[1], backend=by)
-
-    def forward(by):
-        return Variant(run=lambda: mix(by), nbytes=(count + 1) * state + 8 * count * T)
-
-    def backward(by):
-        out = mix(by)
-        leaves = (*sources, weight, *norm)
-        return Variant(
-            run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
-            nbytes=(2 * count + 1) * state + 8 * count * T,
+    def apply(by, *sources):
+        return ops.depth_mix(
+            list(sources), weight, norm_weight=norm[0], norm_bias=norm[1], backend=by
         )
 
-    what = f"functional depth_mix with LN, {count} sources, T={T}, D={D}, bf16"
-    for which, make in {"forward": forward, "backward": backward}.items():
-        kernels = bench.backends("depth_mix")
-        bench.case(f"{what}, {which}", {ours(by): functools.partial(make, by) for by in kernels})
+    states = count + 1, 2 * count + 1
+    what = "functional depth_mix with LN"
+    _over_sources(bench, "depth_mix", what, apply, (weight, *norm), states, (), 8 * count * T)
 
 
 def _depth_attention(bench: Bench, hops: int) -> None:
     """ops.depth_attention over a list of tensors, by queries against their RMSNorm."""
-    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
-    sources = [random(bench, T, D, grad=True) for _ in range(count)]
+    count, _, D = bench.size((24, 8192, 512), (3, 8, 16))
     query = torch.randn(hops, D, device=bench.device, requires_grad=True)
-    grad, state = random(bench, T, hops, D), 2 * T * D
 
-    def forward(by):
-        return Variant(
-            run=lambda: ops.depth_attention(sources, query, backend=by),
-            nbytes=(count + hops) * state,
+    def apply(by, *sources):
+        return ops.depth_attention(list(sources), query, backend=by)
+
+    states = count + hops, 2 * count + 2 * hops
+    what = f"depth attention, {hops} hops"
+    _over_sources(bench, "depth_attention", what, apply, (query,), states, (hops,), 0)
+
+
+def _over_sources(bench: Bench, op: str, what: str, apply, leaves, states, hops, more: int) -> None:
+    """Forward and backward of an op over a list of tensors.
+
+    states: moved by each of both. hops: an axis of the result. more: bytes moved beside them.
+    """
+    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
+    sets = [[random(bench, T, D, grad=True) for _ in range(count)]]
+    grads = [random(bench, T, *hops, D)]
+    nbytes = [moved * 2 * T * D + more for moved in states]
+    makers = {
+        ours(by): _forward_and_backward(
+            lambda by=by: functools.partial(apply, by), sets, grads, leaves, nbytes
         )
-
-    def backward(by):
-        out = ops.depth_attention(sources, query, backend=by)
-        return Variant(
-            run=lambda: torch.autograd.grad(out, (*sources, query), grad, retain_graph=True),
-            nbytes=(2 * count + 2 * hops) * state,
-        )
-
-    what = f"depth attention, {count} sources, {hops} hops, T={T}, D={D}, bf16"
-    for which, make in {"forward": forward, "backward": backward}.items():
-        by = bench.backends("depth_attention")
-        bench.case(f"{what}, {which}", {ours(b): functools.partial(make, b) for b in by})
+        for by in bench.backends(op)
+    }
+    for i, which in enumerate(("forward", "backward")):
+        name = f"{what}, {count} sources, T={T}, D={D}, bf16, {which}"
+        bench.case(name, {by: pair[i] for by, pair in makers.items()})
 
 
 def boundary(bench: Bench) -> None:
@@ -339,7 +310,7 @@ def _boundary(bench: Bench, dim: int) -> None:
         kernels = bench.backends("boundary")
         timings = bench.case(what, {ours(by): maker(run, moved, by) for by in kernels} | peers)
         for by in set(kernels) & set(BOUNDARY):
-            reached = bench.fraction(timings, ours(by))
+            reached = bench.fraction(timings.get(ours(by)))
             bench.target(f"{what}, {by}, fraction of copy", reached, BOUNDARY[by])
 
     size = f"T={T}, D={D}, {place} near states, bf16"

@@ -30,16 +30,15 @@ def _tests(groups: dict | None) -> list[str]:
 
 
 def _row(row: dict) -> list:
-    rate, fraction = row.get("gb_per_second"), row.get("fraction_of_copy")
-    peak = row.get("peak_bytes")
+    rate, fraction, peak = (row[k] for k in ("gb_per_second", "fraction_of_copy", "peak_bytes"))
     return [
         row["what"],
         row["variant"],
-        f"{row['seconds'] * 1e6:.1f}",
+        f"{row['median_seconds'] * 1e6:.1f}",
         None if rate is None else f"{rate:.0f}",
         None if fraction is None else f"{fraction:.3f}",
         None if peak is None else f"{peak / 2**20:.0f}",
-        row["timed"],
+        row["note"],
     ]
 
 
@@ -62,7 +61,7 @@ def targets(data: dict) -> list[str]:
     for section in data["sections"].values():
         mark = " (its tests failed)" if section.get("tests_failed") else ""
         for t in section.get("targets", []):
-            reached = "not measured" if t["reached"] is None else t["reached"]
+            reached = "not measured" if t["value"] is None else t["value"]
             rows.append([t["what"], t["target"], reached, ("yes" if t["met"] else "no") + mark])
     return _table(["target", "wanted", "reached", "met"], rows)
 

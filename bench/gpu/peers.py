@@ -1,11 +1,10 @@
 """What GPU benchmarks compare with: torch's own forms, compiled, and other packages where there."""
 
 import importlib.util
-import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def compiled(function, toy: bool):
@@ -74,39 +73,3 @@ def varlen_attention(q, k, v, cu_seqlens, longest: int):
 
     # Without its further arguments, whose names differ between versions of torch.
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-
-
-class PlainLayer(nn.Module):
-    """A pre-norm encoder layer of plain torch: (B, S, D) to (B, S, D)."""
-
-    def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float):
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        qkv = self.query_key_value(self.norm1(x))
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        a = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(dim // self.heads))
-        a = self.out(a.transpose(1, 2).reshape(batch, length, dim))
-        x = x + F.dropout(a, self.dropout, self.training)
-        f = self.down(F.relu(self.up(self.norm2(x))))
-        return x + F.dropout(f, self.dropout, self.training)
-
-
-class PlainEncoder(nn.Module):
-    """The plain residual stack. Its layers are compiled one by one, from one graph; each holds
-    every pointwise op between its matrix products."""
-
-    def __init__(self, layers: int, dim: int, heads: int, ffn_dim: int, dropout: float):
-        super().__init__()
-        self.layers = nn.ModuleList(PlainLayer(dim, heads, ffn_dim, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)

@@ -76,7 +76,9 @@ def shapes(results: dict) -> dict[str, tuple[tuple[int, str], ...]]:
             width = re.search(r"\bD=(\d+)", row["what"])
             for op, starts in CASES.items():
                 if width and by in ("cuda", "triton") and row["what"].startswith(starts):
-                    seconds[op][int(width[1])].setdefault(row["what"], {})[by] = row["seconds"]
+                    seconds[op][int(width[1])].setdefault(row["what"], {})[by] = row[
+                        "median_seconds"
+                    ]
     table = {}
     for op, widths in seconds.items():
         faster = []

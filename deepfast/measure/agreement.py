@@ -1,71 +1,51 @@
 """Whether the forms compute the same: loss and gradients of each against float64."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from deepfast.measure.encoders import (
-    REFERENCE,
-    RESIDUAL,
-    VARIANTS,
-    Case,
-)
-from deepfast.measure.settings import Deadline, Settings
+from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS, StepCase
+from deepfast.measure.settings import Settings
 
 DEPTH, SENTENCES = 30, 8
 WEIGHT = "connection.dlcl.weight"
 
-
-@dataclass(kw_only=True)
-class Agreement:
-    """A form's largest differences from stack and sum in float64."""
-
-    variant: str
-    dtype: str
-    loss: float
-    """Relative."""
-    gradients: float
-    """Over all parameters, in units of the largest gradient."""
-    weight: float
-    """Of the depth weights W, in units of W's largest gradient."""
+Step = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and gradients by the name of their parameter."""
 
 
-def agreement(settings: Settings, deadline: Deadline) -> dict:
-    """Every form in float32, deepfast in float64 too; empty rows where there is no time.
+def agreement(settings: Settings) -> dict:
+    """Every form in float32, and deepfast in float64 too, beside stack and sum in float64.
 
-    Smooth activations: under ReLU a rounding error that turns a sign makes a whole unit's gradient
-    appear or vanish, in every form alike, and hides what is to be compared.
+    Activations are smooth. Under ReLU a rounding error that turns a sign makes a whole unit's
+    gradient appear or vanish, in every form alike, and hides what is compared.
+
+    Returns:
+        Sizes, and for each form and dtype the largest differences: of the loss, relative; of all
+        gradients, in units of the largest one; and the same of the depth weights' gradient alone.
     """
     depth = max((d for d in settings.depths if d <= DEPTH), default=min(settings.depths))
     settings = replace(settings, batch=min(settings.batch, SENTENCES))
-    found = {"depth": depth, "tokens": settings.tokens, "activation": "gelu", "rows": []}
-    case = Case(settings, depth, deadline, activation="gelu")
-    forms = [v for v in VARIANTS if v != RESIDUAL]
-    if deadline.left <= 0:
-        return found
-    single = {form: _step(case, form) for form in forms}
+    case = StepCase(settings, depth, activation="gelu")
+    single = {form: case.step(form) for form in VARIANTS if form != RESIDUAL}
     case.encoder.double()
     case.x, case.target = case.x.double(), case.target.double()
-    truth = _step(case, REFERENCE)
+    truth = case.step(REFERENCE)
     rows = [_compare(form, "float32", result, truth) for form, result in single.items()]
-    rows.append(_compare("deepfast", "float64", _step(case, "deepfast"), truth))
-    return found | {"rows": rows}
+    rows.append(_compare("deepfast", "float64", case.step("deepfast"), truth))
+    return {"depth": depth, "tokens": settings.tokens, "activation": "gelu", "rows": rows}
 
 
-def _step(case: Case, form: str) -> tuple[float, dict[str, Tensor]]:
-    return case.step(form).item(), case.gradients()
-
-
-def _compare(variant: str, dtype: str, result, truth) -> Agreement:
+def _compare(variant: str, dtype: str, result: Step, truth: Step) -> dict:
     (loss, gradients), (true_loss, true_gradients) = result, truth
-    return Agreement(
-        variant=variant,
-        dtype=dtype,
-        loss=abs(loss - true_loss) / abs(true_loss),
-        gradients=_difference(true_gradients, gradients),
-        weight=_difference({WEIGHT: true_gradients[WEIGHT]}, {WEIGHT: gradients[WEIGHT]}),
-    )
+    return {
+        "variant": variant,
+        "dtype": dtype,
+        "loss": abs(loss.item() - true_loss.item()) / abs(true_loss.item()),
+        "gradients": _difference(true_gradients, gradients),
+        "weight": _difference({WEIGHT: true_gradients[WEIGHT]}, {WEIGHT: gradients[WEIGHT]}),
+    }
 
 
 def _difference(truth: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -1,15 +1,15 @@
-"""The deepest encoder that fits a device: deepfast and plain PyTorch by their closed forms, and
-these forms held to steps that are counted."""
+"""The deepest encoder that fits a device, by closed forms, and these forms beside counted steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from deepfast.measure.plain import FusedModel, PlainModel
-from deepfast.measure.rows import MEASURED, NOT_MEASURED
-from deepfast.measure.settings import Deadline, Settings
-from deepfast.measure.sweep import Say
+from deepfast.measure.encoders import EncoderModel
+from deepfast.measure.progress import Job
+from deepfast.measure.rows import Row
+from deepfast.measure.settings import Settings
 from deepfast.memory import LiveBytes, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import Plan, uniform_peak
@@ -18,7 +18,8 @@ from deepfast.memory.table import describe
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
 MODEL = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
-"""Of the models that are planned; `plan`'s defaults beside: bf16 autocast, Adam, dropout, CUDA."""
+"""Of the models that are planned. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
+CUDA."""
 PLANNED = "deepfast"
 
 HELD_MODEL = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
@@ -59,67 +60,51 @@ def deepest() -> dict:
 
     Computed from closed forms; nothing here was measured.
     """
-    plans = {budget: planned(budget) for budget in BUDGETS}
+    plans = [planned(budget) for budget in BUDGETS]
     layers = {form: [deepest_eager(form, parse_bytes(b)) for b in BUDGETS] for form in EAGER}
-    layers[PLANNED] = [0 if found is None else found.sizes.layers for found in plans.values()]
-    return {
-        "model": MODEL,
-        "budgets": [{"name": budget, "bytes": parse_bytes(budget)} for budget in BUDGETS],
-        "layers": layers,
-        "plans": [
-            None
-            if found is None
-            else {
-                "policies": describe(found.policies),
-                "parameters": found.sizes.parameters,
-                "time": found.time,
-            }
-            for found in plans.values()
-        ],
-    }
+    layers[PLANNED] = [0 if found is None else found.sizes.layers for found in plans]
+    told = [
+        found and {"policies": describe(found.policies), "time": found.time} for found in plans
+    ]  # fmt: skip
+    budgets = [{"name": budget, "bytes": parse_bytes(budget)} for budget in BUDGETS]
+    return {"model": MODEL, "budgets": budgets, "layers": layers, "plans": told}
 
 
 def held(
-    settings: Settings,
-    deadline: Deadline,
-    say: Say,
-    forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES),
-) -> list[dict]:
-    """The closed forms beside counted steps of small models, in both dtypes; parameters, gradients
-    and the optimizer's state included in both numbers."""
-    rows = []
+    settings: Settings, rows: list[Row], forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)
+) -> list[Job]:
+    """Adds a row for each small model; returns the jobs that count its step beside the closed
+    form. Parameters, gradients and the optimizer's state are in both numbers."""
+    jobs = []
     for depth in settings.held_depths:
         for dtype in DTYPES:
             for form in forms:
-                row = _held(form, depth, dtype, deadline)
-                told = row["status"]
-                if told == MEASURED:
-                    told = f"{row['ratio']:.3f} predicted over measured"
-                say(f"{depth:>4} layers  {form:24} {dtype:9} {told}")
+                sizes = held_sizes(depth, dtype)
+                policy = HELD_POLICIES.get(form)
+                peak = uniform_peak(sizes, policy) if policy else eager_peak(sizes, form)
+                row = Row(variant=form, depth=depth, what=dtype, predicted_bytes=peak,
+                          tokens=sizes.tokens)  # fmt: skip
                 rows.append(row)
-    return rows
+                label = f"{depth} layers, {form}, {dtype}"
+                jobs.append(Job("closed forms", label, 0.03 * depth, partial(_count, row, sizes)))
+    return jobs
 
 
-def _held(form: str, depth: int, dtype: str, deadline: Deadline) -> dict:
-    policy = HELD_POLICIES.get(form)
-    sizes = plan(
+def held_sizes(depth: int, dtype: str) -> Sizes:
+    """Sizes of a small model."""
+    return plan(
         budget="1TiB", layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
         length=HELD_LENGTH, **HELD_MODEL,
     ).sizes  # fmt: skip
-    predicted = eager_peak(sizes, form) if policy is None else uniform_peak(sizes, policy)
-    row = {
-        "form": form, "depth": depth, "dtype": dtype, "status": MEASURED, "ratio": None,
-        "predicted_bytes": predicted, "measured_bytes": None,
-    }  # fmt: skip
-    if deadline.left <= 0:
-        return row | {"status": NOT_MEASURED}
+
+
+def _count(row: Row, sizes: Sizes) -> None:
     torch.manual_seed(0)
-    model = PlainModel(sizes, form) if policy is None else FusedModel(sizes, policy)
-    measured = counted_bytes(model, sizes)
-    return row | {"measured_bytes": measured, "ratio": predicted / measured}
+    model = EncoderModel(sizes, HELD_POLICIES.get(row.variant, row.variant))
+    row.peak_bytes = counted_bytes(model, sizes)
 
 
-def counted_bytes(model: torch.nn.Module, sizes: Sizes) -> int:
+def counted_bytes(model: EncoderModel, sizes: Sizes) -> int:
     """The peak of one step, forward and backward, with parameters and the optimizer's state."""
     shape = (sizes.tokens // sizes.length, sizes.length)
     tokens, target = (torch.randint(sizes.vocabulary, shape) for _ in range(2))

@@ -18,11 +18,11 @@ from deepfast.memory.units import format_bytes
 
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
-PLAIN = ("stack and sum", "loop of adds", "plain residual", "loop of adds, compiled")
+BLUE = "#2f6db5"
 NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 """Policy -> its curve."""
 PICTURE_COLORS = dict(zip(NAMES.values(), GREENS, strict=True)) | {
-    form: COLORS[like] for form, like in zip(EAGER, PLAIN, strict=True)
+    form: COLORS.get(form, BLUE) for form in EAGER
 }
 HEIGHT = 3.9
 """Nine names stand below each other."""

@@ -1,60 +1,44 @@
-"""The encoders that are compared: the same layers and parameters, joined in different ways."""
+"""The encoders that are compared: deepfast's joined in different ways, and plain PyTorch's."""
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from deepfast.measure.forms import PEERS
-from deepfast.measure.settings import Deadline, Settings
-from deepfast.nn import Packing, TransformerEncoder
+from deepfast import ops
+from deepfast.measure.forms import FORMS
+from deepfast.measure.settings import Settings
+from deepfast.memory.eager import CHECKPOINTED, EAGER, RESIDUAL, STACK
+from deepfast.memory.sizes import Sizes
+from deepfast.nn import DLCL, Packing, TransformerEncoder
 
-RESIDUAL, COMPILED = "plain residual", "loop of adds, compiled"
-"""Variants that are no form of DLCL in `measure.forms`."""
-
-REFERENCE = "stack and sum"
+REFERENCE = STACK
 """The form that losses and gradients are compared with: the DLCL paper's code."""
 
-VARIANTS = (RESIDUAL, "deepfast", REFERENCE, "DenseFormer form", "loop of adds")
-"""In the order in which they are first run: where time is short, the most wanted come first."""
+VARIANTS = (RESIDUAL, "deepfast", "DenseFormer form", "loop of adds", REFERENCE)
+"""In the order of every table."""
+
+DROPOUT = 0.1
+"""Of the models whose memory is measured."""
 
 
-def within(form: Callable, check: Callable[[], None]) -> Callable:
-    """A form of `measure.forms` that calls ``check`` at every layer, in backward too.
+class FormEncoder(nn.Module):
+    """A pre-norm DLCL encoder whose sum over layers is computed by a form of `measure.forms`.
 
-    ``check`` ends a run by raising.
-    """
-
-    def make(dlcl):
-        connect = form(dlcl)
-
-        def connect_in_time(y: Tensor) -> Tensor:
-            check()
-            x = connect(y)
-            if x.requires_grad:
-                x.register_hook(lambda _: check())
-            return x
-
-        return connect_in_time
-
-    return make
-
-
-class PeerEncoder(nn.Module):
-    """A pre-norm DLCL encoder whose sum over layers is made by a form of `measure.forms`.
-
-    Layer bodies, layer-norms and every parameter are those of ``encoder``; only what stands
-    between two layers differs. Dropout on the last branch of a layer is left out, as it is where
-    ``encoder`` has none.
+    Layers, layer-norms and every parameter are those of ``encoder``; only what stands between two
+    layers differs. There is no dropout on the last branch of a layer, so ``encoder`` must not have
+    one either.
     """
 
     def __init__(self, encoder: TransformerEncoder, form: Callable):
         super().__init__()
         if encoder.connection.dlcl is None or encoder.connection.norm != "pre":
-            raise ValueError("PeerEncoder: expected a pre-norm encoder with connection='dlcl'")
+            raise ValueError("FormEncoder: expected a pre-norm encoder with connection='dlcl'")
         if encoder.connection.dropout:
-            raise ValueError(f"PeerEncoder: expected dropout 0, got {encoder.connection.dropout}")
+            raise ValueError(f"FormEncoder: expected dropout 0, got {encoder.connection.dropout}")
         self.encoder, self.form = encoder, form
 
     def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
@@ -68,19 +52,11 @@ class PeerEncoder(nn.Module):
         return connection.norms[-1](x)
 
 
-class Case:
-    """One depth: an input, a target, and the encoders of all variants over shared parameters.
+class StepCase:
+    """A step of one depth: an input, a target, and all variants over the same parameters."""
 
-    Args:
-        deadline: past it a step of a form other than deepfast's ends with OutOfTime; it may be
-            replaced between two steps.
-    """
-
-    def __init__(
-        self, settings: Settings, depth: int, deadline: Deadline, activation: str = "relu"
-    ):
+    def __init__(self, settings: Settings, depth: int, activation: str = "relu"):
         torch.manual_seed(settings.seed)
-        self.depth, self.deadline = depth, deadline
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
         options = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
@@ -90,14 +66,11 @@ class Case:
         plain.layers = self.encoder.layers
         plain.connection.norms = self.encoder.connection.norms
         self.models: dict[str, nn.Module] = {RESIDUAL: plain, "deepfast": self.encoder}
-        for name, form in PEERS.items():
-            self.models.setdefault(name, PeerEncoder(self.encoder, within(form, self._check)))
+        for name, form in FORMS.items():
+            self.models.setdefault(name, FormEncoder(self.encoder, form))
         self.x = torch.randn(settings.tokens, settings.dim)
         self.target = torch.randn(settings.tokens, settings.dim)
         self.packing = Packing(settings.batch, settings.length)
-
-    def _check(self) -> None:
-        self.deadline.check()
 
     @staticmethod
     def _disturb(dlcl: nn.Module) -> None:
@@ -106,18 +79,98 @@ class Case:
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
 
-    def step(self, variant: str) -> Tensor:
-        """Forward and backward; gradients are left in the parameters. Returns the loss."""
+    def step(self, variant: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward: the loss, and the gradients of the parameters by name."""
         out = self.models[variant].forward_packed(self.x, self.packing)
         loss = F.mse_loss(out, self.target)
         loss.backward()
-        return loss.detach()
-
-    def forget_gradients(self) -> None:
+        named = self.encoder.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
         self.encoder.zero_grad(set_to_none=True)
+        return loss.detach(), gradients
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Moves the gradients out of the parameters; those never reached are left out."""
-        found = {n: p.grad for n, p in self.encoder.named_parameters() if p.grad is not None}
-        self.forget_gradients()
-        return found
+    def run(self, variant: str) -> None:
+        """A step whose results are dropped."""
+        self.step(variant)
+
+
+class PlainLayer(nn.Module):
+    """A pre-norm encoder layer of plain torch: (B, S, D) to (B, S, D)."""
+
+    def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.query_key_value(self.norm1(x))
+        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(dim // self.heads))
+        a = self.out(a.transpose(1, 2).reshape(batch, length, dim))
+        x = x + F.dropout(a, self.dropout, self.training)
+        f = self.down(F.relu(self.up(self.norm2(x))))
+        return x + F.dropout(f, self.dropout, self.training)
+
+
+class PlainEncoder(nn.Module):
+    """A pre-norm encoder of plain torch: (B, S, D) to (B, S, D).
+
+    Args:
+        form: how layers are joined, one of `deepfast.memory.eager.EAGER`.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        dim: int,
+        heads: int,
+        ffn_dim: int,
+        dropout: float = DROPOUT,
+        form: str = RESIDUAL,
+    ):
+        super().__init__()
+        self.form = form
+        self.layers = nn.ModuleList(PlainLayer(dim, heads, ffn_dim, dropout) for _ in range(layers))
+        self.dlcl = DLCL(layers, dim) if form in FORMS else None
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        connect = (lambda y: y) if self.dlcl is None else FORMS[self.form](self.dlcl)
+        x = connect(x)
+        for layer in self.layers:
+            if self.form == CHECKPOINTED:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = connect(layer(x))
+        return self.norm(x)
+
+
+class EncoderModel(nn.Module):
+    """An embedding, an encoder, and a loss over the vocabulary whose projection is the embedding.
+
+    Args:
+        sizes: width, heads, layers and so on; an encoder alone.
+        form: one of `deepfast.memory.eager.EAGER` for plain torch, which computes all logits at
+            once; or the memory policy of all layers for deepfast.
+    """
+
+    def __init__(self, sizes: Sizes, form: str):
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        shape = sizes.layers, sizes.width, sizes.heads, sizes.ffn
+        self.plain = form in EAGER
+        if self.plain:
+            self.encoder: nn.Module = PlainEncoder(*shape, form=form)
+        else:
+            self.encoder = TransformerEncoder(*shape, dropout=DROPOUT, memory=form)
+
+    def loss(self, tokens_BS: Tensor, target_BS: Tensor) -> Tensor:
+        """Mean cross-entropy of (B, S) targets."""
+        weight, target = self.embedding.weight, target_BS.flatten()
+        y = self.encoder(F.dropout(self.embedding(tokens_BS), DROPOUT, self.training))
+        if self.plain:
+            return F.cross_entropy(F.linear(y, weight).flatten(0, 1), target)
+        return ops.linear_cross_entropy(y.flatten(0, 1), weight, target)

@@ -133,7 +133,7 @@ class Plain(_Connection):
         return y
 
 
-PEERS = {
+FORMS = {
     "stack and sum": StackAndSum,
     "DenseFormer form": DenseFormerForm,
     "loop of adds": AddLoop,

@@ -19,29 +19,23 @@ from deepfast.memory.eager import RESIDUAL
 MIB = 1 << 20
 
 
-def draw(memory: dict) -> dict[str, str | None]:
-    """The pictures by name; None where there is nothing to draw.
-
-    Args:
-        memory: the chapter, as `memory_chapter.memory` returns it.
-    """
-    drawn = dict.fromkeys(("policies", "deepest", "depth_memory"))
-    if memory["status"] != "measured":
-        return drawn
-    if memory["times"]["rows"]:
-        drawn["policies"] = _time_against_memory(memory["times"])
-    drawn["deepest"] = _deepest(memory["deepest"])
-    curves = memory["curves"]
-    drawn["depth_memory"] = inline_svg(curves["points"], curves["title"])
-    return drawn
+def draw(report: dict) -> dict[str, str | None]:
+    """The pictures by name; None where there is nothing to draw."""
+    timed = [row for row in report["policies"]["rows"] if row["relative"]]
+    curves = report["curves"]
+    return {
+        "policies": _time_against_memory(timed) if timed else None,
+        "deepest": _deepest(report["deepest"]),
+        "depth_memory": inline_svg(curves["points"], curves["title"]),
+    }
 
 
-def _time_against_memory(times: dict) -> str:
+def _time_against_memory(rows: list[dict]) -> str:
     """A point for each policy, joined in their order."""
-    points = {row["policy"]: (row["relative"], row["peak_bytes"] / MIB) for row in times["rows"]}
+    points = {row["variant"]: (row["relative"], row["peak_bytes"] / MIB) for row in rows}
     figure, axes = figure_of()
     axes.plot(*zip(*points.values(), strict=True), color="#9aa3ab", linewidth=1.2, zorder=2)
-    colors = dict(zip(points, GREENS, strict=True))
+    colors = dict(zip(points, GREENS, strict=False))
     for policy, point in points.items():
         axes.plot(*point, color=colors[policy], marker="o", markersize=8, zorder=3)
     low, high = (pick(x for x, _ in points.values()) for pick in (min, max))
@@ -49,7 +43,7 @@ def _time_against_memory(times: dict) -> str:
     axes.set_xlim(low - room, high + room)
     axes.set_ylim(0, 1.08 * max(y for _, y in points.values()))
     axes.set_xlabel("time of a step, that of keep is 1")
-    axes.set_title(f"peak MiB, {times['depth']} layers", loc="left", fontsize=10)
+    axes.set_title(f"peak MiB, {rows[0]['depth']} layers", loc="left", fontsize=10)
     label_ends(figure, axes, {p: [point] for p, point in points.items()}, colors)
     return inline(figure, "policies", "Peak memory over the time of a step, every memory policy")
 

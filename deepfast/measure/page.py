@@ -3,41 +3,32 @@
 import json
 from pathlib import Path
 
-from deepfast.measure import (
-    memory_chapter,
-    memory_pictures,
-    pictures,
-    results,
-)
+from deepfast.measure import memory_pictures, pictures, results
 from deepfast.mt.data.errors import require
 from deepfast.mt.data.text import write_atomically
 
 TEMPLATE = "report.html"
+FORMATS = ("seconds", "size", "traffic", "difference", "runs")
+"""Functions of `results` that the page uses as filters."""
 
 
 def draw(report: dict) -> dict[str, str | None]:
     """Every picture of the page by name; None where there is nothing to draw."""
-    rows = report["sweep"]["rows"] + report["compiled"]["rows"]
+    time = results.curves(report["steps"], "median_seconds")
+    memory = results.curves(report["steps"], "peak_bytes", 1 / results.GIB)
     drawn = {
-        "time": pictures.over_depth(
-            results.curves(rows, "median_seconds"),
-            name="time", title="Time of a step", unit="seconds",
-        ),
+        "time": pictures.over_depth(time, name="time", title="Time of a step", unit="seconds"),
         "memory": pictures.over_depth(
-            results.curves(rows, "peak_bytes", 1 / results.GIB),
-            name="memory", title="Peak memory of a step", unit="GiB",
+            memory, name="memory", title="Peak memory of a step", unit="GiB"
         ),
-        "losses": None,
-        "weights": None,
-    }  # fmt: skip
-    drawn |= memory_pictures.draw(report["memory"])
+    }
+    drawn |= memory_pictures.draw(report)
     training = report["training"]
     if training["status"] == "measured":
-        runs = {"DLCL, pre-norm": training["runs"]["dlcl"],
-                "residual, post-norm": training["runs"]["twin"]}  # fmt: skip
-        drawn["losses"] = pictures.losses(runs, token_frequencies=training["unigram_nll"])
-        if training["weights"]:
-            drawn["weights"] = pictures.depth_weights(training["weights"])
+        drawn["losses"] = pictures.losses(
+            training["runs"], token_frequencies=training["unigram_nll"]
+        )
+        drawn["weights"] = pictures.depth_weights(training["weights"])
     return drawn
 
 
@@ -49,16 +40,14 @@ def render(report: dict) -> str:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    formats = ("seconds", "size", "traffic", "difference", "runs", "ordered")
-    environment.filters |= {name: getattr(results, name) for name in formats}
+    environment.filters |= {name: getattr(results, name) for name in FORMATS}
     training = report["training"]
     return environment.get_template(TEMPLATE).render(
         report=report,
         pictures=draw(report),
         cards=results.headlines(report),
         traffic=results.traffic_table(report),
-        frugal=memory_chapter.frugal(report["memory"]),
-        spread=memory_chapter.spread,
+        spread=results.spread,
         verdict=results.verdict(training) if training["status"] == "measured" else None,
     )
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepfast.measure.encoders import COMPILED, RESIDUAL
+from deepfast.memory.eager import RESIDUAL
 
 COLORS = {
     "deepfast": "#0b6e4f",
@@ -17,7 +17,6 @@ COLORS = {
     "stack and sum": "#b3261e",
     "DenseFormer form": "#8250c4",
     "loop of adds": "#c77700",
-    COMPILED: "#2f6db5",
 }
 WIDTH, HEIGHT = 4.3, 3.3
 STYLE = {
@@ -186,16 +185,17 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
-    """NLL over steps of two trainings: lines on training batches, points on dev."""
+    """NLL over steps of the trainings: lines on training batches, points on dev."""
     figure, axes = figure_of(WIDTH, 3.1)
-    colors = {"DLCL, pre-norm": COLORS["deepfast"], "residual, post-norm": COLORS["stack and sum"]}
+    names = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
+    colors = dict(zip(names.values(), (COLORS["deepfast"], COLORS["stack and sum"]), strict=True))
     styles = {
         "train": {"linewidth": 1, "alpha": 0.55},
         "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
     }
     ends: dict[str, Curve] = {}
-    for label, run in runs.items():
-        curve = run["curve"]
+    for key, run in runs.items():
+        label, curve = names[key], run["curve"]
         for part, style in styles.items():
             if curve[part]:
                 points = [(step, nll) for step, nll, _ in curve[part]]

@@ -2,88 +2,104 @@
 
 import math
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 
+from deepfast.measure import deepest, depth_picture, policies
 from deepfast.measure.agreement import agreement
-from deepfast.measure.compiled import compiled
+from deepfast.measure.clock import COPY
 from deepfast.measure.machine import environment
-from deepfast.measure.memory_chapter import memory
-from deepfast.measure.mixing import mixing
-from deepfast.measure.settings import Budget, Settings
-from deepfast.measure.sweep import sweep
-from deepfast.measure.training import training
+from deepfast.measure.progress import Job, Progress
+from deepfast.measure.rows import Row
+from deepfast.measure.settings import Settings
+from deepfast.measure.sweep import mixing, sweep
+from deepfast.measure.training import Training
+from deepfast.memory import plan
 
-FORMAT, VERSION = "deepfast report", 1
+FORMAT, VERSION = "deepfast report", 2
 
 
-def make_report(settings: Settings, command: str, say: Callable[[str], None] = print) -> dict:
-    """Measures and trains within ``settings.minutes``; returns what report.json holds.
+def make_report(settings: Settings, command: str, progress: Progress) -> dict:
+    """Runs all jobs of a report; returns what report.json holds.
+
+    Ctrl-C ends the measuring. The report then holds what was measured before.
 
     Args:
-        settings: sizes and budgets.
+        settings: sizes and counts of runs.
         command: how to get the same report again, for the page.
-        say: told about every number as soon as it is there.
+        progress: runs the jobs and shows how far they are.
     """
-    skipped = set()
-    if not settings.memory:
-        skipped.add("memory")
-    if not settings.compiled:
-        skipped.add("compiled")
-    if not settings.training:
-        skipped |= {"training", "twin", "translation"}
-    budget = Budget(60 * settings.minutes, frozenset(skipped))
-    report: dict = {
+    rows: dict[str, list[Row]] = {"steps": [], "mixing": [], "policies": [], "held": []}
+    same: dict = {"rows": []}
+    training = Training(settings) if settings.training else None
+    jobs = [
+        Job(
+            "agreement", "every form against float64", 3.0, lambda: same.update(agreement(settings))
+        )
+    ]
+    jobs += sweep(settings, rows["steps"])
+    jobs += mixing(settings, rows["mixing"])
+    jobs += policies.policies(settings, rows["policies"])
+    jobs += deepest.held(settings, rows["held"])
+    if training is not None:
+        jobs += [_kept_going(job, training) for job in training.jobs()]
+    machine = environment()
+    interrupted = False
+    try:
+        progress.run(jobs)
+    except KeyboardInterrupt:
+        interrupted = True
+    sizes = plan(budget="1TiB", layers=1, **deepest.MODEL).sizes
+    report = {
         "format": FORMAT,
         "version": VERSION,
         "command": command,
-        "environment": environment(),
+        "interrupted": interrupted,
+        "environment": machine,
         "settings": asdict(settings) | {"tokens": settings.tokens},
+        "agreement": same,
+        "steps": [row.as_dict() for row in rows["steps"]],
+        "mixing": _with_copy(rows["mixing"]),
+        "policies": policies.chapter(settings, rows["policies"]),
+        "held": {
+            "tokens": deepest.HELD_BATCH * deepest.HELD_LENGTH,
+            **deepest.HELD_MODEL,
+            "rows": [row.as_dict() | {"ratio": _ratio(row)} for row in rows["held"]],
+        },
+        "deepest": deepest.deepest(),
+        "curves": {"title": depth_picture.title_of(sizes), "points": depth_picture.curves(sizes)},
+        "training": {"status": "not asked for"} if training is None else training.chapter,
+        "seconds": progress.seconds | {"total": sum(progress.seconds.values())},
     }
-    with budget.start("sweep") as deadline:
-        same = agreement(settings, deadline)
-        report["agreement"] = same | {"rows": [asdict(row) for row in same["rows"]]}
-        steps = sweep(settings, deadline, say)
-        report["sweep"] = {"rows": [row.as_dict() for row in steps]}
-    with budget.start("mixing") as deadline:
-        rows, copy = mixing(settings, deadline, steps, say)
-        report["mixing"] = {
-            "copy_bytes_per_second": copy,
-            "rows": [_with_bandwidth(row.as_dict(), copy) for row in rows],
-        }
-    report["memory"] = {"status": "not asked for"}
-    if settings.memory:
-        with budget.start("memory") as deadline:
-            report["memory"] = memory(settings, deadline, say)
-    report["compiled"] = {"status": "not asked for", "rows": []}
-    if settings.compiled:
-        with budget.start("compiled") as deadline:
-            rows = compiled(settings, deadline, say)
-            report["compiled"] = {"status": "measured", "rows": [row.as_dict() for row in rows]}
-    report["training"] = {"status": "not asked for"}
-    if settings.training:
-        report["training"] = _training(settings, budget, say)
-    report["seconds"] = budget.spent | {"total": time.perf_counter() - budget.began}
     return _plain(report)
 
 
-def _training(settings: Settings, budget: Budget, say: Callable[[str], None]) -> dict:
-    try:
-        return training(settings, budget, say)
-    except (RuntimeError, ValueError, ImportError) as error:
-        # What was measured before must not be lost; the page shows the reason.
-        print(f"deepfast report: training failed: {error}", file=sys.stderr)
-        return {"status": f"failed: {error}"}
+def _kept_going(job: Job, training: Training) -> Job:
+    """A job whose failure is a sentence on the page: what was measured before must not be lost."""
+
+    def run() -> None:
+        if training.chapter["status"].startswith("failed"):
+            return
+        try:
+            job.run()
+        except (RuntimeError, ValueError, ImportError) as error:
+            print(f"deepfast report: training failed: {error}", file=sys.stderr)
+            training.chapter["status"] = f"failed: {error}"
+
+    return Job(job.part, job.label, job.work, run)
 
 
-def _with_bandwidth(row: dict, copy: float | None) -> dict:
-    step, nbytes = row["median_seconds"], row["traffic_bytes"]
-    speed = nbytes / step if step and nbytes else None
-    return row | {
-        "bytes_per_second": speed,
-        "fraction_of_copy": speed / copy if speed and copy else None,
-    }
+def _ratio(row: Row) -> float | None:
+    return row.predicted_bytes / row.peak_bytes if row.peak_bytes else None
+
+
+def _with_copy(rows: list[Row]) -> list[dict]:
+    """The rows of the mixing alone, with their bandwidth as a fraction of the copy's."""
+    copy = next(row for row in rows if row.variant == COPY).gb_per_second
+    found = []
+    for row in rows:
+        speed = row.gb_per_second
+        found.append(row.as_dict() | {"fraction_of_copy": speed / copy if speed and copy else None})
+    return found
 
 
 def _plain(value):

@@ -1,17 +1,10 @@
 """From measurements to what the page and the terminal show: tables, ratios, sentences."""
 
-from deepfast.measure.encoders import (
-    COMPILED,
-    REFERENCE,
-    RESIDUAL,
-    VARIANTS,
-)
-from deepfast.measure.rows import MEASURED
+from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS
 from deepfast.measure.traffic import forward_reads
+from deepfast.memory import POLICIES
 
 GIB = 1 << 30
-SHOWN = (RESIDUAL, "deepfast", "DenseFormer form", "loop of adds", COMPILED, REFERENCE)
-"""Order of the variants in every table."""
 
 
 def seconds(value: float | None) -> str:
@@ -46,118 +39,113 @@ def difference(value: float | None) -> str:
 
 def runs(row: dict) -> str:
     """How many runs a time stands on."""
-    if row["median_seconds"] is None:
-        return ""
     count = len(row["seconds"])
-    return f"median of {count}" if count > 1 else "1 run" if count else "1 run, first"
-
-
-def ordered(rows: list[dict]) -> list[dict]:
-    """By depth, then in the order of SHOWN."""
-    return sorted(rows, key=lambda r: (r["depth"], SHOWN.index(r["variant"])))
+    return f"median of {count}" if count > 1 else "1 run" if count else ""
 
 
 def find(rows: list[dict], depth: int, variant: str) -> dict | None:
-    """The measured row of a variant at a depth."""
+    """The row of a variant at a depth that has a time."""
     for row in rows:
-        if (row["depth"], row["variant"]) == (depth, variant) and row["status"] == MEASURED:
+        if (row["depth"], row["variant"]) == (depth, variant) and row["median_seconds"]:
             return row
     return None
 
 
 def curves(rows: list[dict], field: str, scale: float = 1.0) -> dict[str, list]:
-    """Variant -> (depth, value) of all measured rows."""
-    found: dict[str, list] = {v: [] for v in (*VARIANTS, COMPILED)}
+    """Variant -> (depth, value) of all rows that have a value."""
+    found: dict[str, list] = {v: [] for v in VARIANTS}
     for row in rows:
-        if row["status"] == MEASURED and row.get(field):
+        if row[field]:
             found[row["variant"]].append((row["depth"], row[field] * scale))
     return found
 
 
 def headlines(report: dict) -> list[dict]:
-    """The main figures as ratios; a ratio that was not measured says why."""
-    rows, cards = report["sweep"]["rows"], []
+    """The main figures as ratios, each of the deepest encoder where both were measured."""
+    steps, alone = report["steps"], report["mixing"]
+    cards = [
+        _card(steps, REFERENCE, "deepfast", "faster than stack and sum, a whole step"),
+        _card(steps, REFERENCE, "deepfast", "less memory than stack and sum", "peak_bytes", size),
+        _best_other(steps),
+        _card(steps, "deepfast", RESIDUAL,
+              "the time of the same stack without any depth connection"),
+        *(_card(alone, form, "deepfast", f"faster than {form}, the mixing alone")
+          for form in (REFERENCE, "DenseFormer form")),
+    ]  # fmt: skip
+    frugal = _frugal(report["policies"]["rows"])
+    return [*cards, frugal] if frugal else cards
 
-    def card(label, field, top, bottom, unit):
-        for depth in sorted({r["depth"] for r in rows}, reverse=True):
-            above, below = find(rows, depth, top), find(rows, depth, bottom)
-            if above and below and above[field] and below[field]:
-                value = above[field] / below[field]
-                detail = f"{unit(above[field])} against {unit(below[field])}, {depth} layers"
-                cards.append({"value": f"{value:.3g}×", "label": label, "detail": detail})
-                return
-        cards.append({"value": "–", "label": label, "detail": "not measured"})
 
-    card("faster than stack and sum, a whole step", "median_seconds", REFERENCE, "deepfast",
-         seconds)  # fmt: skip
-    card("less memory than stack and sum", "peak_bytes", REFERENCE, "deepfast", size)
-    cards.append(_best_other(rows + report["compiled"]["rows"]))
-    card("the time of the same stack without any depth connection", "median_seconds",
-         "deepfast", RESIDUAL, seconds)  # fmt: skip
-    alone = report["mixing"]["rows"]
-    for form in (REFERENCE, "DenseFormer form"):
-        for depth in sorted({r["depth"] for r in alone}, reverse=True):
-            slow, fast = find(alone, depth, form), find(alone, depth, "deepfast")
-            if slow and fast:
-                cards.append({
-                    "value": f"{slow['median_seconds'] / fast['median_seconds']:.3g}×",
-                    "label": f"faster than {form}, the mixing alone",
-                    "detail": f"{seconds(slow['median_seconds'])} against "
-                              f"{seconds(fast['median_seconds'])}, {depth} layers",
-                })  # fmt: skip
-                break
-    return cards
+def _card(
+    rows: list[dict], top: str, bottom: str, label: str, field: str = "median_seconds", unit=seconds
+) -> dict:
+    for depth in sorted({r["depth"] for r in rows}, reverse=True):
+        above, below = find(rows, depth, top), find(rows, depth, bottom)
+        if above and below:
+            value = above[field] / below[field]
+            detail = f"{unit(above[field])} against {unit(below[field])}, {depth} layers"
+            return {"value": f"{value:.3g}×", "label": label, "detail": detail}
+    return {"value": "–", "label": label, "detail": "not measured"}
 
 
 def _best_other(rows: list[dict]) -> dict:
     """Against the fastest other form of DLCL at the deepest encoder where one was measured."""
     label = "faster than the fastest other form of DLCL"
     for depth in sorted({r["depth"] for r in rows}, reverse=True):
-        ours = find(rows, depth, "deepfast")
-        others = [found for v in SHOWN if v not in (RESIDUAL, "deepfast", REFERENCE)
-                  and (found := find(rows, depth, v))]  # fmt: skip
-        if ours and others:
-            other = min(others, key=lambda row: row["median_seconds"])
-            times = seconds(other["median_seconds"]), seconds(ours["median_seconds"])
-            return {
-                "value": f"{other['median_seconds'] / ours['median_seconds']:.3g}×",
-                "label": f"{label} measured, {other['variant']}",
-                "detail": f"{times[0]} against {times[1]}, {depth} layers",
-            }
+        others = [find(rows, depth, v) for v in VARIANTS if v not in (RESIDUAL, "deepfast")]
+        others = [row for row in others if row]
+        if others and find(rows, depth, "deepfast"):
+            other = min(others, key=lambda row: row["median_seconds"])["variant"]
+            some = [row for row in rows if row["depth"] == depth]
+            return _card(some, other, "deepfast", f"{label} measured, {other}")
     return {"value": "–", "label": label, "detail": "not measured"}
+
+
+def _frugal(rows: list[dict]) -> dict | None:
+    """What the most frugal policy saves and costs against `keep`, where both were timed."""
+    timed = {row["variant"]: row for row in rows if row["relative"]}
+    if POLICIES[-1] not in timed:
+        return None
+    keep, last = timed[POLICIES[0]], timed[POLICIES[-1]]
+    return {
+        "value": f"{keep['peak_bytes'] / last['peak_bytes']:.2f}×",
+        "label": f"less memory with policy {POLICIES[-1]} than with keep",
+        "detail": f"for {last['relative']:.2f}× the time, {last['depth']} layers",
+    }
+
+
+def spread(rows: list[dict]) -> dict | None:
+    """The lowest and the highest ratio of predicted to measured, and how many there are."""
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    return {"low": min(ratios), "high": max(ratios), "count": len(ratios)} if ratios else None
 
 
 def traffic_table(report: dict) -> list[dict]:
     """Per depth: bytes of a step by form, and the state reads of a forward pass."""
     found = []
     for depth in report["settings"]["depths"]:
-        by = {r["variant"]: r["traffic_bytes"] for r in report["sweep"]["rows"]
-              if r["depth"] == depth}  # fmt: skip
-        found.append(
-            {"depth": depth, "bytes": by, "reads": forward_reads(depth),
-             "ratio": by[REFERENCE] / by["deepfast"]}
-        )  # fmt: skip
+        by = {r["variant"]: r["nbytes"] for r in report["steps"] if r["depth"] == depth}
+        ratio = by[REFERENCE] / by["deepfast"]
+        found.append({"depth": depth, "bytes": by, "reads": forward_reads(depth), "ratio": ratio})
     return found
 
 
 def verdict(training: dict) -> str | None:
-    """What the two curves show, from the numbers alone."""
-    ours, twin = (training["runs"][key] for key in ("dlcl", "twin"))
-    if min(ours["steps"], twin["steps"]) < 50:
-        return "One of the two runs had too few steps to compare them."
-    if not ours["curve"]["dev"] or not twin["curve"]["dev"]:
+    """What the two curves show, from the numbers alone; None where one run is missing."""
+    if set(training["runs"]) != {"dlcl", "twin"}:
         return None
+    ours, twin = (training["runs"][key]["curve"]["dev"] for key in ("dlcl", "twin"))
     floor = training["unigram_nll"]
-    step, nll, _ = twin["curve"]["dev"][-1]
+    step, nll, _ = twin[-1]
     # The other run at the same step, or at the nearest that was validated.
-    near = min(ours["curve"]["dev"], key=lambda point: abs(point[0] - step))
+    near = min(ours, key=lambda point: abs(point[0] - step))
     text = (
         f"After {step} steps the post-norm stack has a dev NLL of {nll:.2f}, the DLCL stack after "
         f"{near[0]} steps {near[1]:.2f}; knowing only how frequent each token is gives "
         f"{floor:.2f}. "
     )
     if nll > 0.9 * floor and near[1] < 0.8 * nll:
-        text += "In this time the post-norm stack has learned little more than token frequencies."
+        text += "By then the post-norm stack has learned little more than token frequencies."
     elif nll > near[1]:
         text += "The post-norm stack learns here too, but later."
     else:

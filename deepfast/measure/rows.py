@@ -1,49 +1,42 @@
-"""One line of a table of measurements, measured or not."""
+"""One line of a table: what was measured of one variant."""
 
 import statistics
 from dataclasses import asdict, dataclass, field
 
-MEASURED, DOES_NOT_FIT, NOT_MEASURED = "measured", "does not fit", "not measured"
-
-
-def refusal(needed: float | None, left: float) -> str:
-    """Why a run is not started: seconds it needs and seconds that were left."""
-    needs = "" if needed is None else f"needs about {needed:.2g} s, "
-    return f"{needs}{max(left, 0):.2g} s of the time budget were left"
-
 
 @dataclass(kw_only=True)
 class Row:
-    """A variant at a depth. Fields that were not measured are None."""
+    """What was measured of one variant of one case. A number that was not measured is None."""
 
     variant: str
-    depth: int
-    status: str = MEASURED
-    """One of MEASURED, DOES_NOT_FIT, NOT_MEASURED."""
-    note: str | None = None
-    """Why a number is missing, or how it was got where that differs from the rest."""
-    seconds: list[float] = field(default_factory=list)
-    """Forward and backward, the timed rounds."""
-    first_seconds: float | None = None
-    """The first run, with memory counted and nothing warm."""
-    adam_seconds: float | None = None
-    """One step of fused Adam over the parameters, the same for all variants of a depth."""
+    what: str = ""
+    """The case, where a table has several: a depth's name, a dtype, an op with its sizes."""
+    depth: int | None = None
+    """Layers."""
     tokens: int = 0
     """Of a step."""
+    seconds: list[float] = field(default_factory=list)
+    """The timed runs."""
+    nbytes: int | None = None
+    """Bytes that the algorithm has to move."""
     peak_bytes: int | None = None
-    """Highest bytes of live tensors beyond parameters and input; gradients included."""
-    predicted_peak_bytes: int | None = None
-    """From the formula, before the run, where a run had to be allowed first."""
+    """Highest bytes of live tensors that the run made, gradients included."""
+    predicted_bytes: int | None = None
+    """The same, from a closed form."""
     resident_bytes: int | None = None
     """Highest resident memory of the process in that run."""
-    traffic_bytes: int | None = None
-    """States read and written by the connection in a step, from its schedule."""
-    loss: float | None = None
+    note: str | None = None
+    """Why a number is missing, or how it was measured where that differs from the rest."""
 
     @property
     def median(self) -> float | None:
-        """Seconds of a step: the median of the timed rounds, or the first run."""
-        return statistics.median(self.seconds) if self.seconds else self.first_seconds
+        """Seconds of a run."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """1e9 bytes per second, of the bytes that the algorithm has to move."""
+        return self.nbytes / self.median / 1e9 if self.nbytes and self.seconds else None
 
     def as_dict(self) -> dict:
         """Plain values, for JSON."""
@@ -51,7 +44,22 @@ class Row:
         return asdict(self) | {
             "median_seconds": step,
             "tokens_per_second": self.tokens / step if step else None,
-            "training_step_seconds": step + self.adam_seconds
-            if step is not None and self.adam_seconds is not None
-            else None,
+            "gb_per_second": self.gb_per_second,
         }
+
+
+def claim(
+    what: str, value: float | None, wanted: float, *, at_most: bool = False, **more: object
+) -> dict:
+    """A number beside the one that was aimed at, printed and as plain values.
+
+    Args:
+        value: None where it was not measured.
+        at_most: whether a smaller number is better.
+        more: further fields of the result.
+    """
+    met = value is not None and (value <= wanted if at_most else value >= wanted)
+    value = None if value is None else round(value, 3)
+    target = f"at {'most' if at_most else 'least'} {wanted}"
+    print(f"  {'ok  ' if met else 'MISS'} {what}: {value} ({target})", flush=True)
+    return {"what": what, "value": value, "target": target, "met": met, **more}

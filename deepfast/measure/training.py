@@ -1,5 +1,5 @@
-"""The training chapter: a deep DLCL model and its plain twin, trained for minutes, and translated
-with."""
+"""The training chapter: a deep DLCL model and the same model with plain residuals, trained for a
+fixed number of steps, and translations by the first."""
 
 import json
 import math
@@ -9,71 +9,89 @@ from pathlib import Path
 
 import torch
 
-from deepfast.measure.settings import Budget, Deadline, Settings
-from deepfast.measure.sweep import Say
+from deepfast.measure.progress import Job
+from deepfast.measure.settings import RECIPE, TWIN, Settings
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_parallel
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, translate_lines
-from deepfast.mt.training import (
-    Recipe,
-    TrainResult,
-    load_recipe,
-    train,
-)
+from deepfast.mt.training import Recipe, TrainResult, load_recipe, train
 
-# Sentences are translated in groups, so that a deadline can fall between two of them.
-GROUP = 20
 SAMPLES = 8
+STEP_WORK, SENTENCE_WORK = 0.2, 0.03
+"""About the seconds of an optimizer step, and of the translation of a sentence."""
 
 
-def training(settings: Settings, budget: Budget, say: Say) -> dict:
+class Training:
     """Trains, translates and scores; everything of the page's training chapter as plain values."""
-    with tempfile.TemporaryDirectory(prefix="deepfast-report-") as folder:
-        runs: dict[str, dict] = {}
-        results = {}
-        # Reading text comes before the trainer's own clock, averaging and validation after it.
-        beside = 5.0
-        for key, part, name in (("dlcl", "training", settings.recipe),
-                                ("twin", "twin", settings.twin)):  # fmt: skip
-            with budget.start(part) as deadline:
-                seconds = max(1.0, deadline.left - min(beside, 0.5 * deadline.left))
-                runs[key], results[key] = _train(name, settings, Path(folder) / key, seconds, say)
-                beside = max(0.0, deadline.seconds - deadline.left - seconds)
-        with budget.start("translation") as deadline:
-            chapter = {"runs": runs, "status": "measured"}
-            chapter |= _after(results["dlcl"], settings, deadline, say)
-    return chapter
 
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.folder = tempfile.TemporaryDirectory(prefix="deepfast-report-")
+        self.chapter: dict = {"status": "interrupted", "runs": {}}
+        self.result: TrainResult | None = None
 
-def _train(
-    name: str, settings: Settings, folder: Path, seconds: float, say: Say
-) -> tuple[dict, TrainResult]:
-    """One run: its curve and how it ended."""
-    recipe = load_recipe(
-        name,
-        [
-            f"output={folder}", f"train.max_minutes={seconds / 60:.4f}", "train.test_bleu=false",
-            "train.tensorboard=false", "train.log_every=10", "train.validate_every=50",
-            "train.save_every=50", *settings.overrides,
-        ],
-    )  # fmt: skip
-    say(f"training {name} for at most {seconds:.0f} s")
-    result = train(recipe, quiet=True)
-    if result.stopped in ("SIGINT", "SIGTERM"):
-        # The trainer ends in good order on Ctrl-C; here it means the whole report.
-        raise KeyboardInterrupt
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = {
-        "train": [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == "train"],
-        "dev": [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == "valid"],
-    }
-    say(
-        f"training {name}: {result.step} steps in {result.seconds:.0f} s, dev NLL "
-        + (f"{curve['dev'][-1][1]:.3f}" if curve["dev"] else "not measured")
-    )
-    return _summary(name, recipe, result) | {"curve": curve}, result
+    def jobs(self) -> list[Job]:
+        """The run with DLCL, its translations, and the run without."""
+        s = self.settings
+        return [
+            Job("training", f"{RECIPE}, {s.steps} steps", STEP_WORK * s.steps + 5,
+                lambda: self.train("dlcl", RECIPE, s.steps)),
+            Job("training", f"{s.sentences} translations", SENTENCE_WORK * s.sentences,
+                self.translate),
+            Job("training", f"{TWIN}, {s.twin_steps} steps", STEP_WORK * s.twin_steps + 5,
+                lambda: self.train("twin", TWIN, s.twin_steps)),
+        ]  # fmt: skip
+
+    def train(self, key: str, name: str, steps: int) -> None:
+        """One run: its curve and how it ended."""
+        folder = Path(self.folder.name) / key
+        # As many validations as there are points in a curve that a reader can follow.
+        every = max(1, self.settings.twin_steps // 3)
+        recipe = load_recipe(
+            name,
+            [
+                *self.settings.overrides, f"output={folder}", f"train.max_steps={steps}",
+                "train.test_bleu=false", "train.tensorboard=false", "train.log_every=10",
+                f"train.validate_every={every}", f"train.save_every={every}",
+            ],
+        )  # fmt: skip
+        result = train(recipe, quiet=True)
+        if result.stopped in ("SIGINT", "SIGTERM"):
+            # The trainer ends in good order on Ctrl-C, which here ends the whole report.
+            raise KeyboardInterrupt
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        curve = {
+            part: [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == event]
+            for part, event in (("train", "train"), ("dev", "valid"))
+        }
+        self.chapter["runs"][key] = _summary(name, recipe, result) | {"curve": curve}
+        if key == "dlcl":
+            self.result = result
+
+    def translate(self) -> None:
+        """What the trained model is shown to do: its weights, and translations of unseen text."""
+        model, vocabulary = _load(self.result.for_translation)
+        folder = self.result.output / "phrases"
+        with torch.no_grad():
+            weights = model.encoder.connection.dlcl.effective_weight().tolist()
+        pairs = read_parallel(folder / "test.en", folder / "test.de").pairs
+        sources, references = zip(*pairs[: self.settings.sentences], strict=True)
+        options = DecodingOptions(beam=self.settings.beam)
+        hypotheses = translate_lines(model, vocabulary, list(sources), options)
+        triples = list(zip(sources, references, hypotheses, strict=True))
+        names = ("source", "reference", "hypothesis")
+        self.chapter |= {
+            "status": "measured",
+            "checkpoint": self.result.for_translation.name,
+            "unigram_nll": _token_frequencies_nll(folder, vocabulary),
+            "weights": weights,
+            "scores": bleu(hypotheses, list(references)).as_dict(),
+            "beam": self.settings.beam,
+            "exact": sum(reference == found for _, reference, found in triples),
+            "samples": [dict(zip(names, triple, strict=True)) for triple in triples[:SAMPLES]],
+        }
 
 
 def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
@@ -82,8 +100,6 @@ def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
     return {
         "recipe": name,
         "steps": result.step,
-        "recipe_steps": recipe.train.max_steps,
-        "stopped": result.stopped,
         "seconds": result.seconds,
         "best_nll": result.best_nll,
         "average_nll": result.average_nll,
@@ -101,38 +117,6 @@ def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
             "ffn_dim": config.ffn_dim,
             "dropout": config.dropout,
         },
-    }
-
-
-def _after(result: TrainResult, settings: Settings, deadline: Deadline, say: Say) -> dict:
-    """What the trained model is shown to do: its weights, and translations of unseen text."""
-    model, vocabulary = _load(result.for_translation)
-    folder = result.output / "phrases"
-    chapter: dict = {
-        "checkpoint": result.for_translation.name,
-        "unigram_nll": _token_frequencies_nll(folder, vocabulary),
-        "weights": None,
-    }
-    dlcl = model.encoder.connection.dlcl
-    if dlcl is not None and dlcl.kind == "scalar":
-        with torch.no_grad():
-            chapter["weights"] = dlcl.effective_weight().tolist()
-    pairs = read_parallel(folder / "test.en", folder / "test.de").pairs
-    sources, references = zip(*pairs[: settings.sentences], strict=True)
-    hypotheses: list[str] = []
-    while len(hypotheses) < len(sources) and (not hypotheses or deadline.left > 0):
-        group = list(sources[len(hypotheses) : len(hypotheses) + GROUP])
-        hypotheses += translate_lines(model, vocabulary, group, DecodingOptions(beam=settings.beam))
-    scores = bleu(hypotheses, list(references[: len(hypotheses)]))
-    say(f"BLEU {scores.bleu:.2f} on {len(hypotheses)} of {len(sources)} test phrases")
-    shown = list(zip(sources, references, hypotheses, strict=False))[:SAMPLES]
-    names = ("source", "reference", "hypothesis")
-    return chapter | {
-        "scores": scores.as_dict(),
-        "beam": settings.beam,
-        "asked_sentences": len(sources),
-        "exact": sum(r == h for r, h in zip(references, hypotheses, strict=False)),
-        "samples": [dict(zip(names, sample, strict=True)) for sample in shown],
     }
 
 

@@ -1,20 +1,16 @@
 """The whole command on tiny sizes: its page stands alone, its numbers are all there."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import (
-    deepest,
-    memory_chapter,
-    memory_pictures,
-    page,
-    results,
-)
-from deepfast.measure.rows import DOES_NOT_FIT, MEASURED, NOT_MEASURED
-from deepfast.measure.settings import Deadline
+from deepfast.measure import deepest, memory_pictures, page, report, results
+from deepfast.measure.clock import COPY
+from deepfast.measure.encoders import VARIANTS
+from deepfast.measure.progress import Job, Progress
 from deepfast.memory import POLICIES
 from deepfast.memory.eager import EAGER
 
@@ -76,40 +72,30 @@ def test_ids_are_unique_and_references_resolve(made):
 
 
 def test_pictures_are_inline(made, reader):
-    # Time, memory; the deepest models, memory over depth; losses, weights; policies where there
-    # was time for them.
-    timed = made.report["memory"]["times"]["depth"] is not None
-    assert reader.tags.count("svg") == 6 + timed
+    # Time, memory; policies, the deepest models, memory over depth; losses, weights.
+    assert reader.tags.count("svg") == 7
     assert "deepfast" in reader.text
 
 
 def test_nothing_of_the_machine_s_folders_is_told(made):
     assert str(made.folder) not in made.page
     assert "/tmp/" not in made.page
-    assert made.report["command"] == "deepfast report --minutes 0.4 --quick --memory-gib 0.0008"
+    assert made.report["command"] == "deepfast report --quick"
 
 
-def test_what_does_not_fit_is_a_row(made, reader):
-    (row,) = [r for r in made.report["sweep"]["rows"] if r["status"] == DOES_NOT_FIT]
-    assert (row["variant"], row["depth"]) == ("stack and sum", 8)
-    assert row["median_seconds"] is None
-    assert "needs" in row["note"]
-    assert f"does not fit: {row['note']}" in "".join(reader.text)
-
-
-def test_every_variant_has_a_row_at_every_depth(made):
-    report = made.report
-    assert (report["format"], report["version"]) == ("deepfast report", 1)
-    seen = {(r["depth"], r["variant"]) for r in report["sweep"]["rows"]}
-    assert len(seen) == len(report["sweep"]["rows"]) == 3 * 5
-    for row in report["sweep"]["rows"]:
-        if row["status"] == MEASURED:
-            assert row["median_seconds"] > 0
-            assert row["peak_bytes"] > 0
-            assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
-            assert row["training_step_seconds"] > row["median_seconds"]
-        else:
-            assert row["note"]
+def test_every_variant_is_measured_at_every_depth(made):
+    report, settings = made.report, made.report["settings"]
+    assert (report["format"], report["version"]) == ("deepfast report", 2)
+    assert not report["interrupted"]
+    assert [(row["depth"], row["variant"]) for row in report["steps"]] == [
+        (depth, variant) for depth in settings["depths"] for variant in VARIANTS
+    ]
+    for row in report["steps"]:
+        pair = row["variant"] in ("plain residual", "deepfast")
+        assert len(row["seconds"]) == settings["rounds" if pair else "slow_rounds"]
+        assert row["median_seconds"] > 0
+        assert row["peak_bytes"] > 0
+        assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
 
 
 def test_forms_agree_with_float64(made):
@@ -124,20 +110,20 @@ def test_forms_agree_with_float64(made):
         assert row["weight"] < 1e-5
 
 
-def test_mixing_is_set_against_the_copy(made):
-    assert made.report["mixing"]["copy_bytes_per_second"] > 1e8
-    for row in made.report["mixing"]["rows"]:
-        assert row["fraction_of_copy"] > 0
+def test_mixing_is_compared_with_the_copy(made):
+    rows = {row["variant"]: row for row in made.report["mixing"]}
+    assert rows[COPY]["fraction_of_copy"] == 1
+    assert rows[COPY]["gb_per_second"] > 0.1
+    assert all(row["fraction_of_copy"] > 0 for row in rows.values())
 
 
 def test_the_training_chapter(made):
     training = made.report["training"]
     assert training["status"] == "measured"
-    for run in training["runs"].values():
-        assert run["steps"] >= 1
-        assert run["curve"]["dev"]
+    assert {key: run["steps"] for key, run in training["runs"].items()} == {"dlcl": 20, "twin": 10}
+    assert all(run["curve"]["dev"] for run in training["runs"].values())
     scores = training["scores"]
-    assert 1 <= scores["sentences"] <= 6
+    assert scores["sentences"] == 6
     assert "case:mixed" in scores["bleu_signature"]
     assert "case:lc" in scores["bleu_lowercase_signature"]
     weights = training["weights"]
@@ -151,23 +137,66 @@ def test_environment_and_parts_are_told(made):
     environment = made.report["environment"]
     for key in ("cpu", "cores", "threads", "torch", "deepfast", "build", "date", "backends"):
         assert environment[key]
-    assert made.report["seconds"].keys() >= {"sweep", "mixing", "training", "translation", "total"}
+    parts = {"agreement", "a step", "mixing alone", "memory policies", "closed forms", "training"}
+    assert made.report["seconds"].keys() == parts | {"total"}
 
 
-def test_a_page_without_training_or_times_says_so(made):
-    report = dict(made.report, training={"status": "failed: no text"})
-    rows = [
-        r | {"median_seconds": None, "seconds": [], "peak_bytes": None, "status": "not measured",
-             "note": "0 s were left"}
-        for r in report["sweep"]["rows"]
-    ]  # fmt: skip
-    report["sweep"] = {"rows": rows}
-    report["agreement"] = report["agreement"] | {"rows": []}
-    report["mixing"] = {"copy_bytes_per_second": None, "rows": []}
-    text = page.render(report)
-    assert "Not measured: failed: no text" in text
-    assert "not measured: 0 s were left" in text
-    assert all(card["value"] == "–" for card in results.headlines(report))
+class Stopped(Progress):
+    """Ctrl-C comes before the n-th job."""
+
+    def __init__(self, jobs, error=KeyboardInterrupt):
+        super().__init__(terminal=False)
+        self.jobs, self.error = jobs, error
+
+    def _run(self, job):
+        self.jobs -= 1
+        if self.jobs < 0:
+            raise self.error
+        super()._run(job)
+
+
+def test_an_interrupted_report_keeps_what_was_measured(tiny):
+    # The comparison with float64, the memory of two depths' five variants and one time.
+    found = report.make_report(tiny, "deepfast report", Stopped(7))
+    assert found["interrupted"]
+    assert [row["variant"] for row in found["steps"] if row["median_seconds"]] == [VARIANTS[0]]
+    text = page.render(found)
+    assert "This report was interrupted." in text
+    assert "Not measured: interrupted." in text
+    assert all(card["value"] == "–" for card in results.headlines(found))
+    assert page.render(report.make_report(tiny, "deepfast report", Stopped(0))).count("<svg") == 2
+
+
+def test_an_interrupted_command_writes_its_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("deepfast.measure.progress.Progress", lambda: Stopped(3))
+    assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
+    assert "This report was interrupted." in (tmp_path / "index.html").read_text("utf-8")
+    assert "index.html interrupted after" in capsys.readouterr().out
+
+
+def test_a_training_that_fails_is_told_on_the_page(tiny, capsys):
+    settings = replace(tiny, depths=(2,), mixing_depth=2, overrides=("model.dim=7",))
+    found = report.make_report(settings, "deepfast report", Progress(terminal=False))
+    assert found["training"]["status"].startswith("failed: ")
+    assert "training failed" in capsys.readouterr().err
+    assert "Not measured: failed: " in page.render(found)
+    assert "Not measured." in page.render(found), "no depth's policies were timed"
+
+
+def test_a_plain_line_for_each_job(capsys):
+    jobs = [Job("part", name, 10.0, lambda: None) for name in ("first", "second")]
+    Progress(terminal=False).run(jobs)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["0:20", "left", "part:", "first"]
+    assert lines[1].split() == ["0:07", "left", "part:", "second"]
+
+
+def test_a_bar_on_a_terminal(capsys):
+    ran = []
+    progress = Progress(terminal=True)
+    progress.run([Job("part", "only [job]", 1.0, lambda: ran.append(1))])
+    assert ran == [1]
+    assert progress.seconds.keys() == {"part"}
 
 
 def test_hostile_text_is_escaped(made):
@@ -180,56 +209,26 @@ def test_hostile_text_is_escaped(made):
 # ---- the memory chapter --------------------------------------------------------------------------
 
 
-def test_without_time_nothing_is_measured_and_the_page_says_so(tiny, made):
-    memory = memory_chapter.memory(tiny, Deadline(0), lambda line: None)
-    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {NOT_MEASURED}
-    assert {row["ratio"] for row in memory["peaks"] + memory["held"]} == {None}
-    assert memory["times"]["rows"] == []
-    assert memory_chapter.spread(memory["held"]) is None
-    assert memory_chapter.frugal(memory) is None
-    text = page.render(made.report | {"memory": memory})
-    assert "not measured: 0 s of the time budget were left" in text
-    assert "Not measured: 0 s of the time budget were left, too few for one round." in text
-    assert "predicted over measured" not in text
-
-
-def test_the_chapter_is_in_the_report(made):
-    memory = made.report["memory"]
-    assert memory["status"] == "measured"
-    assert made.report["seconds"]["memory"] > 0
-    assert len(memory["peaks"]) == 3 * len(POLICIES)
-    for row in memory["peaks"]:
+def test_the_chapter_has_every_row(made):
+    rows = made.report["policies"]["rows"]
+    depths = made.report["settings"]["depths"]
+    assert [(r["depth"], r["variant"]) for r in rows] == [(d, p) for d in depths for p in POLICIES]
+    for row in rows:
         assert row["parameter_bytes"] > 0
-        if row["status"] == MEASURED:
-            # What both numbers have in common brings them nearer to each other.
-            assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
+        # What both numbers have in common brings them nearer to each other.
+        assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
     for text in ("Policies: predicted and measured", "The deepest model that fits",
                  "shared with\na projection", "Closed forms held to measurement"):  # fmt: skip
         assert text in made.page
 
 
-def test_with_time_every_picture_of_the_chapter_is_drawn(tiny, made):
-    memory = memory_chapter.memory(tiny, Deadline(120), lambda line: None)
-    assert {row["status"] for row in memory["peaks"] + memory["held"]} == {MEASURED}
-    drawn = memory_pictures.draw(memory)
-    for name in (*POLICIES, f"peak MiB, {memory['times']['depth']} layers"):
+def test_every_picture_of_the_chapter_is_drawn(made):
+    drawn = memory_pictures.draw(made.report)
+    for name in (*POLICIES, "peak MiB, 8 layers"):
         assert f">{name}</text>" in drawn["policies"]
     for name in (*EAGER, deepest.PLANNED, "16", "24", "GiB of the device"):
         assert f">{name}</text>" in drawn["deepest"]
-    text = page.render(made.report | {"memory": memory})
-    for svg in drawn.values():
-        assert svg in text
-    saved = memory_chapter.frugal(memory)["saved"]
-    assert f"<b>{saved:.2f}×</b>less memory with policy" in text
-
-
-def test_a_report_without_the_chapter_says_so(made):
-    text = page.render(made.report | {"memory": {"status": "not asked for"}})
-    assert "Not measured: not asked for." in text
-    assert "less memory with policy" not in text
-
-
-@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--depths", "0"]])
-def test_impossible_settings_are_one_sentence(arguments, tmp_path, capsys):
-    assert main(["report", "--output", str(tmp_path), *arguments]) == 1
-    assert "expected" in capsys.readouterr().err
+    assert all(svg in made.page for svg in drawn.values())
+    frugal = results.headlines(made.report)[-1]
+    assert frugal["label"] == "less memory with policy history than with keep"
+    assert f"<b>{frugal['value']}</b>" in made.page

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.measure.forms import PEERS, mixing_alone
+from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.memory import LiveBytes
 from deepfast.nn import DLCL, TransformerEncoder
 
@@ -186,7 +186,7 @@ def test_agrees_with_the_allocator_on_the_other_forms(form, meter):
     grad = torch.randn(64, 32)
 
     def run():
-        mixing_alone(PEERS[form], dlcl, y, grad)
+        mixing_alone(FORMS[form], dlcl, y, grad)
         y.grad = None
         dlcl.zero_grad()
 
@@ -206,7 +206,7 @@ def peaks(form, depths, tokens=256, dim=64):
         dlcl = DLCL(depth, dim)
         y, grad = torch.randn(tokens, dim, requires_grad=True), torch.randn(tokens, dim)
         with LiveBytes() as live:
-            mixing_alone(PEERS[form], dlcl, y, grad)
+            mixing_alone(FORMS[form], dlcl, y, grad)
         found.append(live.peak / (tokens * dim * 4))
     return found
 

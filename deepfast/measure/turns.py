@@ -1,0 +1,73 @@
+"""Variants of one case: each runs once with its memory counted, then they take turns."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Protocol
+
+from deepfast.measure.clock import timed
+from deepfast.measure.machine import ResidentPeak, free_bytes
+from deepfast.measure.progress import Job
+from deepfast.measure.rows import Row
+from deepfast.memory import LiveBytes
+
+GIB = 1 << 30
+
+
+class Case(Protocol):
+    """The tensors that all variants share."""
+
+    def run(self, variant: str) -> None:
+        """One run of a variant; leaves no gradients."""
+
+
+def turns(
+    part: str,
+    label: str,
+    rows: list[Row],
+    make: Callable[[], Case],
+    *,
+    rounds: Callable[[str], int],
+    work: Callable[[str], float],
+) -> list[Job]:
+    """The jobs that fill ``rows``.
+
+    Args:
+        part, label: for the progress bar.
+        rows: a row for each variant. One whose ``predicted_bytes`` are more than what is free is
+            not run, and its note says so.
+        make: builds the case when the first job runs; it lives until the last job is dropped.
+        rounds: of a variant, how often it is timed.
+        work: of a variant, about how many seconds a run takes.
+    """
+    case = cache(make)
+    jobs = [
+        Job(part, f"{label}, {row.variant}: memory", work(row.variant), partial(_count, row, case))
+        for row in rows
+    ]
+    for number in range(max(rounds(row.variant) for row in rows)):
+        jobs += [
+            Job(part, f"{label}, {row.variant}: time", work(row.variant), partial(_time, row, case))
+            for row in rows
+            if number < rounds(row.variant)
+        ]
+    return jobs
+
+
+def _count(row: Row, case: Callable[[], Case]) -> None:
+    """One run with its memory counted, which is also the warm-up for the timed ones."""
+    free = free_bytes() - GIB
+    if row.predicted_bytes is not None and row.predicted_bytes > free:
+        row.note = (
+            f"does not fit: needs {row.predicted_bytes / GIB:.2g} GiB, "
+            f"{max(free, 0) / GIB:.2g} GiB are free"
+        )
+        return
+    run = partial(case().run, row.variant)
+    with ResidentPeak() as resident, LiveBytes() as live:
+        run()
+    row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
+
+
+def _time(row: Row, case: Callable[[], Case]) -> None:
+    if row.peak_bytes is not None:
+        row.seconds.append(timed(partial(case().run, row.variant)))
