@@ -1,10 +1,15 @@
-"""Training a translation model from a recipe, resumable to the bit.
+"""Training a translation model from a recipe. A run that resumes gives the same bits.
 
     from deepfast.mt.training import load_recipe, train
     result = train(load_recipe("phrases-small", ["output=runs/small"]))
 
-`Recipe` and its sections can also be made in Python; `deepfast.mt.models.checkpoint.load_model`
-gives the model of any checkpoint.
+`Recipe` and its sections can also be made in Python. `deepfast.mt.models.checkpoint.load_model`
+loads the model of a checkpoint.
+
+Begin with `run.train`, which says when what happens, and `trainer.Trainer.train_step`, one step
+from batches to new parameters. `recipe` holds what a run is made of, `recipe_file` reads it from
+YAML, `corpus` makes batches of text, `growing` plans the second run of depth growing, `memory` fits
+a run into a budget.
 """
 
 from deepfast.mt.training.checkpoint import average_checkpoints, load_checkpoint

@@ -1,16 +1,16 @@
-"""Checkpoints of a run: written whole or not at all, averaged, and compared with a recipe.
+"""Checkpoints of a run: writing, reading, pruning, averaging, and comparing with a recipe.
 
-`deepfast.mt.models.checkpoint` reads what a model needs; a run adds what resuming needs. The file
-is a torch file of plain values and tensors:
+`deepfast.mt.models.checkpoint` reads the keys that a model needs; a run adds those that resuming
+needs. The file is a torch file of plain values and tensors:
 
-    format, version     what this file is
+    format, version     of the file
     step                optimizer steps done
-    kind                of model, one of deepfast.mt.models.KINDS
-    config              fields of its config
+    kind                of the model, one of deepfast.mt.models.KINDS
+    config              the fields of its config
     model               its state dict
     vocabulary          bytes of the sentencepiece model
     recipe              the recipe, as in its file
-    training            what resuming needs; absent from an average
+    training            what resuming needs; an average has none
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEST, AVERAGE = "best.pt", "average.pt"
 
 
 def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write a checkpoint; whatever happens, `path` is the old file or the whole new one.
+    """Write a checkpoint. Even after a crash `path` is the old file or the whole new one.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -52,7 +52,7 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        # torch's writer, closing after a failed write, raises a RuntimeError over the OSError.
+        # After a failed write, torch's writer raises a RuntimeError when it closes.
         cause = error if isinstance(error, OSError) else error.__context__ or error
         reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         raise CheckpointError(
@@ -63,7 +63,7 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint, on the CPU, mapped from the file: copy what is to outlive it.
+    """Read a checkpoint on the CPU. Its tensors are mapped: copy those that must outlive the file.
 
     Raises:
         CheckpointError: missing, cut short, damaged, or not a checkpoint of this package.
@@ -79,7 +79,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) -> None:
-    """Load a state dict, or say in one sentence how it differs from the model."""
+    """Load a state dict; the error says how it differs from the model."""
     own = model.state_dict()
     for name in own:
         if name not in state:
@@ -96,20 +96,20 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) ->
 
 
 def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
-    """Refuse a checkpoint of a model of another kind or other sizes, naming each difference."""
+    """Refuse a checkpoint of another kind of model or of other sizes; the error names them."""
     kind, saved = content.get("kind", "transformer"), content["config"]
     if kind != kind_of(config):
         raise CheckpointError(
             f"{path}: expected a checkpoint of the kind {kind_of(config)}, got {kind}"
         )
-    # The backend changes how the same numbers are computed, not which.
     mine = without_unread(asdict(config))
-    # A field that came after the checkpoint had its default's meaning before.
+    # A field that is newer than the checkpoint had the meaning of its default.
     defaults = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(config)
     }
     saved = without_unread(defaults | saved)
+    # Another backend computes the same numbers.
     differences = [
         f"{name} {saved[name]!r} in the checkpoint and {value!r} in the recipe"
         for name, value in mine.items()
@@ -122,16 +122,16 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
 
 
 def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of a run by step, oldest first, best and average left out."""
-    # Digits alone: a copy that the user named step-00001000-good.pt is not ours to prune.
+    """The checkpoints of a run by step, oldest first, without best and average."""
+    # Only digits: a copy that the user named step-00001000-good.pt must not be pruned.
     return sorted(Path(folder).glob(f"step-{'[0-9]' * 8}.pt"))
 
 
 def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
-    """The last `count` of a run's checkpoints: those after every `every` steps, and its newest.
+    """The last `count` checkpoints of those after every `every` steps and the newest.
 
-    One that was written where a run was interrupted does not count once a later one is there, so
-    that a run that was resumed keeps and averages what it would have uninterrupted.
+    A checkpoint that an interrupted run wrote no longer counts once there is a later one. So a
+    resumed run keeps and averages the same checkpoints as an uninterrupted one.
     """
     paths = step_checkpoints(folder)
     planned = [path for path in paths[:-1] if _step(path) % every == 0]
@@ -139,7 +139,7 @@ def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -
 
 
 def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
-    """Remove what neither resuming nor `newest_checkpoints` of `keep` needs, now or later."""
+    """Remove checkpoints that neither resuming nor `newest_checkpoints` of `keep` will need."""
     paths = step_checkpoints(folder)
     planned = [path for path in paths if _step(path) % every == 0]
     for path in paths[:-1]:
@@ -152,13 +152,13 @@ def _step(path: Path) -> int:
 
 
 def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
-    """The checkpoint to continue from, or None for a fresh start; never mixes two runs.
+    """The checkpoint to continue from, or None for a new run. Two runs never share a folder.
 
     Args:
         output, resume: of the recipe.
 
     Raises:
-        CheckpointError: the folder holds another run, or one that went further.
+        CheckpointError: the folder holds another run, or later checkpoints of this one.
     """
     folder = Path(output)
     present = step_checkpoints(folder)
@@ -183,10 +183,10 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
 
 
 def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:
-    """The mean of the models' parameters, summed in float64, each in its own dtype.
+    """The mean of the models' parameters, summed in float64 and returned in their own dtypes.
 
     Raises:
-        CheckpointError: no paths, an unreadable file, or models of different shapes.
+        CheckpointError: there are no paths, a file cannot be read, or the models differ in shape.
     """
     if not paths:
         raise CheckpointError("average: expected at least one checkpoint, got none")
@@ -203,7 +203,7 @@ def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Te
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name itself must survive a power cut."""
+    """Makes the new file name survive a power cut."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

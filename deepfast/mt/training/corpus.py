@@ -1,4 +1,4 @@
-"""The text of a run, as the trainer needs it: a vocabulary, batches, and what was left out."""
+"""From text to batches: reads or generates sentence pairs, learns a vocabulary, cuts batches."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Corpus:
 
     vocabulary: Vocabulary
     batches: TokenBatches
-    """Of the training pairs, in an order that can be resumed."""
+    """Of the training pairs; their order can be resumed."""
     dev_batches: list[Batch]
-    """Every dev pair once; empty without a dev part."""
+    """Every dev pair once; empty where there are no dev pairs."""
     dev: list[Pair]
     test: list[Pair]
     summary: list[str]
-    """Lines for the user: sizes, tokens, unknown pieces, dropped pairs."""
+    """Lines to print: sizes, tokens, unknown pieces, dropped pairs."""
     languages: dict[str, int]
-    """Language -> id of the tag that stands in front of its source sentences; empty for one."""
+    """Language -> id of its tag, with which its source sentences begin; empty for one language."""
 
 
 def load_corpus(
     section: DataSection, *, seed: int, folder: Path, vocabulary: Vocabulary | None = None
 ) -> Corpus:
-    """Read or generate the text, learn the vocabulary where none is given, and cut batches.
+    """Read or generate the text, learn a vocabulary where none is given, and cut batches.
 
     Args:
-        seed: of the order of the batches.
-        folder: where generated phrases are written, to be translated later.
-        vocabulary: of the checkpoint that is resumed.
+        seed: for the order of the batches.
+        folder: where to write generated phrases, so that they can be translated later.
+        vocabulary: that of the checkpoint that the run resumes from.
     """
     parts, dropped, place = _read(section, folder)
     tags = [tag_of(language) for language in section.tagged]
@@ -60,7 +60,7 @@ def load_corpus(
     if vocabulary is None and section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
     if vocabulary is None:
-        # One language after the other, as a user would hand over two files.
+        # One language after the other, as in two files.
         text = [side for column in zip(*train, strict=True) for side in column]
         vocabulary = Vocabulary.train(
             text, section.vocab_size, at_most=section.vocab_at_most, tags=tags
@@ -94,7 +94,7 @@ def load_corpus(
 
 
 def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
-    """The ids of the tags of all languages, where there are several."""
+    """The ids of the languages' tags; empty for one language."""
     missing = [tag_of(name) for name in section.tagged if tag_of(name) not in vocabulary.tags]
     if missing:
         raise DataError(
@@ -109,7 +109,7 @@ def _groups(
     languages: dict[str, int],
     place: Callable[[int], str],
 ) -> list[int] | None:
-    """The tag of each pair, whose language alone may share a batch with it."""
+    """The tag of each pair: only pairs of one language share a batch. None for one language."""
     if not languages:
         return None
     tags = set(languages.values())
@@ -123,7 +123,7 @@ def _groups(
 
 
 def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
-    """Indices of the pairs of each language, by the tag in front of their source."""
+    """The indices of each language's pairs; a source's tag names its language."""
     found: dict[str, list[int]] = {}
     for index, (source, _) in enumerate(pairs):
         tag = split_tag(source)[0]
@@ -132,12 +132,12 @@ def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
 
 
 def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
-    """Phrases of all languages, one after the other, and their files."""
+    """Phrases of all languages, one language after the other; also writes them to files."""
     sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
     parts: dict[str, list[Pair]] = {part: [] for part in sizes}
     for language in section.generated:
         corpus = phrases(language, seed=section.seed, **sizes)
-        # Files of two languages would have the same English name.
+        # A folder for each language, because their English files have the same name.
         write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
         tag = f"{tag_of(language)} " if section.tagged else ""
         for part, pairs in parts.items():
@@ -151,7 +151,8 @@ def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
 def _read(
     section: DataSection, folder: Path
 ) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
-    """The pairs of each part, the empty training pairs left out, and the names of examples."""
+    """The pairs of each part, the training pairs that were dropped, and a function that names the
+    place of a training pair."""
     section.check_text()
     if section.phrases is not None:
         return _generate(section, folder), Dropped(), "example {}".format

@@ -1,4 +1,4 @@
-"""The section `data` of a recipe: text, languages, vocabulary, sizes of batches."""
+"""The section `data` of a recipe: text, languages, vocabulary, batch sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIRECTIONS = ("one-to-many", "many-to-one")
 
 
 def _listed(names: str | list | None) -> tuple[str, ...]:
-    """Names from a list, or from text with commas."""
+    """Names from a list, or from text with commas between them."""
     parts = names.split(",") if isinstance(names, str) else names or ()
     return tuple(str(part).strip() for part in parts)
 
@@ -23,12 +23,12 @@ class DataSection:
     """Where the sentence pairs come from, and how they become batches."""
 
     phrases: str | list | None = None
-    """"de", "fr" or "es": train on generated phrases from English; several, "de,fr" or a list, with
-    a tag such as `<de>` in front of every source sentence; None: train on the files below."""
+    """Train on generated phrases between English and "de", "fr" or "es". For several languages,
+    "de,fr" or a list, a tag such as `<de>` begins each source sentence. None: train on files."""
     direction: str = "one-to-many"
-    """Of generated phrases: "one-to-many" from English, "many-to-one" into English."""
+    """Of generated phrases: "one-to-many" is from English, "many-to-one" into English."""
     languages: str | list | None = None
-    """Of the files below: every source line begins with the tag of one of these languages."""
+    """For files: every source line begins with the tag of one of these languages."""
     seed: int = 1
     """Seed of the generated phrases."""
     train_size: int = 30_000
@@ -36,9 +36,9 @@ class DataSection:
     dev_size: int = 500
     """Generated pairs to validate on, of each language; 0 for no validation."""
     test_size: int = 1_000
-    """Generated pairs held out for the end, of each language."""
+    """Generated pairs to test on at the end, of each language."""
     train_source: str | None = None
-    """Text file, plain or gzip, one sentence a line."""
+    """Text file, plain or gzip, one sentence per line."""
     train_target: str | None = None
     """Its translation, line by line."""
     dev_source: str | None = None
@@ -46,7 +46,7 @@ class DataSection:
     dev_target: str | None = None
     """Its translation."""
     test_source: str | None = None
-    """Text file held out for the end, or None."""
+    """Text file to test on at the end, or None."""
     test_target: str | None = None
     """Its translation."""
     lowercase: bool = False
@@ -56,11 +56,11 @@ class DataSection:
     vocab_size: int = 8_000
     """Pieces of a learned vocabulary, shared by both languages, specials included."""
     vocab_at_most: bool = False
-    """Take fewer pieces where the text does not support `vocab_size`."""
+    """Learn fewer pieces where the text is too small for `vocab_size`."""
     max_tokens: int = 4_096
-    """Tokens of a micro-batch on either side, padding included, at most."""
+    """Most tokens of a micro-batch on either side, padding included."""
     max_length: int = 256
-    """Tokens of a training sentence, bos or eos included; longer pairs are dropped and counted."""
+    """Most tokens of a training sentence, with bos or eos; longer pairs are dropped and counted."""
 
     def __post_init__(self):
         allowed = ", ".join(LANGUAGES)
@@ -99,7 +99,7 @@ class DataSection:
         once = len(set(names)) == len(names)
         expect(once, "data.languages", "each language once", self.languages)
         for name in names:
-            # A tag is one word, and none of the specials.
+            # A tag is one word, and not one of the special pieces.
             fits = re.fullmatch(r"[^\s,<>]+", name) and tag_of(name) not in SPECIALS
             expect(bool(fits), "data.languages", "names such as de or zh-CN", name)
 
@@ -116,7 +116,8 @@ class DataSection:
                 raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")
 
     def check_text(self) -> None:
-        """Refuses a section without text; a recipe may leave that to the command line."""
+        """Refuses a section without text. Not in `__post_init__`: a recipe file may leave the text
+        to the command line."""
         if self.phrases is None and self.train_source is None:
             raise RecipeError(
                 "data: expected text to train on, got none: set data.train_source=FILE and "
@@ -130,7 +131,7 @@ class DataSection:
 
     @property
     def tagged(self) -> tuple[str, ...]:
-        """Languages of which each sentence names its own by a tag; none where there is one."""
+        """The languages, where sentences begin with a language's tag; empty for one language."""
         languages = _listed(self.languages) or self.generated
         return languages if len(languages) > 1 else ()
 
@@ -141,5 +142,5 @@ class DataSection:
 
     @property
     def tests(self) -> bool:
-        """Whether anything is held out for the end."""
+        """Whether there is anything to test on."""
         return self.test_size > 0 if self.phrases else self.test_source is not None

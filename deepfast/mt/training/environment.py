@@ -1,4 +1,4 @@
-"""What a run changes in the process, put back at its end: threads, determinism, signals."""
+"""The process that trains: device, threads, determinism, signals, random generators, memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.errors import RecipeError, TrainingError
 from deepfast.mt.training.recipe import TrainSection
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device a recipe names, or cuda where there is one.
+    """The device that a recipe names; None stands for cuda, or cpu where there is no GPU.
 
     Raises:
-        RecipeError: no such device here.
+        RecipeError: this machine has no such device.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,15 +58,37 @@ def settings(section: TrainSection) -> Iterator[None]:
         torch.use_deterministic_algorithms(strict)
 
 
-class StopSignal:
-    """Turns the first Ctrl-C or SIGTERM into a wish to stop; a second one acts at once.
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder before the block; where the block fails, removes the folders that it made and
+    that are still empty.
 
-    Only the main thread may handle signals: elsewhere this does nothing.
+    So a folder that cannot be made is an error before the work, and a run that never began leaves
+    nothing behind.
+    """
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{folder}: cannot be made ({error.strerror})") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise
+
+
+class StopSignal:
+    """Notes the first Ctrl-C or SIGTERM, for the run to stop; a second one ends the process.
+
+    Only the main thread may handle signals: in others this does nothing.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        """"SIGINT" or "SIGTERM" once it came."""
+        """"SIGINT" or "SIGTERM" once it has arrived."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -87,7 +110,7 @@ class StopSignal:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that training draws from, as plain values and tensors."""
+    """The states of the random generators that training uses, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -103,7 +126,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak of the CUDA allocator, or the process's resident memory on the CPU."""
+    """Peak of the CUDA allocator; on the CPU the process's resident memory now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -114,14 +137,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 MMAP_THRESHOLD, MAPPED_FROM = -3, 2**20
-"""glibc's M_MMAP_THRESHOLD, and the bytes from which on a tensor has pages of its own."""
+"""glibc's M_MMAP_THRESHOLD, and our value: larger blocks get pages of their own."""
 
 
 def give_back_large_blocks() -> None:
-    """From now on large freed tensors go back to the system at once; glibc alone can.
+    """From now on the C library returns large freed tensors to the system at once (glibc only).
 
-    It raises the limit by itself as tensors come and go, and then keeps what lies between those
-    that live: tensors of many sizes leave holes of half of what is ever alive.
+    By default glibc raises its limit as blocks are freed, and then keeps the holes between live
+    tensors. With tensors of many sizes these holes reach half of the live memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -129,9 +152,9 @@ def give_back_large_blocks() -> None:
 
 
 def release_freed_memory() -> None:
-    """Gives freed memory that the C library keeps for later back to the system; glibc alone can.
+    """Returns freed memory that the C library has kept to the system (glibc only).
 
-    Batches of many sizes leave holes: without this a process grows to twice what is ever alive.
+    Without this, batches of many sizes let a process grow to twice its live memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -139,7 +162,7 @@ def release_freed_memory() -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak of the CUDA allocator, or of the process's resident memory on the CPU."""
+    """Peak of the CUDA allocator; on the CPU peak of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,25 +1,25 @@
-"""The errors of training; each is one sentence that a user can act on."""
+"""The errors of training. Each is one sentence that tells the user what to change."""
 
 from typing import Any
 
 
 class RecipeError(ValueError):
-    """A recipe or an override that cannot be used."""
+    """The recipe or an override cannot be used."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, written, or continued from."""
+    """A checkpoint cannot be read, written, or resumed."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on."""
+    """The run cannot go on."""
 
 
 class NotFiniteError(TrainingError):
-    """A loss or gradient that is NaN or infinite."""
+    """The loss or a gradient is NaN or infinite."""
 
 
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:
-    """Refuses a value of a recipe in a sentence."""
+    """Refuses a recipe's value where the condition does not hold."""
     if not condition:
         raise RecipeError(f"{key}: expected {expected}, got {got!r}")

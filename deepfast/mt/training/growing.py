@@ -1,8 +1,8 @@
 """Depth growing in training: a recipe with a section `grow` is two runs, one after the other.
 
-Wu et al., Depth Growing for Neural Machine Translation, ACL 2019: a Transformer is trained until
-it has converged; then it stays as it is, and the layers on top of it learn, with a step counter, a
-schedule and an optimizer of their own. Each run has a folder of its own in the recipe's output.
+Wu et al., Depth Growing for Neural Machine Translation, ACL 2019. The first run trains a
+Transformer until it converges. The second run freezes it and trains layers on top of it, with its
+own step counter, schedule and optimizer. Each run has its own folder in the recipe's output.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.recipe import Recipe
 
 FIRST, SECOND = "stage1", "stage2"
-"""Folders of the two runs."""
+"""The folders of the two runs."""
 
 TOP_FIELDS = tuple(
     field.name
     for field in fields(DepthGrowingConfig)
     if field.name not in {field.name for field in fields(TransformerConfig)}
 )
-"""Fields of the config that are the top's own."""
+"""Fields of the config that only the top has."""
 
 
 def check_grow(recipe: Recipe) -> None:
     """Refuses a recipe whose second run could not begin.
 
     Raises:
-        RecipeError: a section `grow` that does not fit the rest of the recipe.
+        RecipeError: the section `grow` does not fit the rest of the recipe.
     """
     grow, config = recipe.grow, recipe.model_config(vocab_size=8)
     if isinstance(config, DepthGrowingConfig):
         if grow is None or set(grow) != {"from"} or not grow["from"]:
             raise RecipeError(
-                "model.kind: expected transformer and a section grow, or grow.from=CHECKPOINT "
-                f"alone, for a model grows on a trained one, got depth_growing and grow {grow!r}"
+                "model.kind: expected transformer with a section grow, or depth_growing with "
+                f"grow.from=CHECKPOINT alone, got depth_growing with grow {grow!r}"
             )
         return
     if grow is None:
@@ -60,8 +60,8 @@ def check_grow(recipe: Recipe) -> None:
     _expect_keys("grow.model", grow.get("model", {}), TOP_FIELDS)
     if not (grow.get("from") or recipe.data.validates):
         raise RecipeError(
-            "grow: expected dev pairs, by which the best checkpoint is known, or grow.from, got "
-            "none"
+            "grow: expected dev pairs, to find the best checkpoint of the first run, or "
+            "grow.from, got neither"
         )
     try:
         second_run(recipe)
@@ -74,13 +74,13 @@ def _expect_keys(section: str, given: dict[str, Any], known: Sequence[str]) -> N
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise RecipeError(
-            f"{section}.{unknown[0]}: expected one of {', '.join(known)}: all else is as in the "
-            "first run"
+            f"{section}.{unknown[0]}: expected one of {', '.join(known)}: the first run decides "
+            "everything else"
         )
 
 
 def second_run(recipe: Recipe) -> Recipe:
-    """The recipe of the top: values of the section `grow` in place of the first run's."""
+    """The recipe of the second run: that of the first with the values of the section `grow`."""
     grow, folder = recipe.grow, Path(recipe.output)
     bottom = asdict(recipe.model_config(vocab_size=8))
     model = {name: value for name, value in bottom.items() if name not in DERIVED_FIELDS}
@@ -95,7 +95,7 @@ def second_run(recipe: Recipe) -> Recipe:
 
 
 def runs(recipe: Recipe) -> list[Recipe]:
-    """The runs that are still to be made or continued, in order: without growing the recipe itself.
+    """The runs that are left to make or to continue, in order; without growing the recipe itself.
 
     Raises:
         RecipeError: see `check_grow`.
@@ -115,13 +115,13 @@ def runs(recipe: Recipe) -> list[Recipe]:
         begun = recipe.resume and bool(step_checkpoints(second.output))
     if begun:
         return [second]
-    # After hours of the first run it would be late to hear of it.
+    # Checked now, not after hours of the first run.
     checkpoint_to_resume(second.output, second.resume)
     return [first, second]
 
 
 def stage(recipe: Recipe, run: Recipe) -> str | None:
-    """Which of a recipe's two runs one of `runs` is, in words; None where there is one alone."""
+    """Which of the recipe's two runs this is, in words; None where there is only one run."""
     if run is recipe or recipe.grow.get("from"):
         return None
     config = run.model_config(vocab_size=8)
@@ -130,8 +130,7 @@ def stage(recipe: Recipe, run: Recipe) -> str | None:
         return f"stage 1 of 2: {layers}, into {run.output}"
     layers = _layers(config.top_encoder_layers, config.top_decoder_layers)
     return (
-        f"stage 2 of 2: {layers} on top of {run.grow['from']}, which stays as it is, into "
-        f"{run.output}"
+        f"stage 2 of 2: {layers} on top of {run.grow['from']}, which is frozen, into {run.output}"
     )
 
 
@@ -140,7 +139,7 @@ def _layers(encoder: int, decoder: int) -> str:
 
 
 def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
-    """The checkpoint that a run grows on; None for a run that grows nothing."""
+    """The content of the checkpoint that a run grows on; None for a run that does not grow."""
     return None if recipe.grow is None else load_checkpoint(recipe.grow["from"])
 
 
@@ -148,8 +147,8 @@ def load_bottom(recipe: Recipe, model: nn.Module, content: dict[str, Any]) -> No
     """Puts a trained Transformer under a `DepthGrowing`.
 
     Raises:
-        CheckpointError: it is of another kind or other sizes than the recipe's, or was trained on
-            text of another case.
+        CheckpointError: its kind or sizes are not the recipe's, or it was trained on text of
+            another case.
     """
     path = recipe.grow["from"]
     check_config(path, content, model.bottom.config)

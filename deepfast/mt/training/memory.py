@@ -1,4 +1,4 @@
-"""A run inside a budget of memory: the plan, and a trial of the largest micro-batch before it."""
+"""Fits a run into a memory budget: a plan, then a trial step on the largest micro-batch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from deepfast.mt.training.trainer import Trainer
 from deepfast.nn.connections.connection import PRESETS
 
 TRIES = 3
-"""Plans tried out, each for a budget that is short by as much as the one before was wrong."""
+"""How many plans are tried. Each budget is smaller by the error of the plan before."""
 
 
 def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
-    """Plans by the recipe's key ``memory``, which is not None, sets the policies on the model, and
-    tries the largest micro-batch; where that takes more than was predicted, plans again.
+    """Plans by the recipe's key ``memory``, which is not None, and sets the policies on the model.
 
-    Neither a parameter nor the model's configuration changes.
+    Then it tries a step on the largest micro-batch. Where that takes more memory than the budget,
+    it plans again. Parameters and the model's config do not change.
 
     Returns:
-        A row of metrics: bytes that were predicted and measured, and the policies in words.
+        A row of metrics: predicted and measured bytes, and the policies in words.
 
     Raises:
-        TrainingError: a step does not fit; the message says what would.
+        TrainingError: no step fits; the message says what would fit.
     """
     named = trainer.recipe.memory in POLICIES
     planned = plan_run(trainer.recipe, trainer)
-    # A policy by name sets no limit but the device's own.
+    # With a policy by name the only limit is the device's memory.
     limit = math.inf if named else planned.budget
     for line in lines(planned):
         say(line)
@@ -67,7 +67,7 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
         )
         other = _what_fits(trainer, planned, limit, measured)
         if not other.fits:
-            # The budget it names is one of predictions, which were wrong here.
+            # Not the budget that the planner advises: its predictions were wrong here.
             raise TrainingError(wrong + advise(other.what_fits, budget=False))
         instead = describe(other.policies, other.decoder_policies)
         if attempt == tries:
@@ -78,29 +78,29 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def set_policy(model: nn.Module, policy: str) -> None:
-    """One policy for all layers; where nothing can be mixed again the nearest takes its place."""
+    """Sets one policy for all layers. A side without DLCL gets "states" in place of "history"."""
     for stack in (model.encoder, model.decoder):
         mixes = stack.connection.dlcl is not None or policy != "history"
         stack.set_memory(policy if mixes else "states")
 
 
 def _trial(trainer: Trainer, planned: Plan) -> float:
-    """Bytes of a step under a plan's policies, on the rank that needs most."""
+    """Bytes of a step under a plan's policies, on the rank that needs the most."""
     trainer.model.encoder.set_memory(planned.policies)
     trainer.model.decoder.set_memory(planned.decoder_policies)
     return _largest_of_ranks(trainer.measure(), trainer.device)
 
 
 def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Plan:
-    """The plan of a recipe's model and ``data.max_tokens``, under its key ``memory``.
+    """The plan for a recipe's model and ``data.max_tokens``, under its key ``memory``.
 
     Args:
-        budget: bytes, in place of the recipe's.
+        budget: bytes that replace the recipe's budget.
     """
     config, named = trainer.model.config, recipe.memory in POLICIES
     decoder = None
     if named:
-        # Where nothing can be mixed again the nearest policy takes its place.
+        # As in `set_policy`.
         mixes = config.decoder_connection in PRESETS or recipe.memory != "history"
         decoder = recipe.memory if mixes else "states"
     if budget is None and not named:
@@ -132,13 +132,13 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 
 
 def _planned(connection: str) -> str:
-    """What the planner calls a connection: every DLCL holds the same states, and latent depth what
-    the plain residual one does."""
+    """The planner's name of a connection. Every form of DLCL keeps the same states; latent depth
+    keeps what the residual connection keeps."""
     return "dlcl" if connection in PRESETS else "residual"
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:
-    """The same on every rank: all stop together, or none does."""
+    """The largest value of all ranks, so that all of them stop or none does."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
     gpu = torch.distributed.get_backend() == "nccl"
@@ -148,6 +148,6 @@ def _largest_of_ranks(value: float, device: torch.device) -> float:
 
 
 def _what_fits(trainer: Trainer, planned: Plan, limit: float, measured: float) -> Plan:
-    """The plan for a budget that is short by as much as this one was wrong."""
+    """The plan for a budget that is smaller by the error of this plan."""
     wrong = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
     return plan_run(replace(trainer.recipe, memory=None), trainer, int(limit / wrong))

@@ -1,4 +1,4 @@
-"""Where NaN or infinity first appeared."""
+"""Finds where NaN or infinity appeared first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _Found(Exception):
-    """Leaves the forward pass at the first bad output."""
+    """Ends the forward pass at the first output that is not finite."""
 
 
 def _finite(output: Any) -> bool:
@@ -22,8 +22,8 @@ def _finite(output: Any) -> bool:
 
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
-    """Runs `forward`, which calls `model`, and names the first module, in order of execution, whose
-    output holds NaN or infinity; None where every module's output is finite."""
+    """Runs `forward`, which calls `model`, and names the first module whose output holds NaN or
+    infinity; None where all outputs are finite."""
     names = {module: name or "the model" for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -46,7 +46,7 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
 def first_nonfinite_gradient(model: nn.Module) -> str | None:
     """The last parameter, in the model's order, whose gradient is not finite.
 
-    Backward runs from the end of the model, so that one met it first.
+    The backward pass runs from the model's end to its beginning and so reached that one first.
     """
     bad = [name for name, p in model.named_parameters() if p.grad is not None
            and not _finite(p.grad)]  # fmt: skip

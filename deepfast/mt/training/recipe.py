@@ -1,6 +1,6 @@
-"""What a training run is made of: one dataclass per section of a recipe file.
+"""What a training run is made of: one dataclass per section of a recipe.
 
-Text to recipe (files, overrides, nearest keys) is in `recipe_file`; this file knows values only.
+`recipe_file` reads recipes from files and overrides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_FIELDS = {
     for name, kind in get_type_hints(model.Config).items()
     if name not in DERIVED_FIELDS
 } | {"kind": str, "size": str | None}
-"""Key -> type of the section `model`, of all kinds of models; the kind decides which may be set."""
+"""Key -> type in the section `model`, for all kinds of models together."""
 
 NESTED_FIELDS = {
     "dlcl": option_types("dlcl"),
@@ -44,8 +44,7 @@ NESTED_FIELDS = {
     "latent": option_types("latent"),
     "fusion": option_types("fusion"),
 }
-"""Key of the section `model` that holds keys itself -> their types; the rest of the arguments of
-such a module follow from the model."""
+"""Key in the section `model` that holds further keys -> their types."""
 
 
 @dataclass(kw_only=True)
@@ -55,21 +54,22 @@ class OptimSection:
     lr: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     warmup: int = 4_000
-    """Steps of linear warm-up; then lr follows the schedule."""
+    """Steps of linear warm-up; after them lr follows the schedule."""
     schedule: str = "inverse_sqrt"
     """After the warm-up: "inverse_sqrt" of the step, or "constant"."""
     restart_step: int | None = None
-    """After so many steps Adam starts anew, at restart_lr from then on; None: never."""
+    """After this step Adam starts anew, with the rate restart_lr; None: never."""
     restart_lr: float | None = None
-    """The constant rate after the restart."""
+    """Constant rate after the restart."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Adam's decay rates."""
     eps: float = 1e-9
     """Adam's epsilon."""
     weight_decay: float = 0.0
-    """Decoupled decay (AdamW) of the matrices of linear layers, per step and unit of lr."""
+    """Decoupled decay (AdamW) of the matrices of linear layers: a step subtracts lr * weight_decay
+    times the matrix."""
     l2: float = 0.0
-    """Coefficient r of the penalty r/2 |w|^2 on the same matrices, in the gradient (Adam)."""
+    """Coefficient r of the penalty r/2 |w|^2 on the same matrices, in the gradient of Adam."""
     label_smoothing: float = 0.1
     """Probability spread evenly over the vocabulary."""
     clip_norm: float | None = 1.0
@@ -112,7 +112,7 @@ class TrainSection:
     max_steps: int | None = 100_000
     """Optimizer steps; None: until max_minutes or patience."""
     max_minutes: float | None = None
-    """Minutes of training, validation included, over all resumes; None: no limit."""
+    """Minutes of the whole run, with validation and the time before resuming; None: no limit."""
     seed: int = 1
     """Seed of the parameters, dropout and the order of the batches."""
     device: str | None = None
@@ -122,25 +122,27 @@ class TrainSection:
     threads: int | None = None
     """CPU threads; None: torch's default."""
     deterministic: bool = False
-    """Only deterministic algorithms: two runs on a GPU agree to the bit. A CPU run always does."""
+    """Only deterministic algorithms, so that two runs on a GPU agree to the bit. On a CPU they
+    always do."""
     validate_every: int = 1_000
     """Steps between validations."""
     patience: int | None = None
-    """Stop after so many validations without a better NLL; None: never."""
+    """Stop after this many validations without a better NLL; None: never."""
     validate_bleu: bool = False
-    """Translate the dev part at every validation too (slow); the NLL still chooses the best."""
+    """Translate the dev part at every validation (slow). The best checkpoint is still that with the
+    lowest NLL."""
     test_bleu: bool = False
     """Translate the test part at the end."""
     save_every: int = 1_000
     """Steps between checkpoints."""
     keep_last: int = 5
-    """Checkpoints after every `save_every` steps to keep, beside the newest and the best."""
+    """How many checkpoints of `save_every` to keep; the newest and the best are kept too."""
     average_last: int = 5
-    """Checkpoints to average into average.pt at the end; 0: none."""
+    """How many checkpoints to average into average.pt at the end; 0: none."""
     log_every: int = 50
     """Steps between lines of metrics."""
     tensorboard: bool = True
-    """Write TensorBoard events, where the package is installed."""
+    """Write TensorBoard events, if the package is installed."""
 
     def __post_init__(self):
         for name in ("validate_every", "save_every", "keep_last", "log_every"):
@@ -170,35 +172,35 @@ class Recipe:
     data: DataSection
     """Text, vocabulary and batches."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config; `kind`, "transformer" where it is absent; and for that kind
-    `size`: "base" or "big", whose values they replace."""
+    """Fields of the model's config. Also `kind`, one of deepfast.mt.models.KINDS, by default
+    "transformer"; and for a transformer `size`, "base" or "big", which sets other defaults."""
     optim: OptimSection = field(default_factory=OptimSection)
     """Adam, its schedule, and the loss."""
     train: TrainSection = field(default_factory=TrainSection)
     """How long, how, and what to keep."""
     memory: str | None = None
-    """A size such as "24GiB": what each layer keeps for backward is planned so that a step fits
-    into it; or the name of a memory policy for all layers; None: "keep"."""
+    """A size such as "24GiB": a plan decides what each layer keeps for backward, so that a step
+    fits into it. Or the name of a memory policy for all layers. None: "keep"."""
     grow: dict[str, Any] | None = None
-    """A second run, into `output`/stage2, grows the model of the first, in `output`/stage1: it
-    puts layers on top of its best checkpoint. Keys, each of which may be left out:
+    """A second run puts layers on top of the first run's best checkpoint. The first run is in
+    `output`/stage1, the second in `output`/stage2. All keys are optional:
 
-        from    a checkpoint to grow on, of the recipe's own sizes; there is no first run then
-        model   fields of the top: those of DepthGrowingConfig that TransformerConfig has not
-        optim   keys of the section `optim` that are not as in the first run
-        train   the same of `train`
+        from    a checkpoint to grow on, with the sizes of this recipe; then there is no first run
+        model   fields of the top: those of DepthGrowingConfig that TransformerConfig does not have
+        optim   keys of the section `optim` that differ from the first run
+        train   keys of the section `train` that differ from the first run
 
-    The second run counts its own steps from 0: `grow.train.max_steps` is its length, and where
-    that is left out it takes as many as the first. So it is with warmup, max_minutes and patience.
-    An empty section `grow` grows by the defaults."""
+    The second run counts its own steps from 0. `grow.train.max_steps` is its length; without that
+    key it is as long as the first. The same holds for warmup, max_minutes and patience. An empty
+    section `grow` grows with the defaults."""
     output: str = "runs/deepfast"
-    """Folder of checkpoints and metrics; it must be empty or new unless resuming."""
+    """Folder for checkpoints and metrics. It must be empty or new, unless the run resumes."""
     resume: bool | str = False
-    """True: continue from the newest checkpoint in `output`, or start where there is none. A
-    path: continue from that file."""
+    """True: continue from the newest checkpoint in `output`, or start where there is none. A path:
+    continue from that file."""
 
     def __post_init__(self):
-        # A model that cannot be built is refused before any data is read.
+        # Refuses a model that cannot be built, before any data is read.
         config = self.model_config(vocab_size=8)
         if self.memory is not None:
             self._check_memory(config)
@@ -225,7 +227,7 @@ class Recipe:
             serves = self.memory in named or isinstance(config, DepthGrowingConfig)
             expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
-            expected = f"{policy}, or null {unplanned}, which no plan counts"
+            expected = f"{policy}, or null {unplanned}, which the planner cannot predict"
             expect(False, "memory", expected, self.memory)
         else:
             try:
@@ -235,14 +237,13 @@ class Recipe:
                 raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
 
     def planned(self) -> bool:
-        """Whether a plan counts what this recipe's model keeps."""
+        """Whether the planner can predict the memory of this recipe's model."""
         return self.grow is None and _not_planned(self.model_config(vocab_size=8)) is None
 
     def model_config(
         self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
     ) -> Any:
-        """The model's config, one of `deepfast.mt.models.KINDS`, for a vocabulary and the ids of
-        the languages' tags in it."""
+        """The model's config for a vocabulary and the ids of the languages' tags in it."""
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
         expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
@@ -284,8 +285,7 @@ class Recipe:
 
 
 def _not_planned(config: TransformerConfig) -> str | None:
-    """What no plan counts, in words: states, mixtures, further matrices of the vocabulary's size;
-    None where there is nothing of the kind."""
+    """What in a model the planner cannot predict, in words; None where it can predict all."""
     if isinstance(config, DepthGrowingConfig):
         return "for a model that grows"
     for key, plain in (("cross_attention", "top"), ("share_embeddings", "all"),

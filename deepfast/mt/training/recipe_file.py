@@ -31,7 +31,7 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _known_types() -> dict[str, Any]:
-    """Dotted key -> type of its value, for every key a recipe may hold."""
+    """Dotted key -> type of its value, for every key that a recipe may hold."""
     known: dict[str, Any] = dict(TOP)
     for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
@@ -65,12 +65,12 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: path of a YAML file, or a name of `recipe_names()`.
-        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null in
-            place of a section, `"model.latent=null"`, takes back what the file has in it.
+        overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null for
+            a section, `"model.latent=null"`, removes what the file has in it.
 
     Raises:
-        RecipeError: no such recipe, unreadable YAML, an unknown key, or a value of a wrong type
-            or out of range.
+        RecipeError: there is no such recipe, its YAML cannot be read, a key is unknown, or a value
+            has a wrong type or is out of range.
     """
     text, where = _read(name)
     tree = _parse(text, where)
@@ -82,7 +82,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         if not equals:
             raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
         changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
-        # An empty section takes back what the file has in it.
+        # An empty section removes what the file has in it.
         if not changes:
             flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
         flat |= changes
@@ -101,7 +101,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """What changed between two recipes as dictionaries, `key old -> new` each; resume apart."""
+    """The changes between two recipes as dictionaries, each `key old -> new`; without resume."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -147,7 +147,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
-    """Nested keys to dotted ones, each known and each value of its type."""
+    """Nested keys to dotted ones; refuses unknown keys and values of a wrong type."""
     flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -165,14 +165,14 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """The value as its type, or a RecipeError; a whole number serves where a number may stand."""
+    """The value as its type, or a RecipeError; where a number is expected a whole number serves."""
     if typing.get_origin(kind) is tuple:
         parts = typing.get_args(kind)
         if not isinstance(value, (list, tuple)) or len(value) != len(parts):
             raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {value!r}")
         return tuple(_typed(key, v, part) for v, part in zip(value, parts, strict=True))
     options = typing.get_args(kind) or (kind,)
-    # Exact types: True is an int in Python, but not in a recipe.
+    # Exact types: in Python True is an int, in a recipe it is not.
     if type(value) in options:
         return value
     # YAML 1.1 reads 1e-3, which has no point, as text.
@@ -185,7 +185,7 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
 
 def _build(flat: dict[str, Any]) -> Recipe:
     tree: dict[str, Any] = {}
-    # An empty section before what an override puts into it.
+    # Short keys first: an empty section comes before the keys that an override puts into it.
     for key in sorted(flat, key=lambda key: key.count(".")):
         place = tree
         *sections, name = key.split(".")

@@ -1,4 +1,4 @@
-"""What a run tells: lines or a progress bar for people, JSON lines and TensorBoard for programs."""
+"""The output of a run: lines or a bar for people, JSON lines and TensorBoard for programs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deepfast.mt.training.errors import TrainingError
 
 METRICS = "metrics.jsonl"
 LAST_EVENTS = ("average", "test")
-"""What a finished run logs at its last step."""
+"""Events that a finished run logs at its last step."""
 
 
 class Report:
-    """Writes `metrics.jsonl` and TensorBoard events into the run's folder, and talks on stdout.
+    """Writes `metrics.jsonl` and TensorBoard events into the run's folder, and prints lines.
 
     Every line of `metrics.jsonl` is an object with `event` ("memory", "train", "valid", "average",
-    "test"), `step` and `seconds` (wall time of the run, all resumes together). NLL and loss are
-    nats per target token, eos included.
+    "test"), `step` and `seconds` (wall time of the run, with the time before resuming). NLL and
+    loss are nats per target token, eos included.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Report:
     ):
         """
         Args:
-            first_step: what an interrupted run logged after this step is removed; it will come
-                again.
-            quiet: nothing on stdout.
+            first_step: the step to resume after. What an interrupted run logged after it is
+                removed, because it will be logged again.
+            quiet: print nothing.
         """
         self.quiet, self.path = quiet, folder / METRICS
         _cut_after(self.path, first_step)
@@ -61,13 +61,13 @@ class Report:
             try:
                 print(line, flush=True)
             except BrokenPipeError:
-                # Hours of training do not end because `| head` has seen enough.
+                # The reader, such as `| head`, has gone: training goes on.
                 self.quiet = True
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
         row = {"event": event, "seconds": round(seconds, 3)} | row
-        # JSON has neither infinity, which a perplexity may reach, nor NaN.
+        # JSON has neither NaN nor infinity, which a perplexity may reach.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in row.items()}  # fmt: skip
         try:
@@ -87,8 +87,8 @@ class Report:
             self.say(line)
 
     def close(self) -> None:
-        """Ends the bar and the files; more than once does no harm."""
-        # On a full disk both fail once more, over the error that says so.
+        """Ends the bar and closes the files; may be called more than once."""
+        # On a full disk closing fails again and would hide the first error.
         with contextlib.suppress(OSError):
             self._stream.close()
         if self._board is not None:
@@ -129,7 +129,8 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Removes rows that will come again: those beyond `step`, and a finished run's last ones."""
+    """Removes rows that will be logged again: those after `step`, and the last ones of a finished
+    run."""
     if not path.exists():
         return
     kept = []
@@ -138,7 +139,7 @@ def _cut_after(path: Path, step: int) -> None:
             row = json.loads(line)
             again = row["step"] + (row["event"] in LAST_EVENTS) > step
         except (ValueError, KeyError):
-            # A row that was cut short when the run was killed.
+            # A row cut short when the run was killed.
             continue
         if not again and step > 0:
             kept.append(line + "\n")
@@ -146,7 +147,7 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def _tensorboard(folder: Path, first_step: int):
-    # TensorFlow, where it is installed, would otherwise be imported and print.
+    # Keeps TensorFlow quiet, which TensorBoard imports where it is installed.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -156,7 +157,7 @@ def _tensorboard(folder: Path, first_step: int):
 
 
 def _bar(total_steps: int | None, first_step: int):
-    """A rich progress bar on the terminal; None where rich is not installed."""
+    """A progress bar on the terminal; None where rich is not installed."""
     try:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:

@@ -1,10 +1,12 @@
-"""A training run from recipe to averaged checkpoint."""
+"""A training run, from the recipe to the averaged checkpoint.
+
+`train` is the entry. `_Run` decides when to log, validate, save and stop; the training step itself
+is `Trainer.train_step`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +32,14 @@ from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.environment import (
     StopSignal,
     give_back_large_blocks,
+    new_folder,
     peak_bytes,
     release_freed_memory,
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError, TrainingError
-from deepfast.mt.training.growing import (
-    load_bottom,
-    read_bottom,
-    runs,
-    stage,
-)
+from deepfast.mt.training.errors import CheckpointError, NotFiniteError
+from deepfast.mt.training.growing import load_bottom, read_bottom, runs, stage
 from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import differences, dump_recipe
@@ -62,23 +60,23 @@ class TrainResult:
     stopped: str
     """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
     seconds: float
-    """Wall time, all resumes together."""
+    """Wall time, including the time before resuming."""
     checkpoint: Path | None
-    """The newest checkpoint, which resumes."""
+    """The newest checkpoint, from which a run resumes."""
     best: Path | None
     """The checkpoint with the lowest dev NLL."""
     best_nll: float | None
     """Its dev NLL, nats per target token."""
     average: Path | None
-    """The average of the last checkpoints; it translates, but cannot resume."""
+    """The average of the last checkpoints, to translate with; no run can resume from it."""
     average_nll: float | None
     """Its dev NLL, nats per target token."""
     test_bleu: float | None
-    """BLEU of the test part, 0 to 100; of several languages the mean."""
+    """BLEU of the test part, 0 to 100; with several languages their mean."""
 
     @property
     def for_translation(self) -> Path:
-        """The average or the best checkpoint, whichever has the lower dev NLL."""
+        """The average or the best checkpoint: the one with the lower dev NLL."""
         if self.average is not None and (
             self.best is None or (self.average_nll is not None and self.average_nll < self.best_nll)
         ):
@@ -89,21 +87,21 @@ class TrainResult:
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
     """Trains a translation model as the recipe says; Ctrl-C leaves a checkpoint to resume from.
 
-    A recipe with a section `grow` is two runs, and the result is that of the last one.
+    A recipe with a section `grow` is two runs; the result is that of the last one.
 
-    Torch's and Python's generators are seeded; threads and determinism are put back at the end.
+    Seeds torch's and Python's random generators. Threads and determinism are restored at the end.
 
     Args:
-        quiet: nothing on stdout; metrics go to the output folder all the same.
+        quiet: print nothing; the metrics are still written to the output folder.
 
     Raises:
-        ValueError: a recipe, text or checkpoint that cannot be used.
-        RuntimeError: a loss that is not finite, or a folder that cannot be written.
+        ValueError: the recipe, the text or a checkpoint cannot be used.
+        RuntimeError: the loss is not finite, or the folder cannot be written.
     """
     recipe.data.check_text()
     parts = runs(recipe)
     for part in parts:
-        # Of the second run too before the first begins.
+        # Checked for the second run too, before the first begins.
         resolve_device(part.train.device)
     for part in parts:
         with settings(part.train):
@@ -114,7 +112,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
 
 
 class _Run:
-    """What happens when: logging, validating, saving, stopping."""
+    """One run: when to log, validate, save and stop."""
 
     def __init__(self, recipe: Recipe, quiet: bool, stage: str | None):
         self.recipe, self.section, self.stage = recipe, recipe.train, stage
@@ -127,11 +125,11 @@ class _Run:
                 f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
                 "state, such as an average"
             )
-        # A checkpoint of this run has its bottom within.
+        # A checkpoint of this run already holds the bottom.
         bottom = None if content else read_bottom(recipe)
         self.grows_on: str | None = None
-        """What a run that begins has below it, for people."""
-        with _made(self.folder):
+        """The checkpoint that a new run grows on, in words."""
+        with new_folder(self.folder):
             start = content or bottom
             vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
             corpus = load_corpus(
@@ -142,7 +140,7 @@ class _Run:
                 load_bottom(recipe, self.trainer.model, bottom)
                 self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
         self.measured: int | None = None
-        """Peak bytes of a step, of the trial before the first."""
+        """Peak bytes of the trial step."""
         self.changed: list[str] = []
         if content is not None:
             try:
@@ -229,7 +227,7 @@ class _Run:
         self.report.log("memory", row, seconds=self.seconds)
 
     def _loop(self, signal: StopSignal) -> str:
-        """Trains until something says stop; returns what."""
+        """Trains until a limit or a signal stops it, and returns which."""
         trainer, section = self.trainer, self.section
         while (stopped := signal.name or self._due()) is None:
             try:
@@ -248,7 +246,7 @@ class _Run:
         return stopped
 
     def _complete(self) -> None:
-        """What is still open at the end: the last lines of metrics, and a checkpoint with them."""
+        """Logs and validates the steps since the last line of metrics, then saves."""
         trainer = self.trainer
         validate = bool(trainer.corpus.dev_batches) and trainer.validated_at != trainer.step
         if trainer.window.steps:
@@ -293,8 +291,8 @@ class _Run:
         prune(self.folder, self.section.keep_last, self.section.save_every)
 
     def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
-        """BLEU, 0 to 100; of several languages each one's, and their mean."""
-        # Search is needed only here, and only when asked for.
+        """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""
+        # Only here: training without BLEU needs no search.
         from deepfast.mt.search import bleu, translate_lines
 
         corpus = self.trainer.corpus
@@ -310,7 +308,7 @@ class _Run:
         return {"bleu": sum(each.values()) / len(each)} | each
 
     def _finish(self, stopped: str) -> TrainResult:
-        """Averages, and translates the test part with the better of average and best."""
+        """Averages checkpoints; translates the test part with the better of average and best."""
         result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
         step = {"step": trainer.step}
         if self.section.average_last:
@@ -348,21 +346,3 @@ class _Run:
             average_nll=None,
             test_bleu=None,
         )
-
-
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes the folder before the work inside, and takes it away where that fails and it is empty:
-    a folder that cannot be made is told first, and a run that never began leaves none."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"{folder}: cannot be made ({error.strerror})") from error
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in new:
-                path.rmdir()
-        raise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.recipe import Recipe
 
 VALIDATION = ("best_nll", "best_step", "since_best", "validated_at")
-"""Attributes of a trainer that early stopping needs after a resume."""
+"""Attributes of a trainer that early stopping needs after resuming."""
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Window:
     source_tokens: int = 0
     target_tokens: int = 0
     grad_norm: float = 0.0
-    """Before clipping, summed over steps."""
+    """Before clipping; summed over steps."""
     seconds: float = 0.0
-    """In steps alone, validation and checkpoints left out."""
+    """Time of the steps, without validation and checkpoints."""
 
 
 class Trainer:
-    """Model, optimizer, batches and counters; what to do when is `run`'s business."""
+    """Model, optimizer, batches and counters. `run` decides when to do what."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
         self.recipe, self.corpus, self.device = recipe, corpus, device
@@ -60,24 +60,21 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, recipe.optim)
         self.step = 0
         self.seconds = 0.0
-        """Wall time of the run up to the last checkpoint that was resumed."""
+        """Wall time of the run up to its last checkpoint."""
         self.best_nll, self.best_step, self.since_best = math.inf, 0, 0
         self.validated_at = 0
         """Step of the last validation."""
         self.window = Window()
-        self._stream = self._micro_batches()
+        self._micro_batches = self._epochs()
 
-    def _micro_batches(self) -> Iterator[Batch]:
-        while True:
-            yield from self.corpus.batches
+    def _epochs(self) -> Iterator[Batch]:
+        """The batches of one epoch after the other, from where `TokenBatches` stands."""
+        return itertools.chain.from_iterable(itertools.repeat(self.corpus.batches))
 
-    def _autocast(self) -> AbstractContextManager:
-        enabled = self.recipe.train.precision == "bfloat16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
-    def _sums(self, batch: Batch, smoothing: float) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: Batch, smoothing: float) -> tuple[Tensor, Tensor]:
         """Loss and NLL, summed over the batch's target tokens."""
-        with self._autocast():
+        mixed = self.recipe.train.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
             return self.model.loss(
                 batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing
             )
@@ -86,7 +83,7 @@ class Trainer:
         """One optimizer step over `accumulate` micro-batches."""
         began = time.perf_counter()
         optim = self.recipe.optim
-        batches = [next(self._stream).to(self.device) for _ in range(optim.accumulate)]
+        batches = [next(self._micro_batches).to(self.device) for _ in range(optim.accumulate)]
         target_tokens = sum(batch.target_tokens for batch in batches)
         generators = random_state(self.device)
 
@@ -95,20 +92,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = nll = torch.zeros((), device=self.device)
         for batch in batches:
-            batch_loss, batch_nll = self._sums(batch, optim.label_smoothing)
-            # Over the tokens of the whole step: micro-batches of unequal size weigh as one batch.
+            batch_loss, batch_nll = self._loss(batch, optim.label_smoothing)
+            # By the tokens of the whole step, as if the micro-batches were one batch.
             (batch_loss / target_tokens).backward()
             loss, nll = loss + batch_loss.detach(), nll + batch_nll
         norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
-        # The step's only wait for the device.
+        # The only place where the step waits for the device.
         loss_sum, nll_sum, grad_norm = torch.stack((loss, nll, norm)).tolist()
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             raise self._not_finite(loss_sum, batches, generators)
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
         if self.step == optim.restart_step:
-            # Its averages belong to the steps before.
+            # Adam forgets its averages.
             self.optimizer = build_optimizer(self.model, optim)
         rate = learning_rate(self.step + 1, optim)
         for group in self.optimizer.param_groups:
@@ -126,10 +123,10 @@ class Trainer:
         window.seconds += time.perf_counter() - began
 
     def measure(self) -> float:
-        """Peak bytes of a step on the largest micro-batch: parameters, gradients, the optimizer's
-        state, and what forward and backward keep alive. Infinity where a GPU has not so much.
+        """Peak bytes of a step on the largest micro-batch; infinity where the GPU has not so much.
 
-        No parameter changes, and generators are where they were.
+        Counts parameters, gradients, the optimizer's state, and the tensors that forward and
+        backward keep alive. Parameters and random generators stay as they are.
         """
         batch = self.corpus.batches.largest().to(self.device)
         generators = random_state(self.device)
@@ -137,9 +134,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with LiveBytes(self.device) as live:
-                # With accumulation gradients are there while a later micro-batch runs.
+                # With accumulation the gradients exist while the next micro-batch runs.
                 for _ in range(min(self.recipe.optim.accumulate, 2)):
-                    loss = self._sums(batch, self.recipe.optim.label_smoothing)[0]
+                    loss = self._loss(batch, self.recipe.optim.label_smoothing)[0]
                     (loss / batch.target_tokens).backward()
                     del loss
         except torch.cuda.OutOfMemoryError:
@@ -174,11 +171,11 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.corpus.dev_batches:
-            total += self._sums(batch.to(self.device), 0.0)[1]
+            total += self._loss(batch.to(self.device), 0.0)[1]
         return total.item() / sum(batch.target_tokens for batch in self.corpus.dev_batches)
 
     def record(self, nll: float) -> bool:
-        """Counts a validation; whether it is the best so far."""
+        """Records a validation; returns whether it is the best so far."""
         self.validated_at = self.step
         if nll < self.best_nll:
             self.best_nll, self.best_step, self.since_best = nll, self.step, 0
@@ -187,7 +184,7 @@ class Trainer:
         return False
 
     def _not_finite(self, loss: float, batches: list[Batch], generators: dict) -> NotFiniteError:
-        """Runs the step's forward again, dropout included, to name where it went wrong."""
+        """Runs the step's forward again, with the same dropout, to find where it went wrong."""
         step = self.step + 1
         if math.isfinite(loss):
             name = first_nonfinite_gradient(self.model)
@@ -198,7 +195,7 @@ class Trainer:
         module = None
         for batch in batches:
             module = module or first_nonfinite_module(
-                self.model, lambda batch=batch: self._sums(batch, 0.0)
+                self.model, lambda batch=batch: self._loss(batch, 0.0)
             )
         where = f"the output of {module}" if module else "the loss, every module's output is finite"
         return NotFiniteError(
@@ -222,7 +219,7 @@ class Trainer:
         }
 
     def model_state(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """What translating needs, of this model with `weights`."""
+        """What translating needs: this model with `weights`."""
         return {
             "step": self.step,
             "kind": kind_of(self.model.config),
@@ -233,16 +230,16 @@ class Trainer:
         }
 
     def load_state_dict(self, content: dict[str, Any], path: Path) -> None:
-        """Continue exactly where the checkpoint was taken; `path` names it in messages.
+        """Continue exactly where the checkpoint was taken; `path` is its name in errors.
 
-        Learning rate, betas and the like are the recipe's, should it have changed.
+        Learning rate, betas and the like come from the recipe, which may have changed.
         """
         check_config(path, content, self.model.config)
         load_weights(self.model, content["model"], path)
         state = content["training"]
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         try:
-            # A copy: the tensors that were read are mapped from a file, which may go.
+            # A copy: the tensors are mapped from the file, which may be deleted.
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             self.corpus.batches.load_state_dict(state["batches"])
         except ValueError as error:
@@ -253,11 +250,11 @@ class Trainer:
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
         self.window = Window(**state["window"])
-        self._stream = self._micro_batches()
-        # Last: building the model drew from the same generator.
+        self._micro_batches = self._epochs()
+        # Last: building the model drew from the same generators.
         set_random_state(state["random"], self.device)
 
 
 def perplexity(nll: float) -> float:
-    """exp(nll) of an NLL in nats per token; infinity where that overflows."""
+    """exp(nll) for an NLL in nats per token; infinity where that overflows."""
     return math.exp(nll) if nll < 700 else math.inf

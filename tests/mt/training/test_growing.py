@@ -92,7 +92,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert "model 3+2 encoder layers (dlcl+dlcl), 1+1 decoder layers" in said
     assert [line for line in said.splitlines() if line.startswith("stage ")] == [
         f"stage 1 of 2: 3 encoder and 1 decoder layer, into {best.parent}",
-        f"stage 2 of 2: 2 encoder and 1 decoder layer on top of {best}, which stays as it is, into "
+        f"stage 2 of 2: 2 encoder and 1 decoder layer on top of {best}, which is frozen, into "
         f"{result.output}",
     ]
     first, second = said.split("stage 2 of 2")

@@ -147,7 +147,7 @@ def test_what_no_plan_counts_names_the_policies_that_serve(name, change, why):
         load_recipe(name, [*change, "memory=2GiB"])
     text = str(caught.value)
     assert text.startswith("memory: expected a policy, one of keep, ")
-    assert text.endswith(f", or null {why}, which no plan counts, got '2GiB'")
+    assert text.endswith(f", or null {why}, which the planner cannot predict, got '2GiB'")
     offered = text.partition("one of ")[2].partition(", or null")[0].split(", ")
     for policy in POLICIES:
         if policy in offered:
@@ -162,7 +162,7 @@ def test_attention_residuals():
     config = load_recipe("phrases-small", changes).model_config(99)
     assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
     for more, message in (
-        ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which no"),
+        ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which the"),
         ("memory=history", r"leaner, states, where model\.encoder_connection is not dlcl, got"),
         ("model.norm=post", "model.encoder_connection block_attnres needs norm pre, got norm"),
         ("model.attnres_block=0", "attnres_block must be a whole number of at least 1"),
