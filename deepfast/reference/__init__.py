@@ -1,1 +1,1 @@
-"""The specification of every op in plain PyTorch: short, slow, float64-capable."""
+"""The specification of every op in plain PyTorch: short, slow, also in float64."""

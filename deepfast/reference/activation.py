@@ -1,7 +1,7 @@
-"""The activation of a feed-forward block with the dropout behind it, ``dropout(act(h))``.
+"""The activation of a feed-forward block, followed by dropout: ``dropout(act(h))``.
 
-relu(h) = max(h, 0); gelu(h) = h Phi(h), Phi the standard normal distribution, exact and not its
-tanh form (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
+relu(h) = max(h, 0); gelu(h) = h Phi(h), with Phi the exact standard normal distribution, not its
+tanh approximation (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
 """
 
 import math
@@ -16,14 +16,14 @@ KINDS = ("relu", "gelu")
 
 
 def _normal(x: Tensor) -> Tensor:
-    """Phi(x) by erfc: 1 + erf would cancel for negative x."""
+    """Phi(x) by erfc, because 1 + erf loses digits for negative x."""
     return 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
 def activation(
     h: Tensor, kind: str, *, dropout_p: float = 0.0, seed: int | Tensor | None = None
 ) -> Tensor:
-    """``dropout(act(h))`` of (..., F) in h's dtype, rounded once. A NaN that is kept stays one."""
+    """``dropout(act(h))`` of (..., F) in h's dtype, rounded once. A NaN that is kept stays NaN."""
     x = h.to(compute_dtype(h.dtype))
     y = x.relu() if kind == "relu" else x * _normal(x)
     return dropout(y.reshape(-1, y.shape[-1]), dropout_p, seed).view(h.shape).to(h.dtype)
@@ -37,10 +37,10 @@ def activation_grad(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """The gradient of h from that of `activation`; ``saved`` is relu's result, or gelu's h.
+    """The gradient of h from that of `activation`. ``saved`` is the result for relu, h for gelu.
 
-    relu: ``dout * scale`` where its result is not 0, which is the mask of both. gelu:
-    ``dropout(dout * (Phi(h) + h phi(h)))``, the mask replayed from its seed, phi the density.
+    relu: ``dout * scale`` where the result is not 0, which shows both relu's and dropout's mask.
+    gelu: ``dropout(dout * (Phi(h) + h phi(h)))``, phi the density, with the same mask.
     """
     x, g = saved.to(compute_dtype(saved.dtype)), dout.to(compute_dtype(dout.dtype))
     if kind == "relu":

@@ -14,15 +14,15 @@ from deepfast.reference.dropout import dropout_mask
 
 
 def sentences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
-    """The rows of every sentence's queries and of its keys."""
+    """The tokens of each sentence: those of its queries and those of its keys."""
     q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return [(slice(*a), slice(*b)) for a, b in zip(pairwise(q), pairwise(k), strict=True)]
 
 
 def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """``scale q k^T`` (H, m, n) of one sentence, q (m, H, d), k (n, H, d); -inf where unseen.
+    """``scale q k^T`` (H, m, n) of one sentence, q (m, H, d), k (n, H, d); -inf where masked.
 
-    Causal: the last query sees every key, the one before it all but the last, and so on.
+    Causal: the last query sees every key, the query before it all keys but the last, and so on.
     """
     s = scale * torch.einsum("mhd,nhd->hmn", q, k)
     unseen = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
@@ -32,8 +32,11 @@ def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 def weight_masks(
     seed: int | Tensor | None, queries: int, heads: int, keys: int, p: float, like: Tensor
 ) -> Tensor:
-    """What dropout multiplies the weights by, (T_q, H, keys): row ``t H + h`` of the mask belongs
-    to query t's head h, and its channels are the keys of the query's sentence."""
+    """The factors (T_q, H, keys) that dropout multiplies the weights by.
+
+    Row ``t H + h`` of the mask belongs to head h of query t; its channels are the keys of the
+    query's sentence.
+    """
     if p == 0:
         return like.new_ones(1, 1, 1).expand(queries, heads, keys)
     mask = dropout_mask(seed, queries * heads, keys, p, device=like.device)
@@ -52,7 +55,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``o = dropout(softmax(scale q k^T)) v`` and ``lse = log sum exp(scale q k^T)`` by head.
+    """``o = dropout(softmax(scale q k^T)) v`` and ``lse = log sum exp(scale q k^T)`` for each head.
 
     A query that sees no key has ``o = 0`` and ``lse = -inf``.
 

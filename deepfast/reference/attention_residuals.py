@@ -1,8 +1,8 @@
 """Attention residuals, as published: Kimi Team, Attention Residuals, arXiv 2603.15031, 2026.
 
-v_0 is the embedding, v_k what layer k adds to its input (its output without the residual); w_l the
-query of the l-th input. Rows count from 0: row l, of v_0 .. v_l, feeds layer l + 1, and row L is
-the output of the stack.
+v_0 is the embedding. v_k is what layer k adds to its input: its output without the residual. w_l is
+the query of row l. Rows count from 0: row l reads v_0 .. v_l and feeds layer l + 1; row L is the
+output of the stack.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,10 @@ def full(v: Sequence[Tensor], w: Tensor, row: int, eps: float = 1e-6) -> Tensor:
 
 
 def block(v: Sequence[Tensor], w: Tensor, row: int, size: int, eps: float = 1e-6) -> Tensor:
-    """Row ``row`` in blocks of ``size`` layers: attention over v_0, the sums of the finished
-    blocks, and the sum of what the layers of the block at hand have added so far, if any."""
+    """Row ``row`` in blocks of ``size`` layers.
+
+    Attention over v_0, the sum of each finished block, and the sum of the unfinished block so far.
+    """
     done = row // size
     values = [v[0], *(sum(v[b * size + 1 : (b + 1) * size + 1]) for b in range(done))]
     if row % size:

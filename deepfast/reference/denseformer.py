@@ -1,4 +1,4 @@
-"""DenseFormer: after a block, a weighted average of the outputs of the blocks so far.
+"""DenseFormer: after each block, a weighted average of the outputs of all blocks so far.
 
 Pagliardini et al., DenseFormer: Enhancing Information Flow in Transformers via Depth Weighted
 Averaging, NeurIPS 2024, https://arxiv.org/abs/2402.02622, section 3.
@@ -19,8 +19,8 @@ def denseformer(
 ) -> Tensor:
     """``Y_i = sum_j alpha[i, j] X_j`` with ``X_i = block_i(Y_{i-1})`` and ``X_0 = Y_0 = x``.
 
-    The sum runs over every dilation-th j, counted back from i, and is taken after every period-th
-    block; after the others ``Y_i = X_i``. weight: alpha, (n+1, n+1) for n blocks.
+    The sum runs over every dilation-th j, counted back from i. It is taken after every period-th
+    block; after the other blocks ``Y_i = X_i``. weight: alpha, (n+1, n+1) for n blocks.
     """
     outputs = [x]
     for i, block in enumerate(blocks, 1):

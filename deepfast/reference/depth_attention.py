@@ -1,7 +1,7 @@
 """Attention over depth: each token's softmax over the sources, and their weighted sum.
 
-Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, COLING 2018,
-with scores given; Kimi Team, Attention Residuals, 2026, with a query against normalised sources.
+With given scores: Wang et al., Multi-layer Representation Fusion for Neural Machine Translation,
+COLING 2018. With a query against normalised sources: Kimi Team, Attention Residuals, 2026.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Depth growing: how a trained model and the layers on top of it are joined.
+"""Depth growing: how the layers on top of a trained model are joined to it.
 
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019, Eq. 1 to 3.
 """
@@ -21,15 +21,15 @@ def depth_growing(
     *,
     norms: tuple[Encoder, Encoder] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the shallow and the deep network have before the shared projection, s1 and s2.
+    """The states s1 of the shallow and s2 of the deep network, before the shared projection.
 
     h1 = enc1(x)        s1 = dec1(y, h1)
     h2 = enc2(x + h1)   s2 = dec2(y + s1, h2)
 
     x: (B, S, D) embedded source. y: (B, T, D) embedded target, shifted by one.
-    dec1, dec2: take the target's side and what they attend to.
-    norms: of x and of y where they enter the top, as the authors' code has them; None: as the
-        paper has it.
+    dec1, dec2: of the target's states and of the encoder's output that they attend to.
+    norms: normalise x and y where they enter the top, as the authors' code does; None: as in the
+        paper.
     """
     h1 = enc1(x)
     h2 = enc2((norms[0](x) if norms else x) + h1)

@@ -46,7 +46,7 @@ def dlcl(
     normalize_embedding: bool = False,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Input of layer ``row`` from y_0 .. y_row, to the letter of the paper.
+    """The input of layer ``row`` from y_0 .. y_row, exactly as in the paper.
 
     pre-norm   x = sum_k W[row, k] * LN_k(y_k)
     post-norm  x = LN_row(sum_k W[row, k] * y_k)

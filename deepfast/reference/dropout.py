@@ -1,4 +1,4 @@
-"""Dropout by counter: a mask is a function of (seed, token, channel) and is never stored.
+"""Dropout from a counter: the mask is a function of (seed, token, channel) and is never stored.
 
 Philox4x32-10 of Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 """
@@ -31,12 +31,12 @@ def philox(seed: int | Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tenso
 
 
 def _threshold(p: float) -> int:
-    """The least draw of 16 bits that is kept."""
+    """The smallest 16-bit draw that is kept."""
     return int(p * 65536 + 0.5)
 
 
 def dropout_scale(p: float) -> float:
-    """What a kept element is multiplied by: 1 / (1 - p) of the p that draws of 16 bits have."""
+    """The factor of a kept element: 1 / (1 - p), with p rounded to 16 bits."""
     threshold = _threshold(p)
     return 65536 / (65536 - threshold) if threshold < 65536 else 0.0
 
@@ -44,7 +44,7 @@ def dropout_scale(p: float) -> float:
 def dropout_mask(
     seed: int | Tensor, tokens: int, dim: int, p: float, *, device: torch.device | None = None
 ) -> Tensor:
-    """The factors dropout multiplies by: 0 with probability p, else 1 / (1 - p).
+    """The factors that dropout multiplies by: 0 with probability p, else 1 / (1 - p).
 
     A draw has 16 bits, so p is rounded to ``threshold / 2^16``. Channel ``8 a + 2 w + h`` of token
     ``t`` takes half ``h`` (0 the low one) of word ``w`` of the Philox counter
@@ -52,7 +52,8 @@ def dropout_mask(
     least ``threshold``.
 
     Args:
-        seed: 64 bits; a tensor of them, 0-dim int64 on ``device``, is not read on the host.
+        seed: 64 bits, as an int or as a 0-dim int64 tensor on ``device``; the host does not read
+            the tensor.
 
     Returns:
         (tokens, dim) float64.
@@ -67,7 +68,7 @@ def dropout_mask(
 
 
 def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
-    """(T, D) ``x`` under its mask. A dropped element is 0 whatever it was, infinities included."""
+    """``x`` (T, D) times its mask. A dropped element is 0, even where it was infinite or NaN."""
     if p == 0:
         return x
     mask = dropout_mask(seed, *x.shape, p, device=x.device).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Deep-Att and Deep-ED, one sentence pair and one position after the other.
+"""Deep-Att and Deep-ED for one sentence pair, position by position.
 
 Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine Translation,
-TACL 2016: Eq. 4 for a layer, 5 to 7 for the columns, 8 to 11 for what lies between them.
+TACL 2016: Eq. 4 for a layer, 5 to 7 for the columns, 8 to 11 between encoder and decoder.
 ``p`` holds the parameters of `deepfast.mt.models.FastForwardLSTM` by name.
 """
 
@@ -26,12 +26,12 @@ def layer(p: dict[str, Tensor], name: str, inputs: list[Tensor], step: int) -> l
 
 
 def above(f: Tensor, h: Tensor) -> Tensor:
-    """``[Half(f), h]``: no dropout."""
+    """The input ``[Half(f), h]`` of the layer above, without dropout."""
     return torch.cat((f[: len(f) // 2], h))
 
 
 def encode(p: dict[str, Tensor], source: list[int], layers: int) -> list[list[tuple]]:
-    """The tops of both columns."""
+    """(f_t, h_t) of the top layer of both columns."""
     tops = []
     for column in range(2):
         inputs = [p["source_embedding.weight"][token] for token in source]
@@ -43,19 +43,19 @@ def encode(p: dict[str, Tensor], source: list[int], layers: int) -> list[list[tu
 
 
 def static_context(tops: list[list[tuple]], layers: int) -> Tensor:
-    """Deep-ED's c; the last step of a layer that runs backwards is at the first position."""
+    """Deep-ED's c. The last step of a layer that runs backwards is at the first position."""
     (f1, h1), (f2, h2) = (map(torch.stack, zip(*top, strict=True)) for top in tops)
     return torch.cat((h1[-(layers % 2)], h2.amax(0), f1.amax(0), f2.amax(0)))
 
 
-def attended(p: dict[str, Tensor], memory: list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+def attended(p: dict[str, Tensor], encoded: list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
     """Deep-Att's c_t and the weights of the source's positions."""
     q = p["attention.query.weight"] @ query
     scores = [
-        p["attention.score.weight"] @ torch.tanh(q + p["attention.key.weight"] @ m) for m in memory
+        p["attention.score.weight"] @ torch.tanh(q + p["attention.key.weight"] @ e) for e in encoded
     ]
     weights = torch.cat(scores).softmax(0)
-    return sum(w * m for w, m in zip(weights, memory, strict=True)), weights
+    return sum(w * e for w, e in zip(weights, encoded, strict=True)), weights
 
 
 def fast_forward_lstm(
@@ -67,17 +67,17 @@ def fast_forward_lstm(
     decoder_layers: int,
     attention: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (T, V) of one sentence without padding, and the weights (T, S) of attention."""
+    """Logits (T, V) of one sentence without padding, and the attention weights (T, S)."""
     tops = encode(p, source, encoder_layers)
     if attention:
         pairs = zip(*tops, strict=True)
-        memory = [p["quarter.weight"] @ torch.cat((a[1], b[1], a[0], b[0])) for a, b in pairs]
+        encoded = [p["quarter.weight"] @ torch.cat((a[1], b[1], a[0], b[0])) for a, b in pairs]
     state = [2 * (torch.zeros_like(p["decoder.0.peephole"][0]),) for _ in range(decoder_layers)]
     logits, weights = [], []
     for t, token in enumerate(target_in):
         y = p["target_embedding.weight"][token] * (t > 0)
         if attention:
-            context, weight = attended(p, memory, state[0][0])
+            context, weight = attended(p, encoded, state[0][0])
             weights.append(weight)
         else:
             context = static_context(tops, encoder_layers)

@@ -1,8 +1,8 @@
-"""Multi-layer representation fusion, word by word as the paper has it.
+"""Multi-layer representation fusion, term by term as in the paper.
 
-Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, COLING 2018. Of each
-token the states z_0 .. z_L of all layers, z_0 its embedding, become one vector; the layer
-normalisation that follows is left to the caller.
+Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, COLING 2018. The
+states z_0 .. z_L of all layers, z_0 the embedding, become one vector for each token. The caller
+applies the layer norm that follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ def average(z: Sequence[Tensor]) -> Tensor:
 
 
 def feed_forward(parts: Sequence[Tensor], up, up_bias, down, down_bias) -> Tensor:
-    """``W_2 max(0, W_1 [part; part; ...] + b_1) + b_2``, one part after the other.
+    """``W_2 max(0, W_1 [part; part; ...] + b_1) + b_2``, summed part by part.
 
     parts: (..., D) each. up: (F, parts * D). down: (D, F).
     """
@@ -37,8 +37,8 @@ def attention_weights(
 ) -> list[Tensor]:
     """``softmax_l(W_2 s(W_1 (z_l + E_l)))``: (..., hops) for each layer l.
 
-    embedding: E, (L + 1, D). w1: (A, D) for each layer, the same one where it is shared. w2:
-    (hops, A), or (D, A) for a weight of each channel.
+    embedding: E, (L + 1, D). w1: a matrix (A, D) for each layer; they may be the same matrix. w2:
+    (hops, A), or (D, A) for one weight per channel.
     """
     scores = [
         nonlinear((state + e) @ w.T) @ w2.T for state, e, w in zip(z, embedding, w1, strict=True)
@@ -48,7 +48,7 @@ def attention_weights(
 
 
 def attention(z: Sequence[Tensor], embedding: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """``sum_l a_lh (z_l + E_l)`` for each hop h; the hops, (..., D) each."""
+    """``sum_l a_lh (z_l + E_l)`` (..., D) for each hop h."""
     tilde = [state + e for state, e in zip(z, embedding, strict=True)]
     return [
         sum(a[..., h, None] * t for a, t in zip(weights, tilde, strict=True))
@@ -57,5 +57,5 @@ def attention(z: Sequence[Tensor], embedding: Tensor, weights: Sequence[Tensor])
 
 
 def channel_attention(z: Sequence[Tensor], embedding: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """``sum_l a_l * (z_l + E_l)``, channel by channel; weights (..., D) for each layer."""
+    """``sum_l a_l * (z_l + E_l)``, channel by channel. weights: (..., D) for each layer."""
     return torch.stack([a * (s + e) for a, s, e in zip(weights, z, embedding, strict=True)]).sum(0)

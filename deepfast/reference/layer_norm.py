@@ -1,4 +1,4 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016), with dropout and a residual in front of it."""
+"""Layer normalisation (Ba, Kiros, Hinton 2016), after dropout and a residual sum."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from deepfast.reference.dropout import dropout
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where arithmetic happens: fp64 for fp64, fp32 for everything else."""
+    """The dtype of the arithmetic: fp64 for fp64, fp32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) * rstd, mean and rstd over the last dimension; biased variance, two passes.
 
-    The mean is corrected by the mean of what is left after it, so that a large mean, or a constant
-    row, leaves no rounding error of its own (Chan, Golub, LeVeque 1983).
+    The mean of x - mean corrects the mean, so that a large mean or a constant x causes no rounding
+    error (Chan, Golub, LeVeque 1983).
     """
     mean = x.mean(-1, keepdim=True)
     mean = mean + (x - mean).mean(-1, keepdim=True)

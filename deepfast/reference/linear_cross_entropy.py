@@ -1,4 +1,4 @@
-"""Cross entropy of a linear map to the vocabulary, with label smoothing (Szegedy et al. 2016)."""
+"""Linear map to the vocabulary, then cross entropy with label smoothing (Szegedy et al. 2016)."""
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Loss and negative log-likelihood of ``hidden weight^T``, summed or averaged over targets.
 
-    hidden (..., D), weight (V, D), target (...). Logits are rounded to the storage dtype. The mean
-    is over the targets that count: nan where none does.
+    hidden (..., D), weight (V, D), target (...). Logits are rounded to hidden's dtype. The mean is
+    over the targets that are not ignored; it is nan where all are.
     """
     logits = F.linear(hidden, weight).to(compute_dtype(hidden.dtype))
     logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)

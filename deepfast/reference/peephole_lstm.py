@@ -1,9 +1,8 @@
-"""An LSTM layer with peepholes, from the input of its gates on.
+"""An LSTM layer with peepholes; its input f is already projected to the gates.
 
 Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine Translation,
-TACL 2016, Eq. 4; peepholes are Gers and Schmidhuber's, 2000. With f_t the gates' input (its four
-parts z, rho, phi, pi in this order), c the state (theirs is called r) and sigma the logistic
-function:
+TACL 2016, Eq. 4; Gers and Schmidhuber, 2000, for peepholes. f_t has four parts z, rho, phi, pi in
+this order, c is the state (r in the paper), and sigma is the logistic function:
 
     (z, rho, phi, pi) = f_t + h_{t-1} W
     c_t = tanh(z) * sigma(rho + p_rho c_{t-1}) + sigma(phi + p_phi c_{t-1}) * c_{t-1}
@@ -17,7 +16,7 @@ from deepfast.reference.layer_norm import compute_dtype
 
 
 def cell(z: Tensor, c: Tensor, peephole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step: (B, 4H) of the four parts and (B, H) state to h, c, and the four activations."""
+    """One step: the four parts (B, 4H) and the state (B, H) to h, c and the four activations."""
     value, rho, phi, pi = z.chunk(4, -1)
     value = value.tanh()
     enter = (rho + peephole[0] * c).sigmoid()
@@ -28,7 +27,7 @@ def cell(z: Tensor, c: Tensor, peephole: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def position(step: int, lengths: Tensor, reverse: bool) -> Tensor:
-    """(B,) the positions at which sentences of these lengths stand in their ``step``."""
+    """(B,) the position of each sentence in this ``step``."""
     return lengths - 1 - step if reverse else torch.full_like(lengths, step)
 
 
@@ -42,11 +41,11 @@ def peephole_lstm(
     lengths: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h (T, B, H), and each sentence's last h and c, (B, H).
+    """h (T, B, H), and the last h and c (B, H) of each sentence.
 
     f (T, B, 4H), weight (H, 4H), peephole (3, H) for input, forget and output gate, h0 and c0
-    (B, H) or None for zeros, lengths (B,) int64 or None for T. A sentence stands still after its
-    length, and h is 0 there; ``reverse`` runs from a sentence's own last position to its first.
+    (B, H) or None for zeros, lengths (B,) int64 or None for T. After a sentence's length its state
+    does not change, and h is 0. ``reverse`` runs from a sentence's last position to its first.
     """
     steps, batch, width = f.shape
     dtype = compute_dtype(f.dtype)

@@ -1,4 +1,4 @@
-"""Transparent attention: what each decoder layer attends to, when it reads all encoder layers.
+"""Transparent attention: each decoder layer attends to its own mixture of all encoder layers.
 
 Bapna et al., Training Deeper Neural Machine Translation Models with Transparent Attention, EMNLP
 2018, https://aclanthology.org/D18-1338.
@@ -21,12 +21,12 @@ def transparent_attention(
 ) -> list[Tensor]:
     """``z_j = sum_k softmax(weight[j])[k] * h_k`` for each decoder layer j.
 
-    In pre-norm, where states are sums that were never normalised, h_k is LN_k of a state.
+    h_k is state k, or LN_k of it in pre-norm, where states are sums that no norm has seen.
 
     states: the embedding and the outputs of L encoder layers, (..., D) each. weight: (M, L+1).
-    norm_weight, norm_bias: (L+1, D), or None for states as they are.
+    norm_weight, norm_bias: (L+1, D), or None for no LN.
     """
-    memories = []
+    mixtures = []
     for logits in weight:
         share = logits.softmax(0)
         total = 0.0
@@ -35,5 +35,5 @@ def transparent_attention(
             if norm_weight is not None:
                 h = normalise(state, eps)[0] * norm_weight[k] + norm_bias[k]
             total = total + share[k] * h
-        memories.append(total)
-    return memories
+        mixtures.append(total)
+    return mixtures

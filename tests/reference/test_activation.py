@@ -36,7 +36,7 @@ def test_relu_needs_no_seed_for_its_gradient():
 
 
 def test_gelu_keeps_its_digits_far_below_zero():
-    """There 1 + erf would be 0."""
+    """1 + erf(x) would be 0 there."""
     h = torch.tensor([[-6.0, -9.0, -20.0]], dtype=torch.float64)
     expected = torch.special.log_ndtr(h).exp() * h
     torch.testing.assert_close(activation(h, "gelu"), expected, rtol=1e-12, atol=0)

@@ -38,7 +38,7 @@ def run(lengths, tensors, **options):
 
 
 def torch_attention(q, k, v, causal):
-    """A query without a key gets 0; torch says NaN of it."""
+    """A query without a key gets 0, where torch gives NaN."""
     m, n = q.shape[1], k.shape[1]
     mask = torch.ones(m, n, dtype=torch.bool).tril(n - m) if causal else None
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=0.7)
@@ -110,7 +110,7 @@ def test_launches_are_the_op_and_its_gradient(lengths, causal, dropout_p):
     tensors = packed(lengths, grad=True)
     o, lse = run(lengths, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)
     do = torch.randn_like(o)
-    # Without a sentence, o does not depend on k and v.
+    # Without sentences o does not depend on k and v.
     grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
     expected = (o, lse, *grads)
 

@@ -1,4 +1,4 @@
-"""The specification of attention residuals against the op's, and in its limits."""
+"""The specification of attention residuals against that of the op, and its limits."""
 
 import pytest
 import torch

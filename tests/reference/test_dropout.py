@@ -64,9 +64,9 @@ def test_keep_rate(p):
     mask = dropout_mask(4, 300, 257, p)
     kept = mask.count_nonzero().item()
     assert abs(kept - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5
-    # Scaled by the probability that p is rounded to, so the mean stays what it was.
+    # Scaled by the rounded probability, so that the mean does not change.
     assert mask.unique().tolist() == [0, 65536 / (65536 - round(p * 65536))]
-    # Neither tokens nor channels stand out.
+    # No token and no channel differs from the others.
     for rate in ((mask > 0).double().mean(0), (mask > 0).double().mean(1)):
         assert (rate - (1 - p)).abs().max() < 6 * (p * (1 - p) / 257) ** 0.5
 
@@ -74,7 +74,7 @@ def test_keep_rate(p):
 def test_seeds_tokens_and_channels_are_independent():
     mask = (dropout_mask(1, 200, 200, 0.5) > 0).double() - 0.5
     other = (dropout_mask(2, 200, 200, 0.5) > 0).double() - 0.5
-    # By a token, by a half, by a word, by a counter.
+    # Shifted by a token, a half word, a word, a counter.
     shifts = [(1, 0), (1, 1), (2, 1), (8, 1)]
     for shifted in (other, mask.T, *(mask.roll(*shift) for shift in shifts)):
         assert (mask * shifted).mean().abs() / 0.25 < 5 / 200
@@ -82,7 +82,7 @@ def test_seeds_tokens_and_channels_are_independent():
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_draws_are_uniform(p):
-    """Every place in a counter's eight channels keeps its share."""
+    """Each of a counter's eight channels is kept equally often."""
     n, kept = 400 * 64, dropout_mask(6, 400, 512, p).view(-1, 8).count_nonzero(0)
     assert (kept - n * (1 - p)).abs().max() < 5 * (n * p * (1 - p)) ** 0.5
 
@@ -90,7 +90,7 @@ def test_draws_are_uniform(p):
 def test_ends():
     assert dropout_mask(1, 20, 30, 0.0).eq(1).all()
     assert dropout_mask(1, 20, 30, 1.0).eq(0).all()
-    # Rounded to nothing and to everything.
+    # p is rounded to 0 and to 1.
     assert dropout_mask(1, 20, 30, 2.0**-18).eq(1).all()
     assert dropout_mask(1, 20, 30, 1 - 2.0**-18).eq(0).all()
 

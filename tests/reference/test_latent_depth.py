@@ -1,4 +1,4 @@
-"""Latent depth's specification: its gradients, its distribution, its closed forms."""
+"""The specification of latent depth: gradients, distribution, closed forms."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_gradients_of_soft_samples(tau):
 
 @pytest.mark.parametrize("tau", [0.7, 3.0])
 def test_hard_samples_are_bernoulli_with_the_gradient_of_the_soft_ones(tau):
-    """Frequencies within four standard errors of sigma(a); gradients equal, draw by draw."""
+    """Frequencies within four standard errors of sigma(a), and the gradients of each draw equal."""
     draws = 20_000
     u = uniforms(draws, 3)
     leaf = LOGITS[0].clone().requires_grad_()
@@ -44,7 +44,7 @@ def test_straight_through_estimates_a_gradient_of_the_right_sign():
     z = spec.sample(leaf.expand(draws, 3), u, 0.05, hard=True)
     (got,) = torch.autograd.grad((z * c).sum() / draws, leaf)
     p = LOGITS[0].sigmoid()
-    # Biased by the temperature, and noisy: at a low one within a tenth.
+    # The temperature adds a bias, and sampling noise: at a low one within a tenth.
     torch.testing.assert_close(got, c * p * (1 - p), rtol=0.1, atol=0)
 
 

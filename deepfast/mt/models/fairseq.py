@@ -1,15 +1,15 @@
 """Checkpoints of the DLCL authors' code, and of fairseq's Transformer, as models of this package.
 
 Wang et al. 2019 trained with fairseq of 2018. Such a file is a pickle of ``{"model": state dict,
-"args": argparse.Namespace, ...}``. What differs from a checkpoint of this package:
+"args": argparse.Namespace, ...}``. It differs from a checkpoint of this package in
 
-    ids         there <Lua heritage> (or <s>) 0, <pad> 1, </s> 2, <unk> 3; here pad 0, unk 1, none
-                2, eos 3, so rows of embeddings move; decoding begins with </s>
-    positions   of a sentence are counted from pad's id + 1 = 2
-    norms       a layer's stand in the order of its sublayers, wherever pre-norm or post-norm
-                has them; here the first pre-norm one belongs to the stack
-    history     ``weight`` (L+1, L+1, X) with X = 1, n or D; ``layer_norms`` numbered by the state
-                they belong to, or, without the embedding's, from 0
+    ids         <Lua heritage> (or <s>) 0, <pad> 1, </s> 2, <unk> 3. Here: pad 0, unk 1, none 2,
+                eos 3. So the rows of embeddings move. Decoding begins with </s>.
+    positions   count from the id of <pad> + 1 = 2 in a sentence
+    norms       a layer has them in the order of its sublayers, in pre-norm and in post-norm. Here
+                the first norm of a pre-norm layer belongs to the stack.
+    history     ``weight`` (L+1, L+1, X) with X = 1, n or D. ``layer_norms`` have the number of
+                their state; without a norm of the embedding they may also count from 0.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch import Tensor
 from deepfast.mt.models.transformer_config import TransformerConfig
 
 SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
-"""The names that each of the four special ids may have, in the order of the file's ids."""
+"""The possible names of the four special tokens, in the order of the file's ids."""
 
 ROWS = (1, 3, 0, 2)
-"""Of this package's ids 0 to 3 the file's: pad, unk, none, eos."""
+"""The file's ids of this package's ids 0 to 3: pad, unk, none, eos."""
 
 FIRST_POSITION = 2
 
-# What unpickling raises at bytes that are no pickle: any of them may look like an instruction.
+# What unpickling raises for bytes that are no pickle: any byte may look like an instruction.
 NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
              RuntimeError, TypeError, ValueError)  # fmt: skip
 
 SIDES = ("encoder", "decoder")
-# Buffers that hold nothing a model needs.
+# Buffers that no model needs.
 IGNORED = re.compile(r"(encoder|decoder)\.(version|embed_positions\._float_tensor)$")
 ATTENTIONS = {"attention": "self_attn", "cross_attention": "encoder_attn"}
-# Sublayers in order: this package's name and fairseq's later one of the sublayer's norm.
+# The sublayers in order: our name, and the name of the sublayer's norm in later fairseq.
 SUBLAYERS = {
     "encoder": (("attention", "self_attn"), ("feed_forward", "final")),
     "decoder": (("attention", "self_attn"), ("cross_attention", "encoder_attn"),
@@ -54,14 +54,14 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
     """The content of a fairseq checkpoint, on the CPU.
 
     Args:
-        path: of either form of torch's files.
-        unsafe: unpickle whatever objects it holds, which runs code that stands in the file.
+        path: a file of torch's old or new format.
+        unsafe: unpickle any object, which runs code from the file.
 
     Raises:
-        ValueError: no such file, one of another kind, or one with objects that are refused.
+        ValueError: the file does not exist, is of another kind, or holds objects that are refused.
     """
     try:
-        # fairseq keeps its arguments in a Namespace, which is a plain bag of values.
+        # fairseq keeps its arguments in a Namespace, which holds plain values only.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=not unsafe)
     except FileNotFoundError as error:
@@ -72,7 +72,7 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
             name = found[1] or found[2]
             raise ValueError(
                 f"{path}: expected tensors and plain values, got an object of {name}; --unsafe "
-                "loads it, which runs code that stands in the file: only for files you trust"
+                "loads it, which runs code from the file: use it only for files you trust"
             ) from error
         raise ValueError(f"{path}: expected a fairseq checkpoint, got another file") from error
     except (ImportError, AttributeError) as error:
@@ -90,15 +90,15 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
 
 
 def layout(tokens: list[str], rows: int, name: str) -> tuple[list[str], str]:
-    """A dictionary's tokens without the four special ones, and in words where those stood.
+    """A dictionary's tokens without the four special ones, and the layout in words.
 
     Args:
-        tokens: of the dictionary file.
-        rows: of the embedding.
-        name: of the file, for messages.
+        tokens: those of the dictionary file.
+        rows: the number of rows of the embedding.
+        name: the file's name, for errors.
 
     Raises:
-        ValueError: as many tokens as no known layout has for that embedding.
+        ValueError: no known layout has this number of tokens for this embedding.
     """
     count = len(SPECIALS)
     if rows == len(tokens) + count:
@@ -114,7 +114,7 @@ def layout(tokens: list[str], rows: int, name: str) -> tuple[list[str], str]:
 
 
 class _Weights:
-    """A state dict, of which every weight is to be used once."""
+    """A state dict; every weight must be taken once."""
 
     def __init__(self, weights: dict[str, Tensor]):
         self.left = {name: w for name, w in weights.items() if not IGNORED.match(name)}
@@ -123,7 +123,7 @@ class _Weights:
         return name in self.left
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A weight of that shape in fp32; training in fp16 saved it so."""
+        """Takes a weight of that shape, in fp32 (training in fp16 saves fp16)."""
         if name not in self.left:
             raise ValueError(f"fairseq checkpoint: expected a weight {name}, got none")
         weight = self.left.pop(name)
@@ -134,19 +134,19 @@ class _Weights:
         return weight.float()
 
     def indices(self, pattern: str) -> list[int]:
-        """The numbers that stand in the first group of ``pattern``, ascending."""
+        """The numbers that the first group of ``pattern`` matches, ascending."""
         found = (re.match(pattern, name) for name in self.left)
         return sorted({int(match[1]) for match in found if match})
 
 
 def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The config and the state dict of a `Transformer` that computes what the checkpoint's did.
+    """The config and state dict of a `Transformer` that computes what the checkpoint's model did.
 
     Args:
-        content: of `read_fairseq`.
+        content: what `read_fairseq` returned.
 
     Raises:
-        ValueError: a model with parts that this package has not; the message names the first.
+        ValueError: the model has parts that this package does not have; the error names the first.
     """
     args, weights = content["args"], _Weights(content["model"])
     config = _config(args, weights)
@@ -170,7 +170,7 @@ def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tenso
 
 
 def _one(args: argparse.Namespace, name: str) -> Any:
-    """An argument that either side has, which must be the same for both."""
+    """An argument that both sides have; it must be the same on both."""
     values = []
     for side in SIDES:
         if not hasattr(args, f"{side}_{name}"):
@@ -224,7 +224,7 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
 def _connections(
     args: argparse.Namespace, weights: _Weights, dim: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The connection of either side, and the options of DLCL, which must be the same for both."""
+    """The connection of each side, and the options of DLCL, which must be the same on both."""
     connections, options = {}, {}
     for side in SIDES:
         has_weight = f"{side}.history.weight" in weights
@@ -260,8 +260,8 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
         options["norm"] = None
     elif len(norms) == shape[0]:
         if not getattr(args, f"{side}_normalize_before"):
-            # Their post-norm code then normalises the embedding both where it is stored and where
-            # it is read, which no formula of the paper has.
+            # In post-norm their code normalises the embedding twice, where it is stored and where
+            # it is read; no formula of the paper does.
             raise ValueError(
                 "fairseq checkpoint: expected a normalised embedding in pre-norm alone, got "
                 f"{side}.history.layer_norms.0 in post-norm"
@@ -288,7 +288,7 @@ def _embeddings(weights: _Weights, config: TransformerConfig) -> dict[str, Tenso
 
 
 def _layer(weights: _Weights, config: TransformerConfig, side: str, i: int) -> dict[str, Tensor]:
-    """One layer, with its first pre-norm LN, which here is the stack's."""
+    """The weights of a layer. Its first pre-norm LN goes to the stack."""
     theirs = ours = f"{side}.layers.{i}"
     d, f = config.dim, config.ffn_dim
     state = {}
@@ -337,7 +337,7 @@ def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[st
             f"fairseq checkpoint: {side}.history.weight must be ({rows}, {rows}, ...), got "
             f"{tuple(weight.shape)}"
         )
-    # Above the diagonal nothing is read; training may have left anything there.
+    # Nothing reads the part above the diagonal; it may hold anything.
     upper = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     state = {f"{side}.connection.dlcl.weight": weight.masked_fill(
         upper.view(rows, rows, *(1,) * (weight.dim() - 2)), 0
@@ -345,7 +345,7 @@ def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[st
     norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
     if not norms:
         return state
-    # Without the embedding's they are numbered by the state from 1, or from 0.
+    # Without a norm of the embedding their numbers begin at 1, or at 0.
     first = rows - len(norms)
     if norms != list(range(norms[0], norms[0] + len(norms))) or first not in (0, 1):
         raise ValueError(

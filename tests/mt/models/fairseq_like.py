@@ -1,4 +1,4 @@
-"""A Transformer with DLCL whose names, ids and arithmetic are those of the authors' checkpoints.
+"""A Transformer with DLCL that has the names, ids and arithmetic of the authors' checkpoints.
 
 Written from the paper and the description of their files: every state in a list, stacked and summed
 for each layer, whole prefixes decoded anew. Slow, and with nothing of deepfast in it.
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 class History(nn.Module):
     def __init__(self, layers, dim, pre, weights, numbers):
-        """weights: per pair of layers, None for a plain matrix. numbers: of the norms."""
+        """weights: how many per pair of layers; None: a plain matrix. numbers: those of the norms."""
         super().__init__()
         self.pre = pre
         shape = (layers + 1, layers + 1, *(() if weights is None else (weights,)))
@@ -133,7 +133,7 @@ class Side(nn.Module):
 
 
 class FairseqLike(nn.Module):
-    """Sizes are small and odd; `namespace` is what its training would have kept as arguments."""
+    """Small, odd sizes. `namespace` holds the arguments that its training would have saved."""
 
     def __init__(
         self, source, target, *, norm="pre", share="all", weights=1, numbering="from 1",
@@ -181,7 +181,7 @@ class FairseqLike(nn.Module):
         )  # fmt: skip
 
     def forward(self, source, target):
-        """Ids (B, S) and (B, T) to logits (B, T, V); the source's padding stands on the left."""
+        """Ids (B, S) and (B, T) to logits (B, T, V). The source is padded on the left."""
         hidden = (source == PAD)[:, None, None, :]
         memory = self.encoder.run(source, hidden)
         future = torch.ones(target.shape[1], target.shape[1]).triu(1).bool()
@@ -190,7 +190,7 @@ class FairseqLike(nn.Module):
         return F.linear(x, self.decoder.embed_tokens.weight if out is None else out)
 
     def greedy(self, source, longest):
-        """The most probable ids, one after another, up to </s> or ``longest`` of them."""
+        """The most probable id at each position, up to </s> or ``longest`` ids."""
         target = [EOS]
         while len(target) <= longest:
             logits = self(source, torch.tensor([target]))[0, -1]
@@ -201,7 +201,7 @@ class FairseqLike(nn.Module):
         return [token for token in target[1:] if token != EOS]
 
     def checkpoint(self):
-        """What torch.save would have been given."""
+        """The content of the checkpoint's file."""
         return {
             "args": self.namespace, "model": self.state_dict(), "extra_state": {"epoch": 3},
             "optimizer_history": [{"criterion_name": "LabelSmoothedCrossEntropyCriterion"}],

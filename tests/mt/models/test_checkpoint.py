@@ -1,4 +1,4 @@
-"""Loading a model from a checkpoint, and every way in which a file can be unfit."""
+"""Loading a model from a checkpoint, and refusing unfit files."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def save(tmp_path):
 def test_round_trip(model, content, save, vocabulary):
     path = save(content | {"vocabulary": vocabulary})
     loaded, got = load_model(path)
-    # The weights are copies: the file may go.
+    # The weights are copies, so the file may be deleted.
     path.write_bytes(b"")
     assert got == VOCABULARY
     assert not loaded.training
@@ -113,7 +113,7 @@ def test_another_kind_of_file(tmp_path, data):
 
 
 class Thing:
-    """What `weights_only` does not load."""
+    """An object that `weights_only` refuses."""
 
 
 @pytest.mark.parametrize("other", [[1, 2], {"weights": 3}, {"format": "other"}, torch.zeros(3)])

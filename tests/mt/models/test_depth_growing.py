@@ -1,4 +1,4 @@
-"""Depth growing: the equations, a bottom that is frozen and free, and decoding step by step."""
+"""Depth growing: the equations, a frozen bottom that keeps nothing, and decoding step by step."""
 
 from dataclasses import asdict
 
@@ -48,7 +48,7 @@ def _one_thread(threads):
 
 
 def build(case="pre, dlcl below", **changes):
-    """A small model with no parameter at a value of its init that could hide a mistake."""
+    """A small model. Its parameters are moved from initial values that could hide a mistake."""
     torch.manual_seed(3)
     model = DepthGrowing(
         DepthGrowingConfig(vocab_size=11, **SIZES | (CASES | OTHERS)[case] | changes)
@@ -93,7 +93,7 @@ def specified(model, written_out, source, target):
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_networks_are_the_papers_in_float64(case, written_out):
-    """Outputs and every gradient, in a padded batch against sentence by sentence."""
+    """Outputs and all gradients of a padded batch equal those of its sentences one by one."""
     model = build(case).double()
     rows = [
         specified(model, written_out, source[source != 0], target[target != 0])
@@ -196,11 +196,11 @@ def test_the_bottom_is_the_transformer_that_was_trained(case):
 
 @pytest.mark.parametrize("bottom_dropout", [False, True])
 def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
-    """Bytes that are there between forward and backward, of bottoms of 1 and of 12 layers."""
+    """Bytes that live between forward and backward, with a bottom of 1 and of 12 layers."""
 
     def kept(**changes):
         model = build(bottom_dropout=bottom_dropout, **changes).train()
-        # DLCL makes its pattern once.
+        # DLCL makes its pattern in the first forward.
         model.loss(SOURCE, TARGET, LABELS, 0.1)
         with meter() as found:
             loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
@@ -209,7 +209,7 @@ def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
 
     one = kept(encoder_layers=1, decoder_layers=1)
     assert kept(encoder_layers=12, decoder_layers=12) == one
-    # A layer of the top keeps its 11 states of 10 tokens, at the least.
+    # A layer of the top keeps at least 11 states of 10 tokens.
     assert kept(encoder_layers=1, decoder_layers=1, top_encoder_layers=3) > one + 4 * 11 * 10 * 12
 
 
@@ -237,7 +237,7 @@ def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
 
 @pytest.mark.parametrize("bottom_dropout", [False, True])
 def test_one_mask_of_the_embedding(bottom_dropout):
-    """Where the bottom has dropout, its embedding enters the top with the same zeros."""
+    """With dropout in the bottom, the top reads the embedding with the same dropout mask."""
     model = build("as the paper", dropout=0.5, bottom_dropout=bottom_dropout).train()
     inputs = {}
     for name, stack in (("below", model.bottom.encoder), ("top", model.encoder)):

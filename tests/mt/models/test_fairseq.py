@@ -1,4 +1,4 @@
-"""fairseq checkpoints: converted, they compute and translate what they did."""
+"""Converted fairseq checkpoints give the same outputs and translations."""
 
 import collections
 import fractions

@@ -1,4 +1,4 @@
-"""FastForwardLSTM against its literal transcription; padding, decoding, rates, refusals."""
+"""FastForwardLSTM against the specification; padding, decoding, learning rates, errors."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _one_thread(threads):
 
 
 def make(attention=True, dtype=torch.float64, **changes):
-    """In evaluation mode, with recurrent parameters that do something."""
+    """In evaluation mode, with recurrent parameters that are not zero."""
     config = FastForwardLSTMConfig(vocab_size=V, attention=attention, **(SIZES | changes))
     model = FastForwardLSTM(config).to(dtype).eval()
     with torch.no_grad():
@@ -35,7 +35,7 @@ def make(attention=True, dtype=torch.float64, **changes):
 
 
 def batch():
-    """Source, target in and target out; the second source is padded on the left."""
+    """Source, target in and target out. The second source is padded on the left."""
     source = [[5, 6, 7, 8, EOS], [PAD, PAD, 9, 5, EOS], [4, EOS, PAD, PAD, PAD]]
     given = [[BOS, 4, 5, 6], [BOS, 7, PAD, PAD], [BOS, 8, 9, PAD]]
     wanted = [[4, 5, 6, EOS], [7, EOS, PAD, PAD], [8, 9, EOS, PAD]]
@@ -114,7 +114,7 @@ def test_reordered_hypotheses(attention):
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_a_source_of_padding_alone(attention):
-    """It has the context 0, as no source at all, and the other sentences are as without it."""
+    """Its context is 0, like that of an empty source, and the other sentences do not change."""
     model = make(attention)
     source, given, wanted = batch()
     source[1] = PAD
@@ -184,7 +184,7 @@ def test_starts_as_the_paper_says():
             assert not p.any(), name
         else:
             assert 0.05 < p[p != 0].std() < 0.09, name
-    # 512 cells: c of 5120, of which attention leaves 1280.
+    # 512 cells: c has 5120 channels, which attention reduces to 1280.
     assert model.quarter.weight.shape == (80, 320)
     assert (len(model.columns), len(model.columns[0]), len(model.decoder)) == (2, 9, 7)
 
@@ -200,7 +200,7 @@ def test_rates_and_decay():
 
 
 def test_dropout_falls_on_h_alone():
-    """With nothing left of h, f still carries the source to the top, and the loss to the bottom."""
+    """With h all zero, f alone carries the source to the top, and gradients to the bottom."""
     model = make(dropout=0.999999).train()
     source, given, wanted = batch()
     model.loss(source, given, wanted)[0].backward()
@@ -209,7 +209,7 @@ def test_dropout_falls_on_h_alone():
 
 
 def test_sixteen_layers_learn():
-    """Nine and seven layers, by plain Adam."""
+    """Nine and seven layers learn with plain Adam."""
     torch.manual_seed(1)
     config = FastForwardLSTMConfig(vocab_size=V, dim=16, embedding_dim=8, dropout=0.0)
     model = FastForwardLSTM(config)

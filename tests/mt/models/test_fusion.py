@@ -13,7 +13,7 @@ from deepfast.nn.connections.fusion import FUSIONS, OPTIONS, WITH_ATTENTION
 
 SIZES = {"vocab_size": 11, "dim": 12, "heads": 2, "ffn_dim": 16, "dropout": 0.0}
 FUSION = {"hidden_dim": 6, "hops": 2, "attention_dim": 5}
-"""Of each kind those that it reads."""
+"""Each kind gets those of these options that it reads."""
 SOURCE = torch.tensor([[3, 4, 5, 6], [7, 8, 2, 0]])
 TARGET_IN = torch.tensor([[1, 9, 5], [1, 4, 0]])
 TARGET_OUT = torch.tensor([[9, 5, 2], [4, 2, 0]])
@@ -30,7 +30,7 @@ def transformer(kind="attention", norm="post", **changes):
 
 
 def by_hand(model, source, target_in):
-    """Logits, the stacks' states fused outside of the model's own path."""
+    """The logits, with the stacks' states fused here and not by the model."""
 
     def fused(stack, fusion, *args):
         states = []
@@ -61,7 +61,7 @@ def test_every_parameter_learns(kind, norm, memory):
         stack.set_memory(memory)
     loss, _ = model.loss(SOURCE, TARGET_IN, TARGET_OUT)
     loss.backward()
-    # The padding's embedding aside, no gradient vanishes.
+    # Every parameter has a gradient that is not zero.
     assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
 
 
@@ -154,7 +154,7 @@ def test_refuses(changes, message):
 
 @pytest.mark.parametrize("kind", FUSIONS)
 def test_options_are_those_that_change_the_module(kind):
-    """Which `OPTIONS` names is what the module reads: its parameters and its output."""
+    """`OPTIONS` names the options that change the module's parameters or its output."""
 
     def seen(**options):
         torch.manual_seed(1)
@@ -181,7 +181,7 @@ def test_an_option_that_one_side_reads_and_defaults_are_taken():
 
 
 def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
-    """It was taken once, and the weights are those of the model without it."""
+    """Older configs accept it; the weights are those of the model without it."""
     model = transformer("average")
     saved = {**asdict(model.config), "fusion": {"hops": 8}}
     content = {"format": FORMAT, "version": VERSION, "config": saved, "model": model.state_dict(),

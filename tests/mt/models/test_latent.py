@@ -1,4 +1,4 @@
-"""Latent depth in the whole model: languages, the loss, decoding, and pruned twins."""
+"""Latent depth in the whole model: languages, the loss, decoding, and pruning."""
 
 import copy
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from deepfast.mt.models import DepthGrowingConfig, Transformer, TransformerConfi
 from deepfast.mt.models.prune import prune_checkpoint, prune_layers
 from deepfast.mt.search import DecodingOptions, beam_search
 
-# Tags 4 to 6 in front; the second sentence is padded.
+# Tags are 4 to 6, at the front; the second sentence is padded.
 SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
 TARGET = torch.tensor([[2, 9, 5, 6], [2, 8, 0, 0]])
 LABELS = torch.tensor([[9, 5, 6, 3], [8, 3, 0, 0]])
@@ -69,7 +69,7 @@ def test_the_tag_chooses_the_layers():
         for position in range(2):
             model.step(TARGET[:, position], state)
         assert called == [*layers, *layers[len(encoder) :]]
-        # Padding on the left does not hide it.
+        # Padding on the left does not hide the tag.
         called.clear()
         model(torch.tensor([[0, 0, tag, 8, 3]]), TARGET[:1])
         assert called == layers
@@ -233,7 +233,7 @@ def test_a_pruned_model_gives_the_same_bits(language):
     assert c.encoder_layers == sum(z > 0 for z in LOGITS["encoder"][index])
     assert c.decoder_layers == sum(z > 0 for z in LOGITS["decoder"][index])
     assert c.latent == {}
-    # It knows no other.
+    # It knows no other language.
     assert c.languages == {language: LANGUAGES[language]}
     assert smaller.group([LANGUAGES[language], 8]) == 0
     for other in {*LANGUAGES.values(), 8} - {LANGUAGES[language]}:
@@ -303,7 +303,7 @@ def test_a_checkpoint_keeps_all_but_what_resuming_needs():
 
 
 def test_a_checkpoint_with_an_option_that_nothing_reads():
-    """Such a config is refused now, and older checkpoints hold it."""
+    """A config refuses it; older checkpoints may hold it."""
     model = build(encoder_connection="residual", encoder_fusion="average")
     config = asdict(model.config) | {"fusion": {"hops": 3}}
     with pytest.raises(ValueError, match="fusion must have no options but those that average"):

@@ -33,13 +33,13 @@ VARIANTS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _one_thread(threads):
-    # These models are too small to share, and threads that wait for a busy core are slow.
+    # These models are too small for several threads.
     with threads(1):
         yield
 
 
 def build(norm="pre", encoder="dlcl", decoder="residual", dlcl=None, **changes):
-    """A small model with no parameter at a value of its init that could hide a mistake."""
+    """A small model. Its parameters are moved from initial values that could hide a mistake."""
     config = TransformerConfig(
         vocab_size=11,
         norm=norm,
@@ -141,7 +141,7 @@ def test_embedding_is_tied():
     model(SOURCE, TARGET).square().sum().backward()
     tied = model.embedding.weight.grad.clone()
     model.zero_grad()
-    # The two uses apart: the gradient of the shared matrix is the sum of both.
+    # The gradient of the shared matrix is the sum over its two uses.
     output = model.embedding.weight.detach().clone().requires_grad_()
     model.project = lambda x: F.linear(x, output)
     model(SOURCE, TARGET).square().sum().backward()
@@ -206,7 +206,7 @@ def test_loss_is_torchs_on_the_logits(smoothing):
 
 
 def test_loss_under_autocast():
-    """As on logits in bf16; parameters and their gradients stay in fp32."""
+    """The same as on logits in bf16; parameters and gradients stay in fp32."""
     model = build()
     with torch.autocast("cpu", torch.bfloat16):
         loss, nll = model.loss(SOURCE, TARGET, TARGET, 0.1)

@@ -61,7 +61,7 @@ def test_logits_and_gradients_are_those_of_the_specification(norm, encoder):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     assert grads["transparent.weight"].abs().min() > 0
     for name, gradient in expected.items():
-        # No parameter is left out of a step: DDP waits for each of them.
+        # Every parameter takes part in every step: DDP waits for each of them.
         if encoder == "residual":
             assert grads[name] is not None, name
         torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-8, msg=name)

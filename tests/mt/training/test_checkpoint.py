@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and a sentence for every file that is not one."""
+"""Checkpoints: written whole or not at all, and one sentence for every unfit file."""
 
 import errno
 import io
@@ -119,7 +119,7 @@ def test_foreign_files(tmp_path):
 
 def test_average_is_the_mean_and_keeps_dtypes(tmp_path):
     paths = [tmp_path / f"{i}.pt" for i in range(3)]
-    # In float32 the first two would already lose the last digit.
+    # In float32 the sum of the first two would lose the last digit.
     for path, value in zip(paths, (16777216.0, 1.0, 1.0), strict=True):
         save_checkpoint(path, content(value))
     mean = average_checkpoints(paths)

@@ -71,7 +71,7 @@ def test_mistakes_are_one_sentence_and_exit_1(recipe_path, capsys, arguments, me
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
-    """Folders that were there stay, empty or not."""
+    """Folders that existed before stay, empty or not."""
     if there:
         (tmp_path / "runs" / "first").mkdir(parents=True)
     folder = tmp_path / "runs" / "first" / "second"
@@ -122,7 +122,7 @@ def test_an_interrupt_before_the_first_step(recipe_path, monkeypatch, capsys):
 
 
 def test_sigkill_in_another_process_then_resume(make_recipe, tmp_path):
-    """Nothing can be tidied up after SIGKILL: what is on disk must be enough."""
+    """After SIGKILL nothing is cleaned up: the files on disk must be enough."""
     changes = {"train.max_steps": 300, "train.save_every": 20, "train.threads": 1}
     recipe = make_recipe(changes)
     path = tmp_path / "recipe.yaml"

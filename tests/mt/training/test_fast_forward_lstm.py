@@ -1,4 +1,4 @@
-"""A run of another kind of model: trained, resumed to the bit, translated, by the same commands."""
+"""The same commands train, resume to the bit, and translate with another kind of model."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_learns_and_translates(recipe, corpus, capsys):
     }  # fmt: skip
     sizes = {"dim": 32, "embedding_dim": 32, "encoder_layers": 1, "decoder_layers": 1}
     result = train(recipe(changes, **sizes, lr_scale=1.0, init_std=0.2, dropout=0.0))
-    # The words and their lengths, from 4.1 nats; their order needs more steps than a test has.
+    # From 4.1 nats it learns words and lengths; their order needs more steps than a test has.
     assert result.best_nll < 1.0
     model, _ = load_model(result.for_translation)
     assert model.describe() == "Deep-Att, 1 + 1 LSTM layers, 32 cells"

@@ -1,4 +1,4 @@
-"""Two runs of one recipe: what the second starts from, and resuming at any point of either."""
+"""Two runs of one recipe: what the second starts from, and resuming anywhere in either."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def _finished():
 
 @pytest.fixture
 def whole_run(make_recipe, tmp_path_factory, _finished):
-    """Results of runs that nothing interrupted, each made once."""
+    """Results of uninterrupted runs, each made once."""
 
     def run(changes):
         key = repr(sorted(changes.items()))
@@ -96,7 +96,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
         f"{result.output}",
     ]
     first, second = said.split("stage 2 of 2")
-    # Each header counts what its own run trains, and both say what there is in all.
+    # Each header counts the parameters that its run trains, and all parameters.
     counts = [sum(p.numel() for p in load_model(path)[0].parameters())
               for path in (best, result.best)]  # fmt: skip
     assert f", {counts[0]:,} parameters, cpu" in first
@@ -107,7 +107,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
         weights(result.output / name)
         for name in ("step-00000012.pt", "average.pt", "step-00000016.pt")
     )
-    # Not a bit of the bottom has moved, an average included; all of the top has.
+    # No bit of the bottom has changed, also in an average; all of the top has.
     for name, tensor in bottom.items():
         for state in (first, average, last):
             assert torch.equal(state[f"bottom.{name}"], tensor)
@@ -116,7 +116,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert all(not torch.equal(first[name], last[name]) for name in tops)
     losses = [row["loss"] for row in rows(result.output, "train")]
     assert losses[-1] < losses[0] - 0.2
-    # A counter, a schedule and an optimizer of its own.
+    # The second run has its own counter, schedule and optimizer.
     assert [row["lr"] for row in rows(result.output, "train")[:5]] == pytest.approx(
         [2e-3, 4e-3, 6e-3, 8e-3, 8e-3 * (4 / 5) ** 0.5]
     )
@@ -161,7 +161,7 @@ def test_an_interrupt_stops_both_and_either_resumes(
     assert (first.stopped, first.step) == ("SIGINT", 2)
     assert first.output == tmp_path / "run" / ("stage2" if growing else "stage1")
     assert (tmp_path / "run" / "stage2").exists() == growing
-    # A file names its own run.
+    # A checkpoint file belongs to one of the two runs.
     changes = GROW | {"resume": str(first.checkpoint)}
     assert train(make_recipe(changes)).output == tmp_path / "run" / "stage2"
     said = capsys.readouterr().out
@@ -229,7 +229,7 @@ def test_attention_residuals_on_top(make_recipe):
 
 
 def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
-    """What a run leaves in its folder trains the same once more."""
+    """The recipe in a run's folder trains the same model again."""
     recipe = make_recipe(GROW | {"grow.optim.betas": [0.8, 0.9]})
     path = tmp_path / "mine.yaml"
     path.write_text(dump_recipe(recipe))
@@ -271,7 +271,7 @@ def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
          "grow.model.top_attnres_block needs a side with 'block_attnres', got none"),
         ({"grow.model.top_encoder_connection": "block_attnres", "grow.model.top_attnres_block": 0},
          "grow.model.top_attnres_block must be a whole number of at least 1, got 0"),
-        ({"model.kind": "depth_growing"}, "model.kind: expected transformer and a section grow"),
+        ({"model.kind": "depth_growing"}, "model.kind: expected transformer with a section"),
         ({"model.kind": "depth_growing", "grow.optim.lr": 1.0, "grow.from": "x"}, "model.kind: ex"),
         ({"model.top_encoder_layers": 2}, "model.top_encoder_layers: expected a field of Trans"),
         ({"grow.model.norm": "post"}, "unknown key grow.model.norm"),

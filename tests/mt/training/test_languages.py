@@ -30,7 +30,7 @@ LATENT = {
 
 @pytest.fixture(scope="module")
 def tagged(corpus, tmp_path_factory):
-    """The corpus with a tag in front of every source: into xx, which is English, and de."""
+    """The corpus with a tag before every source: into xx, which is English, and into de."""
     folder = tmp_path_factory.mktemp("tagged")
     for part in ("train", "dev", "test"):
         sides = [(corpus / f"{part}.{s}").read_text("utf-8").splitlines() for s in ("en", "de")]
@@ -117,7 +117,7 @@ def test_lower_case_leaves_the_tags_as_they_are(make_recipe, tmp_path):
     assert corpus.languages == {"zh-CN": 4, "fr": 5}
     assert corpus.test[:2] == [("<zh-CN> the old bridge", "brücke"), ("<fr> a small house", "haus")]
     assert lower(sources[0], ["<zh-CN>"]) == "<zh-CN> the old bridge"
-    # What is no tag of the vocabulary is text.
+    # A tag that the vocabulary does not have is text.
     assert lower("<B> Bold", ["<zh-CN>"]) == "<b> bold"
 
 
@@ -177,7 +177,7 @@ def test_a_recipe_and_back(tmp_path):
 
 
 def test_the_static_stack_to_compare_with():
-    """As the recipe's comment has it: the connection alone differs."""
+    """As the recipe's comment says, only the connection differs."""
     deep = "model.decoder_layers=96"
     latent = load_recipe("phrases-latent", [deep, "model.latent.target_layers=48"])
     static = load_recipe(
@@ -212,7 +212,7 @@ def test_resuming_draws_the_same(latent_recipe, tmp_path):
 
 
 def test_a_penalty_moves_the_choice(latent_recipe):
-    """One layer wanted of four: the expected depth falls from where it would be."""
+    """With a target of one layer in four the expected depth is lower than without."""
     depths = []
     for weight in (0.0, 5.0):
         aim = {"target_layers": 1.0, "target_weight": weight, "hard": True}
@@ -236,7 +236,7 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert "test BLEU " in said
     assert "(de " in said
 
-    # Layers 0 and 2 for de; what was learned in 8 steps decides no layer.
+    # Set by hand, because 8 steps are too few to decide: layers 0 and 2 for de.
     content = torch.load(result.checkpoint, weights_only=True)
     content["model"]["decoder.latent.logits"] = torch.tensor([[1.0, -1, 1, -1], [1.0, 1, -1, -1]])
     whole, small, english = (str(tmp_path / n) for n in ("whole.pt", "small.pt", "test.en"))
@@ -269,7 +269,7 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     refused = "deepfast prune: expected a language of the model (de, xx), got 'it'\n"
     assert capsys.readouterr().err == refused
 
-    # The smaller model was made for one language: the other one's tag is refused like none.
+    # The smaller model is for one language: it refuses the other's tag like a missing tag.
     for first, rest in (("<xx>", " house"), ("bridge", " house"), ("\x85", "")):
         (tmp_path / "other.en").write_text(f"<de> house\n\n{first}{rest}\n")
         options = ["--input", str(tmp_path / "other.en"), "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""Training within a budget of memory: what is planned, tried, said, and refused."""
+"""Training within a memory budget: plans, trials, messages and errors."""
 
 import json
 import math
@@ -35,14 +35,14 @@ def rows(recipe, event):
 
 @pytest.fixture
 def limits(make_recipe, tmp_path):
-    """Bytes of a step that keeps everything, and of the most frugal one."""
+    """Bytes of a step that keeps everything, and of one that keeps the least."""
     trainer = make_trainer(make_recipe(WIDE), tmp_path / "limits")
     frugal = make_recipe(WIDE | {"memory": "history"})
     return plan_run(trainer.recipe, trainer, 2**50).peak, plan_run(frugal, trainer).peak
 
 
 def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path):
-    """Losses to the bit, whatever is kept; the trial leaves no trace in them."""
+    """The losses are the same to the bit under every policy, with a trial before them."""
     seen = {}
     for memory in (None, "keep", "lean", "history"):
         recipe = make_recipe(WIDE | {"memory": memory, "output": str(tmp_path / str(memory))})
@@ -51,7 +51,7 @@ def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path):
         trials = rows(recipe, "memory")
         assert len(trials) == (memory is not None)
         assert result.step == 2
-        # Neither in the checkpoint's model nor in its configuration.
+        # The checkpoint's model and config do not name the policies.
         content = torch.load(result.checkpoint, weights_only=True)
         assert "memory" not in content["config"]
     assert seen[None] == seen["keep"] == seen["lean"] == seen["history"]
@@ -73,7 +73,7 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
 
 
 def test_the_prediction_holds_for_full_batches(make_recipe, tmp_path):
-    """The largest micro-batch has fewer tokens than max_tokens; for its own the plan is right."""
+    """The largest micro-batch has fewer tokens than max_tokens; with its tokens the plan holds."""
     for policy in POLICIES:
         trainer = make_trainer(make_recipe(WIDE | {"memory": policy}), tmp_path / "corpus")
         batch = trainer.corpus.batches.largest()
@@ -114,7 +114,9 @@ def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_a_plan_that_was_too_hopeful_is_made_again(make_recipe, monkeypatch, limits, tmp_path):
+def test_after_a_plan_that_was_too_low_another_one_is_made(
+    make_recipe, monkeypatch, limits, tmp_path
+):
     budget, said = int(1.3 * limits[0]), []
     trainer = make_trainer(make_recipe(WIDE | {"memory": f"{budget}B"}), tmp_path / "corpus")
     trials = iter([1.5 * budget, 0.9 * budget])
@@ -129,7 +131,7 @@ def test_a_plan_that_was_too_hopeful_is_made_again(make_recipe, monkeypatch, lim
 @pytest.mark.parametrize("share", [1.3, 1.02])
 def test_what_does_not_fit_when_tried_names_what_would(make_recipe, monkeypatch, limits, share):
     most, least = limits
-    # What a trial would measure where every plan was too hopeful.
+    # What trials would measure if every plan promised too little memory.
     budget = int(share * (most if share == 1.3 else least))
     monkeypatch.setattr(Trainer, "measure", lambda trainer: 1.5 * budget)
     with pytest.raises(TrainingError) as error:
@@ -175,7 +177,7 @@ def test_a_memory_that_is_none_is_refused(make_recipe, changes, message):
 
 
 def _rank(rank, port, recipe, folder, results):
-    """One of two processes; the second alone does not fit."""
+    """One of two processes; only the second does not fit."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
@@ -220,7 +222,7 @@ if sys.argv[1] == "give back":
     give_back_large_blocks()
 before, kept = memory_bytes(torch.device("cpu")), []
 for index in range(60):
-    # Between those that stay, of a size that never fits the hole before it.
+    # Each is freed between two that stay, and the next never fits into its hole.
     passing = [torch.ones(2**18 * (2 + (index + k) % 7)) for k in range(4)]
     kept.append(torch.ones(2**17))
     del passing
@@ -234,7 +236,7 @@ def test_large_freed_tensors_leave_the_process(python):
 
 
 def test_a_policy_by_name_where_nothing_is_planned(make_recipe, tmp_path):
-    """The same steps; no prediction, and no trial to hold it to."""
+    """The steps are the same; there is no prediction and no trial."""
     seen = {}
     for memory in (None, "leaner"):
         recipe = make_recipe(WIDE | {"memory": memory, "model.encoder_connection": "attnres",

@@ -50,7 +50,7 @@ def commands(name):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_command_in_a_recipe_s_comments_loads(name):
     loaded = [load_recipe(name, words) for words in commands(name)]
-    # Each of them may run beside the others.
+    # The commands may run at the same time.
     assert len({recipe.output for recipe in loaded}) == len(loaded) >= 1
 
 
@@ -257,7 +257,7 @@ def test_what_needs_dev_or_test_pairs_says_so():
 
 
 def test_text_is_asked_for_when_training_begins(tmp_path):
-    """A recipe whose files come from the command line can be looked at without them."""
+    """A recipe whose files come from the command line loads without them."""
     recipe = load_recipe("phrases-small", ["data.phrases=null", f"output={tmp_path / 'run'}",
                                            "train.test_bleu=false"])  # fmt: skip
     assert "phrases: null" in dump_recipe(recipe)

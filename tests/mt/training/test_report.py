@@ -1,4 +1,4 @@
-"""What people and programs are told."""
+"""The printed lines and the metrics file."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, how they stop, and that a resumed one is the same run."""
+"""Whole runs: the files they write, how they stop, and that resuming continues the same run."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def at_step(monkeypatch, step, action):
 
 
 class Killed(BaseException):
-    """What a test dies of; nothing may catch it."""
+    """The error that ends a test's run; nothing may catch it."""
 
 
 def die(trainer):
@@ -131,7 +131,7 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, tmp_path, monkey
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert rows(resumed.output) == rows(whole.output)
     assert resumed.best_nll == whole.best_nll
-    # What was written where it was interrupted is neither kept nor averaged.
+    # The checkpoint written at the interruption is neither kept nor averaged.
     assert names(resumed.output) == names(whole.output)
     one, two = (load_checkpoint(run.average)["model"] for run in (whole, resumed))
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -157,7 +157,7 @@ def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, tmp_path):
     path = first.output / "step-00000004.pt"
     elsewhere = make_recipe({"resume": str(path), "output": str(tmp_path / "other")})
     assert train(elsewhere, quiet=True).step == 12
-    # The other run has gone further than the file that is to be resumed into its folder.
+    # The folder holds later checkpoints than the file to resume from.
     with pytest.raises(CheckpointError, match=r"without later checkpoints .* got step-00000012"):
         train(elsewhere, quiet=True)
     assert before == {p: p.read_bytes() for p in first.output.rglob("*") if p.is_file()}

@@ -1,4 +1,4 @@
-"""The step: accumulation, precision, determinism, and where NaN came from."""
+"""The training step: accumulation, precision, determinism, and finding the origin of NaN."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_accumulated_gradient_is_that_of_one_batch(make_trainer):
     changes = {"model.dropout": 0.0, "optim.accumulate": 3, "optim.clip_norm": None}
     trainer = make_trainer(changes)
     twin = make_trainer(changes)
-    batches = [next(twin._stream) for _ in range(3)]
+    batches = [next(twin._micro_batches) for _ in range(3)]
     sums = [twin._loss(batch, 0.1)[0] for batch in batches]
     tokens = [batch.target_tokens for batch in batches]
     assert len(set(tokens)) > 1
