@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 class History(nn.Module):
     def __init__(self, layers, dim, pre, weights, numbers):
-        """weights: how many per pair of layers; None: a plain matrix. numbers: those of the norms."""
+        """weights: how many per pair of layers; None: a plain matrix. numbers: of the norms."""
         super().__init__()
         self.pre = pre
         shape = (layers + 1, layers + 1, *(() if weights is None else (weights,)))
