@@ -15,10 +15,8 @@ from deepfast.mt.models import (
     KINDS,
     DepthGrowingConfig,
     TransformerConfig,
-    TranslationModel,
     base,
     big,
-    build,
 )
 from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
@@ -265,12 +263,6 @@ class Recipe:
             return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{str(error).removeprefix(f'{config.__name__}: ')}") from error
-
-    def build_model(
-        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
-    ) -> TranslationModel:
-        """The model, initialised from torch's default generator."""
-        return build(self.model_config(vocab_size, padding_idx, languages))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as in a recipe file."""

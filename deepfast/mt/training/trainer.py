@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
-from deepfast.mt.models import kind_of
+from deepfast.mt.models import build, kind_of
 from deepfast.mt.training.checkpoint import check_config, load_weights
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
@@ -54,8 +54,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
         self.recipe, self.corpus, self.device = recipe, corpus, device
         vocabulary = corpus.vocabulary
-        model = recipe.build_model(len(vocabulary), vocabulary.pad_id, corpus.languages)
-        self.model = model.to(device)
+        config = recipe.model_config(len(vocabulary), vocabulary.pad_id, corpus.languages)
+        self.model = build(config).to(device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)
         self.step = 0
