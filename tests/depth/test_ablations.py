@@ -154,7 +154,7 @@ def test_the_user_s_options_stand_above_the_preset_s():
             "model.dlcl.norm=post",
             "dlcl: norm must be None or the stack's 'pre', got 'post'",
         ),
-        ("model.encoder_connection=residual model.dlcl.norm=null", "dlcl needs a side with connect"),
+        ("model.encoder_connection=residual model.dlcl.norm=null", "dlcl needs a side with conn"),
         (
             "model.encoder_connection=denseformer model.dlcl.period=0",
             "period must be a whole number",
