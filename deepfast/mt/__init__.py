@@ -1,9 +1,18 @@
-"""The translation toolkit.
+"""The translation toolkit: from two text files to a trained model, and from lines to translations.
 
-deepfast.mt.data      text in, batches out
-deepfast.mt.models    whole models
-deepfast.mt.training  a model from a recipe
-deepfast.mt.search    from a trained model to text
+How text becomes a translation, and the names that do it:
+
+    text         data.read_parallel(source, target)         two files to sentence pairs
+    vocabulary   data.Vocabulary.train(sentences, size)     subwords; encode_pairs gives token ids
+    batches      data.TokenBatches(pairs, max_tokens=...)   yields data.Batch, padded tensors
+    model        models.build(models.TransformerConfig(...))
+    loss         model.loss(batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing)
+    checkpoint   training.train(training.load_recipe(...))  all of the above, saved in its output
+    translation  search.load_translator([checkpoint])       a model and its vocabulary
+                 search.translate_lines(model, vocabulary, lines, search.DecodingOptions(...))
+    score        search.bleu(translations, references)
+
+`recipes` holds the recipes that `deepfast train --list` shows.
 """
 
 import importlib
@@ -16,7 +25,7 @@ __all__ = ["data", "models", "search", "training"]
 
 
 def __getattr__(name: str):
-    # Loaded when first used: text needs no torch.
+    # Each part is loaded when it is first used.
     if name in __all__:
         return importlib.import_module(f"deepfast.mt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

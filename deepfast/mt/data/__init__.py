@@ -1,12 +1,11 @@
-"""Text in, batches out: parallel files, a vocabulary, token-budget batches, a generated corpus.
-
-From two files to batches:
+"""From text to batches: parallel files, vocabularies, batches of a token budget, phrase corpora.
 
     text = read_parallel("train.en", "train.de")
     vocabulary = Vocabulary.train([*text.sources, *text.targets], 8000)
     batches = TokenBatches(vocabulary.encode_pairs(text), max_tokens=4096, place=text.place)
 
-Nothing here knows models or training; sentencepiece, num2words and Babel are imported when used.
+This package imports neither models nor training. sentencepiece, num2words and Babel are imported
+when they are needed.
 """
 
 from deepfast.mt.data.batches import (

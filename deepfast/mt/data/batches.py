@@ -1,7 +1,8 @@
 """Batches under a token budget, in an order that can be resumed exactly.
 
-Examples are sorted by length, cut into batches, and the batches are shuffled. A batch of n
-sentences whose longest side has s tokens costs n * s, padding included, never more than the budget.
+Pairs are sorted by length and cut into batches, and the batches are shuffled. A batch of n
+sentences whose longest side has s tokens costs n * s tokens, padding included. No batch costs more
+than the budget.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from deepfast import checks
 from deepfast.mt.data.errors import DataError
 from deepfast.mt.data.text import Dropped
 from deepfast.mt.data.vocabulary import BOS, EOS, PAD
@@ -42,7 +44,7 @@ class Batch:
     target_tokens: int
     """Target tokens to predict, eos included, padding not."""
     indices: tuple[int, ...]
-    """The place of each sentence in the list of pairs that the batches were made of."""
+    """The index of each sentence in the list of pairs that the batch was made from."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -88,11 +90,11 @@ def make_batch(
 class TokenBatches:
     """The batches of a training run, epoch after epoch.
 
-    Each `for` loop yields what is left of the current epoch and then moves on to the next one, so
-    `for epoch in range(n): for batch in batches:` trains n epochs, and leaving a loop early and
-    looping again continues with the very next batch.
+    Each `for` loop yields the rest of the current epoch and then moves on to the next one.
+    `for epoch in range(n): for batch in batches:` trains n epochs. A loop that is left early
+    continues with the very next batch when it is entered again.
 
-    The order of an epoch depends on (seed, epoch) and the pairs alone. Every kept pair occurs
+    The order of an epoch depends only on (seed, epoch) and the pairs. Every kept pair occurs
     exactly once per epoch over all ranks, every rank gets the same number of batches, and at every
     step the ranks get batches of similar length.
     """
@@ -116,22 +118,24 @@ class TokenBatches:
         """
         Args:
             pairs: (source ids, target ids) without bos and eos.
-            max_tokens: most tokens of a batch on either side, padding included: sentences times
-                the longest of them.
-            max_length: pairs of which a side is longer, bos or eos included, are dropped and
+            max_tokens: most tokens of a batch on either side, padding included: the number of
+                sentences times the longest of them.
+            max_length: most tokens of a side, bos or eos included. A longer pair is dropped and
                 counted in `dropped`.
             shuffle: False keeps the batches of every epoch in order of length.
             rank, world_size: which share of every epoch to yield.
-            place: names example i in messages, such as `ParallelText.place`.
-            groups: of each pair, such as its language; a batch is of one group. None: one group.
+            place: names pair i in messages, such as `ParallelText.place`.
+            groups: a number for each pair, such as its language. All pairs of a batch have the
+                same one. None: one group.
 
         Raises:
-            DataError: a sentence alone exceeds `max_tokens`, nothing is left, there are fewer
-                pairs than ranks, or an argument is out of range.
+            ValueError: an argument out of range.
+            DataError: a sentence alone exceeds `max_tokens`, no pair is left, or there are fewer
+                pairs than ranks.
         """
-        _check_positive(max_tokens=max_tokens, max_length=max_length, world_size=world_size)
-        if not 0 <= rank < world_size:
-            raise DataError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+        op = "TokenBatches"
+        checks.whole(op, max_tokens=max_tokens, max_length=max_length, world_size=world_size)
+        checks.whole(op, 0, world_size - 1, rank=rank)
         self.pairs = pairs
         self.max_tokens, self.max_length, self.seed = max_tokens, max_length, seed
         self.shuffle, self.rank, self.world_size = shuffle, rank, world_size
@@ -139,7 +143,7 @@ class TokenBatches:
         self.epoch = 0
         """The epoch of the batch yielded last."""
         self.position = 0
-        """Batches of this epoch that this rank has been given."""
+        """Batches of this epoch that this rank has yielded."""
         self._ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
         self._lengths = [_length(pair) for pair in pairs]
         self._groups = [0] * len(pairs) if groups is None else list(groups)
@@ -156,7 +160,7 @@ class TokenBatches:
                 if pairs
                 else "expected at least one pair, got none"
             )
-        # Stable sorting by group and length alone makes the cuts the same in every epoch.
+        # Sorted by group and length only, so the cuts are the same in every epoch.
         self._kept.sort(key=self._key)
         self._cuts = _cut([self._key(i) for i in self._kept], max_tokens)
         if self._cuts is None:
@@ -177,7 +181,7 @@ class TokenBatches:
         return len(self._cuts) // self.world_size
 
     def order(self, epoch: int) -> list[list[int]]:
-        """The indices of every batch of an epoch for this rank, a function of (seed, epoch)."""
+        """For each batch of an epoch, for this rank, the indices of its pairs."""
         if self._order is not None and self._order[0] == (self.seed, epoch):
             return self._order[1]
         kept, groups = list(self._kept), list(range(len(self)))
@@ -197,13 +201,13 @@ class TokenBatches:
         epoch = self.epoch
         while self.epoch == epoch and self.position < len(self):
             indices = self.order(epoch)[self.position]
-            # Before the yield: a state taken while the batch is in use must not repeat it.
+            # Before the yield: a state taken while the batch is in use must not repeat the batch.
             self.position += 1
             yield make_batch(self.pairs, indices, **self._ids)
         self._turn_page()
 
     def largest(self) -> Batch:
-        """This epoch's batch with the most tokens on both sides; the place of the run stays."""
+        """This epoch's batch with the most tokens on both sides; the position does not change."""
         pairs = self.pairs
         counts = [sum(len(side) + 1 for i in batch for side in pairs[i])
                   for batch in self.order(self.epoch)]  # fmt: skip
@@ -224,7 +228,7 @@ class TokenBatches:
         self.epoch, self.position = epoch, position
 
     def fingerprint(self) -> str:
-        """A digest of the kept pairs and special ids: two equal ones batch alike."""
+        """A digest of the kept pairs and special ids: equal digests give equal batches."""
         if self._fingerprint is None:
             digest = hashlib.sha256(repr(self._ids).encode())
             for i in sorted(self._kept):
@@ -236,7 +240,7 @@ class TokenBatches:
         return self._fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands; the same for every rank, and plain enough for a checkpoint."""
+        """The position of the run as plain values for a checkpoint; the same for every rank."""
         done = self.position == len(self)
         return {
             "seed": self.seed,
@@ -246,11 +250,11 @@ class TokenBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the very next batch after `state_dict`; its seed replaces this one's.
+        """Continue with the very next batch after `state_dict`, in the order of its seed.
 
         Raises:
             DataError: the state was taken with other pairs, another budget, another number of
-                ranks or another order: the batches that follow would not be those that were due.
+                ranks or without the same shuffling: other batches would follow.
         """
         identity = self._identity()
         missing = [key for key in ("seed", "epoch", "position", *identity) if key not in state]
@@ -285,13 +289,13 @@ def evaluation_batches(
     eos_id: int = EOS,
     groups: Sequence[int] | None = None,
 ) -> list[Batch]:
-    """All pairs once, sorted by length, nothing dropped; `restore_order` puts outputs back.
+    """All pairs once, sorted by length; `restore_order` puts outputs back into their order.
 
-    Of several ``groups``, one for each pair, none shares a batch with another. A sentence longer
-    than `max_tokens` gets a batch of its own: every input needs an output.
-    To translate, give pairs of a source and an empty target.
+    ``groups`` has a number for each pair; pairs of different numbers never share a batch. No pair
+    is dropped: a sentence longer than `max_tokens` gets a batch of its own. To translate, give
+    pairs of a source and an empty target.
     """
-    _check_positive(max_tokens=max_tokens)
+    checks.whole("evaluation_batches", max_tokens=max_tokens)
     lengths = [_length(pair) for pair in pairs]
     groups = groups or [0] * len(pairs)
     order = sorted(
@@ -305,7 +309,7 @@ def evaluation_batches(
 
 
 def restore_order(batches: Sequence[Batch], outputs: Sequence[Sequence[Output]]) -> list[Output]:
-    """One output per sentence, in the order of the pairs the batches were made of.
+    """One output per sentence, in the order of the pairs that the batches were made from.
 
     Args:
         batches: from `evaluation_batches`.
@@ -334,8 +338,8 @@ def _length(pair: Pair) -> int:
 
 
 def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, int]] | None:
-    """Cut ascending (group, length) into ranges of one group within the budget; None where a
-    length alone exceeds it."""
+    """Cut ascending (group, length) into ranges of one group within the budget; None where one
+    length alone exceeds the budget."""
     cuts, start = [], 0
     for i, (group, length) in enumerate(keys):
         if length > max_tokens:
@@ -347,9 +351,9 @@ def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, in
 
 
 def _split_for_ranks(cuts: list[tuple[int, int]], world_size: int) -> None:
-    """Halve the fullest batches, in place, until the ranks share them evenly.
+    """Halve the fullest batches, in place, until every rank gets the same number.
 
-    Dropping the rest would lose sentences and repeating one would count it twice.
+    Dropping batches instead would lose sentences, and repeating one would count it twice.
     """
     for _ in range(-len(cuts) % world_size):
         at = max(range(len(cuts)), key=lambda i: cuts[i][1] - cuts[i][0])
@@ -366,9 +370,3 @@ def _split_for_ranks(cuts: list[tuple[int, int]], world_size: int) -> None:
 def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> torch.Tensor:
     width = max(map(len, rows))
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows], dtype=torch.int64)
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise DataError(f"{name} must be at least 1, got {value}")

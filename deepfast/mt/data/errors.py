@@ -1,4 +1,4 @@
-"""The errors of the data package, and the import of what it needs only now and then."""
+"""The errors of the data package, and the import of optional packages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import ModuleType
 
 
 class DataError(ValueError):
-    """Text, a vocabulary or a batch request that cannot be served; one sentence says why."""
+    """Text, a vocabulary or batches that cannot be used; one sentence says why."""
 
 
 class MissingPackage(DataError, ImportError):
-    """An optional package is not installed; the sentence names the extra that brings it."""
+    """An optional package is not installed; the sentence names the extra that installs it."""
 
 
 def require(module: str, purpose: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """The kinds of phrases of the generated corpus: numbers, dates and amounts, spelled or in figures.
 
-The words come from num2words and from Babel's CLDR tables. Where a library is wrong or has no rule,
-the tables and corrections below take its place: num2words has French `deux centsième`, Spanish
+The words come from num2words and from Babel's CLDR tables. The tables and corrections below replace
+what a library gets wrong or has no rule for: num2words has French `deux centsième`, Spanish
 `quadragésimo` and `veintiuno mil`, English `two euro`; CLDR has no French `1er mai`.
 """
 
@@ -28,7 +28,7 @@ SPANISH_ORDINALS = {
     "octigentésimo": "octingentésimo",
 }
 
-# English noun -> noun and gender in each language.
+# English noun -> noun and gender in each other language.
 NOUNS: dict[str, dict[str, tuple[str, str]]] = {
     "day": {"de": ("Tag", "m"), "fr": ("jour", "m"), "es": ("día", "m")},
     "page": {"de": ("Seite", "f"), "fr": ("page", "f"), "es": ("página", "f")},
@@ -45,7 +45,7 @@ ARTICLES = {
     "es": {"m": "el", "f": "la"},
 }
 
-# English preposition -> what stands before a full date, a month and a weekday.
+# English preposition -> what stands before a full date, and below before a month.
 BEFORE_DATE = {
     "on": {"de": "am {}", "fr": "le {}", "es": "el {}"},
     "since": {"de": "seit {}", "fr": "depuis le {}", "es": "desde el {}"},
@@ -84,7 +84,7 @@ def words(number: int, language: str, to: str = "cardinal") -> str:
 
 
 def _digits(random: Random, most: int) -> int:
-    """A number of 1 to `most` digits, longer ones more often: there are too few short ones."""
+    """A number of 1 to `most` digits; longer ones more often, because short ones are few."""
     count = random.choices(range(1, most + 1), weights=range(1, most + 1))[0]
     return random.randrange(10 ** (count - 1), 10**count)
 
@@ -181,7 +181,7 @@ def money(random: Random, language: str) -> Pair:
         )
     )
     convert = require("num2words", "the phrase corpus").num2words
-    # As a string: num2words takes an integer for hundredths, and floats round.
+    # As a string: num2words reads an integer as hundredths, and a float would round.
     amount = f"{whole}.{hundredths:02d}"
     return source, convert(amount, lang=language, to="currency", currency=currency)
 
@@ -229,5 +229,5 @@ def _weekdays(language: str) -> dict[int, str]:
 
 
 def _plain(text: str) -> str:
-    """CLDR's no-break spaces as ordinary ones."""
+    """The text with CLDR's no-break spaces replaced by ordinary ones."""
     return text.replace("\u202f", " ").replace("\u00a0", " ")

@@ -1,7 +1,7 @@
 """A corpus that needs no download: English number, date and amount phrases with their translation.
 
-Every phrase has exactly one translation, the numbers inside give a practically endless supply, and
-no phrase of the dev or test part occurs in training.
+Every phrase has exactly one translation. The numbers inside make the supply practically endless.
+No phrase of the dev or test part occurs in training.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from deepfast import checks
 from deepfast.mt.data.errors import DataError
 from deepfast.mt.data.phrase_kinds import KINDS, Pair
 from deepfast.mt.data.text import write_atomically
@@ -20,13 +21,13 @@ from deepfast.mt.data.text import write_atomically
 LANGUAGES = ("de", "fr", "es")
 SPLITS = ("train", "dev", "test")
 
-# A kind counts as exhausted when this many draws in a row gave nothing new.
+# A kind is exhausted when this many draws in a row gave no new phrase.
 PATIENCE = 1000
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pairs of (English, foreign) in three disjoint parts, each with the kind of every pair."""
+    """Pairs of (English, foreign) in three disjoint parts, and the kind of every pair."""
 
     language: str
     train: list[Pair]
@@ -47,9 +48,9 @@ def phrases(
 ) -> Corpus:
     """Generate a corpus from English into `language`.
 
-    The result depends on the arguments alone, and the test part on neither `dev` nor `train`, nor
-    dev on `train`: runs with more or less training text are comparable. Over all three parts no two
-    pairs share a source or a target, compared as `folded` (NFKC, case folded).
+    The result depends only on the arguments. The test part does not depend on `dev` or `train`, and
+    the dev part not on `train`, so that runs with more or less training text are comparable. Over
+    all three parts no two pairs share a source or a target, compared in the form of `folded`.
 
     Args:
         language: `de`, `fr` or `es`.
@@ -57,13 +58,11 @@ def phrases(
         kinds: some of `phrase_kinds.KINDS`, by default all.
 
     Raises:
-        DataError: unknown language or kind, a negative count, or more pairs than there are phrases.
+        ValueError: an unknown language, or a negative count.
+        DataError: an unknown kind, or more pairs than there are phrases.
         MissingPackage: num2words or Babel is not installed.
     """
-    if language not in LANGUAGES:
-        raise DataError(
-            f"phrases: language must be one of {', '.join(LANGUAGES)}, got {language!r}"
-        )
+    checks.choice("phrases", LANGUAGES, language=language)
     chosen = tuple(KINDS if kinds is None else dict.fromkeys(kinds))
     unknown = [kind for kind in chosen if kind not in KINDS]
     if unknown or not chosen:
@@ -71,14 +70,12 @@ def phrases(
             f"phrases: kinds must be some of {', '.join(KINDS)}, got {', '.join(unknown) or 'none'}"
         )
     counts = {"train": train, "dev": dev, "test": test}
-    for split, count in counts.items():
-        if count < 0:
-            raise DataError(f"phrases: {split} must be at least 0 pairs, got {count}")
+    checks.whole("phrases", 0, **counts)
     draws = {kind: _fresh(kind, language, seed) for kind in chosen}
     seen: tuple[set[str], set[str]] = set(), set()
     parts: dict[str, list[Pair]] = {}
     labels: dict[str, list[str]] = {}
-    # Test first: what is drawn later cannot change it.
+    # The test part is drawn first, so that the sizes of the others cannot change it.
     for split in reversed(SPLITS):
         rows = [
             (_new(draws[kind], seen, kind), kind)
@@ -95,7 +92,7 @@ def write(corpus: Corpus, folder: str | os.PathLike[str]) -> list[Path]:
     """Write `train.en`, `train.de` and so on, one phrase a line, for use like any other text.
 
     Returns:
-        The six paths; the folder is made where it is missing.
+        The six paths. A missing folder is created.
 
     Raises:
         DataError: the folder cannot be written.
@@ -116,7 +113,7 @@ def write(corpus: Corpus, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def folded(text: str) -> str:
-    """The form in which phrases are compared: NFKC, case folded, single spaces."""
+    """The form in which phrases are compared: NFKC, case folded, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -137,6 +134,6 @@ def _new(draws: Iterator[Pair], seen: tuple[set[str], set[str]], kind: str) -> P
             targets.add(target)
             return pair
     raise DataError(
-        f"phrases: expected fewer pairs or more kinds, got {len(sources)} pairs and no further one "
+        f"phrases: expected fewer pairs or more kinds, got {len(sources)} pairs and no new phrase "
         f"of the kind {kind!r}"
     )

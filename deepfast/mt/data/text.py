@@ -21,12 +21,12 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 @dataclass
 class Dropped:
-    """How many sentence pairs were left out, by reason, and where each reason first occurred."""
+    """How many sentence pairs were dropped, by reason, and where each reason first occurred."""
 
     empty: int = 0
-    """Pairs with nothing on at least one side."""
+    """Pairs with no text on at least one side."""
     too_long: int = 0
-    """Pairs of which one side is longer than the limit."""
+    """Pairs with a side that is longer than the limit."""
     first: dict[str, str] = field(default_factory=dict)
     """Reason -> place of its first occurrence, such as `train.en:17`."""
 
@@ -40,7 +40,7 @@ class Dropped:
         return self.empty + self.too_long
 
     def __add__(self, other: Dropped) -> Dropped:
-        """Of two passes over the same pairs, this one first."""
+        """The sum of two passes over the same pairs, of which this one was first."""
         counts = self.empty + other.empty, self.too_long + other.too_long
         return Dropped(*counts, other.first | self.first)
 
@@ -64,7 +64,7 @@ class ParallelText(Sequence[tuple[str, str]]):
     pairs: list[tuple[str, str]]
     """(source, target), white space at the ends removed."""
     line_numbers: list[int]
-    """The 1-based line of each pair; it differs from the index once a pair was dropped."""
+    """The line of each pair, counted from 1; dropped pairs make it differ from the index."""
     lines: int
     """Lines in each file."""
     dropped: Dropped
@@ -151,8 +151,8 @@ def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]
     """Read two aligned files; pairs with an empty side are dropped, counted and reported.
 
     Returns:
-        A sequence of (source, target) strings which also knows its files, the line of each pair
-        and what was dropped.
+        A sequence of (source, target) strings. It also holds the files, the line of each pair and
+        what was dropped.
 
     Raises:
         DataError: a file cannot be read, the line counts differ, or no pair is left.
@@ -186,10 +186,10 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         DataError: the folder is missing or not writable.
     """
-    # A link stays one: what it points to is written.
+    # Write what a link points to; the link stays.
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
-        # A pipe or a device cannot be replaced, and must not be.
+        # A pipe or a device must not be replaced by a file.
         try:
             path.write_bytes(content)
         except OSError as error:

@@ -1,7 +1,8 @@
-"""A vocabulary of tokens that stand between blanks, one dictionary for each language.
+"""A vocabulary of tokens separated by blanks, with one dictionary for each language.
 
-What models of word or ready-split subword text were trained with elsewhere: lines must come split
-as they were in training (Sennrich et al. 2016: a piece that ends in ``@@`` is joined to the next).
+For models that other tools trained on text that was split into words or subwords before: lines must
+be split as they were in training. A piece that ends in ``@@`` is joined to the next (Sennrich et
+al. 2016).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ UNKNOWN_SIGN = "⁇"
 
 
 class TokenVocabulary:
-    """Tokens between blanks, with fixed ids: pad 0, unk 1, eos 3, and 2 for none; then the tokens.
+    """Tokens separated by blanks, with fixed ids: pad 0, unk 1, eos 3; the tokens start at 4.
 
-    Decoding begins with eos. `encode` reads the source's dictionary, `decode` the target's.
+    No token has id 2. Decoding begins with eos, so eos is also bos. `encode` uses the source's
+    dictionary, `decode` the target's.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, EOS, EOS
@@ -39,7 +41,7 @@ class TokenVocabulary:
     tags: ClassVar[dict[str, int]] = {}
 
     def __init__(self, source: Sequence[str], target: Sequence[str] | None = None) -> None:
-        """source, target: tokens from id 4 on; target None: the source's."""
+        """source, target: the tokens, whose ids start at 4. target=None: the source's tokens."""
         self.source = tuple(source)
         self.target = self.source if target is None else tuple(target)
         for name, tokens in (("source", self.source), ("target", self.target)):
@@ -48,7 +50,7 @@ class TokenVocabulary:
                     raise DataError(
                         f"{name} dictionary: expected tokens, got {token!r} at place {number}"
                     )
-        # Of a token that is there twice the last place counts, as where these come from.
+        # Where a token occurs twice its last place counts, as in fairseq.
         self._ids = {token: place for place, token in enumerate(self.source, SPECIAL_IDS)}
 
     @classmethod
@@ -83,7 +85,7 @@ class TokenVocabulary:
 
     @property
     def target_size(self) -> int:
-        """Ids of the target's side."""
+        """Number of ids on the target's side."""
         return len(self.target) + SPECIAL_IDS
 
     def __repr__(self) -> str:
@@ -94,7 +96,7 @@ class TokenVocabulary:
         return [self._ids.get(token, UNK) for token in sentence.split()]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of target ids, pieces joined; specials vanish, unk shows as `⁇`.
+        """The text of target ids, pieces joined, without special tokens; unk becomes `⁇`.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -119,7 +121,7 @@ def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
     Raises:
         DataError: neither a sentencepiece model nor a dictionary of tokens.
     """
-    # No sentencepiece model begins so: its first byte is the tag of a field.
+    # A sentencepiece model begins with the tag of a field, which is another byte.
     if content[:1] == b"{":
         return TokenVocabulary.from_bytes(content)
     return Vocabulary.from_bytes(content)

@@ -24,19 +24,19 @@ SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 # Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
 PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
-# Fields of a piece, and the type of one that training was told, not taught.
+# Fields of a piece, and the type of a piece that the user defined.
 TEXT, TYPE, USER_DEFINED = 1, 3, 4
 
 
 class Vocabulary:
     """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3.
 
-    Text is NFKC-normalised and runs of white space become one space before it is split, so
-    `decode(encode(text))` is `text` up to that. A character never seen in training becomes unk,
-    which decodes to `⁇`.
+    Before it is split, text is normalised by NFKC and runs of white space become one space. Up to
+    that, `decode(encode(text))` is `text`. A character that was not in the training text becomes
+    unk, which decodes to `⁇`.
 
-    A language tag such as `<de>` in front of a sentence is one token, where the vocabulary was
-    trained with it.
+    A language tag such as `<de>` in front of a sentence is one token if the vocabulary was trained
+    with this tag.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
@@ -69,18 +69,18 @@ class Vocabulary:
     ) -> Vocabulary:
         """Learn `size` pieces, specials included, from the sentences of both languages.
 
-        The same sentences in the same order give the same bytes: one thread, no sampling, hence
-        no seed.
+        The same sentences in the same order give the same bytes: training uses one thread and no
+        random numbers.
 
         Args:
             path: where to save the result, or None.
-            at_most: take as many pieces as the sentences support when `size` is beyond that.
-            split_digits: every digit is a piece of its own, which makes figures copyable.
-            tags: further pieces, with the ids from 4 on.
+            at_most: where the sentences support fewer than `size` pieces, learn that many.
+            split_digits: every digit is a piece of its own, so that a model can copy figures.
+            tags: language tags, each one piece; their ids start at 4.
 
         Raises:
             DataError: no sentences, or `size` is more or less than the sentences support (the
-                sentence names the limit).
+                error names the limit).
         """
         if size <= len(SPECIALS):
             raise DataError(f"vocabulary size must be more than {len(SPECIALS)}, got {size}")
@@ -157,7 +157,7 @@ class Vocabulary:
 
     @property
     def target_size(self) -> int:
-        """Pieces of the target's side: the same ones."""
+        """Number of pieces on the target's side, which shares the source's."""
         return len(self)
 
     def __eq__(self, other: object) -> bool:
@@ -178,7 +178,7 @@ class Vocabulary:
         return _user_defined(self._model)
 
     def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence, without bos and eos; a language tag in front is the first."""
+        """The ids of a sentence, without bos and eos; a language tag in front has the first id."""
         tag, rest = self._known_tag(sentence)
         return [*(self.tags[name] for name in tag), *self._processor.EncodeAsIds(rest)]
 
@@ -187,9 +187,9 @@ class Vocabulary:
         return [(self.encode(source), self.encode(target)) for source, target in pairs]
 
     def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
-        """The text of the ids; pad, bos and eos vanish, unk shows as `⁇`.
+        """The text of the ids, without pad, bos and eos; unk becomes `⁇`.
 
-        unknown: for each unk of ids, in order, the words that stand in its place; may be empty.
+        unknown: for each unk in ids, in order, the words that replace it; may be "".
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -206,7 +206,7 @@ class Vocabulary:
             words = iter(unknown)
             pieces = [f" {next(words)} " if i == UNK else self._processor.IdToPiece(i) for i in ids]
             text = "".join(pieces).replace(SPACE, " ")
-        # Sentencepiece surrounds its sign for unk with spaces.
+        # Sentencepiece puts spaces around its sign for unk.
         return " ".join(text.split())
 
     def pieces(self, sentence: str) -> list[str]:
@@ -226,12 +226,12 @@ class Vocabulary:
         return words, numbers
 
     def _known_tag(self, sentence: str) -> tuple[list[str], str]:
-        """The language tag in front of a sentence, where there is one of these, and the rest."""
+        """The sentence's language tag, in a list that is empty where it has none, and the rest."""
         tag, rest = split_tag(sentence)
         return ([tag], rest) if tag in self.tags else ([], sentence)
 
     def unknown_rate(self, sentences: Iterable[str]) -> float:
-        """Pieces that are unk, as a fraction of all pieces of the sentences; 0.0 without pieces."""
+        """The share of unk among all pieces of the sentences; 0.0 without pieces."""
         unknown = total = 0
         for sentence in sentences:
             ids = self.encode(sentence)
@@ -241,7 +241,7 @@ class Vocabulary:
 
 
 def tag_of(language: str) -> str:
-    """`<de>` for `de`: what stands in front of a source sentence where there are several."""
+    """`<de>` for `de`: the tag in front of a source sentence names the language to translate to."""
     return f"<{language}>"
 
 
@@ -255,13 +255,13 @@ def split_tag(sentence: str) -> tuple[str | None, str]:
 
 
 def lower(sentence: str, tags: Container[str]) -> str:
-    """Lower-cased, but for a language tag in front that is one of ``tags``."""
+    """The sentence in lower case, except for one of ``tags`` in front of it."""
     tag, rest = split_tag(sentence)
     return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
 
 
 def _user_defined(model: bytes) -> dict[str, int]:
-    """Pieces that training was told, and their ids: sentencepiece does not show their type."""
+    """The pieces that the user defined, and their ids; sentencepiece does not show the type."""
     pieces = [value for number, value in _fields(model) if number == PIECES]
     found = {}
     for index, piece in enumerate(pieces):
@@ -279,7 +279,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
         if tag & 7 == 0:
             value, position = _varint(message, position)
         else:
-            # Four bytes, or bytes after their number.
+            # A value of four bytes, or a length and that many bytes.
             length = 4
             if tag & 7 == 2:
                 length, position = _varint(message, position)
@@ -312,8 +312,8 @@ def _training_error(message: str, size: int) -> str:
 def _check_complete(model: bytes, name: str) -> None:
     """Refuse a file that ends early.
 
-    A file cut between two top-level fields still parses: it would give a vocabulary with pieces
-    or the normalisation missing, and wrong translations instead of an error.
+    A file cut between two top-level fields still parses. It would give a vocabulary without some
+    pieces or without the normalisation, and wrong translations instead of an error.
     """
     fields = set()
     position = 0

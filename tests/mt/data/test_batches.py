@@ -229,13 +229,13 @@ def test_a_sentence_beyond_the_budget():
     [
         ([], {}, "at least one pair, got none"),
         ([([5] * 9, [5])], {"max_length": 5}, "at most 5 tokens, got 1 pairs, all longer"),
-        (PAIRS, {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        (PAIRS, {"rank": 2, "world_size": 2}, "rank must be from 0 to 1, got 2"),
+        (PAIRS, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
+        (PAIRS, {"rank": 2, "world_size": 2}, "rank must be a whole number from 0 to 1, got 2"),
         (PAIRS[:3], {"world_size": 4}, "4 ranks need the same number of batches"),
     ],
 )
 def test_arguments(pairs, arguments, sentence):
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         TokenBatches(pairs, **{"max_tokens": 100} | arguments)
 
 

@@ -86,12 +86,12 @@ def test_some_kinds():
         ("en", {}, "one of de, fr, es, got 'en'"),
         ("de", {"kinds": ["date", "song"]}, "some of number, .*, got song"),
         ("de", {"kinds": []}, "got none"),
-        ("de", {"dev": -1}, "dev must be at least 0 pairs, got -1"),
-        ("de", {"train": 10**5, "kinds": ["month"]}, "no further one of the kind 'month'"),
+        ("de", {"dev": -1}, "dev must be a whole number of at least 0, got -1"),
+        ("de", {"train": 10**5, "kinds": ["month"]}, "no new phrase of the kind 'month'"),
     ],
 )
 def test_arguments(language, arguments, sentence):
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         phrases(language, **arguments)
 
 

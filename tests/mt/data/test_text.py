@@ -1,8 +1,10 @@
 """Reading parallel text: what is kept, what is dropped, and the sentence of every error."""
 
 import gzip
+import io
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from deepfast.mt.data import (
     read_lines,
     read_parallel,
 )
-from deepfast.mt.data.text import write_atomically
+from deepfast.mt.data.text import read_standard_input, write_atomically, write_lines
 
 MULTI30K = Path(__file__).resolve().parents[4] / "shared" / "data" / "multi30k"
 
@@ -147,6 +149,24 @@ def test_write_atomically_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["text", "text.gz"])
+def test_lines_that_are_written_read_back(tmp_path, name):
+    lines = ["Grüße", "", "zwei"]
+    write_lines(tmp_path / name, lines)
+    assert read_lines(tmp_path / name) == lines
+    assert (tmp_path / name).read_bytes().startswith(b"\x1f\x8b") == (name == "text.gz")
+
+
+def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
+    for content in (b"\xef\xbb\xbfa\r\nb\x0cc", gzip.compress(b"a\n\nb\n"), b"", b"\x1f"):
+        (tmp_path / "text").write_bytes(content)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert read_standard_input() == read_lines(tmp_path / "text")
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="expected text, got a closed stream"):
+        read_standard_input()
 
 
 def test_write_into_a_missing_folder(tmp_path):
