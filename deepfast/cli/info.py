@@ -1,5 +1,5 @@
-"""Prints versions, how the compiled ops were built, and for each op the backend that serves it
-and why each other one does not."""
+"""Prints versions, how the compiled ops were built, and for each op which backend serves it and why
+each other backend does not."""
 
 import argparse
 import json
@@ -48,10 +48,10 @@ def collect(device: str, dtype: torch.dtype) -> dict:
 
 
 def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:
-    """The backend that serves, None where the override cannot, and why each other one does not."""
+    """The backend that serves an op (None where the override cannot), and why the others do not."""
     refused = backend.explain(op, device, dtype)
     if override is not None:
-        # An override may name what is no default, or no candidate.
+        # An override may name a backend that `explain` does not list.
         refused[override] = backend.refusal(op, override, device, dtype)
         if refused[override] is not None:
             return {"chosen": None, "refused": refused}
@@ -67,7 +67,7 @@ def _lines(info: dict) -> Iterator[str]:
         else "can serve, comes later in the order"
     )
     for op, choice in info["ops"].items():
-        # backend.py has it serve every op under one name.
+        # backend.py names one backend for every op; for attention it is torch's sdpa.
         other = [b for b in backend.SDPA if b != "sdpa"] if op == "attention" else []
         names = {b: f"{b} (torch's sdpa under another name)" for b in other}
         chosen = choice["chosen"]
@@ -84,7 +84,7 @@ def _lines(info: dict) -> Iterator[str]:
 
 
 def _on_a_gpu(proved: dict[str, tuple[str, ...]]) -> str:
-    """What is chosen on a GPU, on whatever device this runs."""
+    """What is chosen on a GPU, whether this machine has one or not."""
     kernels = [f"{', '.join(ops)} ({name})" for name, ops in proved.items() if ops]
     return (
         f"kernels proved for: {'; '.join(kernels) or 'no op'}; the default of other ops is the "
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"deepfast {info['deepfast']}, torch {info['torch']}, Python {info['python']}")
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
-    # Why there is no CUDA is said with each op.
+    # Each op says why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
     print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
     print(f"on a GPU {_on_a_gpu(info['proved'])}")

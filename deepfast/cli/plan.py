@@ -1,9 +1,9 @@
-"""How deep, how wide, how many tokens: predicts the peak memory of a training step.
+"""Predicts the peak memory of a training step, and how deep, wide or long a model fits a budget.
 
-Of --budget, --layers, --width and --tokens give three, and the fourth is solved for; with all four
-it is told whether they fit. What each layer keeps for backward (its memory policy) is chosen so
-that the step fits and as little as can be is computed again. Exit code 0: it fits; 3: it does not,
-and a sentence says what would."""
+Give three of --budget, --layers, --width and --tokens, and the fourth is solved for. Give all four
+to learn whether they fit. What each layer keeps for backward (its memory policy) is chosen so that
+the step fits with the least recomputation. Exit code 0: the step fits; 3: it does not, and a
+sentence says what would."""
 
 import argparse
 import json
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"one of {', '.join(allowed)}")
     names = ", ".join(POLICIES)
     parser.add_argument(
-        "--policies", help=f"of the encoder, one of {names}, or a list with commas; default: chosen"
+        "--policies", help=f"of the encoder: one of {names}, or a list with commas; default: chosen"
     )
-    parser.add_argument("--decoder-policies", help="of the decoder, likewise")
+    parser.add_argument("--decoder-policies", help="of the decoder, in the same form")
     parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
     parser.add_argument(
         "--padding", action="store_true", default=None,
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(args: argparse.Namespace) -> dict:
-    """What was given, as `plan` takes it."""
+    """The arguments that were given, as keywords of `plan`."""
     names = ["budget", "policies", "decoder_policies", "dropout", "padding", *CHOICES]
     names += [name.replace("-", "_") for name in NUMBERS]
     options = {name: getattr(args, name) for name in names}

@@ -1,4 +1,4 @@
-"""Deep-shallow decoding: a grown model and its bottom translate, and each judges the other.
+"""Deep-shallow decoding: a grown model and its bottom translate, and each scores the other's finds.
 
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019: the shallow network (the bottom
 alone) and the deep one both find n-best translations, and all of them are ranked by
@@ -6,8 +6,8 @@ alone) and the deep one both find n-best translations, and all of them are ranke
     s(Y) = (alpha * log P_own(Y|X) + (1 - alpha) * log P_other(Y|X)) / |Y|^gamma
 
 where "own" is the network that found Y and |Y| counts eos. alpha and gamma are tuned on a dev text.
-The paper gives no formula; this is the authors' script, whose log-probabilities are means over the
-tokens: its ``alpha = 0.5, gamma = -0.4`` is ``gamma = 0.6`` here.
+The paper gives no formula; this one is from the authors' script. The log-probabilities there are
+means over the tokens, so its ``alpha = 0.5, gamma = -0.4`` is ``alpha = 0.5, gamma = 0.6`` here.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Several models as one: their probabilities are averaged at every step."""
+"""Several models as one: at every step their probabilities are averaged."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class EnsembleState:
 
 
 class Ensemble(nn.Module):
-    """Models of any kinds over one vocabulary, as search takes a model.
+    """Models of any kinds over one vocabulary, with the interface of one model for search.
 
-    ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` gives its logarithm, which is normalised as it is.
+    ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` returns its logarithm, which is normalised already.
 
     Args:
         models: at least one, all with the same sizes of both vocabularies and the same
@@ -53,8 +53,8 @@ class Ensemble(nn.Module):
         self._groups: dict[tuple[int, ...], int] = {}
 
     def group(self, tokens: Sequence[int]) -> int:
-        """What the source sentences of one batch must agree in: the groups of all models."""
-        # Models may number the same languages in orders of their own: counted as they come.
+        """A number that the source sentences of one batch must share, for all models together."""
+        # Each model may number the languages in its own way, so combinations get new numbers.
         groups = tuple(m.group(tokens) if hasattr(m, "group") else 0 for m in self.models)
         return self._groups.setdefault(groups, len(self._groups))
 

@@ -1,4 +1,4 @@
-"""Forced decoding: how probable a model finds translations that are given."""
+"""Forced decoding: the probability that a model gives to known translations."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ def score_hypotheses(
 ) -> list[list[float]]:
     """Log-probabilities ``log P(Y|X)`` of given translations, natural, eos included.
 
-    What `deepfast.mt.search.Hypothesis.log_prob` is for translations that a search has found. The
-    source is encoded once, however many translations it has.
+    The same quantity as `deepfast.mt.search.Hypothesis.log_prob`, for any translation. The source
+    is encoded once, however many translations it has.
 
     Args:
         model: see `deepfast.mt.models.interface`; in evaluation mode for the call.
@@ -47,7 +47,7 @@ def score_hypotheses(
         counts = torch.tensor([len(given) for given in hypotheses])
         index = torch.arange(len(hypotheses)).repeat_interleave(counts)
         state.reorder(index.to(source_BS.device))
-        # Beyond its eos a row is read, for the batch is a rectangle, but not counted.
+        # The batch is a rectangle: positions behind a row's eos are computed but not counted.
         longest, pad = max(map(len, rows)), model.config.padding_idx
         filled = [row + [eos_id] + [pad] * (longest - len(row)) for row in rows]
         target_RT = torch.tensor(filled, device=source_BS.device)

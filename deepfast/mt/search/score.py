@@ -1,5 +1,4 @@
-"""How good translations are: BLEU and chrF by sacrebleu, with the signatures that make a figure
-comparable.
+"""BLEU and chrF of translations by sacrebleu, with the signatures that make figures comparable.
 
 Papineni et al., BLEU, 2002; Popovic, chrF, 2015; Post, A Call for Clarity in Reporting BLEU
 Scores, 2018, https://aclanthology.org/W18-6319.
@@ -25,9 +24,9 @@ class Scores:
     """chrF2, cased."""
     chrf_signature: str
     brevity_penalty: float
-    """Of cased BLEU, 0 to 1."""
+    """The brevity penalty of cased BLEU, 0 to 1."""
     length_ratio: float
-    """Tokens of the translations over tokens of the references."""
+    """Tokens of the translations divided by tokens of the references."""
     sentences: int
 
     def as_dict(self) -> dict[str, float | int | str]:

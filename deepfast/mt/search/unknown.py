@@ -1,7 +1,7 @@
-"""Unknown words of a translation, replaced by the source words they are aligned with.
+"""Replaces unknown words of a translation by the source words that they are aligned with.
 
-Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015, with a model's
-attention for the alignment: the source word is copied.
+Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015. The model's
+attention is the alignment, and the source word is copied.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from deepfast.mt.search.beam import evaluating
 
 
 def check_aligns(model: nn.Module, vocabulary: object) -> None:
-    """Refuses a model, or one of an `Ensemble`, that has no attention over the source, and a
-    vocabulary that does not tell the words of a line.
+    """Refuses a model without attention over the source, alone or in an `Ensemble`, and a
+    vocabulary that has no words.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the model or the vocabulary.
     """
     if not isinstance(vocabulary, Vocabulary):
         raise ValueError(
@@ -35,12 +35,12 @@ def check_aligns(model: nn.Module, vocabulary: object) -> None:
 def replace_unknown(
     model: nn.Module, vocabulary: Vocabulary, line: str, hypotheses: Sequence[Sequence[int]]
 ) -> list[str]:
-    """The texts of a line's hypotheses; each unk is the source word with most attention there.
+    """The texts of a line's hypotheses; each unk becomes the source word with most attention.
 
-    Of unknown pieces that follow each other a word that all of them are aligned with stands once.
+    Where unk pieces that follow each other are aligned with the same word, it is copied once.
 
     Args:
-        model: has ``alignment``, see `deepfast.mt.models.interface`; `check_aligns` tells.
+        model: has ``alignment``, see `deepfast.mt.models.interface`; `check_aligns` checks it.
         vocabulary: the model's.
         line: the source, with at least one piece.
         hypotheses: token ids without bos and eos.
