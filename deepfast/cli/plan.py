@@ -19,14 +19,14 @@ EXAMPLE = "deepfast plan --budget 24GiB --width 512 --tokens 8192"
 DOES_NOT_FIT = 3
 
 NUMBERS = {
-    "layers": "L of the encoder",
-    "width": "D",
-    "tokens": "T of a micro-batch, on the encoder's side",
-    "heads": "H; default: heads of 64",
-    "ffn": "F; default: 4 D",
-    "vocabulary": "V; 0: a stack without embedding and loss; default: 32000",
-    "decoder-layers": "0: an encoder alone; default: 6",
-    "target-tokens": "T on the decoder's side; default: --tokens",
+    "layers": "layers of the encoder",
+    "width": "channels of a layer",
+    "tokens": "tokens of a micro-batch, on the encoder's side",
+    "heads": "attention heads; default: heads of 64 channels",
+    "ffn": "width of the feed-forward layers; default: 4 * width",
+    "vocabulary": "pieces; 0: a stack without embedding and loss; default: 32000",
+    "decoder-layers": "layers of the decoder; 0: no decoder; default: 6",
+    "target-tokens": "tokens on the decoder's side; default: --tokens",
     "accumulate": "micro-batches per step; default: 1",
     "length": "tokens per sentence; default: 128",
 }

@@ -70,14 +70,14 @@ def test_an_override_that_is_no_backend_is_one_sentence(monkeypatch, capsys):
 
 
 def test_what_a_gpu_would_choose(info, monkeypatch):
-    """As the choice itself has it."""
+    """What `deepfast info` says of a GPU is what the backend chooses there."""
     nothing = {"cuda": (), "triton": ()}
     monkeypatch.setattr(backend, "PROVED", nothing)
     for op in backend.OPS:
         reasons = backend.explain(op, "cuda", torch.bfloat16)
         served = next(name for name, reason in reasons.items() if reason is None)
         assert served == ("sdpa" if op == "attention" else "reference")
-        # Nothing is said to serve there that does not.
+        # No reason for a refusal says that another backend serves.
         assert not any("serves" in reason for reason in reasons.values() if reason)
     text, report = info()
     assert report["proved"] == {name: list(ops) for name, ops in nothing.items()}

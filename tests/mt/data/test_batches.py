@@ -86,7 +86,7 @@ def test_every_example_once_within_the_budget(lengths, max_tokens, world_size, s
             for rank in range(world_size)
         ]  # fmt: skip
     except DataError as error:
-        # Only single sentences that the ranks cannot share evenly may be refused.
+        # The only error allowed: batches of one sentence that the ranks cannot share evenly.
         assert "same number of batches" in str(error)  # noqa: PT017
         assert world_size > 1
         return
@@ -112,13 +112,13 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert epochs[2] == list(map(tuple, TokenBatches(PAIRS, max_tokens=100, seed=7).order(2)))
     assert epochs[0] != epochs[1]
     assert epochs[0] != indices(TokenBatches(PAIRS, max_tokens=100, seed=8))
-    # Not the same batches in another order: their members change as well.
+    # Not only the order of batches changes, but also their members.
     assert set(map(frozenset, epochs[0])) != set(map(frozenset, epochs[1]))
 
 
 def test_order_is_the_same_in_every_release():
     batches = TokenBatches([([5] * (1 + i % 3), [6]) for i in range(8)], max_tokens=9, seed=1)
-    # A checkpoint of an older release must go on with the batches that it was due.
+    # A checkpoint of an older release must continue with the same batches.
     assert batches.order(0) == [[6, 0, 3], [7, 1, 4], [2, 5]]
 
 
@@ -135,7 +135,7 @@ def test_resume_within_an_epoch(taken):
     original = TokenBatches(PAIRS, max_tokens=100, seed=3)
     list(original)
     list(itertools.islice(original, taken))
-    # Through JSON: the state is plain enough for any checkpoint.
+    # Through JSON, to show that the state holds only plain values.
     state = json.loads(json.dumps(original.state_dict()))
     assert (state["seed"], state["epoch"], state["position"]) == (3, 1, taken)
     resumed = TokenBatches(PAIRS, max_tokens=100, seed=99)

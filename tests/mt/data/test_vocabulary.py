@@ -166,7 +166,7 @@ def field_ends(model):
 def test_truncated_file(vocabulary, tmp_path):
     model, path = vocabulary.to_bytes(), tmp_path / "bpe.model"
     fields = list(field_ends(model))
-    # Cuts between two fields parse as a smaller model: the dangerous ones.
+    # A cut between two fields is dangerous: the rest parses as a smaller model.
     cuts = [end for number, end in fields if number < NORMALIZER_SPEC]
     assert TRAINER_SPEC in dict(fields)
     cuts += random.Random(1).sample(range(30, len(model) - 1), 50)
@@ -236,7 +236,7 @@ def test_tags_are_one_token_in_front():
     assert tagged.encode("<de> the dog") == tagged.encode("  <de>  the dog") == [4, *plain]
     assert tagged.encode("<fr>") == [5]
     assert tagged.decode([5, *plain]) == "<fr> the dog"
-    # What no vocabulary was told is text.
+    # A tag that the vocabulary does not have is text.
     assert tagged.encode("<es> the dog")[0] not in (4, 5)
     assert Vocabulary.from_bytes(tagged.to_bytes()).tags == tagged.tags
 

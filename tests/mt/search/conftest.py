@@ -1,4 +1,4 @@
-"""Small models to search with: a Transformer of random weights, and one that is a table."""
+"""Small models to search with: a Transformer with random weights, and a table of logits."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def lively(vocab_size=9, seed=0, **changes):
 
 
 def grown(vocab_size=9, seed=0, **changes):
-    """The same with a top on it."""
+    """The same model, grown: with a top."""
     options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size} | changes
     return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
 
@@ -53,7 +53,7 @@ class Table(torch.nn.Module):
         super().__init__()
         self.rule = rule
         self.rows = []
-        """Rows of every step."""
+        """The number of rows of every step."""
         self.config = type("Config", (), {"padding_idx": padding_idx})
 
     class State:
@@ -78,7 +78,7 @@ class Table(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def _one_thread(threads):
-    # These models are too small to share, and threads that wait for a busy core are slow.
+    # One thread: these models are too small for several, and waiting for a busy core is slow.
     with threads(1):
         yield
 

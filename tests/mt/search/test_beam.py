@@ -32,7 +32,7 @@ def log_prob(log_probs, sequence):
 
 
 def enumerate_all(log_probs, tokens, max_length, alpha):
-    """Every hypothesis there is, best first."""
+    """All possible hypotheses, best first."""
     found = []
     for length in range(max_length + 1):
         for sequence in itertools.product(tokens, repeat=length):
@@ -42,7 +42,7 @@ def enumerate_all(log_probs, tokens, max_length, alpha):
 
 
 def plain_search(log_probs, tokens, beam, max_length, alpha):
-    """The same search, one sentence, no cache, and to the very end."""
+    """The same search for one sentence, without a cache and without stopping early."""
     live, finished = [((), 0.0)], []
     while live:
         allowed = (EOS,) if len(live[0][0]) == max_length else (EOS, *tokens)
@@ -244,7 +244,7 @@ def test_length_limits(make_table):
     assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
     limited = beam_search(endless, SOURCE, DecodingOptions(max_length=4))
     assert [best.tokens for (best,) in limited] == [(4,) * 4] * 3
-    # The forced eos has its price.
+    # The log-probability of the forced eos counts.
     row = torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]).log_softmax(0)
     assert limited[0][0].log_prob == pytest.approx(float(4 * row[4] + row[EOS]), abs=1e-5)
 
@@ -270,7 +270,7 @@ def test_special_tokens_are_not_generated(make_table):
     options = {"beam": 1, "max_length": 3, "no_unknown": True}
     (best,) = beam_search(make_table(rule), SOURCE[:1], DecodingOptions(**options))[0]
     assert best.tokens == (4,) * 3
-    # What is not allowed keeps its probability mass.
+    # The probability of banned tokens is not shared among the others.
     row = rule(0, ()).log_softmax(0)
     assert best.log_prob == pytest.approx(float(3 * row[4] + row[EOS]), abs=1e-5)
 

@@ -97,12 +97,12 @@ def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
             sorted(scores.values(), reverse=True)[:2], abs=1e-4
         )
         assert best[0][0] == pytest.approx(scores[best[0][1]], abs=1e-4)
-    # The two networks do not agree here, or this would show little.
+    # The two networks must disagree here, or the test would show little.
     assert differing > 0
 
 
 def right(references):
-    """The share of lines that are right, for BLEU: words of random weights are too few for that."""
+    """Percent of lines that are right. It replaces BLEU, which is 0 for such short lines."""
     return lambda lines: 100 * sum(map(operator.eq, lines, references)) / len(references)
 
 
@@ -118,7 +118,7 @@ def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
         )
         texts[pair] = [text[0][1] for text in best]
     assert len({tuple(lines) for lines in texts.values()}) > 2
-    # Of the default's neighbours none is taken where another is better.
+    # The pair that gives the references is found, even far from the defaults.
     for wanted in texts:
         references = texts[wanted]
         tuned = tune_deep_shallow(
@@ -191,7 +191,7 @@ def test_tuned_flags_are_ready_to_paste_where_they_help(
         assert verdict == f"deep-shallow decoding {gain} over deep alone"
         words = shlex.split(last.removeprefix("to translate: deepfast ").removesuffix(" < FILE"))
         assert ("--deep-shallow" in words) == helps
-        # What is pasted finds what was tuned.
+        # The pasted command gives the translations that were tuned.
         assert main([*words, "--input", str(tmp_path / "dev.en")]) == 0
         assert capsys.readouterr().out.splitlines() == references
 

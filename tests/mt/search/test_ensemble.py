@@ -20,7 +20,7 @@ FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 
 
 def recurrent(vocab_size):
-    """A tiny model of another kind, that does not predict evenly."""
+    """A tiny model of another kind, whose predictions are not uniform."""
     config = FastForwardLSTMConfig(
         vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2
     )
@@ -133,7 +133,7 @@ def test_models_of_different_targets(make_model):
 
 
 def test_lines_of_several_languages(make_model):
-    """Each model chooses its layers for a batch, and the models number the languages their way."""
+    """Each model chooses layers for a batch, and each numbers the languages in its own way."""
     vocabulary = TokenVocabulary(["<de>", "<fr>", *"abcdefgh"])
     tags = {tag: vocabulary.encode(f"<{tag}>")[0] for tag in ("de", "fr")}
     latent = {"encoder_connection": "latent", "decoder_connection": "latent"}

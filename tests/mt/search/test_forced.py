@@ -1,4 +1,4 @@
-"""Forced decoding against the forward pass and against what a search says of its own finds."""
+"""Forced decoding against the forward pass, and against the log-probabilities of a search."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ def test_forced_is_forward(any_model):
         assert scores == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_searchs_finds_have_its_log_probabilities(any_model):
-    """Reordered hypotheses of a batch, each against forward on its sentence alone."""
+def test_agrees_with_the_log_probabilities_of_a_search(any_model):
+    """Reordered hypotheses of a batch, each against a forward pass of its sentence alone."""
     model = any_model.train()
     found = beam_search(model, SOURCE, DecodingOptions(beam=4, nbest=4, max_length=7))
     assert [len(best) for best in found] == [4, 4, 4]

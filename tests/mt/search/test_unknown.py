@@ -85,7 +85,7 @@ def test_every_model_with_attention(model, make_grown, vocabulary, kind):
         "transformer": model, "depth_growing": make_grown(len(vocabulary)).eval(),
         "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
     }[kind]  # fmt: skip
-    # Nothing but unk is likely.
+    # Make unk by far the most likely token.
     step = chosen.step
 
     def unknown(tokens, state):
@@ -110,8 +110,7 @@ def test_every_model_with_attention(model, make_grown, vocabulary, kind):
 
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing"])
 def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
-    """Its weights of the values are what its last layer's attention gives; with one head, that is
-    all there is of them."""
+    """With one head, the alignment must be the weights of the values in the last layer."""
     model = {"transformer": make_model, "depth_growing": make_grown}[kind](20, heads=1).eval()
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
@@ -124,7 +123,7 @@ def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
         attention.key_value.register_forward_hook(lambda _, args, kv: seen.update(kv=kv)),
     ):
         model(source, target)
-    # Real tokens alone: 3 and 4 of the sources, 3 and 2 of the targets.
+    # Without padding: 3 and 4 source tokens, 3 and 2 target tokens.
     values = seen["kv"].chunk(2, -1)[1].split((3, 4))
     mixed = seen["out"].split((3, 2))
     torch.testing.assert_close(weights[0, :, 1:] @ values[0], mixed[0])
