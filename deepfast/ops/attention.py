@@ -107,6 +107,14 @@ _attention = register(
 )
 
 
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores from a scale above 0. torch's attention masks, or takes the largest score,
+    before it scales, which is wrong for any other scale."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p):
     """Over padded sentences, by torch's scaled_dot_product_attention."""
     count = cu_seqlens_q.shape[0] - 1
@@ -266,8 +274,10 @@ def attention(
     else:
         checks.finite("attention", "scale", scale)
         scale = float(scale)
-    sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
     name = backends.chosen("attention", backend, q.device.type, q.dtype)
+    if name in (*backends.SDPA, "varlen"):
+        q, scale = _positive_scale(q, scale)
+    sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
     if name in backends.SDPA:
         return _sdpa(q, k, v, *sizes, dropout_p)
     if name == "varlen":

@@ -131,6 +131,24 @@ def test_scale(server):
     )
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [-0.5, 0, 0.3])
+@pytest.mark.parametrize(("queries", "keys"), [([3, 7, 1], [3, 7, 1]), ([2, 5], [6, 9])], ids=str)
+def test_any_scale(tolerances, server, queries, keys, scale, causal):
+    """A scale of 0 weighs all keys alike, one below 0 prefers the least alike; masks hold."""
+    leaves, args = operands(queries, keys), (queries, keys, causal)
+    grad = torch.randn(leaves[0].shape)
+    got, plain, exact = (
+        results(leaves, dtype, grad, *args, backend=by, scale=scale)
+        for dtype, by in (
+            (torch.float32, server),
+            (torch.float32, "reference"),
+            (torch.float64, "reference"),
+        )
+    )
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
