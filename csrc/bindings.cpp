@@ -3,9 +3,7 @@
 // Each backend registers its implementations in its own files.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
-#include <atomic>
 #include <string>
 
 #include "common/schemas.h"
@@ -17,14 +15,6 @@
 STABLE_TORCH_LIBRARY(deepfast, m) { deepfast::define_launches(m); }
 
 namespace {
-
-// Whether a parallel loop really runs on several threads: without the right build flags torch's
-// loop is silently serial. Counts the ranges of one loop over `threads` long iterations.
-int parallel_ranges(int threads) {
-  std::atomic<int> ranges{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { ++ranges; });
-  return ranges.load();
-}
 
 pybind11::dict build_info() {
   pybind11::dict info;
@@ -48,5 +38,4 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled ops of deepfast; importing this module registers them with torch.";
   m.def("build_info", &build_info, "How this library was built and what it chose to run.");
-  m.def("parallel_ranges", &parallel_ranges, "Ranges a loop over `threads` items is split into.");
 }

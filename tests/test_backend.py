@@ -171,3 +171,50 @@ def test_reference_launchers_have_the_signatures_of_the_compiled_ops(name):
     assert list(inspect.signature(getattr(launchers, name)).parameters) == [
         argument.name for argument in schema.arguments
     ]
+
+
+FORK = """
+import os, sys
+import deepfast.nn, deepfast.ops
+import torch
+
+torch.set_num_threads(2)
+child = os.fork()
+if child == 0:
+    torch.ones(1 << 22).add_(1)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+WORKERS = """
+import deepfast.nn, deepfast.ops
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        torch.set_num_threads(2)
+        return torch.full((1 << 20,), float(i)).add_(1)
+
+torch.set_num_threads(2)
+loader = DataLoader(Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+assert sum(len(batch) for batch in loader) == 4
+"""
+
+
+@pytest.mark.parametrize("program", [FORK, WORKERS], ids=["fork", "DataLoader"])
+def test_importing_starts_no_threads(python, program):
+    """A child forked after the import runs parallel loops; with threads in its parent it hangs."""
+    python("-c", program, timeout=60, OMP_NUM_THREADS="2")
+
+
+@pytest.mark.parametrize("limit", [None, "1"])
+def test_a_limit_of_threads_warns(python, limit):
+    environment = {"OMP_NUM_THREADS": "2"} | ({} if limit is None else {"OMP_THREAD_LIMIT": limit})
+    said = python("-c", "import deepfast.backend", **environment).stderr
+    assert ("OMP_THREAD_LIMIT=1 leaves parallel loops 1 of torch's 2 threads" in said) == bool(
+        limit
+    )

@@ -32,16 +32,6 @@ def test_build_info():
     assert "portable" in info["instruction_sets"].split("+")
 
 
-def test_loops_run_on_several_threads(threads):
-    """Without the right flags torch's parallel loop is silently serial."""
-    from deepfast import _C
-
-    with threads(2):
-        assert _C.parallel_ranges(2) == 2
-    with threads(1):
-        assert _C.parallel_ranges(2) == 1
-
-
 def test_one_file_per_op():
     """<op>.cpp checks and registers, <op>_kernel.cpp computes; every launch is registered once."""
     files = {path.name for path in (CSRC / "cpu").glob("*.cpp")}
