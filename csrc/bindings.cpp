@@ -6,13 +6,13 @@
 
 #include <string>
 
-#include "common/schemas.h"
 #include "cpu/kernels.h"
+#include "schemas.h"
 
 #define DEEPFAST_STRING_(x) #x
 #define DEEPFAST_STRING(x) DEEPFAST_STRING_(x)
 
-STABLE_TORCH_LIBRARY(deepfast, m) { deepfast::define_launches(m); }
+STABLE_TORCH_LIBRARY(deepfast, m) { define_launches(m); }
 
 namespace {
 

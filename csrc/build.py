@@ -7,6 +7,7 @@ built where torch has CUDA and an nvcc that fits it is found.
 import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -138,7 +139,8 @@ def op_flags(cxx: str) -> list[str]:
     # pybind11's own headers before torch's copy, which until 2.13 refuses the stable ABI.
     includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
     return [
-        *COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem {path}" for path in includes), TARGET_VERSION,
+        *COMMON_FLAGS, "-O2", "-Wall", "-I.", *(f"-isystem {path}" for path in includes),
+        TARGET_VERSION,
         f"-DDEEPFAST_TORCH_VERSION={torch.__version__}",
         f"-DDEEPFAST_ARCHITECTURE={platform.machine()}",
         f"-DDEEPFAST_COMPILER={Path(shlex.split(cxx)[-1]).name}",
@@ -220,6 +222,8 @@ def compile_ops(target: Path):
     folder = CSRC.parent / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # deepfast itself may not be importable yet.
+    runpy.run_path(str(CSRC.parent / "deepfast" / "launches.py"))["write_header"](folder)
     (folder / "build.ninja").write_text(ninja_file(compiler(), target))
     jobs = os.environ.get("MAX_JOBS") or str(parallel_jobs())
     command = [sys.executable, "-m", "ninja", "-C", str(folder), "-j", jobs]

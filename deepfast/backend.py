@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
+from deepfast.launches import LAUNCHES
 from deepfast.reference import launchers as _reference
 
 BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
@@ -26,20 +27,8 @@ SDPA = ("sdpa", "cpu", "cuda")
 so serve every op."""
 
 OPS = {
-    "layer_norm": ("layer_norm_forward", "layer_norm_backward"),
-    "depth_mix": ("depth_mix_forward", "depth_mix_backward"),
-    "depth_attention": ("depth_attention_forward", "depth_attention_backward"),
-    "boundary": (
-        "boundary_forward",
-        "boundary_backward",
-        "mix_rows",
-        "pull_rows",
-        "advise_states",
-    ),
-    "activation": ("activation_forward", "activation_backward"),
-    "attention": ("attention_forward", "attention_backward"),
-    "linear_cross_entropy": ("cross_entropy",),
-    "peephole_lstm": ("peephole_lstm_forward", "peephole_lstm_backward"),
+    op: tuple(name for name, launch in LAUNCHES.items() if launch.op == op)
+    for op in dict.fromkeys(launch.op for launch in LAUNCHES.values())
 }
 """The launches behind each op; norm_linear is made of layer_norm's."""
 
@@ -84,19 +73,20 @@ def _load_compiled():
 _C, _C_REASON = _load_compiled()
 
 
-def _check_parallel() -> None:
-    """A build whose parallel loops are silently serial is told, not borne as a slow package."""
-    threads = torch.get_num_threads()
-    if _C is not None and threads > 1 and _C.parallel_ranges(threads) < 2:
+def _check_threads() -> None:
+    """Warns where OpenMP gives torch's parallel loops, ours among them, fewer threads than torch
+    counts. It reads the environment alone: a loop would start threads, and a process that has
+    them cannot fork."""
+    limit, threads = os.environ.get("OMP_THREAD_LIMIT", ""), torch.get_num_threads()
+    if limit.isdecimal() and int(limit) < threads:
         warnings.warn(
-            f"deepfast._C runs its loops on one thread while torch has {threads}: rebuild it, or "
-            "look at OMP_THREAD_LIMIT and OMP_DYNAMIC",
+            f"OMP_THREAD_LIMIT={limit} leaves parallel loops {limit} of torch's {threads} threads",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-_check_parallel()
+_check_threads()
 
 
 emulated = None
@@ -338,6 +328,11 @@ def record() -> Iterator[list[tuple[str, str]]]:
     finally:
         # By identity: two lists that hold the same are equal.
         del _records[next(i for i, other in enumerate(_records) if other is seen)]
+
+
+def compiled() -> bool:
+    """Whether deepfast._C is here, whose import defines the compiled launches."""
+    return _C is not None
 
 
 def build_info() -> dict:

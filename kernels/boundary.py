@@ -1,15 +1,16 @@
 """The boundary between two layers, everything between their matrix products in one pass.
 
     forward    y = residual + dropout(branch), its layer normalisation goes into the state's slot
-               x = partial + sum over near of W[row, k] * (n_k * gain_k + shift_k),  out = LN(x)
+               x = partial + sum over near j of W[k, j] * z_j,  out = LN(x)
+               with z_j = n_j * norm_weight_j + norm_bias_j
     backward   g = dx + the gradient of LN at dout, kept for the rows that are pulled later
-               u = pulled + sum_l W[l, column] * g_l,  dW[l, column] = <g_l, z>
-               then back through the state's gain, its normalisation and dropout
+               u = pulled + sum_l W[l, k] * g_l,  dW[l, k] = <g_l, z>
+               then back through the state's norm weight, its normalisation and dropout
 
-A thread holds 16 or 32 bytes of one row, so that the gains of the near states, read by every row,
-come from the L1 cache right into place: ``o_tile`` has an offset for each element where ``o_d``
-has one for each channel, and keeps all in one layout. The near states and the pulled rows are
-lists of the caller's, progressions but for rare patterns, which go to the kernel as numbers.
+A thread holds 16 or 32 bytes of one row, so that the norm weights of the near states,
+which every row reads, come from the L1 cache in the layout they are used in: ``o_tile`` has an
+offset for each element where ``o_d`` has one for each channel. The near states and the pulled rows
+are lists. Nearly all are arithmetic progressions, which go to the kernel as three numbers.
 """
 
 import triton
@@ -56,14 +57,14 @@ def loads_at_once(D: int, itemsize: int) -> int:
     return 2 if wide(D, itemsize) else 4
 
 
-FORWARD_NUMBERS = ["T", "threshold", "slot", "row", "first", "step", "count"]
+FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 
 
 @triton.jit(do_not_specialize=FORWARD_NUMBERS)
 def boundary_fwd_kernel(
-    p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_gain, p_shift, p_partial,
-    p_out_weight, p_out_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
-    T, R, slot, row, first, step, count, source_eps, out_eps, threshold, scale,
+    p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial,
+    p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
+    T, R, k, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -76,7 +77,7 @@ def boundary_fwd_kernel(
     m = m_t[None, :, None] & m_d
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
     o_state = o_row * s_state + o_d
-    slot, row = slot.to(tl.int64), row.to(tl.int64)
+    k = k.to(tl.int64)
     if p_branch is not None:
         b_y = tl.load(p_branch + o_row * s_branch + o_d, mask=m, other=0.0)
         if p_residual is not None:
@@ -85,7 +86,8 @@ def boundary_fwd_kernel(
     if p_partial is not None:
         b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0).to(tl.float32)
     b_x = near_sum(
-        b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
+        b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, T, R,
+        begin,
         s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
@@ -99,22 +101,22 @@ def boundary_fwd_kernel(
             tl.store(p_source_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
         # The state is mixed as later rows will read it.
         b_n = rounded(b_y, p_states.dtype.element_ty)
-        tl.store(p_states + slot * s_n + o_state, b_n, mask=m)
+        tl.store(p_states + k * s_n + o_state, b_n, mask=m)
     elif READS_OWN:
-        b_n = tl.load(p_states + slot * s_n + o_state, mask=m, other=0.0)
+        b_n = tl.load(p_states + k * s_n + o_state, mask=m, other=0.0)
     if READS_OWN:
-        b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
-        pair = entry(row * R + slot)
+        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
+        pair = entry(k * R + k)
         b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
     b_x = tl.where(m, b_x, 0.0)
     if p_x is not None:
         tl.store(p_x + o_row * s_x + o_d, rounded(b_x, p_x.dtype.element_ty), mask=m)
     if p_out is not None:
         b_out, b_mean, b_rstd = normalise(b_x, m_d, D, out_eps)
-        if p_out_weight is not None:
-            b_out *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
-        if p_out_bias is not None:
-            b_out += tl.load(p_out_bias + o_tile, mask=m, other=0.0)
+        if p_out_norm_weight is not None:
+            b_out *= tl.load(p_out_norm_weight + o_tile, mask=m, other=0.0)
+        if p_out_norm_bias is not None:
+            b_out += tl.load(p_out_norm_bias + o_tile, mask=m, other=0.0)
         tl.store(p_out + o_row * s_out + o_d, rounded(b_out, p_out.dtype.element_ty), mask=m)
         tl.store(p_out_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
         tl.store(p_out_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
@@ -145,17 +147,17 @@ def _add_dot(
 
 
 BACKWARD_NUMBERS = [
-    "T", "threshold", "slot", "row", "grad_slot", "column", "first", "step", "count", "first_row",
+    "T", "threshold", "k", "grad_slot", "first", "step", "count", "first_row",
     "row_step", "first_slot", "slot_step", "pulls",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=BACKWARD_NUMBERS)
 def boundary_bwd_kernel(
-    p_states, p_near, p_weight, p_gain, p_shift, p_partial, p_out_weight, p_source_rstd,
-    p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows, p_pull_slots, p_pulled,
-    p_dbranch, p_dresidual, p_dots, p_sums,
-    T, R, slot, row, grad_slot, column, first, step, count, first_row, row_step, first_slot,
+    p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
+    p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows,
+    p_pull_slots, p_pulled, p_dbranch, p_dresidual, p_dots, p_sums,
+    T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
@@ -165,17 +167,17 @@ def boundary_bwd_kernel(
     o_d = row_channels(BA, BC)
     m_d = o_d < D
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    slot, row, column = slot.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
-    p_own = p_states + slot * s_n
+    k = k.to(tl.int64)
+    p_own = p_states + k * s_n
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     program = tl.program_id(0).to(tl.int64)
     if p_dots is not None:
         p_dots += program * (pulls + PULLS_OWN) * (D if VECTOR else 1)
     b_dots = tl.zeros((NP, BT, BC // 8), dtype=tl.float32)
-    b_dgain = tl.zeros((BA, BT, BC), dtype=tl.float32)
-    b_dshift = tl.zeros((BA, BT, BC), dtype=tl.float32)
-    b_dout_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
-    b_dout_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dnorm_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dnorm_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dout_norm_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dout_norm_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
         o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
@@ -199,25 +201,25 @@ def boundary_bwd_kernel(
             if p_partial is not None:
                 b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0)
             b_x = near_sum(
-                b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R,
-                begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
+                b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count,
+                T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
-                pair = entry(row * R + slot)
-                b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
+                pair = entry(k * R + k)
+                b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
                 b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
             b_x = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)
             b_d = b_d.to(tl.float32)
             if p_sums is not None:
-                b_dout_weight += b_d * b_x
-                b_dout_bias += b_d
-            if p_out_weight is not None:
-                b_d *= tl.load(p_out_weight + o_tile, mask=m, other=0.0)
+                b_dout_norm_weight += b_d * b_x
+                b_dout_norm_bias += b_d
+            if p_out_norm_weight is not None:
+                b_d *= tl.load(p_out_norm_weight + o_tile, mask=m, other=0.0)
             b_g += norm_backward(b_d, b_x, b_rstd, D)
         if p_dx is not None:
             b_g += b_dx.to(tl.float32)
         # Made again rather than kept: the registers are full until here.
-        b_z = mixed(b_n, p_gain, p_shift, slot, D, o_tile, m)
+        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_pulled is not None:
@@ -226,7 +228,7 @@ def boundary_bwd_kernel(
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
         fresh = entry(begin) < tl.num_programs(0) * BT
         if PULLS_OWN:
-            pair = entry(row * R + column)
+            pair = entry(k * R + k)
             b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
             if p_dots is not None:
                 b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
@@ -237,7 +239,7 @@ def boundary_bwd_kernel(
                 slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
                 b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
                 b_gl = b_gl.to(tl.float32)
-                pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + column
+                pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + k
                 b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
                 if p_dots is not None:
                     b_dots = _add_dot(
@@ -245,10 +247,10 @@ def boundary_bwd_kernel(
                         BT, BC,
                     )  # fmt: skip
         if p_sums is not None:
-            b_dgain += b_u * b_n
-            b_dshift += b_u
-        if p_gain is not None:
-            b_u *= tl.load(p_gain + column * D + o_tile, mask=m, other=0.0)
+            b_dnorm_weight += b_u * b_n
+            b_dnorm_bias += b_u
+        if p_norm_weight is not None:
+            b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
         if NORM_SOURCE:
             b_u = norm_backward(b_u, b_n, b_source_rstd, D)
         if p_dresidual is not None:
@@ -265,53 +267,54 @@ def boundary_bwd_kernel(
         tl.store(p_dots + o_i, b_dot, mask=o_i < pulls + PULLS_OWN)
     if p_sums is not None:
         p = p_sums + program * 4 * D + o_d
-        store_sum(p, b_dgain, m_d)
-        store_sum(p + D, b_dshift, m_d)
-        store_sum(p + 2 * D, b_dout_weight, m_d)
-        store_sum(p + 3 * D, b_dout_bias, m_d)
+        store_sum(p, b_dnorm_weight, m_d)
+        store_sum(p + D, b_dnorm_bias, m_d)
+        store_sum(p + 2 * D, b_dout_norm_weight, m_d)
+        store_sum(p + 3 * D, b_dout_norm_bias, m_d)
 
 
 def boundary_forward(
-    branch, residual, dropout_p, seed, states, slot, near, weight, row, gain, shift, norm_source,
-    source_eps, partial, out_weight, out_bias, out_eps, x, out, source_rstd, out_mean, out_rstd,
+    branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
+    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
+    out_rstd,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_forward`."""
     _, T, D = states.shape
     if T == 0:
         return
     # The state in the slot is mixed last, from registers.
-    table, first, step, count = indices_of([k for k in near if k != slot], states.device)
+    table, first, step, count = indices_of([j for j in near if j != k], states.device)
     tile = forward_tile(D, states.element_size())
     threshold, scale = dropout_factors(dropout_p)
     boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-        branch, residual, seed if dropout_p > 0 else None, states, table, weight, gain, shift,
-        partial, out_weight, out_bias, x, out, source_rstd, out_mean, out_rstd,
-        T, weight.shape[0], slot, row, first, step, count, source_eps, out_eps, threshold,
+        branch, residual, seed if dropout_p > 0 else None, states, table, weight, norm_weight,
+        norm_bias, partial, out_norm_weight, out_norm_bias, x, out, source_rstd, out_mean, out_rstd,
+        T, weight.shape[0], k, first, step, count, source_eps, out_eps, threshold,
         scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
-        NORM_SOURCE=norm_source, READS_OWN=slot in near, VECTOR=weight.dim() == 3,
+        NORM_SOURCE=norm_source, READS_OWN=k in near, VECTOR=weight.dim() == 3,
         UNROLL=loads_at_once(D, states.element_size()), D=D, **tile._asdict(),
     )  # fmt: skip
 
 
 def boundary_backward(
-    states, slot, near, weight, row, gain, shift, norm_source, partial, out_weight, out_bias,
-    source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, column,
-    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dgain, dshift, dout_weight,
-    dout_bias,
+    states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
+    out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
+    dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_backward`."""
     _, T, D = states.shape
     device, vector = states.device, weight.dim() == 3
-    near_table, first, step, count = indices_of([k for k in near if k != slot], device)
+    near_table, first, step, count = indices_of([j for j in near if j != k], device)
     # The row's own gradient is pulled from registers, before the others.
-    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != row]
+    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
     rows, slots = [r for r, _ in others], [s for _, s in others]
     row_table, first_row, row_step, pulls = indices_of(rows, device)
     slot_table, first_slot, slot_step, _ = indices_of(slots, device)
-    pulls_own = row in pull_rows
-    rows = [row] * pulls_own + rows
+    pulls_own = k in pull_rows
+    rows = [k] * pulls_own + rows
 
     tile = backward_tile(D, states.element_size())
     programs, registers = residency(12, tile.num_warps)
@@ -319,27 +322,27 @@ def boundary_backward(
     dots = sums = None
     if dweight is not None and rows:
         dots = weight.new_empty(programs, 1, len(rows), D if vector else 1)
-    channels = (dgain, dshift, dout_weight, dout_bias)
+    channels = (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias)
     if any(d is not None for d in channels):
         sums = weight.new_empty(programs, 4, 1, D)
     threshold, scale = dropout_factors(dropout_p)
     if T > 0:
         boundary_bwd_kernel[(programs,)](
-            states, near_table, weight, gain, shift, partial, out_weight, source_rstd, out_mean,
-            out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, row_table, slot_table,
-            pulled, dbranch, dresidual, dots, sums,
-            T, weight.shape[0], slot, row, grad_slot, column, first, step, count, first_row,
+            states, near_table, weight, norm_weight, norm_bias, partial, out_norm_weight,
+            source_rstd, out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads,
+            row_table, slot_table, pulled, dbranch, dresidual, dots, sums,
+            T, weight.shape[0], k, grad_slot, first, step, count, first_row,
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            NORM_SOURCE=norm_source, READS_OWN=slot in near, PULLS_OWN=pulls_own, VECTOR=vector,
+            NORM_SOURCE=norm_source, READS_OWN=k in near, PULLS_OWN=pulls_own, VECTOR=vector,
             UNROLL=loads_at_once(D, states.element_size()),
             NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
     if dots is not None:
-        _sum_dots(dots, dweight, rows, column)
+        _sum_dots(dots, dweight, rows, k)
 
 
 def _sum_dots(dots, dweight, rows, column):

@@ -1,12 +1,12 @@
 """Depth mixing (Wang et al. 2019, Eq. 8) over separate tensors.
 
-    out = sum_k w_k z_k,  z_k = n_k * gain_k + shift_k,  n_k = LN(source_k) or source_k
+    out = sum_k w_k z_k,  z_k = n_k * norm_weight_k + norm_bias_k,  n_k = LN(source_k) or source_k
 
-    u_k = w_k * dout,  dsource_k = LN's backward of u_k * gain_k,  dw_k = <dout, z_k>
+    u_k = w_k * dout,  dsource_k = LN's backward of u_k * norm_weight_k,  dw_k = <dout, z_k>
 
 A launch takes up to 16 tensors as a tuple, so no table of pointers is copied to the device. Forward
 carries the sum of further ones in fp32; backward gives each source to programs of its own, which
-keep the sums over tokens behind dw, dgain and dshift in registers.
+keep the sums over tokens behind dw, dnorm_weight and dnorm_bias in registers.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "K"])
 def depth_mix_fwd_kernel(
-    sources, p_weight, p_gain, p_shift, p_sum, p_out, p_mean, p_rstd,
+    sources, p_weight, p_norm_weight, p_norm_bias, p_sum, p_out, p_mean, p_rstd,
     T, K, eps,
     s_sources, s_out,
     PER_CHANNEL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -63,10 +63,10 @@ def depth_mix_fwd_kernel(
             o_stat = k * T.to(tl.int64) + o_t
             tl.store(p_mean + o_stat, tl.reshape(b_mean, (BT,)), mask=m_t)
             tl.store(p_rstd + o_stat, tl.reshape(b_rstd, (BT,)), mask=m_t)
-        if p_gain is not None:
-            b_z *= tl.load(p_gain + k * D + o_d, mask=m_d, other=0.0)
-        if p_shift is not None:
-            b_z += tl.load(p_shift + k * D + o_d, mask=m_d, other=0.0)
+        if p_norm_weight is not None:
+            b_z *= tl.load(p_norm_weight + k * D + o_d, mask=m_d, other=0.0)
+        if p_norm_bias is not None:
+            b_z += tl.load(p_norm_bias + k * D + o_d, mask=m_d, other=0.0)
         b_sum += _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL) * b_z
     if LAST:
         store_rows(p_out + o_row * s_out + o_flat, b_sum, m, BA, BT, BC)
@@ -76,7 +76,7 @@ def depth_mix_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "K"])
 def depth_mix_bwd_kernel(
-    sources, p_weight, p_gain, p_mean, p_rstd, p_dout, dsources, p_partial,
+    sources, p_weight, p_norm_weight, p_mean, p_rstd, p_dout, dsources, p_partial,
     T, K,
     s_sources, s_dout, s_dsources,
     PER_CHANNEL: tl.constexpr,
@@ -91,8 +91,8 @@ def depth_mix_bwd_kernel(
     _, o_w, _ = flat_rows(0, T, D, BA, BT, BC)
     b_w = tl.zeros((BA * BT, BC), dtype=tl.float32)
     b_w += _weight_of(p_weight, k, o_w, o_w < D, D, PER_CHANNEL)
-    if p_gain is not None:
-        b_w *= tl.load(p_gain + k * D + o_w, mask=o_w < D, other=0.0)
+    if p_norm_weight is not None:
+        b_w *= tl.load(p_norm_weight + k * D + o_w, mask=o_w < D, other=0.0)
     b_w = tl.reshape(b_w, (BA, BT, BC))
     b_gn = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
@@ -127,7 +127,7 @@ def _from(table, first):
     return None if table is None else table[first:]
 
 
-def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
+def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
     """See `deepfast.reference.launchers.depth_mix_forward`."""
     T, D = out.shape
     tile = row_tile(D, out.element_size(), per_thread=32, num_warps=4)
@@ -136,7 +136,7 @@ def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
     for first in range(0, len(sources), SOURCES.value):
         group = source_group(sources, first)
         depth_mix_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-            group, weight[first:], _from(gain, first), _from(shift, first), total, out,
+            group, weight[first:], _from(norm_weight, first), _from(norm_bias, first), total, out,
             _from(mean, first) if norm else None, _from(rstd, first) if norm else None,
             T, min(SOURCES.value, len(sources) - first), eps,
             row_strides(group), out.stride(0),
@@ -147,14 +147,15 @@ def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
 
 
 def depth_mix_backward(
-    sources, weight, gain, shift, norm, mean, rstd, dout, dsources, dweight, dgain, dshift
-):
+    sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
+    dnorm_weight, dnorm_bias,
+):  # fmt: skip
     """See `deepfast.reference.launchers.depth_mix_backward`."""
     T, D = dout.shape
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
     # As many programs as run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
-    want = [p for p in (dweight, dgain, dshift) if p is not None]
+    want = [p for p in (dweight, dnorm_weight, dnorm_bias) if p is not None]
     sums = weight.new_empty(2, len(sources), D) if want else None
     for first in range(0, len(sources), SOURCES.value):
         K = min(SOURCES.value, len(sources) - first)
@@ -163,7 +164,7 @@ def depth_mix_backward(
         chunks = min(triton.cdiv(T, tile.BT), triton.cdiv(programs, K))
         partial = weight.new_empty(chunks, 2, K, D) if want else None
         depth_mix_bwd_kernel[(K, chunks)](
-            group, weight[first:], _from(gain, first), _from(mean, first) if norm else None,
+            group, weight[first:], _from(norm_weight, first), _from(mean, first) if norm else None,
             _from(rstd, first) if norm else None, dout, dgroup, partial,
             T, K,
             row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
@@ -174,17 +175,17 @@ def depth_mix_backward(
         if want:
             sum_partials(partial, *sums[:, first : first + K])
     if want:
-        _weight_gradients(*sums, weight, gain, shift, dweight, dgain, dshift)
+        _weight_gradients(*sums, weight, norm_weight, norm_bias, dweight, dnorm_weight, dnorm_bias)
 
 
-def _weight_gradients(gn, g, weight, gain, shift, dweight, dgain, dshift):
+def _weight_gradients(gn, g, weight, norm_weight, norm_bias, dweight, dnorm_weight, dnorm_bias):
     """From the sums over tokens of dout * n and of dout, (K, D) each."""
     w = weight if weight.dim() == 2 else weight[:, None]
-    if dgain is not None:
-        torch.mul(gn, w, out=dgain)
-    if dshift is not None:
-        torch.mul(g, w, out=dshift)
+    if dnorm_weight is not None:
+        torch.mul(gn, w, out=dnorm_weight)
+    if dnorm_bias is not None:
+        torch.mul(g, w, out=dnorm_bias)
     if dweight is not None:
-        d = gn if gain is None else gn * gain
-        d = d if shift is None else torch.addcmul(d, g, shift)
+        d = gn if norm_weight is None else gn * norm_weight
+        d = d if norm_bias is None else torch.addcmul(d, g, norm_bias)
         dweight.copy_(d if weight.dim() == 2 else d.sum(1))

@@ -1,6 +1,6 @@
 """The far passes of the engine: products of depth weights with many states at once.
 
-    mix_rows     out_b = sum_k W[row_b, k] z_k,                 z_k = state_k * gain_k + shift_k
+    mix_rows     out_b = sum_k W[row_b, k] z_k,  z_k = state_k * norm_weight_k + norm_bias_k
     pull_rows    out_j = sum_l W[l, j] g_l,  dW[l, j] = <g_l, z_j>
 
 Each is the product of a small matrix and a tall one, bound by memory: a launch reads each state
@@ -27,13 +27,13 @@ PULL_SIZES = [*MIX_SIZES, "first_slot", "step_slot"]
 
 
 @triton.jit
-def _load_state(p_state, p_gain, p_shift, o_x, o_d, m_x, m_d):
-    """z = state * gain + shift, a (BT, BD) tile in fp32."""
+def _load_state(p_state, p_norm_weight, p_norm_bias, o_x, o_d, m_x, m_d):
+    """z = state * norm_weight + norm_bias, a (BT, BD) tile in fp32."""
     b_z = tl.load(p_state + o_x, mask=m_x, other=0.0).to(tl.float32)
-    if p_gain is not None:
-        b_z *= tl.load(p_gain + o_d, mask=m_d, other=0.0)
-    if p_shift is not None:
-        b_z += tl.load(p_shift + o_d, mask=m_d, other=0.0)
+    if p_norm_weight is not None:
+        b_z *= tl.load(p_norm_weight + o_d, mask=m_d, other=0.0)
+    if p_norm_bias is not None:
+        b_z += tl.load(p_norm_bias + o_d, mask=m_d, other=0.0)
     return b_z
 
 
@@ -56,7 +56,7 @@ def _dot_weight(b_x, b_w, b_sum):
 
 @triton.jit(do_not_specialize=MIX_SIZES)
 def mix_rows_kernel(
-    p_states, p_weight, p_gain, p_shift, p_out,
+    p_states, p_weight, p_norm_weight, p_norm_bias, p_out,
     T, D, R, first_k, step_k, K, first_row, step_row, rows, first_out, step_out,
     s_state, s_out,
     PER_CHANNEL: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -78,7 +78,7 @@ def mix_rows_kernel(
     for i in tl.range(0, K, num_stages=STAGES):
         k = (first_k + i * step_k).to(tl.int64)
         o_kd = k * D + o_d
-        b_z = _load_state(p_states + k * s_state, p_gain, p_shift, o_x, o_kd, m_x, m_d)
+        b_z = _load_state(p_states + k * s_state, p_norm_weight, p_norm_bias, o_x, o_kd, m_x, m_d)
         if PER_CHANNEL:
             o_wd = (o_w + k)[:, None] * D + o_d
             b_w = tl.load(p_weight + o_wd, mask=m_r[:, None] & m_d, other=0.0)[:, None, :]
@@ -90,7 +90,7 @@ def mix_rows_kernel(
 
 @triton.jit(do_not_specialize=MIX_SIZES)
 def mix_rows_dot_kernel(
-    p_states, p_weight, p_gain, p_shift, p_out,
+    p_states, p_weight, p_norm_weight, p_norm_bias, p_out,
     T, D, R, first_k, step_k, K, first_row, step_row, rows, first_out, step_out,
     s_state, s_out,
     ACCUMULATE: tl.constexpr,
@@ -118,10 +118,10 @@ def mix_rows_dot_kernel(
         b_w = tl.load(p_weight + o_w + k[:, None], mask=m_k[:, None] & m_r[None, :], other=0.0)
         k, m_k = k[:, None, None], m_k[:, None, None]
         b_x = tl.load(p_states + k * s_state + o_x, mask=m_k & m_x, other=0.0)
-        if p_gain is not None:
-            b_x *= tl.load(p_gain + k * D + o_d, mask=m_k & m_d, other=0.0)
-        if p_shift is not None:
-            b_x += tl.load(p_shift + k * D + o_d, mask=m_k & m_d, other=0.0)
+        if p_norm_weight is not None:
+            b_x *= tl.load(p_norm_weight + k * D + o_d, mask=m_k & m_d, other=0.0)
+        if p_norm_bias is not None:
+            b_x += tl.load(p_norm_bias + k * D + o_d, mask=m_k & m_d, other=0.0)
         b_x = rounded(b_x, tl.bfloat16)
         b_x = tl.permute(tl.reshape(b_x, (BK, BT * BD)), (1, 0))
         b_sum = _dot_weight(b_x, b_w, b_sum)
@@ -131,7 +131,7 @@ def mix_rows_dot_kernel(
 
 @triton.jit(do_not_specialize=PULL_SIZES)
 def pull_rows_kernel(
-    p_grads, p_states, p_weight, p_gain, p_shift, p_out, p_partial,
+    p_grads, p_states, p_weight, p_norm_weight, p_norm_bias, p_out, p_partial,
     T, D, R, first_slot, step_slot, first_row, step_row, rows, first_k, step_k, K, first_out,
     step_out,
     s_grad, s_state, s_out,
@@ -156,7 +156,7 @@ def pull_rows_kernel(
         o_kx = o_k[:, None, None] * s_state + o_x[None, :, :]
         o_kd = o_k[:, None, None] * D + o_d[None, :, :]
         m_kd = m_j[:, None, None] & m_d[None, :, :]
-        b_z = _load_state(p_states, p_gain, p_shift, o_kx, o_kd, m, m_kd)
+        b_z = _load_state(p_states, p_norm_weight, p_norm_bias, o_kx, o_kd, m, m_kd)
     for i in tl.range(0, rows, num_stages=STAGES):
         slot = (first_slot + i * step_slot).to(tl.int64)
         row = (first_row + i * step_row).to(tl.int64)
@@ -181,7 +181,7 @@ def pull_rows_kernel(
 
 @triton.jit(do_not_specialize=PULL_SIZES)
 def pull_rows_dot_kernel(
-    p_grads, p_states, p_weight, p_gain, p_shift, p_out, p_partial,
+    p_grads, p_states, p_weight, p_norm_weight, p_norm_bias, p_out, p_partial,
     N, D, R, first_slot, step_slot, first_row, step_row, rows, first_k, step_k, K, first_out,
     step_out,
     s_grad, s_state, s_out,
@@ -210,7 +210,7 @@ def pull_rows_dot_kernel(
             o_d = o_n % D
             o_kn = o_k[None, :, None] * s_state + o_n
             o_kd = o_k[None, :, None] * D + o_d
-            b_z = _load_state(p_states, p_gain, p_shift, o_kn, o_kd, m_kn, m_kn)
+            b_z = _load_state(p_states, p_norm_weight, p_norm_bias, o_kn, o_kd, m_kn, m_kn)
             b_z = tl.permute(rounded(b_z, tl.bfloat16), (0, 2, 1))
         for start in range(0, rows, BL):
             o_i = start + tl.arange(0, BL)
@@ -259,10 +259,10 @@ def _progressions(*columns, limit):
     return pieces or [(0, *[(0, 1)] * len(columns))]
 
 
-def _stream_shape(states, weight, gain, shift):
+def _stream_shape(states, weight, norm_weight, norm_bias):
     """(T, D) of a slot; one row of all elements where nothing depends on the channel."""
     _, T, D = states.shape
-    flat = weight.dim() == 2 and gain is None and shift is None
+    flat = weight.dim() == 2 and norm_weight is None and norm_bias is None
     return (1, T * D) if flat else (T, D)
 
 
@@ -272,9 +272,9 @@ def _stream_tile(T, D, BD, elements):
     return elements // BD, BD
 
 
-def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumulate):
+def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
     """See `deepfast.reference.launchers.mix_rows`."""
-    T, D = _stream_shape(states, weight, gain, shift)
+    T, D = _stream_shape(states, weight, norm_weight, norm_bias)
     for count, row, place in _progressions(rows, out_rows, limit=ROWS):
         if states.dtype == torch.bfloat16 and weight.dim() == 2:
             kernel, BR = mix_rows_dot_kernel, max(8, triton.next_power_of_2(count))
@@ -293,7 +293,7 @@ def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumula
         grid = (triton.cdiv(T, BT) * triton.cdiv(D, BD),)
         for i, (K, k) in enumerate(_progressions(sources, limit=len(sources))):
             kernel[grid](
-                states, weight, gain, shift, out,
+                states, weight, norm_weight, norm_bias, out,
                 T, D, weight.shape[0], *k, K, *row, count, *place,
                 states.stride(0), out.stride(0),
                 ACCUMULATE=accumulate or i > 0, BR=BR, **sides,
@@ -301,21 +301,11 @@ def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumula
 
 
 def pull_rows(
-    grads,
-    grad_slots,
-    rows,
-    states,
-    sources,
-    weight,
-    gain,
-    shift,
-    out,
-    out_rows,
-    accumulate,
-    dweight,
-):
+    grads, grad_slots, rows, states, sources, weight, norm_weight, norm_bias, out, out_rows,
+    accumulate, dweight,
+):  # fmt: skip
     """See `deepfast.reference.launchers.pull_rows`."""
-    T, D = _stream_shape(states, weight, gain, shift)
+    T, D = _stream_shape(states, weight, norm_weight, norm_bias)
     per_channel = weight.dim() == 3
     use_dot = states.dtype == torch.bfloat16 and not per_channel
     for K, k, place in _progressions(sources, out_rows, limit=ROWS if use_dot else ROWS // 2):
@@ -337,7 +327,7 @@ def pull_rows(
                 size = (triton.cdiv(T, BT), 1, L, K * D) if per_channel else (programs, 1, L, K)
                 partial = weight.new_zeros(size) if use_dot else weight.new_empty(size)
             kernel[(programs,)](
-                grads, states, weight, gain, shift, out, partial,
+                grads, states, weight, norm_weight, norm_bias, out, partial,
                 *shape, weight.shape[0], *slot, *row, L, *k, K, *place,
                 grads.stride(0), states.stride(0), out.stride(0),
                 ACCUMULATE=accumulate or i > 0, BK=BK, **sides,

@@ -1,6 +1,6 @@
 """How the boundary's kernels read a row: its weights, its states as they are mixed, and the sum
 
-    b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)
+    b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)
 
 over the states of the row's own block.
 """
@@ -34,23 +34,28 @@ def load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def mixed(b_n, p_gain, p_shift, k, D, o_tile, m):
+def mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m):
     """State k as it is mixed."""
     b_z = b_n.to(tl.float32)
-    if p_gain is not None:
-        b_z *= tl.load(p_gain + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
-    if p_shift is not None:
-        b_z += tl.load(p_shift + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last")
+    if p_norm_weight is not None:
+        b_z *= tl.load(
+            p_norm_weight + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last"
+        )
+    if p_norm_bias is not None:
+        b_z += tl.load(
+            p_norm_bias + k * D + o_tile, mask=m, other=0.0, eviction_policy="evict_last"
+        )
     return b_z
 
 
 @triton.jit
 def near_sum(
-    b_x, p_near, p_states, p_weight, p_gain, p_shift, row, first, step, count, T, R, begin,
+    b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
+    begin,
     s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """``b_x + sum over near of W[row, k] * (n_k * gain_k + shift_k)``.
+    """``b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)``.
 
     UNROLL states stand in one tile, above each other, so that all their loads are in flight
     before the first is used.
@@ -65,7 +70,7 @@ def near_sum(
         k = index_at(p_near, first, step, i, i < count)
         p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
         b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
-        b_z = mixed(b_n, p_gain, p_shift, k, D, o_d, m_d)
+        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_d, m_d)
         b_w = load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
         b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
     return b_x

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deepfast"
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
 # checks and memory lie at the bottom. Inside mt: training -> search -> models, data.
 BOTTOM = {"checks", "memory", "version"}
-OPS = {"ops", "backend", "reference"} | BOTTOM
+OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
@@ -23,8 +23,9 @@ ALLOWED = {
     "memory": {"checks", "version"},
     "reference": {"version"},
     "kernels": set(),
-    "backend": {"reference", "kernels", "_C", "version"},
-    "ops": {"backend", "reference", *BOTTOM},
+    "launches": set(),
+    "backend": {"launches", "reference", "kernels", "_C", "version"},
+    "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "nn": NN,
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},

@@ -27,45 +27,48 @@ def _layer_norm(ops, x, y, z, channels, stat, seed) -> None:
     )
 
 
-def _depth_mix(ops, x, y, weight, gain) -> None:
+def _depth_mix(ops, x, y, weight, norm_weight) -> None:
     count, tokens = len(weight), len(x)
-    sources, mean = [x] * count, gain.new_zeros(count, tokens)
-    # Without a shift it is another kernel.
-    for shift in (gain, None):
-        ops.depth_mix_forward(sources, weight, gain, shift, True, 1e-5, y, mean, mean.clone())
+    sources, mean = [x] * count, norm_weight.new_zeros(count, tokens)
+    # Without a bias it is another kernel.
+    for norm_bias in (norm_weight, None):
+        ops.depth_mix_forward(
+            sources, weight, norm_weight, norm_bias, True, 1e-5, y, mean, mean.clone()
+        )
         results = [torch.empty_like(x) for _ in sources]
         ops.depth_mix_backward(
-            sources, weight, gain, shift, True, mean, mean, x, results, torch.empty_like(weight),
-            torch.empty_like(gain), None if shift is None else torch.empty_like(gain),
+            sources, weight, norm_weight, norm_bias, True, mean, mean, x, results,
+            torch.empty_like(weight), torch.empty_like(norm_weight),
+            None if norm_bias is None else torch.empty_like(norm_weight),
         )  # fmt: skip
 
 
-def _far_passes(ops, states, weight, gain, block: int) -> None:
+def _far_passes(ops, states, weight, norm_weight, block: int) -> None:
     far, near = list(range(80)), list(range(80, 80 + block))
     # Sums for rows in no order are scattered.
     near[:2] = reversed(near[:2])
     out = _slots(block, *states.shape[1:], dtype=states.dtype, device=states.device)
     places = list(range(block))
-    ops.mix_rows(states, far, weight, near, gain, gain, out, places, False)
+    ops.mix_rows(states, far, weight, near, norm_weight, norm_weight, out, places, False)
     for dweight in (torch.zeros_like(weight), None):
         ops.pull_rows(
-            states, [r + 1 for r in near], near, states, far[:block], weight, gain, gain, out,
-            places, False, dweight,
+            states, [r + 1 for r in near], near, states, far[:block], weight, norm_weight,
+            norm_weight, out, places, False, dweight,
         )  # fmt: skip
 
 
-def _boundary(ops, states, x, y, z, weight, gain, channels, stat, seed) -> None:
+def _boundary(ops, states, x, y, z, weight, norm_weight, channels, stat, seed) -> None:
     near, row = list(range(88, 92)), 91
     stats = stat, stat.clone(), stat.clone()
     ops.boundary_forward(
-        x, x, 0.1, seed, states, row, near, weight, row, gain, gain, True, 1e-5, y, channels,
-        channels, 1e-5, y, z, *stats,
+        x, x, 0.1, seed, states, row, near, weight, norm_weight, norm_weight, True, 1e-5, y,
+        channels, channels, 1e-5, y, z, *stats,
     )  # fmt: skip
     sums = [torch.empty_like(channels) for _ in range(4)]
     pulls = [91, 93, 94]
     ops.boundary_backward(
-        states, row, near, weight, row, gain, gain, True, y, channels, channels, *stats, 0.1, seed,
-        x, x, states, row + 1, row, pulls, [r + 1 for r in pulls], x, y, z,
+        states, row, near, weight, norm_weight, norm_weight, True, y, channels, channels,
+        *stats, 0.1, seed, x, x, states, row + 1, pulls, [r + 1 for r in pulls], x, y, z,
         torch.zeros_like(weight), *sums,
     )  # fmt: skip
 
@@ -74,17 +77,17 @@ def every_launch(ops, device: str, tokens: int, dim: int) -> None:
     """All launches of ``ops``, a namespace of `torch.ops`, in every dtype and kind of weight."""
     f32 = {"device": device}
     channels, stat = torch.ones(dim, **f32), torch.ones(tokens, **f32)
-    seed, gain = torch.tensor(1, **f32), torch.ones(LAYERS, dim, **f32)
+    seed, norm_weight = torch.tensor(1, **f32), torch.ones(LAYERS, dim, **f32)
     for dtype in DTYPES:
         x, y, z = torch.ones(3, tokens, dim, dtype=dtype, **f32)
         _layer_norm(ops, x, y, z, channels, stat, seed)
         states = _slots(LAYERS + 1, tokens, dim, dtype=dtype, **f32)
         for per_channel in ((), (dim,)):
-            _depth_mix(ops, x, y, torch.ones(3, *per_channel, **f32), gain[:3].clone())
+            _depth_mix(ops, x, y, torch.ones(3, *per_channel, **f32), norm_weight[:3].clone())
             weight = torch.ones(LAYERS, LAYERS, *per_channel, **f32)
             for block in (4, 8, 16):
-                _far_passes(ops, states, weight, gain, block)
-            _boundary(ops, states, x, y, z, weight, gain, channels, stat, seed)
+                _far_passes(ops, states, weight, norm_weight, block)
+            _boundary(ops, states, x, y, z, weight, norm_weight, channels, stat, seed)
 
 
 def main() -> int:

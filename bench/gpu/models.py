@@ -225,8 +225,8 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
         for _ in range(50):
             state.launch.boundary_forward(
                 branch.detach(), out, 0.1, seed, state.states, row, state.near(row), state.weight,
-                row, state.gain, state.shift, True, 1e-5, None, weight, bias, 1e-5, x, out,
-                state.rstd[row], *state.out_statistics(row),
+                state.norm_weight, state.norm_bias, True, 1e-5, None, weight, bias, 1e-5, x, out,
+                state.source_rstd[row], *state.out_statistics(row),
             )  # fmt: skip
 
     seconds = _host_seconds(bench, launches)

@@ -133,7 +133,7 @@ class _Stack:
         self.states = empty_slots(self.rows + 1, like).normal_()
         self.out = empty_slots(self.block, like)
         self.weight = torch.randn(self.rows, self.rows, device=bench.device).tril() / layers
-        self.gain, self.shift = torch.randn(2, self.rows, D, device=bench.device)
+        self.norm_weight, self.norm_bias = torch.randn(2, self.rows, D, device=bench.device)
         self.dweight = torch.zeros_like(self.weight)
 
     def blocks(self):
@@ -149,12 +149,12 @@ class _Stack:
         launch = self.launch(by)
         for start, end in self.blocks()[1:]:
             launch.mix_rows(
-                self.states, list(range(start)), self.weight, list(range(start, end)), self.gain,
-                self.shift, self.out, list(range(end - start)), False,
+                self.states, list(range(start)), self.weight, list(range(start, end)),
+                self.norm_weight, self.norm_bias, self.out, list(range(end - start)), False,
             )  # fmt: skip
 
     def mix_by_product(self) -> None:
-        """The same sums as matrix products by torch; without gain and shift."""
+        """The same sums as matrix products by torch; without norm_weight and norm_bias."""
         for start, end in self.blocks()[1:]:
             weight = self.weight[start:end, :start].to(BF16)
             weight @ self.states[:start].flatten(1)
@@ -165,8 +165,8 @@ class _Stack:
             rows = list(range(end, self.rows))
             launch.pull_rows(
                 self.states, [r + 1 for r in rows], rows, self.states, list(range(start, end)),
-                self.weight, self.gain, self.shift, self.out, list(range(end - start)), False,
-                self.dweight,
+                self.weight, self.norm_weight, self.norm_bias, self.out, list(range(end - start)),
+                False, self.dweight,
             )  # fmt: skip
 
     def nbytes(self, pull: bool) -> int:
@@ -271,13 +271,13 @@ def _boundary(bench: Bench, dim: int) -> None:
     branch, residual, pulled, dx, dout = (random(bench, T, D) for _ in range(5))
     w, b = torch.randn(2, D, device=bench.device)
     source_rstd, mean, rstd = torch.rand(3, T, device=bench.device)
-    dgain, dshift, dw, db = torch.empty(4, D, device=bench.device)
-    seed, affine = _seed(bench), (stack.gain, stack.shift, True)
+    dnorm_weight, dnorm_bias, dw, db = torch.empty(4, D, device=bench.device)
+    seed, affine = _seed(bench), (stack.norm_weight, stack.norm_bias, True)
 
     def forward(by, k):
         near, x, out = list(range(k - place, k + 1)), torch.empty_like(dx), torch.empty_like(dx)
         stack.launch(by).boundary_forward(
-            branch, residual, DROPOUT, seed, stack.states, k, near, stack.weight, k, *affine, 1e-5,
+            branch, residual, DROPOUT, seed, stack.states, k, near, stack.weight, *affine, 1e-5,
             stack.out[place], w, b, 1e-5, x, out, source_rstd, mean, rstd,
         )  # fmt: skip
         return x, out
@@ -286,9 +286,10 @@ def _boundary(bench: Bench, dim: int) -> None:
         near, pulls = list(range(k - place, k + 1)), list(range(k, k - place + stack.block))
         results = torch.empty_like(dx), torch.empty_like(dx)
         stack.launch(by).boundary_backward(
-            stack.states, k, near, stack.weight, k, *affine, stack.out[place], w, b, source_rstd,
-            mean, rstd, DROPOUT, seed, dx, dout, stack.states, k + 1, k, pulls,
-            [r + 1 for r in pulls], pulled, *results, stack.dweight, dgain, dshift, dw, db,
+            stack.states, k, near, stack.weight, *affine, stack.out[place], w, b, source_rstd,
+            mean, rstd, DROPOUT, seed, dx, dout, stack.states, k + 1, pulls,
+            [r + 1 for r in pulls], pulled, *results, stack.dweight, dnorm_weight, dnorm_bias, dw,
+            db,
         )  # fmt: skip
         return results
 

@@ -21,11 +21,11 @@ DEEPFAST_INLINE void mix_near_registers(const Boundary& op, int64_t t, int64_t d
                                         : vec_t<A, N>{};
   for (int64_t j = 0; j < op.near; ++j) {
     const T* n = row_of<T>(op.source[j], t) + d;
-    const A *gain = at<A>(op.gain[j], 0), *shift = at<A>(op.shift[j], 0);
+    const A *norm_weight = at<A>(op.norm_weight[j], 0), *norm_bias = at<A>(op.norm_bias[j], 0);
     const A* weight = at<A>(op.weight[j], 0);
     for (int v = 0; v < V; ++v) {
       const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
-      sum[v] += w * affine(lanes, load(lanes, n + v * N), gain, shift, d + v * N);
+      sum[v] += w * affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
     }
   }
   for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
@@ -69,7 +69,7 @@ template <class T>
 void forward(const Boundary& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const int64_t dim = op.dim;
-  const A *weight = at<A>(op.out_weight, 0), *bias = at<A>(op.out_bias, 0);
+  const A *weight = at<A>(op.out_norm_weight, 0), *bias = at<A>(op.out_norm_bias, 0);
   Scratch<A> row(dim), mixed(dim);
   for (int64_t t = begin; t < end; ++t) {
     if (op.branch.data != nullptr) push<T>(op, t, row);
@@ -104,10 +104,10 @@ DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t 
   for_lanes<A>(
       dim, [&](auto lanes, int64_t d) { store(lanes, n + d, (load(lanes, n + d) - mean) * rstd); });
   load_row(row_of<T>(op.dout, t), g, dim);
-  accumulate_affine<A>(g, n, at<A>(op.dout_weight, chunk * dim), at<A>(op.dout_bias, chunk * dim),
-                       dim);
-  if (f.out_weight != nullptr) {
-    const A* weight = at<A>(f.out_weight, 0);
+  accumulate_affine<A>(g, n, at<A>(op.dout_norm_weight, chunk * dim),
+                       at<A>(op.dout_norm_bias, chunk * dim), dim);
+  if (f.out_norm_weight != nullptr) {
+    const A* weight = at<A>(f.out_norm_weight, 0);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       store(lanes, g + d, load(lanes, g + d) * load(lanes, weight + d));
     });
@@ -116,7 +116,8 @@ DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t 
   if (op.dx.data != nullptr) add_row(row_of<T>(op.dx, t), g, dim);
 }
 
-// u += weight * g and dweight += <g, z> (or, per channel, += g * z), with z = n * gain + shift.
+// u += weight * g and dweight += <g, z> (or, per channel, += g * z), where
+// z = n * norm_weight + norm_bias.
 template <class T>
 DEEPFAST_INLINE void pull_row(const T* g, const compute_t<T>* z, const compute_t<T>* weight,
                               bool per_channel, compute_t<T>* dweight, compute_t<T>* u,
@@ -143,7 +144,7 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
   using A = compute_t<T>;
   const Boundary& f = op.forward;
   const int64_t dim = f.dim;
-  const A *gain = at<A>(op.state_gain, 0), *shift = at<A>(op.state_shift, 0);
+  const A *norm_weight = at<A>(op.state_norm_weight, 0), *norm_bias = at<A>(op.state_norm_bias, 0);
   const int64_t width = f.per_channel ? dim : 1;
   Scratch<A> g(dim), n(dim), z(dim), u(dim);
   for (int64_t t = begin; t < end; ++t) {
@@ -152,7 +153,7 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
     load_row(row_of<T>(f.state, t), n.get(), dim);
     store_row(g.get(), row_of<T>(op.grad, t), dim);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, z + d, affine(lanes, load(lanes, n + d), gain, shift, d));
+      store(lanes, z + d, affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d));
     });
     if (op.pulled.data != nullptr)
       load_row(row_of<T>(op.pulled, t), u.get(), dim);
@@ -167,10 +168,11 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
       else
         pull_row<T>(row_of<T>(op.pull_grad[i], t), z, weight, f.per_channel, dweight, u, dim);
     }
-    accumulate_affine<A>(u, n, at<A>(op.dgain, chunk * dim), at<A>(op.dshift, chunk * dim), dim);
-    if (gain != nullptr)
+    accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, chunk * dim),
+                         at<A>(op.dnorm_bias, chunk * dim), dim);
+    if (norm_weight != nullptr)
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        store(lanes, u + d, load(lanes, u + d) * load(lanes, gain + d));
+        store(lanes, u + d, load(lanes, u + d) * load(lanes, norm_weight + d));
       });
     if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim);
     if (op.dresidual.data != nullptr) store_row(u.get(), row_of<T>(op.dresidual, t), dim);

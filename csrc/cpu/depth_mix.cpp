@@ -22,8 +22,9 @@ void advise_states(Tensor states) {
 #endif
 }
 
-void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, OptionalTensor gain,
-              OptionalTensor shift, Tensor out, Indices out_rows, bool accumulate) {
+void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
+              OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out, Indices out_rows,
+              bool accumulate) {
   check_buffer(states);
   check_buffer(out, states);
   const Storage storage = storage_of(states);
@@ -33,8 +34,10 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
   const Weights w(weight, storage, dim);
   const auto source = slots(states, sources);
   const auto target = slots(out, out_rows);
-  const auto gains = rows_of(parameter(gain, storage, w.columns * dim), sources, dim, size);
-  const auto shifts = rows_of(parameter(shift, storage, w.columns * dim), sources, dim, size);
+  const auto norm_weights =
+      rows_of(parameter(norm_weight, storage, w.columns * dim), sources, dim, size);
+  const auto norm_biases =
+      rows_of(parameter(norm_bias, storage, w.columns * dim), sources, dim, size);
   const auto weights = w.pick(rows, sources);
   Mix op{};
   op.storage = storage;
@@ -44,8 +47,8 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
   op.per_channel = weight.dim() == 3;
   op.accumulate = accumulate;
   op.source = source.data();
-  op.gain = gains.data();
-  op.shift = shifts.data();
+  op.norm_weight = norm_weights.data();
+  op.norm_bias = norm_biases.data();
   op.weight = weights.data();
   op.out = target.data();
   Chunks(tokens).run(
@@ -53,7 +56,7 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
 }
 
 void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
-               Tensor weight, OptionalTensor gain, OptionalTensor shift, Tensor out,
+               Tensor weight, OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out,
                Indices out_rows, bool accumulate, OptionalTensor dweight) {
   check_buffer(states);
   check_buffer(grads, states);
@@ -66,8 +69,10 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   const auto grad = slots(grads, grad_slots);
   const auto source = slots(states, sources);
   const auto target = slots(out, out_rows);
-  const auto gains = rows_of(parameter(gain, storage, w.columns * dim), sources, dim, size);
-  const auto shifts = rows_of(parameter(shift, storage, w.columns * dim), sources, dim, size);
+  const auto norm_weights =
+      rows_of(parameter(norm_weight, storage, w.columns * dim), sources, dim, size);
+  const auto norm_biases =
+      rows_of(parameter(norm_bias, storage, w.columns * dim), sources, dim, size);
   const auto weights = w.pick(rows, sources);
   // One weight per channel has D times the partial sums: fewer chunks keep them small.
   const Chunks chunks(tokens, w.width > 1 ? 8 : 32);
@@ -83,8 +88,8 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   op.need_dweight = dweight.has_value();
   op.grad = grad.data();
   op.source = source.data();
-  op.gain = gains.data();
-  op.shift = shifts.data();
+  op.norm_weight = norm_weights.data();
+  op.norm_bias = norm_biases.data();
   op.weight = weights.data();
   op.out = target.data();
   op.dweight = sums.get();
@@ -99,7 +104,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
 }
 
 DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
-                  const OptionalTensor& gain, const OptionalTensor& shift, bool norm,
+                  const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, bool norm,
                   const OptionalTensor& mean, const OptionalTensor& rstd,
                   std::vector<Matrix>& source) {
   DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
@@ -114,8 +119,8 @@ DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
   op.source = source.data();
   op.weight =
       parameter(OptionalTensor(weight), op.storage, op.sources * (op.per_channel ? op.dim : 1));
-  op.gain = parameter(gain, op.storage, op.sources * op.dim);
-  op.shift = parameter(shift, op.storage, op.sources * op.dim);
+  op.norm_weight = parameter(norm_weight, op.storage, op.sources * op.dim);
+  op.norm_bias = parameter(norm_bias, op.storage, op.sources * op.dim);
   DEEPFAST_CHECK(!norm || (mean.has_value() && rstd.has_value()),
                  "depth_mix: mean or rstd is missing");
   op.mean = parameter(mean, op.storage, op.sources * op.tokens);
@@ -123,11 +128,11 @@ DepthMix separate(const std::vector<Tensor>& sources, const Tensor& weight,
   return op;
 }
 
-void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
-                       OptionalTensor shift, bool norm, double eps, Tensor out, OptionalTensor mean,
-                       OptionalTensor rstd) {
+void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
+                       OptionalTensor norm_bias, bool norm, double eps, Tensor out,
+                       OptionalTensor mean, OptionalTensor rstd) {
   std::vector<Matrix> source;
-  DepthMix op = separate(sources, weight, gain, shift, norm, mean, rstd, source);
+  DepthMix op = separate(sources, weight, norm_weight, norm_bias, norm, mean, rstd, source);
   op.eps = eps;
   op.out = matrix(out, op.storage, op.tokens, op.dim);
   Chunks(op.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
@@ -135,12 +140,13 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
   });
 }
 
-void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
-                        OptionalTensor shift, bool norm, OptionalTensor mean, OptionalTensor rstd,
-                        Tensor dout, std::vector<Tensor> dsources, OptionalTensor dweight,
-                        OptionalTensor dgain, OptionalTensor dshift) {
+void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
+                        OptionalTensor norm_bias, bool norm, OptionalTensor mean,
+                        OptionalTensor rstd, Tensor dout, std::vector<Tensor> dsources,
+                        OptionalTensor dweight, OptionalTensor dnorm_weight,
+                        OptionalTensor dnorm_bias) {
   std::vector<Matrix> source, dsource;
-  DepthMix op = separate(sources, weight, gain, shift, norm, mean, rstd, source);
+  DepthMix op = separate(sources, weight, norm_weight, norm_bias, norm, mean, rstd, source);
   // Either every source wants a gradient or none does.
   for (const Tensor& s : dsources) dsource.push_back(matrix(s, op.storage, op.tokens, op.dim));
   dsource.resize(sources.size());
@@ -150,17 +156,17 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
   const int64_t count = op.sources * (op.per_channel ? op.dim : 1);
   const Chunks chunks(op.tokens, 8);
   Partial weight_sums(dweight.has_value(), chunks, count, op.storage);
-  Partial gain_sums(dgain.has_value(), chunks, op.sources * op.dim, op.storage);
-  Partial shift_sums(dshift.has_value(), chunks, op.sources * op.dim, op.storage);
+  Partial norm_weight_sums(dnorm_weight.has_value(), chunks, op.sources * op.dim, op.storage);
+  Partial norm_bias_sums(dnorm_bias.has_value(), chunks, op.sources * op.dim, op.storage);
   op.dweight = weight_sums.get();
-  op.dgain = gain_sums.get();
-  op.dshift = shift_sums.get();
+  op.dnorm_weight = norm_weight_sums.get();
+  op.dnorm_bias = norm_bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().depth_mix_backward(op, begin, end, chunk);
   });
   weight_sums.sum_into(parameter(dweight, op.storage, count));
-  gain_sums.sum_into(parameter(dgain, op.storage, op.sources * op.dim));
-  shift_sums.sum_into(parameter(dshift, op.storage, op.sources * op.dim));
+  norm_weight_sums.sum_into(parameter(dnorm_weight, op.storage, op.sources * op.dim));
+  norm_bias_sums.sum_into(parameter(dnorm_bias, op.storage, op.sources * op.dim));
 }
 
 }  // namespace

@@ -4,8 +4,9 @@
 //   pull  u[j]   (+)= sum_l w[l, j] g_l              each g_l read once for all sources j,
 //         dw[l, j] = <g_l, z_j>                      from the same tiles
 //
-// with z_k = n_k * gain_k + shift_k. Bytes: one read of every state (or gradient), one write of
-// every output; weights and gains stay in the caches. Compiled once per instruction set.
+// with z_k = n_k * norm_weight_k + norm_bias_k. Bytes: one read of every state (or gradient), one
+// write of every output; weights and norm weights stay in the caches. Compiled once per instruction
+// set.
 #include "rows.h"
 #include "tables.h"
 
@@ -85,9 +86,10 @@ DEEPFAST_INLINE void mix_registers(const Mix& op, const Tile& tile, const TileSh
   vec_t<A, N> z[K][V];
   for (int k = 0; k < K; ++k) {
     const T* n = row_of<T>(op.source[k0 + k], t) + d;
-    const A *gain = at<A>(op.gain[k0 + k], 0), *shift = at<A>(op.shift[k0 + k], 0);
+    const A *norm_weight = at<A>(op.norm_weight[k0 + k], 0),
+            *norm_bias = at<A>(op.norm_bias[k0 + k], 0);
     for (int v = 0; v < V; ++v)
-      z[k][v] = affine(lanes, load(lanes, n + v * N), gain, shift, d + v * N);
+      z[k][v] = affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
   }
   for (int64_t r = 0; r < op.rows; ++r) {
     A* sum = sums + tile_index(shape, r, t - tile.t0, d - tile.d0);
@@ -252,12 +254,13 @@ void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
     const PullTile<A> tile{at_tile, shape, z, u, dots, dweight};
     const int64_t d0 = at_tile.d0, channels = at_tile.d1 - d0;
     for (int64_t j = 0; j < op.sources; ++j) {
-      const A *gain = at<A>(op.gain[j], 0), *shift = at<A>(op.shift[j], 0);
+      const A *norm_weight = at<A>(op.norm_weight[j], 0), *norm_bias = at<A>(op.norm_bias[j], 0);
       for (int64_t t = at_tile.t0; t < at_tile.t1; ++t) {
         const int64_t i = tile_index(shape, j, t - at_tile.t0, 0);
         const T* n = row_of<T>(op.source[j], t);
         for_lanes<A>(channels, [&](auto lanes, int64_t d) {
-          store(lanes, z + i + d, affine(lanes, load(lanes, n + d0 + d), gain, shift, d0 + d));
+          store(lanes, z + i + d,
+                affine(lanes, load(lanes, n + d0 + d), norm_weight, norm_bias, d0 + d));
         });
         if (op.accumulate)
           load_row(row_of<T>(op.out[j], t) + d0, u + i, channels);
@@ -298,7 +301,7 @@ void depth_mix_forward_rows(const DepthMix& op, int64_t begin, int64_t end) {
           store(lanes, row + d, (load(lanes, row + d) - m.mean) * m.rstd);
         });
       }
-      mix_row<A>(row.get(), at<A>(op.gain, k * dim), at<A>(op.shift, k * dim),
+      mix_row<A>(row.get(), at<A>(op.norm_weight, k * dim), at<A>(op.norm_bias, k * dim),
                  at<A>(op.weight, k * width), op.per_channel, sum.get(), dim);
     }
     store_row(sum.get(), row_of<T>(op.out, t), dim);
@@ -313,7 +316,8 @@ void depth_mix_backward_rows(const DepthMix& op, int64_t begin, int64_t end, int
   for (int64_t t = begin; t < end; ++t) {
     load_row(row_of<T>(op.dout, t), g.get(), dim);
     for (int64_t k = 0; k < op.sources; ++k) {
-      const A *gain = at<A>(op.gain, k * dim), *shift = at<A>(op.shift, k * dim);
+      const A *norm_weight = at<A>(op.norm_weight, k * dim),
+              *norm_bias = at<A>(op.norm_bias, k * dim);
       const A* weight = at<A>(op.weight, k * width);
       A* dweight = op.need_dweight ? at<A>(op.dweight, (chunk * op.sources + k) * width) : nullptr;
       load_row(row_of<T>(op.source[k], t), n.get(), dim);
@@ -331,19 +335,19 @@ void depth_mix_backward_rows(const DepthMix& op, int64_t begin, int64_t end, int
         const auto w = op.per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
         store(lanes, u + d, w * b);
         if (dweight == nullptr) return;
-        const auto product = b * affine(lanes, load(lanes, n + d), gain, shift, d);
+        const auto product = b * affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d);
         if (op.per_channel)
           store(lanes, dweight + d, load(lanes, dweight + d) + product);
         else
           dot.add(product);
       });
       if (dweight != nullptr && !op.per_channel) *dweight += dot.total();
-      accumulate_affine<A>(u, n, at<A>(op.dgain, (chunk * op.sources + k) * dim),
-                           at<A>(op.dshift, (chunk * op.sources + k) * dim), dim);
+      accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, (chunk * op.sources + k) * dim),
+                           at<A>(op.dnorm_bias, (chunk * op.sources + k) * dim), dim);
       if (op.dsource[k].data == nullptr) continue;
-      if (gain != nullptr)
+      if (norm_weight != nullptr)
         for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-          store(lanes, u + d, load(lanes, u + d) * load(lanes, gain + d));
+          store(lanes, u + d, load(lanes, u + d) * load(lanes, norm_weight + d));
         });
       if (op.norm) norm_backward_row<A>(u, n, rstd, dim);
       store_row(u.get(), row_of<T>(op.dsource[k], t), dim);

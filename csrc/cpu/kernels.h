@@ -37,11 +37,12 @@ struct Mix {
   Storage storage;
   int64_t dim, rows, sources;
   bool per_channel, accumulate;
-  const Matrix* source;       // [sources], n_k
-  const void* const* gain;    // [sources], z_k = n_k * gain + shift; null is the identity
-  const void* const* shift;   // [sources]
-  const void* const* weight;  // [rows * sources], one value or D values each
-  const Matrix* out;          // [rows]
+  const Matrix* source;  // [sources], n_k
+  // z_k = n_k * norm_weight + norm_bias; a null pointer leaves its part out.
+  const void* const* norm_weight;  // [sources]
+  const void* const* norm_bias;    // [sources]
+  const void* const* weight;       // [rows * sources], one value or D values each
+  const Matrix* out;               // [rows]
 };
 
 // The transpose of Mix: u_j = sum_l weight[l, j] g_l, and dweight[l, j] = <g_l, z_j>.
@@ -51,8 +52,8 @@ struct Pull {
   bool per_channel, accumulate, need_dweight;
   const Matrix* grad;    // [rows], g_l
   const Matrix* source;  // [sources], n_j
-  const void* const* gain;
-  const void* const* shift;
+  const void* const* norm_weight;
+  const void* const* norm_bias;
   const void* const* weight;  // [rows * sources]
   const Matrix* out;          // [sources], u_j
   void* dweight;              // (chunks, rows, sources) or (chunks, rows, sources, D)
@@ -69,14 +70,14 @@ struct Boundary {
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;
-  Matrix state;               // slot of the pushed state
-  const Matrix* source;       // [near]
-  const void* const* gain;    // [near]
-  const void* const* shift;   // [near]
-  const void* const* weight;  // [near]
-  Matrix partial;             // older blocks' share of x
+  Matrix state;                    // slot of the pushed state
+  const Matrix* source;            // [near]
+  const void* const* norm_weight;  // [near]
+  const void* const* norm_bias;    // [near]
+  const void* const* weight;       // [near]
+  Matrix partial;                  // older blocks' share of x
   Matrix x, out;
-  const void *out_weight, *out_bias;
+  const void *out_norm_weight, *out_norm_bias;
   void* source_rstd;          // (T)
   void *out_mean, *out_rstd;  // (T)
 };
@@ -91,12 +92,12 @@ struct BoundaryGrad {
   const Matrix* pull_grad;         // [pulls]
   const void* const* pull_weight;  // [pulls]
   Matrix pulled;                   // later blocks' share of u
-  const void *state_gain, *state_shift;
+  const void *state_norm_weight, *state_norm_bias;
   Matrix dbranch, dresidual;
   bool need_dweight;
-  void* dweight;                  // (chunks, pulls) or (chunks, pulls, D)
-  void *dgain, *dshift;           // (chunks, D)
-  void *dout_weight, *dout_bias;  // (chunks, D)
+  void* dweight;                            // (chunks, pulls) or (chunks, pulls, D)
+  void *dnorm_weight, *dnorm_bias;          // (chunks, D)
+  void *dout_norm_weight, *dout_norm_bias;  // (chunks, D)
 };
 
 // depth_mix over separate tensors, statistics included.
@@ -105,15 +106,15 @@ struct DepthMix {
   int64_t dim, sources, tokens;
   bool per_channel, norm, need_dweight;
   double eps;
-  const Matrix* source;      // [sources], y_k
-  const void *gain, *shift;  // (sources, D)
-  const void* weight;        // (sources) or (sources, D)
+  const Matrix* source;                 // [sources], y_k
+  const void *norm_weight, *norm_bias;  // (sources, D)
+  const void* weight;                   // (sources) or (sources, D)
   Matrix out;
   void *mean, *rstd;  // (sources, T)
   Matrix dout;
-  const Matrix* dsource;  // [sources]
-  void* dweight;          // (chunks, sources) or (chunks, sources, D)
-  void *dgain, *dshift;   // (chunks, sources, D)
+  const Matrix* dsource;            // [sources]
+  void* dweight;                    // (chunks, sources) or (chunks, sources, D)
+  void *dnorm_weight, *dnorm_bias;  // (chunks, sources, D)
 };
 
 // Attention over separate tensors: one softmax over the sources for each token and hop.

@@ -122,12 +122,12 @@ DEEPFAST_INLINE vec_t<A, N> affine(Lanes<N> lanes, vec_t<A, N> n, const A* weigh
   return n;
 }
 
-// out += weight * (n * gain + shift), weight one value or one per channel.
+// out += weight * (n * norm_weight + norm_bias), weight one value or one per channel.
 template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE void mix_row(const T* n, const A* gain, const A* shift, const A* weight,
+DEEPFAST_INLINE void mix_row(const T* n, const A* norm_weight, const A* norm_bias, const A* weight,
                              bool per_channel, A* out, int64_t dim) {
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    const auto z = affine(lanes, load(lanes, n + d), gain, shift, d);
+    const auto z = affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d);
     const auto w = per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
     store(lanes, out + d, load(lanes, out + d) + w * z);
   });

@@ -1,7 +1,7 @@
 // Everything between two layers' matrix products, in one pass.
 //
 //     y = residual + dropout(branch),  n = norm(y) rounded into its slot
-//     x = partial + sum over near of W[row, k] * (n_k * gain_k + shift_k),  out = LN(x)
+//     x = partial + sum over near j of W[k, j] * (n_j * norm_weight_j + norm_bias_j),  out = LN(x)
 //
 // A row is in the registers of its threads (see row.h) from its first read to its last
 // write:
@@ -9,9 +9,9 @@
 //     branch --+                      near states, four on their way at a time
 //     residual +-> y -> n -> slot           |
 //                       |                   v
-//     partial ----------+-------> x = partial + S + sum c_k n_k -> x, LN -> out
+//     partial ----------+-------> x = partial + S + sum c_j n_j -> x, LN -> out
 //
-// where c_k = W[row, k] * gain_k and S = sum W[row, k] * shift_k (boundary.h).
+// where c_j = W[k, j] * norm_weight_j and S = sum W[k, j] * norm_bias_j (boundary.h).
 //
 // K near states, the own one among them, are K + 2 rows read and 3 written. At D = 512 in bf16 a
 // warp has a row, up to 6 KB of it on their way. For K = 4 it issues some 1,550 instructions: about 70%
@@ -23,7 +23,7 @@ namespace {
 
 template <class T>
 struct Forward {
-  Mix<T> mix;  // parameters: out_weight, out_bias
+  Mix<T> mix;  // parameters: out_norm_weight, out_norm_bias
   const T *branch, *residual, *partial;
   T *state, *x, *out;
   float *source_rstd, *out_mean, *out_rstd;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kMostLanes)
       own = narrow_row<T>(y);
       store_row(state, at, exists, own);
     }
-    if (mix.reads_own) add_state<kFast>(mix, table, at, kOwn, mix.slot, own, x);
+    if (mix.reads_own) add_state<kFast>(mix, table, at, kOwn, mix.k, own, x);
     if (op.x != nullptr) store_row(op.x + t * op.x_stride, at, exists, x);
     if (op.out == nullptr) continue;
     const Moments moments = normalise(x, at, row_sum, op.out_eps);
@@ -88,14 +88,15 @@ __global__ void __launch_bounds__(kMostLanes)
 }
 
 void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
-                      OptionalTensor seed, Tensor states, int64_t slot_index, Indices near,
-                      Tensor weight, int64_t row, OptionalTensor gain, OptionalTensor shift,
-                      bool norm_source, double source_eps, OptionalTensor partial,
-                      OptionalTensor out_weight, OptionalTensor out_bias, double out_eps,
-                      OptionalTensor x, OptionalTensor out, OptionalTensor source_rstd,
-                      OptionalTensor out_mean, OptionalTensor out_rstd) {
+                      OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
+                      OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
+                      double source_eps, OptionalTensor partial, OptionalTensor out_norm_weight,
+                      OptionalTensor out_norm_bias, double out_eps, OptionalTensor x,
+                      OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
+                      OptionalTensor out_rstd) {
   check_buffer(states);
-  const Operands given(states, slot_index, near, weight, row, gain, shift, out_weight, out_bias);
+  const Operands given(states, k, near, weight, norm_weight, norm_bias, out_norm_weight,
+                       out_norm_bias);
   const int64_t tokens = given.tokens, dim = given.dim;
   const Storage storage = given.storage;
   const Matrix branch_ = matrix(branch, storage, tokens, dim);
@@ -118,11 +119,11 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
     using T = decltype(type);
     Forward<T> op{};
     op.mix = given.mix<T>(aligned);
-    op.mix.parameters[0] = given.out_weight, op.mix.parameters[1] = given.out_bias;
+    op.mix.parameters[0] = given.out_norm_weight, op.mix.parameters[1] = given.out_norm_bias;
     op.branch = static_cast<const T*>(branch_.data), op.branch_stride = branch_.row_stride;
     op.residual = static_cast<const T*>(residual_.data), op.residual_stride = residual_.row_stride;
     op.partial = static_cast<const T*>(partial_.data), op.partial_stride = partial_.row_stride;
-    op.state = static_cast<T*>(slot(states, slot_index).data);
+    op.state = static_cast<T*>(slot(states, k).data);
     op.x = static_cast<T*>(x_.data), op.x_stride = x_.row_stride;
     op.out = static_cast<T*>(out_.data), op.out_stride = out_.row_stride;
     op.source_rstd = source_rstd_, op.out_mean = mean_, op.out_rstd = rstd_;

@@ -1,7 +1,8 @@
 // What the two directions of a boundary share: a row's sum over the near states, from coefficients
 // in shared memory, and the choice of blocks.
 //
-//     x = S + sum over near of c_k * n_k,     c_k = W[row, k] * gain_k,  S = sum W[row, k] * shift_k
+//     x = S + sum over near j of c_j * n_j
+//     c_j = W[k, j] * norm_weight_j,  S = sum W[k, j] * norm_bias_j
 //
 // Blocks stay for many rows, so that each makes c and S once, as its threads hold a row: a channel
 // of a state is then one product, be the weights one for each state or one for each channel.
@@ -38,9 +39,10 @@ template <class T>
 struct Mix {
   const T* states;
   int64_t slot_stride, row_stride;
-  const float *weight, *gain, *shift;  // weight: of the row; gain, shift: (R, D) or null
+  const float* weight;                   // of the row
+  const float *norm_weight, *norm_bias;  // (R, D) or null
   const float* parameters[3];
-  int dim, lanes, count, slot;
+  int dim, lanes, count, k;
   bool per_channel, reads_own, aligned;
   int32_t near[kMost];
 };
@@ -85,11 +87,12 @@ DEEPFAST_DEVICE void terms(const Mix<T>& mix, const Lane& at, int64_t k, int c, 
   } else {
     for (int i = 0; i < kChunk; ++i) w[i] = mix.weight[k];
   }
-  load_chunk(mix.gain + channel, mix.gain != nullptr ? at.count(c) : 0, at.aligned, a);
-  load_chunk(mix.shift + channel, mix.shift != nullptr ? at.count(c) : 0, at.aligned, b);
+  load_chunk(mix.norm_weight + channel, mix.norm_weight != nullptr ? at.count(c) : 0, at.aligned,
+             a);
+  load_chunk(mix.norm_bias + channel, mix.norm_bias != nullptr ? at.count(c) : 0, at.aligned, b);
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    a[i] = mix.gain != nullptr ? a[i] * w[i] : w[i];
+    a[i] = mix.norm_weight != nullptr ? a[i] * w[i] : w[i];
     b[i] *= w[i];
   }
 }
@@ -105,12 +108,12 @@ DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table& table, const Lane& at)
 #pragma unroll 4
       for (int j = 0; j < mix.count + mix.reads_own; ++j) {
         float unused[kChunk];
-        terms(mix, at, j < mix.count ? mix.near[j] : mix.slot, c, unused, b);
+        terms(mix, at, j < mix.count ? mix.near[j] : mix.k, c, unused, b);
         for (int i = 0; i < kChunk; ++i) a[i] += b[i];
       }
     } else if (r == kOwn || r >= kNear) {
       if (r != kOwn || mix.reads_own)
-        terms(mix, at, r == kOwn ? mix.slot : mix.near[r - kNear], c, a, b);
+        terms(mix, at, r == kOwn ? mix.k : mix.near[r - kNear], c, a, b);
     } else if (mix.parameters[r - kParameter] != nullptr) {
       load_chunk(mix.parameters[r - kParameter] + at.channel(c), at.count(c), at.aligned, a);
     }
@@ -221,35 +224,35 @@ struct Operands {
   const Tensor& states;
   const Indices& near;
   const Weights w;
-  const int64_t slot, row, tokens, dim;
-  const float *gain, *shift, *out_weight, *out_bias;
+  const int64_t k, tokens, dim;
+  const float *norm_weight, *norm_bias, *out_norm_weight, *out_norm_bias;
   const Storage storage;
   bool aligned;
 
-  Operands(const Tensor& states_, int64_t slot_, const Indices& near_, const Tensor& weight,
-           int64_t row_, const OptionalTensor& gain_, const OptionalTensor& shift_,
-           const OptionalTensor& out_weight_, const OptionalTensor& out_bias_)
+  Operands(const Tensor& states_, int64_t k_, const Indices& near_, const Tensor& weight,
+           const OptionalTensor& norm_weight_, const OptionalTensor& norm_bias_,
+           const OptionalTensor& out_norm_weight_, const OptionalTensor& out_norm_bias_)
       : states(states_),
         near(near_),
         w(weight, storage_of(states_), states_.size(2)),
-        slot(slot_),
-        row(row_),
+        k(k_),
         tokens(states_.size(1)),
         dim(states_.size(2)),
-        gain(floats(gain_, w.columns * dim)),
-        shift(floats(shift_, w.columns * dim)),
-        out_weight(floats(out_weight_, dim)),
-        out_bias(floats(out_bias_, dim)),
+        norm_weight(floats(norm_weight_, w.columns * dim)),
+        norm_bias(floats(norm_bias_, w.columns * dim)),
+        out_norm_weight(floats(out_norm_weight_, dim)),
+        out_norm_bias(floats(out_norm_bias_, dim)),
         storage(storage_of(states_)) {
     check_dim(dim);
-    aligned =
-        Alignment(storage, dim).slots(states).values({w.base, gain, shift, out_weight, out_bias});
+    aligned = Alignment(storage, dim)
+                  .slots(states)
+                  .values({w.base, norm_weight, norm_bias, out_norm_weight, out_norm_bias});
     DEEPFAST_CHECK(near.size() <= kMost, "boundary: CUDA kernels read at most ", kMost,
                    " near states, got ", near.size());
   }
 
   // Near states but the own one.
-  int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), slot); }
+  int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), k); }
   // Bytes of the table, where there is one.
   int64_t table(bool fast, int64_t pulls = 0) const {
     const int rows = static_cast<int>(kNear + mixed_from() + pulls);
@@ -259,20 +262,20 @@ struct Operands {
   template <class T>
   Mix<T> mix(bool aligned) const {
     Mix<T> mix{};
-    mix.states = static_cast<const T*>(deepfast::slot(states, slot).data) - slot * states.stride(0);
+    mix.states = static_cast<const T*>(deepfast::slot(states, k).data) - k * states.stride(0);
     mix.slot_stride = states.stride(0), mix.row_stride = states.stride(1);
-    mix.weight = reinterpret_cast<const float*>(w.base + w.offset(row, 0));
-    mix.gain = gain, mix.shift = shift;
-    mix.dim = static_cast<int>(dim), mix.lanes = row_lanes(dim), mix.slot = static_cast<int>(slot);
+    mix.weight = reinterpret_cast<const float*>(w.base + w.offset(k, 0));
+    mix.norm_weight = norm_weight, mix.norm_bias = norm_bias;
+    mix.dim = static_cast<int>(dim), mix.lanes = row_lanes(dim), mix.k = static_cast<int>(k);
     mix.per_channel = w.width > 1, mix.aligned = aligned;
-    for (int64_t k : near) {
-      DEEPFAST_CHECK(k >= 0 && k < states.size(0), "slot ", k, " of a buffer of ", states.size(0));
-      w.offset(row, k);
-      if (k == slot) {
+    for (int64_t j : near) {
+      DEEPFAST_CHECK(j >= 0 && j < states.size(0), "slot ", j, " of a buffer of ", states.size(0));
+      w.offset(k, j);
+      if (j == k) {
         mix.reads_own = true;
         continue;
       }
-      mix.near[mix.count++] = static_cast<int32_t>(k);
+      mix.near[mix.count++] = static_cast<int32_t>(j);
     }
     return mix;
   }

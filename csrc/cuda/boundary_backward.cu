@@ -2,16 +2,16 @@
 // channel a second one, over the states and gradients alone, makes their gradients.
 //
 //     g = dx + LN'(dout), kept for the states that pull it later
-//     u = pulled + sum_l W[l, column] * g_l,   dW[l, column] = <g_l, z>
-//     dresidual = norm'(u * gain),             dbranch = dropout(dresidual)
+//     u = pulled + sum_l W[l, k] * g_l,   dW[l, k] = <g_l, z>
+//     dresidual = norm'(u * norm_weight),     dbranch = dropout(dresidual)
 //
 // x is made again from the states (see boundary.h). A thread reads and writes its own elements of a
 // row alone, so g may take the slot of a state that is dead: the own one has been read by then.
 //
 // Sums over tokens are a thread's own in shared memory, where they cost no registers: four of
-// channels (dgain, dshift, dout_weight, dout_bias) and one dot for each pull; blocks add theirs up
-// in one order, and boundary_totals_kernel adds up the blocks'. Weights per channel have a dot per
-// channel, too many for that: boundary_dots_kernel.
+// channels (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias) and one dot for each pull;
+// blocks add theirs up in one order, and boundary_totals_kernel adds up the blocks'. Weights per
+// channel have a dot per channel, too many for that: boundary_dots_kernel.
 //
 // K near states and P pulls, the own state and row among them, are K + P + 3 rows read and 3
 // written.
@@ -20,11 +20,11 @@
 namespace deepfast {
 namespace {
 
-// W[rows[i], column], for each channel of a chunk.
+// W[rows[i], k], for each channel of a chunk.
 template <class T>
 DEEPFAST_DEVICE void pull_weight(const Backward<T>& op, const Lane& at, int i, int c,
                                  float (&w)[kChunk]) {
-  const int64_t pair = op.rows[i] * op.columns + op.column;
+  const int64_t pair = op.rows[i] * op.columns + op.k;
   if (op.mix.per_channel) {
     load_chunk(op.weight + pair * op.mix.dim + at.channel(c), at.count(c), at.aligned, w);
     return;
@@ -33,7 +33,7 @@ DEEPFAST_DEVICE void pull_weight(const Backward<T>& op, const Lane& at, int i, i
   for (int e = 0; e < kChunk; ++e) w[e] = all;
 }
 
-// u += W[rows[i], column] * g; returns this thread's part of <g, z>.
+// u += W[rows[i], k] * g; returns this thread's part of <g, z>.
 template <bool kFast, class T>
 DEEPFAST_DEVICE float pull(const Backward<T>& op, const Table& table, const Lane& at, int i,
                            const float (&g)[kRowChunks][kChunk],
@@ -114,7 +114,7 @@ DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast>
   mix_near<kFast>(mix, in.table, at, t * mix.row_stride, exists, n);
   if (!kEarly<T, kFast>) partial = load_present(op.partial, op.partial_stride, t, at, exists);
   add_row(n, partial);
-  if (mix.reads_own) add_state<kFast>(mix, in.table, at, kOwn, mix.slot, own, n);
+  if (mix.reads_own) add_state<kFast>(mix, in.table, at, kOwn, mix.k, own, n);
   DEEPFAST_EACH(c, i) n[c][i] = i < at.count(c) ? (n[c][i] - mean) * rstd : 0.0f;
   if (!kFast) dout = load_present(op.dout, op.dout_stride, t, at, exists);
   widen(dout, g);
@@ -123,7 +123,7 @@ DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast>
   norm_backward(g, n, rstd, at, row_sum);
 }
 
-// u += W[l, column] * g_l for all pulls, and their dots with z. `g`: of the row itself.
+// u += W[l, k] * g_l for all pulls, and their dots with z. `g`: of the row itself.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void pull_all(const Backward<T>& op, const Places<T, kFast>& in, const Lane& at,
                               int64_t t, bool exists, const RowChunks<T>& own,
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kMostLanes)
     const int64_t t = first + at.row_in_block();
     const bool exists = t < op.tokens;
     const RowChunks<T> own =
-        load_row(mix.states + mix.slot * mix.slot_stride + t * mix.row_stride, at, exists);
+        load_row(mix.states + mix.k * mix.slot_stride + t * mix.row_stride, at, exists);
     RowChunks<T> dx, pulled;
     if (early) dx = load_present(op.dx, op.dx_stride, t, at, exists);
     float g[kRowChunks][kChunk] = {}, u[kRowChunks][kChunk] = {};
@@ -237,9 +237,9 @@ void list_pulls(Backward<T>& op, Totals& totals, const Operands& given, const In
                 const Indices& slots, const Tensor& grads, int64_t grad_slot) {
   for (const bool own : {true, false}) {
     for (size_t i = 0; i < rows.size(); ++i) {
-      if ((rows[i] == given.row) != own) continue;
+      if ((rows[i] == given.k) != own) continue;
       const int64_t from = own ? grad_slot : slots[i];
-      given.w.offset(rows[i], op.column);
+      given.w.offset(rows[i], op.k);
       slot(grads, from);
       op.pulls_own |= own;
       op.slots[op.pulls] = static_cast<int32_t>(from);
@@ -249,19 +249,21 @@ void list_pulls(Backward<T>& op, Totals& totals, const Operands& given, const In
   }
 }
 
-void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor weight, int64_t row,
-                       OptionalTensor gain, OptionalTensor shift, bool norm_source,
-                       OptionalTensor partial, OptionalTensor out_weight, OptionalTensor out_bias,
-                       OptionalTensor source_rstd, OptionalTensor out_mean, OptionalTensor out_rstd,
-                       double dropout_p, OptionalTensor seed, OptionalTensor dx,
-                       OptionalTensor dout, Tensor grads, int64_t grad_slot, int64_t column,
-                       Indices pull_rows, Indices pull_slots, OptionalTensor pulled,
-                       OptionalTensor dbranch, OptionalTensor dresidual, OptionalTensor dweight,
-                       OptionalTensor dgain, OptionalTensor dshift, OptionalTensor dout_weight,
-                       OptionalTensor dout_bias) {
+void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
+                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
+                       OptionalTensor partial, OptionalTensor out_norm_weight,
+                       OptionalTensor out_norm_bias, OptionalTensor source_rstd,
+                       OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
+                       OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
+                       int64_t grad_slot, Indices pull_rows, Indices pull_slots,
+                       OptionalTensor pulled, OptionalTensor dbranch, OptionalTensor dresidual,
+                       OptionalTensor dweight, OptionalTensor dnorm_weight,
+                       OptionalTensor dnorm_bias, OptionalTensor dout_norm_weight,
+                       OptionalTensor dout_norm_bias) {
   check_buffer(states);
   check_buffer(grads, states);
-  const Operands given(states, slot_index, near, weight, row, gain, shift, out_weight, out_bias);
+  const Operands given(states, k, near, weight, norm_weight, norm_bias, out_norm_weight,
+                       out_norm_bias);
   const int64_t tokens = given.tokens, dim = given.dim, pulls = pull_rows.size();
   const Storage storage = given.storage;
   const Matrix partial_ = matrix(partial, storage, tokens, dim);
@@ -279,11 +281,11 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
                  " pull_slots, got ", pull_slots.size());
   DEEPFAST_CHECK(pulls <= kMost, "boundary: CUDA kernels pull at most ", kMost, " rows, got ",
                  pulls);
-  given.w.offset(row, column);
+  given.w.offset(k, k);
   Totals totals{};
-  totals.out[0] = floats(dgain, dim), totals.out[1] = floats(dshift, dim);
+  totals.out[0] = floats(dnorm_weight, dim), totals.out[1] = floats(dnorm_bias, dim);
   if (dout.has_value())
-    totals.out[2] = floats(dout_weight, dim), totals.out[3] = floats(dout_bias, dim);
+    totals.out[2] = floats(dout_norm_weight, dim), totals.out[3] = floats(dout_norm_bias, dim);
   totals.dweight = floats(dweight, given.w.rows * given.w.columns * given.w.width);
   const bool state_sums = totals.out[0] != nullptr || totals.out[1] != nullptr;
   const bool out_sums = dout.has_value() && (totals.out[2] != nullptr || totals.out[3] != nullptr);
@@ -304,7 +306,7 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
   std::optional<Tensor> sums;
   totals.dim = static_cast<int>(dim), totals.pulls = dots ? static_cast<int>(pulls) : 0;
   totals.blocks = shape.grid.blocks, totals.piece = given.w.width;
-  totals.columns = given.w.columns, totals.column = column;
+  totals.columns = given.w.columns, totals.k = k;
   dispatch(storage, shape.fast, [&](auto type, auto fast) {
     using T = decltype(type);
     // Groups of pulls are whole where they have a kernel of their own.
@@ -313,9 +315,9 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
     if (totals.width > 0) sums = scratch(states, totals.blocks * totals.width);
     Backward<T> op{};
     op.mix = given.mix<T>(aligned);
-    op.mix.parameters[0] = given.out_weight;
-    if (given.gain != nullptr) op.mix.parameters[1] = given.gain + column * dim;
-    if (given.shift != nullptr) op.mix.parameters[2] = given.shift + column * dim;
+    op.mix.parameters[0] = given.out_norm_weight;
+    if (given.norm_weight != nullptr) op.mix.parameters[1] = given.norm_weight + k * dim;
+    if (given.norm_bias != nullptr) op.mix.parameters[2] = given.norm_bias + k * dim;
     op.partial = static_cast<const T*>(partial_.data), op.partial_stride = partial_.row_stride;
     op.dx = static_cast<const T*>(dx_.data), op.dx_stride = dx_.row_stride;
     op.dout = static_cast<const T*>(dout_.data), op.dout_stride = dout_.row_stride;
@@ -329,7 +331,7 @@ void boundary_backward(Tensor states, int64_t slot_index, Indices near, Tensor w
     op.weight = reinterpret_cast<const float*>(given.w.base);
     op.sums = sums.has_value() ? floats(*sums) : nullptr;
     op.width = totals.width, op.blocks = static_cast<int>(totals.blocks);
-    op.tokens = tokens, op.columns = given.w.columns, op.column = column;
+    op.tokens = tokens, op.columns = given.w.columns, op.k = k;
     op.norm_source = norm_source, op.channel_sums = totals.channel_sums > 0;
     op.state_sums = state_sums, op.out_sums = out_sums;
     op.dots = dots && !per_channel;

@@ -7,12 +7,12 @@
 namespace deepfast {
 namespace {
 
-// Sums of channels: of the state's gain and shift, of the output's weight and bias.
+// Sums of channels: of the state's norm_weight and norm_bias, of the output's weight and bias.
 constexpr int kSums = 4;
 
 template <class T>
 struct Backward {
-  Mix<T> mix;  // parameters: out_weight, the state's gain, its shift
+  Mix<T> mix;  // parameters: out_norm_weight, the state's norm_weight, its norm_bias
   const T *partial, *dx, *dout, *pulled, *grads;
   T *grad, *dbranch, *dresidual;
   const float *source_rstd, *out_mean, *out_rstd;
@@ -20,7 +20,7 @@ struct Backward {
   float* sums;          // (blocks, width): channel sums, then dots of the pulls; or null
   int64_t partial_stride, dx_stride, dout_stride, pulled_stride, grads_stride, grad_stride;
   int64_t dbranch_stride, dresidual_stride, width;
-  int64_t tokens, columns, column;
+  int64_t tokens, columns, k;
   int blocks, pulls;
   bool norm_source, pulls_own, channel_sums, state_sums, out_sums, dots;
   DropoutMask dropout;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kMostLanes)
        t += step) {
     RowChunks<T> grads[kPulls];
     const RowChunks<T> own =
-        load_row(mix.states + mix.slot * mix.slot_stride + t * mix.row_stride, at);
+        load_row(mix.states + mix.k * mix.slot_stride + t * mix.row_stride, at);
 #pragma unroll
     for (int j = 0; j < kPulls; ++j) {
       const bool there = pull + j < op.pulls;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMostLanes)
 // W's.
 struct Totals {
   const float* partial;  // (blocks, width)
-  int64_t blocks, width, columns, column, piece;
+  int64_t blocks, width, columns, k, piece;
   int channel_sums, dim, pulls;  // channel_sums: 0 or kSums of them in front
   float* out[kSums];
   float* dweight;
@@ -116,8 +116,7 @@ __global__ void __launch_bounds__(kTotalWarps* kWarp)
     out = op.out[n / op.dim];
     if (out != nullptr) out += n % op.dim;
   } else if (dots < op.pulls * op.piece) {
-    out = op.dweight + (op.rows[dots / op.piece] * op.columns + op.column) * op.piece +
-          dots % op.piece;
+    out = op.dweight + (op.rows[dots / op.piece] * op.columns + op.k) * op.piece + dots % op.piece;
   }
   float sum = 0.0f;
   if (out != nullptr) {

@@ -1,13 +1,15 @@
 // Depth mixing over a list of separate tensors: the functional form, without a history's buffer.
 //
-//     out = sum_k w_k z_k,    z_k = n_k * gain_k + shift_k,    n_k = LN(source_k) or source_k
+//     out = sum_k w_k z_k,  z_k = n_k * norm_weight_k + norm_bias_k
+//     n_k = LN(source_k) or source_k
 //
-//     dsource_k = LN'(w_k gain_k dout),    with G_k = sum_t dout n_k and S = sum_t dout:
-//     dgain_k = w_k G_k,   dshift_k = w_k S,   dw_k = G_k gain_k + S shift_k  (its sum if scalar)
+//     dsource_k = LN'(w_k norm_weight_k dout),    with G_k = sum_t dout n_k and S = sum_t dout:
+//     dnorm_weight_k = w_k G_k,   dnorm_bias_k = w_k S,
+//     dw_k = G_k norm_weight_k + S norm_bias_k  (its sum if scalar)
 //
 // Forward: a row's lanes (see row.h) hold two rows of tokens and go through the sources in
 // order, the next ones on their way into shared memory: 64 KB in flight on a multiprocessor. Two
-// rows share each read of gain and shift: these come from L1 and L2 with 8 bytes a value beside 2
+// rows share each read of the norm weights: these come from L1 and L2 with 8 bytes a value beside 2
 // of a source, more than L1 could give to one row at a time. (K + 1) T D values of memory.
 //
 // Backward: a block has one source and every `chunks`-th group of rows; G_k and S stay in registers
@@ -28,7 +30,7 @@ constexpr int kPair = 2;
 
 struct Forward {
   Matrix source[kSources];
-  const float *weight, *gain, *shift;
+  const float *weight, *norm_weight, *norm_bias;
   float *mean, *rstd;  // (K, T), or null without norm
   float* total;        // (T, D) between the launches of a long list
   Matrix out;
@@ -85,7 +87,7 @@ DEEPFAST_DEVICE void load_parameter(const float* p, int row, const Lane& at, int
   load_chunk(p + (row * at.dim + channel), at.aligned ? kChunk : at.count(c), at.aligned, v);
 }
 
-// `kAffine`: there are both a gain and a shift.
+// `kAffine`: both norm_weight and norm_bias are given.
 template <class T, bool kAligned, bool kAffine>
 __global__ void __launch_bounds__(kMostLanes)
     depth_mix_fwd_kernel(const __grid_constant__ Forward op) {
@@ -129,16 +131,16 @@ __global__ void __launch_bounds__(kMostLanes)
     for (int c = 0; c < kRowChunks; ++c) {
       float p[kChunk], q[kChunk];
       if constexpr (kAffine) {
-        load_parameter(op.gain, k, at, c, p);
-        load_parameter(op.shift, k, at, c, q);
+        load_parameter(op.norm_weight, k, at, c, p);
+        load_parameter(op.norm_bias, k, at, c, q);
         EACH_OF_PAIR(r, i) v[r][c][i] = v[r][c][i] * p[i] + q[i];
       } else {
-        if (op.gain != nullptr) {
-          load_parameter(op.gain, k, at, c, p);
+        if (op.norm_weight != nullptr) {
+          load_parameter(op.norm_weight, k, at, c, p);
           EACH_OF_PAIR(r, i) v[r][c][i] *= p[i];
         }
-        if (op.shift != nullptr) {
-          load_parameter(op.shift, k, at, c, p);
+        if (op.norm_bias != nullptr) {
+          load_parameter(op.norm_bias, k, at, c, p);
           EACH_OF_PAIR(r, i) v[r][c][i] += p[i];
         }
       }
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kMostLanes)
 
 struct Backward {
   Matrix source[kSources], dsource[kSources];
-  const float *weight, *gain, *mean, *rstd;
+  const float *weight, *norm_weight, *mean, *rstd;
   Matrix dout;
   float* partial;  // (chunks, partial_rows, D), or null: G of every source of the list, then S
   int64_t tokens;
@@ -197,16 +199,17 @@ __global__ void __launch_bounds__(kMostLanes)
   for (int i = 0; i < Pairs::kDepth - 1; ++i) ask();
   Moments next = {0.0f, 0.0f};
   if (norm && t < tokens) next = {mean[t], rstd[t]};
-  // weight * gain.
+  // weight * norm_weight.
   float w[kRowChunks][kChunk];
 #pragma unroll
   for (int c = 0; c < kRowChunks; ++c) {
-    float gain[kChunk];
+    float norm_weight[kChunk];
     if (op.per_channel) load_parameter(op.weight, k, at, c, w[c]);
-    if (op.gain != nullptr) load_parameter(op.gain, k, at, c, gain);
+    if (op.norm_weight != nullptr) load_parameter(op.norm_weight, k, at, c, norm_weight);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
-      w[c][i] = (op.per_channel ? w[c][i] : op.weight[k]) * (op.gain != nullptr ? gain[i] : 1.0f);
+      w[c][i] = (op.per_channel ? w[c][i] : op.weight[k]) *
+                (op.norm_weight != nullptr ? norm_weight[i] : 1.0f);
   }
   float gn[1][kRowChunks][kChunk] = {}, g[1][kRowChunks][kChunk] = {};
   // Every thread of a block goes round as often: sums over rows need them all.
@@ -257,8 +260,8 @@ static_assert(sizeof(Forward) <= 4096 && sizeof(Backward) <= 4096, "arguments of
 
 struct Gradients {
   const float* sums;  // (K + 1, D): G of every source, then S
-  const float *weight, *gain, *shift;
-  float *dweight, *dgain, *dshift;
+  const float *weight, *norm_weight, *norm_bias;
+  float *dweight, *dnorm_weight, *dnorm_bias;
   int64_t sources;
   int dim;
   bool per_channel;
@@ -274,10 +277,10 @@ __global__ void __launch_bounds__(kGradientThreads) depth_mix_gradients_kernel(c
   for (int d = threadIdx.x; d < op.dim; d += blockDim.x) {
     const float gn = op.sums[first + d], g = op.sums[op.sources * op.dim + d];
     const float w = op.weight[op.per_channel ? first + d : int64_t{blockIdx.x}];
-    if (op.dgain != nullptr) op.dgain[first + d] = w * gn;
-    if (op.dshift != nullptr) op.dshift[first + d] = w * g;
-    float dw = op.gain == nullptr ? gn : gn * op.gain[first + d];
-    if (op.shift != nullptr) dw += g * op.shift[first + d];
+    if (op.dnorm_weight != nullptr) op.dnorm_weight[first + d] = w * gn;
+    if (op.dnorm_bias != nullptr) op.dnorm_bias[first + d] = w * g;
+    float dw = op.norm_weight == nullptr ? gn : gn * op.norm_weight[first + d];
+    if (op.norm_bias != nullptr) dw += g * op.norm_bias[first + d];
     if (op.per_channel && op.dweight != nullptr) op.dweight[first + d] = dw;
     total[0] += dw;
   }
@@ -286,10 +289,10 @@ __global__ void __launch_bounds__(kGradientThreads) depth_mix_gradients_kernel(c
   if (threadIdx.x == 0) op.dweight[blockIdx.x] = total[0];
 }
 
-void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
-                       OptionalTensor shift, bool norm, double eps, Tensor out, OptionalTensor mean,
-                       OptionalTensor rstd) {
-  SourceList in(sources, weight, gain, shift, norm, mean, rstd);
+void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
+                       OptionalTensor norm_bias, bool norm, double eps, Tensor out,
+                       OptionalTensor mean, OptionalTensor rstd) {
+  SourceList in(sources, weight, norm_weight, norm_bias, norm, mean, rstd);
   const Matrix out_ = in.one(out);
   const Device device(out);
   std::optional<Tensor> total;
@@ -298,14 +301,14 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
   dispatch(in.storage, [&](auto type) {
     using T = decltype(type);
     const auto kernel = !in.aligned ? depth_mix_fwd_kernel<T, false, false>
-                        : in.gain != nullptr && in.shift != nullptr
+                        : in.norm_weight != nullptr && in.norm_bias != nullptr
                             ? depth_mix_fwd_kernel<T, true, true>
                             : depth_mix_fwd_kernel<T, true, false>;
     const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, true>::kThreadBytes;
     for (int64_t first = 0; first < in.count; first += kSources) {
       Forward op{};
       const int sources_here = in.fill(op, first);
-      op.shift = in.from(in.shift, first, in.dim);
+      op.norm_bias = in.from(in.norm_bias, first, in.dim);
       op.total = total.has_value() ? floats(*total) : nullptr;
       op.out = out_;
       op.eps = static_cast<float>(eps);
@@ -318,19 +321,21 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
 // Threads of a multiprocessor: its 65536 registers, at most 128 of them in each.
 constexpr int kResident = 512;
 
-void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor gain,
-                        OptionalTensor shift, bool norm, OptionalTensor mean, OptionalTensor rstd,
-                        Tensor dout, std::vector<Tensor> dsources, OptionalTensor dweight,
-                        OptionalTensor dgain, OptionalTensor dshift) {
-  SourceList in(sources, weight, gain, shift, norm, mean, rstd);
+void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
+                        OptionalTensor norm_bias, bool norm, OptionalTensor mean,
+                        OptionalTensor rstd, Tensor dout, std::vector<Tensor> dsources,
+                        OptionalTensor dweight, OptionalTensor dnorm_weight,
+                        OptionalTensor dnorm_bias) {
+  SourceList in(sources, weight, norm_weight, norm_bias, norm, mean, rstd);
   // Either every source wants a gradient or none does.
   DEEPFAST_CHECK(dsources.empty() || dsources.size() == sources.size(), "depth_mix: expected ",
                  sources.size(), " dsources or none, got ", dsources.size());
   const Matrix dout_ = in.one(dout);
   const std::vector<Matrix> dsource = in.matrices(dsources);
-  float *dweight_ = floats(dweight, in.weights), *dgain_ = floats(dgain, in.count * in.dim);
-  float* dshift_ = floats(dshift, in.count * in.dim);
-  const bool sums = dweight.has_value() || dgain.has_value() || dshift.has_value();
+  float *dweight_ = floats(dweight, in.weights),
+        *dnorm_weight_ = floats(dnorm_weight, in.count * in.dim);
+  float* dnorm_bias_ = floats(dnorm_bias, in.count * in.dim);
+  const bool sums = dweight.has_value() || dnorm_weight.has_value() || dnorm_bias.has_value();
   if (!sums && dsources.empty()) return;
   const Device device(dout);
   // No more blocks than run at once, shared evenly by the sources of a launch.
@@ -362,8 +367,8 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
   sum_partials(device, floats(*partial), chunks, 1, in.count + 1, in.dim,
                Sums{{floats(totals)}, {in.dim}});
   launch(depth_mix_gradients_kernel, {in.count, kGradientThreads, kRowSumBytes}, device.stream(),
-         Gradients{floats(totals), in.weight, in.gain, in.shift, dweight_, dgain_, dshift_,
-                   in.count, static_cast<int>(in.dim), in.per_channel});
+         Gradients{floats(totals), in.weight, in.norm_weight, in.norm_bias, dweight_, dnorm_weight_,
+                   dnorm_bias_, in.count, static_cast<int>(in.dim), in.per_channel});
 }
 
 }  // namespace

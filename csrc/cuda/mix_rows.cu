@@ -1,6 +1,6 @@
 // The engine's far pass of a forward: several rows of depth weights times many states at once.
 //
-//     out_b (+)= sum_k W[row_b, k] z_k,      z_k = state_k * gain_k + shift_k
+//     out_b (+)= sum_k W[row_b, k] z_k,  z_k = state_k * norm_weight_k + norm_bias_k
 //
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
 //
@@ -8,8 +8,8 @@
 // block has a tile of tokens and channels (stream.h); the sums of all B rows stay in its registers
 // while the K states stream past. Of 2-byte states a multiprocessor of an H200 gets some 9 values
 // a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8 FMA, one to widen
-// the value, one for gain and shift and 2.5 for loads, addresses and the loop, since what a
-// thread reads of W, gain and shift serves 16 values. 7 stages on their way are 56 KB.
+// the value, one for the norm and 2.5 for loads, addresses and the loop, since what a
+// thread reads of W and the norm serves 16 values. 7 stages on their way are 56 KB.
 //
 //      blockIdx    slice of 128 channels     tiles of 32 tokens, by blocks of that slice in turns
 //         0        channels   0 - 127        0, 2, 4, ...
@@ -19,7 +19,7 @@
 //
 // K states are (K + B) T D values of memory for each eight rows, or each four of rows that are not
 // aligned or have a weight per channel. More than 128 states, fewer where a block has less than
-// 195 KB of shared memory (94 on sm_80 with gains), take several launches, rounded in between.
+// 195 KB of shared memory (94 on sm_80 with a norm), take several launches, rounded in between.
 #include "stream.h"
 
 namespace deepfast {
@@ -32,8 +32,8 @@ constexpr int kMostRows = 8, kLines = 4;
 template <class T>
 struct Mix {
   Stream<T> from;
-  const float *gain, *shift;  // (columns, dim), or null
-  const float* weight;        // (., columns) or (., columns, dim)
+  const float *norm_weight, *norm_bias;  // (columns, dim), or null
+  const float* weight;                   // (., columns) or (., columns, dim)
   T* out;
   int64_t out_stride, out_row_stride;
   int columns, rows;
@@ -48,11 +48,11 @@ using MixLines = Lines<T, kLines, 64 / (kLines * static_cast<int>(sizeof(T)))>;
 template <class T>
 struct Part {
   Quad<T> n[kLines];
-  Quad<float> gain, shift;
+  Quad<float> norm_weight, norm_bias;
 };
 
-// Shared memory: the rings of the warps, the slots' offsets, W as (count, kRows), then gains and
-// shifts of the block's slice, (count, 2, 128), or ones and zeros, (2, 128), for all slots.
+// Shared memory: the rings of the warps, the slots' offsets, W as (count, kRows), then the norm
+// weights and biases of the block's slice, (count, 2, 128), or ones and zeros, (2, 128), for all slots.
 template <class T, int kRows>
 struct Layout {
   static constexpr int kOffsets = kWarps * MixLines<T>::kBytes;
@@ -72,10 +72,10 @@ DEEPFAST_DEVICE void fill_parameters(const Mix<T>& op, float* weights, Quad<floa
   const int lanes = 1 << from.log2_lanes, rows = op.affine ? from.count : 1;
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * 2 * kWarp; i += kThreads) {
-    const bool shift = i / kWarp % 2 == 1;
-    const float* values = shift ? op.shift : op.gain;
+    const bool norm_bias = i / kWarp % 2 == 1;
+    const float* values = norm_bias ? op.norm_bias : op.norm_weight;
     const int channel = (blockIdx.x % from.slices * lanes + i % kWarp) * kQuad;
-    const float rest = shift ? 0.0f : 1.0f, constant[kQuad] = {rest, rest, rest, rest};
+    const float rest = norm_bias ? 0.0f : 1.0f, constant[kQuad] = {rest, rest, rest, rest};
     affine[i] = values == nullptr
                     ? narrow_quad<float>(constant)
                     : load_quad(values + int64_t{from.slot[i / (2 * kWarp)]} * from.dim + channel,
@@ -113,23 +113,23 @@ __global__ void __launch_bounds__(kThreads, 1) mix_rows_kernel(const __grid_cons
             at.count_of(from, tile, v), false);
     }
     const auto* parameters = reinterpret_cast<const Quad<float>*>(affine + k * affine_step);
-    part.gain = parameters[0], part.shift = parameters[kWarp];
+    part.norm_weight = parameters[0], part.norm_bias = parameters[kWarp];
   };
   if (from.count > 0) take(0, at.first);
   for (int64_t tile = at.first; tile < from.tokens; tile += at.step) {
     float sum[kRows][kLines][kQuad] = {};
     if (op.accumulate) load_sums(op, op.rows, at, tile, !kGeneral || op.out_aligned, sum);
     for (int k = 0; k < from.count; ++k) {
-      float z[kLines][kQuad], gain[kQuad], shift[kQuad], w[kRows / kQuad][kQuad];
+      float z[kLines][kQuad], norm_weight[kQuad], norm_bias[kQuad], w[kRows / kQuad][kQuad];
 #pragma unroll
       for (int b = 0; b < kRows / kQuad; ++b)
         widen(reinterpret_cast<const Quad<float>*>(weights)[k * kRows / kQuad + b], w[b]);
-      widen(part.gain, gain), widen(part.shift, shift);
+      widen(part.norm_weight, norm_weight), widen(part.norm_bias, norm_bias);
 #pragma unroll
       for (int v = 0; v < kLines; ++v) {
         widen(part.n[v], z[v]);
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) z[v][i] = fmaf(z[v][i], gain[i], shift[i]);
+        for (int i = 0; i < kQuad; ++i) z[v][i] = fmaf(z[v][i], norm_weight[i], norm_bias[i]);
       }
       // The next step comes into registers during the products.
       const int next = k + 1 < from.count ? k + 1 : 0;
@@ -172,8 +172,9 @@ void launch_mix(const Device& device, Mix<T>& op, const Indices& sources, bool a
   } while (k < sources.size());
 }
 
-void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, OptionalTensor gain,
-              OptionalTensor shift, Tensor out, Indices out_rows, bool accumulate) {
+void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
+              OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out, Indices out_rows,
+              bool accumulate) {
   check_buffer(states);
   check_buffer(out, states);
   DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: ", rows.size(), " rows and ",
@@ -181,7 +182,8 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
   const Storage storage = storage_of(states);
   const int64_t dim = states.size(2);
   const Weights w(weight, Storage::f32, dim);
-  const float *gain_ = floats(gain, w.columns * dim), *shift_ = floats(shift, w.columns * dim);
+  const float *norm_weight_ = floats(norm_weight, w.columns * dim),
+              *norm_bias_ = floats(norm_bias, w.columns * dim);
   for (int64_t k : sources) slot(states, k);
   for (int64_t b : out_rows) slot(out, b);
   for (int64_t r : rows) w.offset(r, 0);
@@ -197,10 +199,11 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows, Optio
       Mix<T> op{};
       op.rows = static_cast<int>(std::min(most, rows.size() - first));
       op.from = stream_of<T>(states, kWarps * kLines, aligned);
-      op.gain = gain_, op.shift = shift_, op.affine = gain_ != nullptr || shift_ != nullptr;
+      op.norm_weight = norm_weight_, op.norm_bias = norm_bias_,
+      op.affine = norm_weight_ != nullptr || norm_bias_ != nullptr;
       op.weight = reinterpret_cast<const float*>(w.base), op.per_channel = per_channel;
       op.columns = static_cast<int>(w.columns);
-      op.channels_aligned = Alignment(storage, dim).values({w.base, gain_, shift_});
+      op.channels_aligned = Alignment(storage, dim).values({w.base, norm_weight_, norm_bias_});
       op.out = static_cast<T*>(out.mutable_data_ptr());
       op.out_stride = out.stride(0), op.out_row_stride = out.stride(1);
       op.out_aligned = out_aligned;

@@ -12,8 +12,8 @@ template <class T>
 struct Pull {
   Stream<T> from;  // the gradients
   const T* states;
-  const float *gain, *shift;  // (columns, dim), or null
-  const float* weight;        // (., columns) or (., columns, dim)
+  const float *norm_weight, *norm_bias;  // (columns, dim), or null
+  const float* weight;                   // (., columns) or (., columns, dim)
   T* out;
   float* partial;  // (blocks, L, J) or (blocks of a slice, L, J, dim), or null
   int64_t slot_stride, row_stride, out_stride, out_row_stride;

@@ -160,14 +160,16 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
   const int lane = threadIdx.x % kWarp, j = lane / 4;
   // Behind the last source there are rows of source 0. All loads come before the first use.
   const int64_t row = int64_t{op.source[j]} * op.from.dim;
-  Two gain[kPairs], shift[kPairs];
+  Two norm_weight[kPairs], norm_bias[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int c = channel + i * 8 + lane % 4 * 2;
     if (c >= op.from.dim) c = op.from.dim < kDotOwn ? c % op.from.dim : c - op.from.dim;
-    gain[i] = {1.0f, 1.0f}, shift[i] = {0.0f, 0.0f};
-    if (op.gain != nullptr) gain[i] = *reinterpret_cast<const Two*>(op.gain + row + c);
-    if (op.shift != nullptr) shift[i] = *reinterpret_cast<const Two*>(op.shift + row + c);
+    norm_weight[i] = {1.0f, 1.0f}, norm_bias[i] = {0.0f, 0.0f};
+    if (op.norm_weight != nullptr)
+      norm_weight[i] = *reinterpret_cast<const Two*>(op.norm_weight + row + c);
+    if (op.norm_bias != nullptr)
+      norm_bias[i] = *reinterpret_cast<const Two*>(op.norm_bias + row + c);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -178,8 +180,8 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
       const int pair = half * 4 + i;
       const bool exists = j < op.sources && pair * 8 < own;
       const Pair n = unpack<T>(words[i]);
-      const float first = fmaf(n.first, gain[pair].first, shift[pair].first);
-      const float second = fmaf(n.second, gain[pair].second, shift[pair].second);
+      const float first = fmaf(n.first, norm_weight[pair].first, norm_bias[pair].first);
+      const float second = fmaf(n.second, norm_weight[pair].second, norm_bias[pair].second);
       Pair rest = {exists ? first * Parts<T>::kStates : 0.0f,
                    exists ? second * Parts<T>::kStates : 0.0f};
       z[0][pair / 2][pair % 2] = cut<T>(rest);

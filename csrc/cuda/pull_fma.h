@@ -64,7 +64,7 @@ DEEPFAST_DEVICE void add_channel_sums(const Pull<T>& op, const float* sums, int 
   }
 }
 
-// z of a tile. Behind the last source there are states and gains of slot 0. All states are asked
+// z of a tile. Behind the last source there are states and norms of slot 0. All states are asked
 // for before the first is used.
 template <class T, int kSources, bool kGeneral, int kLines>
 DEEPFAST_DEVICE void load_states(const Pull<T>& op, const Place& at, int64_t tile,
@@ -79,17 +79,17 @@ DEEPFAST_DEVICE void load_states(const Pull<T>& op, const Place& at, int64_t til
   }
 #pragma unroll
   for (int j = 0; j < kSources; ++j) {
-    float gain[kQuad] = {1.0f, 1.0f, 1.0f, 1.0f}, shift[kQuad] = {};
+    float norm_weight[kQuad] = {1.0f, 1.0f, 1.0f, 1.0f}, norm_bias[kQuad] = {};
     const int64_t row = int64_t{op.source[j]} * op.from.dim + at.channel;
     const bool aligned = !kGeneral || op.channels_aligned;
-    if (op.gain != nullptr) load_quad(op.gain + row, at.count, aligned, gain);
-    if (op.shift != nullptr) load_quad(op.shift + row, at.count, aligned, shift);
+    if (op.norm_weight != nullptr) load_quad(op.norm_weight + row, at.count, aligned, norm_weight);
+    if (op.norm_bias != nullptr) load_quad(op.norm_bias + row, at.count, aligned, norm_bias);
 #pragma unroll
     for (int v = 0; v < kLines; ++v) {
       const int count = at.count_of(op.from, tile, v);
 #pragma unroll
       for (int i = 0; i < kQuad; ++i)
-        z[j][v][i] = i < count ? fmaf(z[j][v][i], gain[i], shift[i]) : 0.0f;
+        z[j][v][i] = i < count ? fmaf(z[j][v][i], norm_weight[i], norm_bias[i]) : 0.0f;
     }
   }
 }

@@ -1,6 +1,6 @@
 // The engine's far pass of a backward: what later rows' gradients bring several states.
 //
-//     u_j (+)= sum_l W[l, j] g_l,      dW[l, j] = <g_l, z_j>,      z_j = state_j * gain_j + shift_j
+//     u_j (+)= sum_l W[l, j] g_l,  dW[l, j] = <g_l, z_j>,  z_j = state_j * norm_weight_j + norm_bias_j
 //
 // One pass over the gradients g_l makes both, for eight sources at a time (four in the general
 // case): (L + 2 J) T D values of memory, bound by reading the gradients: of bf16 and fp16 on
@@ -95,7 +95,7 @@ void launch_pull_dot(const Device& device, Pull<T>& op, const OptionalTensor& dw
 }
 
 void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
-               Tensor weight, OptionalTensor gain, OptionalTensor shift, Tensor out,
+               Tensor weight, OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out,
                Indices out_rows, bool accumulate, OptionalTensor dweight) {
   check_buffer(states);
   check_buffer(grads, states);
@@ -107,7 +107,8 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   const Storage storage = storage_of(states);
   const int64_t dim = states.size(2);
   const Weights w(weight, Storage::f32, dim);
-  const float *gain_ = floats(gain, w.columns * dim), *shift_ = floats(shift, w.columns * dim);
+  const float *norm_weight_ = floats(norm_weight, w.columns * dim),
+              *norm_bias_ = floats(norm_bias, w.columns * dim);
   floats(dweight, w.rows * w.columns * w.width);
   for (int64_t l : grad_slots) slot(grads, l);
   for (int64_t j : sources) slot(states, j);
@@ -116,7 +117,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   for (int64_t j : sources) w.offset(0, j);
   const bool aligned = Alignment(storage, dim).slots(grads), per_channel = w.width != 1;
   const bool states_aligned = Alignment(storage, dim).slots(states);
-  const bool channels_aligned = Alignment(storage, dim).values({w.base, gain_, shift_});
+  const bool channels_aligned = Alignment(storage, dim).values({w.base, norm_weight_, norm_bias_});
   const bool out_aligned = Alignment(storage, dim).slots(out);
   const bool general =
       per_channel || !aligned || !states_aligned || !channels_aligned || !out_aligned;
@@ -138,7 +139,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
         op.from.count = static_cast<int>(std::min(most_rows, rows.size() - l));
         op.states = static_cast<const T*>(states.const_data_ptr());
         op.slot_stride = states.stride(0), op.row_stride = states.stride(1);
-        op.gain = gain_, op.shift = shift_;
+        op.norm_weight = norm_weight_, op.norm_bias = norm_bias_;
         op.weight = reinterpret_cast<const float*>(w.base), op.per_channel = per_channel;
         op.columns = static_cast<int>(w.columns);
         op.states_aligned = states_aligned;

@@ -14,14 +14,14 @@ struct SourceList {
   Storage storage;
   int64_t count, tokens, dim, weights;  // count: sources; weights: values of the weight
   std::vector<Matrix> source;
-  const float *weight, *gain, *shift;
+  const float *weight, *norm_weight, *norm_bias;
   float *mean, *rstd;
   bool per_channel, aligned;
   int lanes, threads, rows;
 
-  SourceList(const std::vector<Tensor>& sources, const Tensor& weight_, const OptionalTensor& gain_,
-             const OptionalTensor& shift_, bool norm, const OptionalTensor& mean_,
-             const OptionalTensor& rstd_) {
+  SourceList(const std::vector<Tensor>& sources, const Tensor& weight_,
+             const OptionalTensor& norm_weight_, const OptionalTensor& norm_bias_, bool norm,
+             const OptionalTensor& mean_, const OptionalTensor& rstd_) {
     DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
     DEEPFAST_CHECK(sources[0].dim() == 2 && sources[0].size(1) > 0,
                    "depth_mix: expected sources of shape (T, D)");
@@ -32,13 +32,14 @@ struct SourceList {
     per_channel = weight_.dim() == 2;
     weights = count * (per_channel ? dim : 1);
     weight = floats(OptionalTensor(weight_), weights);
-    gain = floats(gain_, count * dim), shift = floats(shift_, count * dim);
+    norm_weight = floats(norm_weight_, count * dim), norm_bias = floats(norm_bias_, count * dim);
     DEEPFAST_CHECK(tokens < int64_t{1} << 29, "depth_mix: too many tokens: ", tokens);
     DEEPFAST_CHECK(!norm || (mean_.has_value() && rstd_.has_value()),
                    "depth_mix: mean or rstd is missing");
     mean = norm ? floats(mean_, count * tokens) : nullptr;
     rstd = norm ? floats(rstd_, count * tokens) : nullptr;
-    aligned = Alignment(storage, dim).values({per_channel ? weight : nullptr, gain, shift});
+    aligned =
+        Alignment(storage, dim).values({per_channel ? weight : nullptr, norm_weight, norm_bias});
     source = matrices(sources);
     lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
   }
@@ -64,7 +65,7 @@ struct SourceList {
     op.sources = static_cast<int>(std::min<int64_t>(kSources, count - first));
     std::copy_n(source.begin() + first, op.sources, op.source);
     op.weight = from(weight, first, per_channel ? dim : 1);
-    op.gain = from(gain, first, dim);
+    op.norm_weight = from(norm_weight, first, dim);
     op.mean = from(mean, first, tokens), op.rstd = from(rstd, first, tokens);
     op.tokens = tokens, op.dim = static_cast<int>(dim), op.lanes = lanes;
     op.one_by_dim = static_cast<float>(1.0 / static_cast<double>(dim));

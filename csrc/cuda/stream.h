@@ -7,7 +7,7 @@
 //      line 0   0 1 2 3  4 5 6 7  ... 124-127         of D = 32: four tokens of 8 lanes each
 //      line 1   the next token's
 //
-// A block keeps its slice, so that what belongs to channels, gains and shifts, is read once.
+// A block keeps its slice, so that what belongs to channels, the norm, is read once.
 #pragma once
 
 #include "async.h"

@@ -63,33 +63,36 @@ def first_token(
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, branch, residual, out_weight, out_bias, _token):
+    def forward(ctx, call, branch, residual, out_norm_weight, out_norm_bias, _token):
         state, k, indexed, want_x, dropout_p, seed, out_eps = call
-        y = common.rows(branch)
-        rest = None if residual is None else common.rows(residual)
+        branch_rows = common.rows(branch)
+        residual_rows = None if residual is None else common.rows(residual)
         recomputed = k < state.pushed
         if not recomputed:
-            state.open_slot(k, y)
+            state.open_slot(k, branch_rows)
         # Results get the shape of the branch at once. A view of (T, D) could not be changed in
         # place by the caller.
-        x = x_rows = out = out_rows = w = b = mean = rstd = None
+        x = x_rows = out = out_rows = out_mean = out_rstd = None
+        source_eps, flat = state.eps, branch_rows is branch
         if want_x:
             x = common.empty_contiguous(branch)
-            x_rows = x if y is branch else x.view(y.shape)
+            x_rows = x if flat else x.view(branch_rows.shape)
         if out_eps is not None:
-            if out_weight is None:
-                w, b = state.out_norm_weight[k], state.out_norm_bias[k]
-            else:
-                w, b = common.parameter(out_weight, y.dtype), common.parameter(out_bias, y.dtype)
-            out = common.empty_contiguous(branch)
-            out_rows = out if y is branch else out.view(y.shape)
-            mean, rstd = state.out_statistics(k)
             # The parameters' own dtypes; the saved copies have the compute dtype.
-            ctx.dtypes = getattr(out_weight, "dtype", None), getattr(out_bias, "dtype", None)
+            ctx.dtypes = tuple(getattr(p, "dtype", None) for p in (out_norm_weight, out_norm_bias))
+            if out_norm_weight is None:
+                out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
+            else:
+                out_norm_weight = common.parameter(out_norm_weight, branch.dtype)
+                out_norm_bias = common.parameter(out_norm_bias, branch.dtype)
+            out = common.empty_contiguous(branch)
+            out_rows = out if flat else out.view(branch_rows.shape)
+            out_mean, out_rstd = state.out_statistics(k)
         state.launch.boundary_forward(
-            None if recomputed else y, rest, dropout_p, seed, state.states, k, state.near(k),
-            state.weight, k, state.norm_weight, state.norm_bias, state.norm_source[k], state.eps,
-            state.partial(k), w, b, out_eps or 0.0, x_rows, out_rows, state.rstd[k], mean, rstd,
+            None if recomputed else branch_rows, residual_rows, dropout_p, seed, state.states, k,
+            state.near(k), state.weight, state.norm_weight, state.norm_bias, state.norm_source[k],
+            source_eps, state.partial(k), out_norm_weight, out_norm_bias, out_eps or 0.0, x_rows,
+            out_rows, state.source_rstd[k], out_mean, out_rstd,
         )  # fmt: skip
         if not recomputed and k < state.lowest:
             if True in ctx.needs_input_grad:
@@ -99,9 +102,9 @@ class _Boundary(torch.autograd.Function):
         if indexed:
             # Checkpointing compares the shapes of what is saved. The last one shows when a
             # recomputed push comes with another index.
-            ctx.save_for_backward(w, b, torch.empty(0, k))
-        elif w is not None:
-            ctx.save_for_backward(w, b)
+            ctx.save_for_backward(out_norm_weight, out_norm_bias, torch.empty(0, k))
+        elif out_norm_weight is not None:
+            ctx.save_for_backward(out_norm_weight, out_norm_bias)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape, ctx.recomputed = call, branch.shape, recomputed
         return x, out, torch.empty(0)
@@ -116,12 +119,12 @@ class _Boundary(torch.autograd.Function):
                 "and push each state once"
             )
         state.enter(k, torch._C._current_graph_task_id())
-        w = b = mean = rstd = None
+        out_norm_weight = out_norm_bias = out_mean = out_rstd = None
         if indexed or out_eps is not None:
             # Under checkpointing this may recompute the push, while its states are still there.
-            w, b = ctx.saved_tensors[:2]
+            out_norm_weight, out_norm_bias = ctx.saved_tensors[:2]
         if out_eps is not None:
-            mean, rstd = state.out_statistics(k)
+            out_mean, out_rstd = state.out_statistics(k)
         need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
         like = state.states[k]
         if dx is None and dout is None:
@@ -136,27 +139,31 @@ class _Boundary(torch.autograd.Function):
         shared = dropout_p == 0 and need_branch and need_residual
         dbranch = fresh(need_branch)
         dresidual = None if shared else fresh(need_residual)
-        dnorm_weight, dnorm_bias, dout_weight, dout_bias = state.norm_grads(
+        dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = state.norm_grads(
             k, dout is not None, need_weight, need_bias
         )
-        pulls = state.near_pull(k)
+        partial, pulled = state.partial(k) if dout is not None else None, state.far_pull(k)
+        pull_rows = state.near_pull(k)
+        pull_slots = [state.grad_slot(r) for r in pull_rows]
         state.launch.boundary_backward(
-            state.states, k, state.near(k), state.weight, k, state.norm_weight, state.norm_bias,
-            state.norm_source[k], state.partial(k) if dout is not None else None, w, b,
-            state.rstd[k], mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
-            k, pulls, [state.grad_slot(r) for r in pulls], state.far_pull(k),
-            *(None if g is None else g.view(like.shape) for g in (dbranch, dresidual)),
-            state.dweight, dnorm_weight, dnorm_bias, dout_weight, dout_bias,
+            state.states, k, state.near(k), state.weight, state.norm_weight, state.norm_bias,
+            state.norm_source[k], partial, out_norm_weight, out_norm_bias, state.source_rstd[k],
+            out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
+            pull_rows, pull_slots, pulled, None if dbranch is None else dbranch.view(like.shape),
+            None if dresidual is None else dresidual.view(like.shape), state.dweight, dnorm_weight,
+            dnorm_bias, dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
         state.leave(k)
-        return (
-            None,
-            dbranch,
-            dbranch if shared else dresidual,
-            dout_weight.to(ctx.dtypes[0]) if need_weight and dout_weight is not None else None,
-            dout_bias.to(ctx.dtypes[1]) if need_bias and dout_bias is not None else None,
-            None,
-        )
+        if not need_weight or dout_norm_weight is None:
+            dout_norm_weight = None
+        else:
+            dout_norm_weight = dout_norm_weight.to(ctx.dtypes[0])
+        if not need_bias or dout_norm_bias is None:
+            dout_norm_bias = None
+        else:
+            dout_norm_bias = dout_norm_bias.to(ctx.dtypes[1])
+        dresidual = dbranch if shared else dresidual
+        return None, dbranch, dresidual, dout_norm_weight, dout_norm_bias, None
 
 
 # Without the Python layer of autograd.Function.
@@ -226,22 +233,24 @@ def recompute_row(
     """
     state.check_readable(k)
     like = state.states[k]
-    x = out = w = b = mean = rstd = None
-    eps = 0.0
+    x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = None
+    source_eps, out_eps = state.eps, 0.0
     if state.norm_out[k]:
-        w, b, eps, want_x = state.out_norm_weight[k], state.out_norm_bias[k], state.eps, False
+        out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
+        out_eps, want_x = state.eps, False
     elif out_norm is not None:
-        w, b = (common.parameter(p, like.dtype) for p in out_norm[:2])
-        eps = out_norm.eps
+        out_norm_weight = common.parameter(out_norm.weight, like.dtype)
+        out_norm_bias = common.parameter(out_norm.bias, like.dtype)
+        out_eps = out_norm.eps
     if want_x:
         x = like.new_empty(like.shape)
-    if w is not None:
+    if out_norm_weight is not None:
         out = like.new_empty(like.shape)
-        mean, rstd = state.out_statistics(k)
+        out_mean, out_rstd = state.out_statistics(k)
     state.launch.boundary_forward(
-        None, None, 0.0, None, state.states, k, state.near(k), state.weight, k,
-        state.norm_weight, state.norm_bias, state.norm_source[k], state.eps, state.partial(k),
-        w, b, eps, x, out, state.rstd[k], mean, rstd,
+        None, None, 0.0, None, state.states, k, state.near(k), state.weight, state.norm_weight,
+        state.norm_bias, state.norm_source[k], source_eps, state.partial(k), out_norm_weight,
+        out_norm_bias, out_eps, x, out, state.source_rstd[k], out_mean, out_rstd,
     )  # fmt: skip
     return x, out
 

@@ -53,7 +53,7 @@ class DepthState:
         self.near = self.schedule.near.__getitem__
         self.pushed = 0
         self.states: Tensor | None = None
-        self.rstd: list[Tensor | None] = [None] * self.rows
+        self.source_rstd: list[Tensor | None] = [None] * self.rows
         self._out_statistics: tuple[Tensor, ...] | None = None
         self._seeds: tuple[Tensor, ...] | None = None
         self._seeds_drawn_by = -1
@@ -93,7 +93,7 @@ class DepthState:
             # In place g_l takes slot l + 1, so the last row needs one slot more.
             self.states = empty_slots(self.rows + 1 if self.inplace else self.rows, y)
             if any(self.norm_source):
-                self.rstd = list(self.weight.new_empty(self.rows, y.shape[0]).unbind(0))
+                self.source_rstd = list(self.weight.new_empty(self.rows, y.shape[0]).unbind(0))
             self.launch.advise_states(self.states)
         self.pushed = k + 1
 
@@ -155,7 +155,7 @@ class DepthState:
         self._ahead.clear()
         self._pulled.clear()
         self.states = self.grads = self._out_statistics = None
-        self.rstd = [None] * self.rows
+        self.source_rstd = [None] * self.rows
         self.released = True
 
     # ---- backward ------------------------------------------------------------------------------
@@ -197,14 +197,15 @@ class DepthState:
             groups = self.schedule.far_readers(start, k + 1, later)
             if not groups:
                 return None
-            self._pulled.compute(
-                start, k + 1, groups, self.states[0],
-                lambda sources, rows, out, out_rows, accumulate: self.launch.pull_rows(
-                    self.grads, [self.grad_slot(r) for r in rows], rows, self.states,
-                    list(sources), self.weight, self.norm_weight, self.norm_bias, out, out_rows,
-                    accumulate, self.dweight,
-                ),
-            )  # fmt: skip
+
+            def pull(sources, rows, out, out_rows, accumulate):
+                grad_slots = [self.grad_slot(r) for r in rows]
+                self.launch.pull_rows(
+                    self.grads, grad_slots, rows, self.states, list(sources), self.weight,
+                    self.norm_weight, self.norm_bias, out, out_rows, accumulate, self.dweight,
+                )  # fmt: skip
+
+            self._pulled.compute(start, k + 1, groups, self.states[0], pull)
         return self._pulled.sums[k - start]
 
     def near_pull(self, k: int) -> list[int]:
@@ -237,7 +238,7 @@ class DepthState:
             self._overwritten[k] = True
             if k + 1 < self.rows:
                 self._overwritten[k + 1] = True
-            self.rstd[k] = None
+            self.source_rstd[k] = None
         if k == self.lowest and not self.needed_below:
             self._ahead.clear()
             self._pulled.clear()

@@ -20,13 +20,15 @@ def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
     )
     rows = [common.rows(s) for s in sources]
     norm = norm_weight is not None or norm_bias is not None
-    w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
+    w, norm_weight, norm_bias = (
+        common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias)
+    )
     out, mean, rstd = _fake(sources, weight, norm_weight, norm_bias, eps, backend)
     launch.depth_mix_forward(
         rows,
         w,
-        gain,
-        shift,
+        norm_weight,
+        norm_bias,
         norm,
         eps,
         out.view(rows[0].shape),
@@ -59,12 +61,14 @@ def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wan
     )
     rows = [common.rows(s) for s in sources]
     norm = norm_weight is not None or norm_bias is not None
-    w, gain, shift = (common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias))
+    w, norm_weight, norm_bias = (
+        common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias)
+    )
     results = _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend)
     dsources, *params = results
     launch.depth_mix_backward(
-        rows, w, gain, shift, norm, *_statistics(norm, rows, mean, rstd), common.rows(dout),
-        [d.view(rows[0].shape) for d in dsources] if wants[0] else [],
+        rows, w, norm_weight, norm_bias, norm, *_statistics(norm, rows, mean, rstd),
+        common.rows(dout), [d.view(rows[0].shape) for d in dsources] if wants[0] else [],
         *(p if want else None for p, want in zip(params, wants[1:], strict=True)),
     )  # fmt: skip
     return results
@@ -158,7 +162,7 @@ def depth_mix(
     Args:
         sources: K tensors (..., D) of one shape and dtype (fp32, bf16, fp16, fp64), any K >= 1.
         weight: (K,), or (K, D) for one weight per channel.
-        norm_weight, norm_bias: (K, D), gain and shift of LN_k.
+        norm_weight, norm_bias: (K, D), weight and bias of LN_k.
         eps: added to the variance.
         backend: see `deepfast.backend`.
 

@@ -79,44 +79,34 @@ def activation_backward(dout, saved, kind, dropout_p, seed, dh):
     dh.copy_(activation_grad(dout, saved, kind, dropout_p=dropout_p, seed=seed))
 
 
-def _source(states, k, gain, shift):
-    return _affine(
-        _load(states[k]),
-        None if gain is None else gain[k],
-        None if shift is None else shift[k],
-    )
+def _entry(parameter: Tensor | None, k: int) -> Tensor | None:
+    return None if parameter is None else parameter[k]
+
+
+def _source(states, k, norm_weight, norm_bias):
+    return _affine(_load(states[k]), _entry(norm_weight, k), _entry(norm_bias, k))
 
 
 def advise_states(states):
     """A hint to the memory system about a fresh buffer of states; nothing here."""
 
 
-def mix_rows(states, sources, weight, rows, gain, shift, out, out_rows, accumulate):
+def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
     """``out[b] (+)= sum_k weight[rows[b], k] * z_k`` over the given sources k."""
     for b, row in zip(out_rows, rows, strict=True):
         total = _load(out[b]) if accumulate else 0
         for k in sources:
-            total = total + weight[row, k] * _source(states, k, gain, shift)
+            total = total + weight[row, k] * _source(states, k, norm_weight, norm_bias)
         out[b] = total
 
 
 def pull_rows(
-    grads,
-    grad_slots,
-    rows,
-    states,
-    sources,
-    weight,
-    gain,
-    shift,
-    out,
-    out_rows,
-    accumulate,
-    dweight,
-):
+    grads, grad_slots, rows, states, sources, weight, norm_weight, norm_bias, out, out_rows,
+    accumulate, dweight,
+):  # fmt: skip
     """``out[j] (+)= sum_l weight[l, j] * g_l`` and ``dweight[l, j] = <g_l, z_j>``."""
     for b, j in zip(out_rows, sources, strict=True):
-        z = _source(states, j, gain, shift)
+        z = _source(states, j, norm_weight, norm_bias)
         total = _load(out[b]) if accumulate else 0
         for slot, row in zip(grad_slots, rows, strict=True):
             g = _load(grads[slot])
@@ -126,16 +116,17 @@ def pull_rows(
         out[b] = total
 
 
-def _near(states, near, weight, row, gain, shift, partial):
+def _near(states, near, weight, row, norm_weight, norm_bias, partial):
     x = 0 if partial is None else _load(partial)
     for k in near:
-        x = x + weight[row, k] * _source(states, k, gain, shift)
+        x = x + weight[row, k] * _source(states, k, norm_weight, norm_bias)
     return x if isinstance(x, Tensor) else _load(states[0]) * 0
 
 
 def boundary_forward(
-    branch, residual, dropout_p, seed, states, slot, near, weight, row, gain, shift, norm_source,
-    source_eps, partial, out_weight, out_bias, out_eps, x, out, source_rstd, out_mean, out_rstd,
+    branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
+    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
+    out_rstd,
 ):  # fmt: skip
     """Pushes ``y = residual + dropout(branch)`` into its slot and makes the next layer's input.
 
@@ -148,79 +139,80 @@ def boundary_forward(
         if norm_source:
             y, _, rstd = normalise(y, source_eps)
             source_rstd.copy_(rstd)
-        states[slot] = y
-    mixed = _near(states, near, weight, row, gain, shift, partial)
+        states[k] = y
+    mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
     _put(x, mixed)
     if out is not None:
         n, mean, rstd = normalise(mixed, out_eps)
-        out.copy_(_affine(n, out_weight, out_bias))
+        out.copy_(_affine(n, out_norm_weight, out_norm_bias))
         out_mean.copy_(mean)
         out_rstd.copy_(rstd)
 
 
 def boundary_backward(
-    states, slot, near, weight, row, gain, shift, norm_source, partial, out_weight, out_bias,
-    source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, column,
-    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dgain, dshift, dout_weight,
-    dout_bias,
+    states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
+    out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
+    dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """Stores the row's gradient g, pulls the pushed state's gradient, and goes on below it."""
     g = 0 if dx is None else _load(dx)
     if dout is not None:
-        mixed = _near(states, near, weight, row, gain, shift, partial)
+        mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
         n = (mixed - out_mean.unsqueeze(-1)) * out_rstd.unsqueeze(-1)
         d = _load(dout)
-        _put(dout_weight, (d * n).sum(0))
-        _put(dout_bias, d.sum(0))
-        g = g + _norm_backward(_affine(d, out_weight, None), n, out_rstd)
-    n = _load(states[slot]).clone()
-    z = _source(states, slot, gain, shift).clone()
+        _put(dout_norm_weight, (d * n).sum(0))
+        _put(dout_norm_bias, d.sum(0))
+        g = g + _norm_backward(_affine(d, out_norm_weight, None), n, out_rstd)
+    n = _load(states[k]).clone()
+    z = _source(states, k, norm_weight, norm_bias).clone()
     grads[grad_slot] = g
     u = n * 0 if pulled is None else _load(pulled)
     for index, slot_l in zip(pull_rows, pull_slots, strict=True):
-        g_l = g if index == row else _load(grads[slot_l])
-        u = u + weight[index, column] * g_l
+        g_l = g if index == k else _load(grads[slot_l])
+        u = u + weight[index, k] * g_l
         if dweight is not None:
-            dweight[index, column] = (g_l * z).sum(0) if weight.dim() == 3 else (g_l * z).sum()
-    _put(dgain, (u * n).sum(0))
-    _put(dshift, u.sum(0))
-    u = u if gain is None else u * gain[column]
+            dweight[index, k] = (g_l * z).sum(0) if weight.dim() == 3 else (g_l * z).sum()
+    _put(dnorm_weight, (u * n).sum(0))
+    _put(dnorm_bias, u.sum(0))
+    u = u if norm_weight is None else u * norm_weight[k]
     u = _norm_backward(u, n, source_rstd) if norm_source else u
     _put(dresidual, u)
     _put(dbranch, dropout(u, dropout_p, seed))
 
 
-def depth_mix_forward(sources, weight, gain, shift, norm, eps, out, mean, rstd):
+def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
     """``out = sum_k weight[k] * LN_k(sources[k])`` over separate tensors."""
     total = 0
     for k, source in enumerate(sources):
         n = _load(source)
         if norm:
             n, mean[k], rstd[k] = normalise(n, eps)
-        z = _affine(n, None if gain is None else gain[k], None if shift is None else shift[k])
+        z = _affine(n, _entry(norm_weight, k), _entry(norm_bias, k))
         total = total + weight[k] * z
     out.copy_(total)
 
 
 def depth_mix_backward(
-    sources, weight, gain, shift, norm, mean, rstd, dout, dsources, dweight, dgain, dshift
-):
+    sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
+    dnorm_weight, dnorm_bias,
+):  # fmt: skip
     """Gradients of depth_mix_forward; ``dsources`` is empty where none is wanted."""
     g = _load(dout)
     for k, source in enumerate(sources):
         n = _load(source)
         if norm:
             n = (n - mean[k].unsqueeze(-1)) * rstd[k].unsqueeze(-1)
-        z = _affine(n, None if gain is None else gain[k], None if shift is None else shift[k])
+        z = _affine(n, _entry(norm_weight, k), _entry(norm_bias, k))
         u = weight[k] * g
         if dweight is not None:
             dweight[k] = (g * z).sum(0) if weight.dim() == 2 else (g * z).sum()
-        if dgain is not None:
-            dgain[k] = (u * n).sum(0)
-        if dshift is not None:
-            dshift[k] = u.sum(0)
+        if dnorm_weight is not None:
+            dnorm_weight[k] = (u * n).sum(0)
+        if dnorm_bias is not None:
+            dnorm_bias[k] = u.sum(0)
         if dsources:
-            u = u if gain is None else u * gain[k]
+            u = u if norm_weight is None else u * norm_weight[k]
             dsources[k].copy_(_norm_backward(u, n, rstd[k]) if norm else u)
 
 

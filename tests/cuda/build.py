@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from deepfast import launches
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"
 # -Wno-unknown-pragmas: #pragma unroll is nvcc's.
@@ -31,7 +33,7 @@ def build() -> Path:
     """The library, compiled where it is older than its sources."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     target = FOLDER / "libemulated.so"
-    flags = [*FLAGS, f"-I{Path(__file__).parent}", f"-I{ROOT / 'csrc'}"]
+    flags = [*FLAGS, f"-I{Path(__file__).parent}", "-I.", f"-I{ROOT / 'csrc'}"]
     flags += [f"-isystem {path}" for path in include_paths()]
     libraries = Path(torch.__file__).parent / "lib"
     lines = [
@@ -51,6 +53,7 @@ def build() -> Path:
     # Of several test processes one compiles and the others wait.
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        launches.write_header(FOLDER)
         (FOLDER / "build.ninja").write_text("\n".join(lines) + "\n")
         done = subprocess.run(
             [sys.executable, "-m", "ninja", "-C", str(FOLDER)], capture_output=True, text=True

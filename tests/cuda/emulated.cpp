@@ -1,9 +1,9 @@
 // The launches of csrc/cuda as ops of their own on the CPU: torch.ops.deepfast_emulated.
 #include <torch/csrc/stable/library.h>
 
-#include "common/schemas.h"
+#include "schemas.h"
 
-STABLE_TORCH_LIBRARY(deepfast_emulated, m) { deepfast::define_launches(m); }
+STABLE_TORCH_LIBRARY(deepfast_emulated, m) { define_launches(m); }
 
 #if defined(__x86_64__)
 // Saves what a called function must keep, and the stack it is on; goes on where the other left.

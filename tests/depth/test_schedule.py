@@ -44,13 +44,13 @@ class Reads:
         self.launch.pull_rows(grads, slots, rows, *rest)
 
     def forward(self, *args):
-        near, row = args[6], args[8]
+        row, near = args[5:7]
         self.mixed.append(len(near))
         self.pairs |= {(row, k) for k in near}
         self.launch.boundary_forward(*args)
 
     def backward(self, *args):
-        self.pulled.append(len(args[21]))
+        self.pulled.append(len(args[19]))
         self.launch.boundary_backward(*args)
 
 

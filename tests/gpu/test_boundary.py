@@ -22,12 +22,12 @@ else:
 def shared_arguments(twins, T, D, per_channel):
     weight = torch.randn((ROWS, ROWS, D) if per_channel else (ROWS, ROWS))
     return {
-        "slot": SLOT, "near": NEAR, "weight": twins.Computed(weight), "row": SLOT,
-        "gain": twins.Computed(1 + 0.3 * torch.randn(ROWS, D)),
-        "shift": twins.Computed(torch.randn(ROWS, D)),
+        "k": SLOT, "near": NEAR, "weight": twins.Computed(weight),
+        "norm_weight": twins.Computed(1 + 0.3 * torch.randn(ROWS, D)),
+        "norm_bias": twins.Computed(torch.randn(ROWS, D)),
         "norm_source": True, "partial": twins.Stored(torch.randn(T, D)),
-        "out_weight": twins.Computed(1 + 0.3 * torch.randn(D)),
-        "out_bias": twins.Computed(torch.randn(D)), "dropout_p": 0.3, "seed": SEED,
+        "out_norm_weight": twins.Computed(1 + 0.3 * torch.randn(D)),
+        "out_norm_bias": twins.Computed(torch.randn(D)), "dropout_p": 0.3, "seed": SEED,
     }  # fmt: skip
 
 
@@ -45,11 +45,11 @@ def forward_arguments(twins, T, D, *, apart=0, per_channel=False):
 
 def backward_arguments(twins, T, D, *, apart=0, per_channel=False):
     given = shared_arguments(twins, T, D, per_channel)
-    channels = ("dgain", "dshift", "dout_weight", "dout_bias")
+    channels = ("dnorm_weight", "dnorm_bias", "dout_norm_weight", "dout_norm_bias")
     return given | {
         "states": twins.Stored(torch.randn(ROWS, T, D), slots=True),
         "grads": twins.Stored(torch.randn(ROWS + 1, T, D), slots=True, changed=True),
-        "grad_slot": SLOT + 1, "column": SLOT,
+        "grad_slot": SLOT + 1,
         "pull_rows": PULLS, "pull_slots": [r + 1 for r in PULLS],
         "source_rstd": twins.Computed(0.5 + torch.rand(T)),
         "out_mean": twins.Computed(torch.randn(T)),
@@ -91,7 +91,7 @@ def test_dropout_mask_is_the_references(by, twins, device, dtype):
     T, D = SHAPES[0]
     given = forward_arguments(twins, T, D) | {
         "branch": twins.Stored(torch.ones(T, D)), "residual": None, "norm_source": False,
-        "gain": None, "shift": None, "source_rstd": None,
+        "norm_weight": None, "norm_bias": None, "source_rstd": None,
     }  # fmt: skip
     made = twins.call("boundary", "boundary_forward", by, given, dtype, dtype, device)
     assert torch.equal(made["states"][SLOT] != 0, dropout_mask(int(SEED), T, D, 0.3) != 0)
@@ -122,7 +122,7 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     _, launch = backend.choose("boundary", by, torch.device(device).type, dtype)
     norm = None, None, False
     launch.boundary_forward(
-        branch, residual, 0.0, None, states, 1, [0, 1], weight, 1, *norm, 1e-5, None, None, None,
+        branch, residual, 0.0, None, states, 1, [0, 1], weight, *norm, 1e-5, None, None, None,
         0.0, x, None, None, None, None,
     )  # fmt: skip
     tail = slice(T - 9, T)
@@ -133,8 +133,8 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     tolerances.assert_accurate(x[tail].cpu(), expected.to(dtype), expected, dtype, "x")
     y_before = states[1].clone()
     launch.boundary_backward(
-        states, 1, [0, 1], weight, 1, *norm, None, None, None, None, None, None, 0.0, None, dx,
-        None, states, 2, 1, [1], [2], None, dbranch, None, dweight, None, None, None, None,
+        states, 1, [0, 1], weight, *norm, None, None, None, None, None, None, 0.0, None, dx,
+        None, states, 2, [1], [2], None, dbranch, None, dweight, None, None, None, None,
     )  # fmt: skip
     assert torch.equal(states[2][tail], dx[tail])
     expected = -0.75 * dx[tail].cpu().double()

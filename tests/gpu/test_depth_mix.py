@@ -28,8 +28,8 @@ def common_arguments(twins, T, D, per_channel=False):
     return {
         "states": twins.Stored(torch.randn(ROWS + 1, T, D), slots=True),
         "weight": twins.Computed(weight),
-        "gain": twins.Computed(1 + 0.5 * torch.randn(ROWS, D)),
-        "shift": twins.Computed(torch.randn(ROWS, D)),
+        "norm_weight": twins.Computed(1 + 0.5 * torch.randn(ROWS, D)),
+        "norm_bias": twins.Computed(torch.randn(ROWS, D)),
     }
 
 

@@ -57,17 +57,17 @@ def activation_backward(launch, kind, F, dtype=BF16):
 def depth_mix_forward(launch, K, D, dtype=BF16, norm=True):
     x = tensor(T, D, dtype=dtype)
     launch(
-        sources=[x] * K, weight=tensor(K), gain=tensor(K, D), shift=tensor(K, D), norm=norm,
-        eps=1e-5, out=x, mean=tensor(K, T), rstd=tensor(K, T),
+        sources=[x] * K, weight=tensor(K), norm_weight=tensor(K, D), norm_bias=tensor(K, D),
+        norm=norm, eps=1e-5, out=x, mean=tensor(K, T), rstd=tensor(K, T),
     )  # fmt: skip
 
 
 def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
     x = tensor(T, D, dtype=dtype)
     launch(
-        sources=[x] * K, weight=tensor(K), gain=tensor(K, D), shift=tensor(K, D), norm=norm,
-        mean=tensor(K, T), rstd=tensor(K, T), dout=x, dsources=[x] * K, dweight=tensor(K),
-        dgain=tensor(K, D), dshift=tensor(K, D),
+        sources=[x] * K, weight=tensor(K), norm_weight=tensor(K, D), norm_bias=tensor(K, D),
+        norm=norm, mean=tensor(K, T), rstd=tensor(K, T), dout=x, dsources=[x] * K,
+        dweight=tensor(K), dnorm_weight=tensor(K, D), dnorm_bias=tensor(K, D),
     )  # fmt: skip
 
 
@@ -94,9 +94,13 @@ def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False):
 
 
 def engine(D, dtype):
-    """A (T, D) tensor, the engine's states, and the depth weights with gain and shift."""
+    """A (T, D) tensor, the engine's states, and the weights that mix them."""
     rows, x = LAYERS + 1, tensor(T, D, dtype=dtype)
-    weights = {"weight": tensor(rows, rows), "gain": tensor(rows, D), "shift": tensor(rows, D)}
+    weights = {
+        "weight": tensor(rows, rows),
+        "norm_weight": tensor(rows, D),
+        "norm_bias": tensor(rows, D),
+    }
     return x, empty_slots(rows + 1, x), weights
 
 
@@ -122,9 +126,9 @@ def pull_rows(launch, B, D, dtype=BF16):
 def boundary_forward(launch, near, D, dtype=BF16):
     x, states, weights = engine(D, dtype)
     launch(
-        branch=x, residual=x, **dropout(0.1), states=states, slot=31,
-        near=list(range(32 - near, 32)), **weights, row=31, norm_source=True, source_eps=1e-5,
-        partial=x, out_weight=tensor(D), out_bias=tensor(D), out_eps=1e-5, x=x, out=x,
+        branch=x, residual=x, **dropout(0.1), states=states, k=31,
+        near=list(range(32 - near, 32)), **weights, norm_source=True, source_eps=1e-5,
+        partial=x, out_norm_weight=tensor(D), out_norm_bias=tensor(D), out_eps=1e-5, x=x, out=x,
         source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T),
     )  # fmt: skip
 
@@ -132,16 +136,16 @@ def boundary_forward(launch, near, D, dtype=BF16):
 def boundary_backward(launch, near, D, dtype=BF16):
     """A state in the middle of its block of ``near``."""
     x, states, weights = engine(D, dtype)
-    slot, pulls = 23 + near // 2, near - near // 2 + 1
+    k, pulls = 23 + near // 2, near - near // 2 + 1
     launch(
-        states=states, slot=slot, near=list(range(24, slot + 1)), **weights, row=slot,
-        norm_source=True, partial=x, out_weight=tensor(D), out_bias=tensor(D),
+        states=states, k=k, near=list(range(24, k + 1)), **weights,
+        norm_source=True, partial=x, out_norm_weight=tensor(D), out_norm_bias=tensor(D),
         source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T), **dropout(0.1), dx=x,
-        dout=x, grads=states, grad_slot=slot + 1, column=slot,
-        pull_rows=list(range(slot, slot + pulls)),
-        pull_slots=list(range(slot + 1, slot + 1 + pulls)), pulled=x, dbranch=x, dresidual=x,
-        dweight=torch.empty_like(weights["weight"]), dgain=tensor(D), dshift=tensor(D),
-        dout_weight=tensor(D), dout_bias=tensor(D),
+        dout=x, grads=states, grad_slot=k + 1,
+        pull_rows=list(range(k, k + pulls)),
+        pull_slots=list(range(k + 1, k + 1 + pulls)), pulled=x, dbranch=x, dresidual=x,
+        dweight=torch.empty_like(weights["weight"]), dnorm_weight=tensor(D), dnorm_bias=tensor(D),
+        dout_norm_weight=tensor(D), dout_norm_bias=tensor(D),
     )  # fmt: skip
 
 

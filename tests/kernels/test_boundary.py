@@ -12,7 +12,7 @@ SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (2, 512)]
 ROWS, SLOT = 10, 4
 FULL = {
     "near": (2, 3, 4), "pulls": (4, 5, 6, 7, 8, 9), "p": 0.3, "replay": False, "residual": True,
-    "norm": True, "gain": True, "shift": True, "vector": False, "far": True, "dx": True,
+    "norm": True, "norm_weight": True, "norm_bias": True, "vector": False, "far": True, "dx": True,
     "dout": True, "inplace": True,
 }  # fmt: skip
 
@@ -38,10 +38,10 @@ def operands(T, D, dtype, options):
     return given | {
         "states": torch.randn(ROWS + 1, T, D).to(dtype),
         "weight": torch.randn(ROWS, ROWS, *([D] if options["vector"] else [])),
-        "gain": 1 + 0.3 * torch.randn(ROWS, D) if options["gain"] else None,
-        "shift": torch.randn(ROWS, D) if options["shift"] else None,
-        "out_weight": 1 + 0.3 * torch.randn(D),
-        "out_bias": torch.randn(D),
+        "norm_weight": 1 + 0.3 * torch.randn(ROWS, D) if options["norm_weight"] else None,
+        "norm_bias": torch.randn(ROWS, D) if options["norm_bias"] else None,
+        "out_norm_weight": 1 + 0.3 * torch.randn(D),
+        "out_norm_bias": torch.randn(D),
         "seed": torch.tensor(3 << 40) if options["p"] else None,
     }
 
@@ -53,18 +53,18 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
         name: None if given[name] is None else rows((T, D), dtype).copy_(given[name])
         for name in ("branch", "residual", "partial", "pulled", "dx", "dout")
     }
-    names = ("weight", "gain", "shift", "out_weight", "out_bias")
+    names = ("weight", "norm_weight", "norm_bias", "out_norm_weight", "out_norm_bias")
     w = {name: None if given[name] is None else given[name].to(compute) for name in names}
     states = empty_slots(ROWS + 1, rows((T, D), dtype)).copy_(given["states"])
-    out_norm = w["out_weight"], w["out_bias"]
+    out_norm = w["out_norm_weight"], w["out_norm_bias"]
     dropout = options["p"], given["seed"]
     near, pulls = list(options["near"]), list(options["pulls"])
     x, out, dbranch, dresidual = (rows((T, D), dtype) for _ in range(4))
     source_rstd, mean, rstd = torch.empty(3, T, dtype=compute)
     launch.boundary_forward(
-        a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"], SLOT, w["gain"],
-        w["shift"], options["norm"], 1e-5, a["partial"], *out_norm, 1e-5, x, out, source_rstd,
-        mean, rstd,
+        a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"], SLOT,
+        w["norm_weight"], w["norm_bias"], options["norm"], 1e-5, a["partial"], *out_norm, 1e-5, x,
+        out, source_rstd, mean, rstd,
     )  # fmt: skip
     results = {"x": x, "out": out, "mean": mean, "rstd": rstd, "state": states[SLOT].clone()}
     if options["replay"] or not options["norm"]:
@@ -73,18 +73,19 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     grads = states if options["inplace"] else states.clone()
     # Entries that the launch does not own stay as they are.
     dweight = torch.full_like(w["weight"], 7)
-    dgain, dshift, dout_weight, dout_bias = torch.empty(4, D, dtype=compute)
+    dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = torch.empty(4, D, dtype=compute)
     if not options["dout"]:
-        dout_weight = dout_bias = None
+        dout_norm_weight = dout_norm_bias = None
     launch.boundary_backward(
-        states, SLOT, near, w["weight"], SLOT, w["gain"], w["shift"], options["norm"],
+        states, SLOT, near, w["weight"], w["norm_weight"], w["norm_bias"], options["norm"],
         a["partial"], *out_norm, source_rstd, mean, rstd, *dropout, a["dx"], a["dout"], grads,
-        SLOT + 1, SLOT, pulls, [row + 1 for row in pulls], a["pulled"], dbranch, dresidual,
-        dweight, dgain, dshift, dout_weight, dout_bias,
+        SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"], dbranch, dresidual,
+        dweight, dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
     )  # fmt: skip
     results |= {
         "g": grads[SLOT + 1], "dbranch": dbranch, "dresidual": dresidual, "dweight": dweight,
-        "dgain": dgain, "dshift": dshift, "dout_weight": dout_weight, "dout_bias": dout_bias,
+        "dnorm_weight": dnorm_weight, "dnorm_bias": dnorm_bias,
+        "dout_norm_weight": dout_norm_weight, "dout_norm_bias": dout_norm_bias,
     }  # fmt: skip
     return {name: value for name, value in results.items() if value is not None}
 
@@ -111,16 +112,16 @@ def test_agrees(tolerances, poison, kernels, T, D, dtype):
     [
         {"p": 0.0},
         {"residual": False},
-        {"norm": False, "gain": False, "shift": False},
+        {"norm": False, "norm_weight": False, "norm_bias": False},
         {"norm": False},
-        {"shift": False},
+        {"norm_bias": False},
         {"far": False},
         {"dx": False},
         {"dout": False},
         {"replay": True},
         {"inplace": False},
         {"vector": True},
-        {"vector": True, "gain": False, "shift": False, "norm": False},
+        {"vector": True, "norm_weight": False, "norm_bias": False, "norm": False},
     ],
     ids=str,
 )
@@ -160,21 +161,21 @@ def test_nothing_is_read_is_zero(poison, kernels):
     given = operands(3, 17, torch.float32, options)
     got = run(kernels, given, options, torch.float32)
     assert not got["x"].any()
-    assert torch.equal(got["out"], given["out_bias"].expand(3, 17))
+    assert torch.equal(got["out"], given["out_norm_bias"].expand(3, 17))
 
 
 def test_what_is_not_wanted_is_not_written(kernels):
     """Without x, without a norm of the output, without any gradient but that of the branch."""
     states, weight, branch = torch.zeros(3, 4, 17), torch.randn(2, 2), torch.randn(4, 17)
     kernels.boundary_forward(
-        branch, None, 0.0, None, states, 1, [0, 1], weight, 1, None, None, False, 0.0, None, None,
+        branch, None, 0.0, None, states, 1, [0, 1], weight, None, None, False, 0.0, None, None,
         None, 0.0, None, None, None, None, None,
     )  # fmt: skip
     assert torch.equal(states[1], branch)
     dx, dbranch = torch.randn(4, 17), torch.empty(4, 17)
     kernels.boundary_backward(
-        states, 1, [0, 1], weight, 1, None, None, False, None, None, None, None, None, None, 0.0,
-        None, dx, None, states, 2, 1, [1], [2], None, dbranch, None, None, None, None, None, None,
+        states, 1, [0, 1], weight, None, None, False, None, None, None, None, None, None, 0.0,
+        None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None, None, None,
     )  # fmt: skip
     torch.testing.assert_close(dbranch, weight[1, 1] * dx)
     assert torch.equal(states[2], dx)

@@ -16,13 +16,14 @@ def _poisoned(poison):
     """Fresh memory is NaN."""
 
 
-def depth_mix(K, T, D, *, norm=True, gain=True, shift=True, per_channel=False, strided=False,
+def depth_mix(K, T, D, *, norm=True, norm_weight=True, norm_bias=True, per_channel=False,
+strided=False,
               weight_grad=True, source_grad=True):  # fmt: skip
     given = {
         "sources": torch.randn(K + 1, T, D),
         "weight": torch.randn((K, D) if per_channel else (K,)),
-        "gain": 1 + 0.5 * torch.randn(K, D) if gain else None,
-        "shift": torch.randn(K, D) if shift else None,
+        "norm_weight": 1 + 0.5 * torch.randn(K, D) if norm_weight else None,
+        "norm_bias": torch.randn(K, D) if norm_bias else None,
     }
 
     def rows(dtype, x=None):
@@ -32,28 +33,28 @@ def depth_mix(K, T, D, *, norm=True, gain=True, shift=True, per_channel=False, s
     def run(launch, storage, dtype):
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         *sources, dout = (rows(dtype, x.to(storage)) for x in given["sources"])
-        weight, gain, shift = (
+        weight, norm_weight, norm_bias = (
             None if given[name] is None else given[name].to(compute)
-            for name in ("weight", "gain", "shift")
+            for name in ("weight", "norm_weight", "norm_bias")
         )
         mean, rstd = torch.empty(2, K, T, dtype=compute) if norm else (None, None)
         results = {"out": rows(dtype)}
         launch.depth_mix_forward(
-            sources, weight, gain, shift, norm, 1e-5, results["out"], mean, rstd
+            sources, weight, norm_weight, norm_bias, norm, 1e-5, results["out"], mean, rstd
         )
         if norm:
             results |= {"mean": mean.clone(), "rstd": rstd.clone()}
         dsources = [rows(dtype) for _ in sources] if source_grad else []
         grads = [
             None if x is None or not weight_grad else torch.empty_like(x)
-            for x in (weight, gain, shift)
+            for x in (weight, norm_weight, norm_bias)
         ]
         launch.depth_mix_backward(
-            sources, weight, gain, shift, norm, mean, rstd, dout, dsources, *grads
+            sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, *grads
         )
         if source_grad:
             results["dsources"] = torch.stack(dsources)
-        named = zip(("dweight", "dgain", "dshift"), grads, strict=True)
+        named = zip(("dweight", "dnorm_weight", "dnorm_bias"), grads, strict=True)
         return results | {name: grad for name, grad in named if grad is not None}
 
     return run
@@ -89,11 +90,11 @@ def test_takes_any_number_of_sources(count, dtype, tolerances, kernels):
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm": False, "gain": False, "shift": False},
-        {"gain": False},
-        {"shift": False},
+        {"norm": False, "norm_weight": False, "norm_bias": False},
+        {"norm_weight": False},
+        {"norm_bias": False},
         {"per_channel": True},
-        {"per_channel": True, "norm": False, "gain": False, "shift": False},
+        {"per_channel": True, "norm": False, "norm_weight": False, "norm_bias": False},
         {"strided": True},
         {"weight_grad": False},
         {"source_grad": False},

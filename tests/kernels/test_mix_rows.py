@@ -30,12 +30,12 @@ def _poisoned(poison):
 
 
 def numbers(T, D, *, affine=True, per_channel=False):
-    """Weights, states, gains and shifts in fp32; a launcher's states are rounded."""
+    """Weights, states, norm_weights and norm_biases in fp32; a launcher's states are rounded."""
     return {
         "states": torch.randn(ROWS + 1, T, D),
         "weight": torch.randn((ROWS, ROWS, D) if per_channel else (ROWS, ROWS)),
-        "gain": 1 + 0.5 * torch.randn(ROWS, D) if affine else None,
-        "shift": torch.randn(ROWS, D) if affine else None,
+        "norm_weight": 1 + 0.5 * torch.randn(ROWS, D) if affine else None,
+        "norm_bias": torch.randn(ROWS, D) if affine else None,
     }
 
 
@@ -50,7 +50,7 @@ def operands(given, storage, dtype):
     states = stored(given["states"].to(storage), dtype)
     return states, *(
         None if given[name] is None else given[name].to(compute)
-        for name in ("weight", "gain", "shift")
+        for name in ("weight", "norm_weight", "norm_bias")
     )
 
 
@@ -64,13 +64,13 @@ def three_ways(kernels, run, given, dtype):
 
 
 def mix(sources, rows, accumulate):
-    def run(launch, states, weight, gain, shift):
+    def run(launch, states, weight, norm_weight, norm_bias):
         out = empty_slots(len(rows) + 1, states[0])
         out_rows = list(range(1, len(rows) + 1))
         if accumulate:
             out[1:] = states[: len(rows)]
         lists = list(sources), weight, list(rows)
-        launch.mix_rows(states, *lists, gain, shift, out, out_rows, accumulate)
+        launch.mix_rows(states, *lists, norm_weight, norm_bias, out, out_rows, accumulate)
         assert out[0].isnan().all()
         return {"out": out[1:]}
 
@@ -95,7 +95,7 @@ def test_mix_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances, k
 
 
 @pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
+@pytest.mark.parametrize("absent", [("norm_weight",), ("norm_bias",), ("norm_weight", "norm_bias")])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances, kernels):
     given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)
@@ -104,7 +104,7 @@ def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances,
 
 
 def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
-    def run(launch, states, weight, gain, shift):
+    def run(launch, states, weight, norm_weight, norm_bias):
         grads = states if inplace else states.flip(0)
         out = empty_slots(len(sources) + 1, states[0])
         if accumulate:
@@ -112,7 +112,7 @@ def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
         dweight = torch.empty_like(weight) if weight_grad else None
         launch.pull_rows(
             grads, [row + inplace for row in rows], list(rows), states, list(sources), weight,
-            gain, shift, out, list(range(1, len(sources) + 1)), accumulate, dweight,
+            norm_weight, norm_bias, out, list(range(1, len(sources) + 1)), accumulate, dweight,
         )  # fmt: skip
         assert out[0].isnan().all()
         results = {"out": out[1:]}
@@ -152,7 +152,7 @@ def test_pull_rows_takes_any_list(sources, rows, accumulate, dtype, tolerances, 
 
 
 @pytest.mark.parametrize("dtype", WAYS)
-@pytest.mark.parametrize("absent", [("gain",), ("shift",), ("gain", "shift")])
+@pytest.mark.parametrize("absent", [("norm_weight",), ("norm_bias",), ("norm_weight", "norm_bias")])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_pull_rows_with_optional_operands(absent, per_channel, dtype, tolerances, kernels):
     given = numbers(5, 40, per_channel=per_channel) | dict.fromkeys(absent)

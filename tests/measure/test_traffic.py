@@ -32,14 +32,14 @@ class CountingLaunch:
         return self.launch.pull_rows(grads, slots, rows, states, sources, *rest)
 
     def boundary_forward(self, *args):
-        near, partial = args[6], args[13]
+        near, partial = args[6], args[12]
         # y, its slot, the other states of the block, the partial sum, the result.
         self.moved += 2 + (len(near) - 1) + (partial is not None) + 1
         self.forward_reads += len(near)
         return self.launch.boundary_forward(*args)
 
     def boundary_backward(self, *args):
-        near, partial, pulls, pulled = args[2], args[8], args[21], args[23]
+        near, partial, pulls, pulled = args[2], args[7], args[19], args[21]
         self.moved += (len(near) - 1) + (partial is not None)
         # Gradients of the block but its own row's, the far part, state k; then dx, g, dy.
         self.moved += (len(pulls) - 1) + (pulled is not None) + 1 + 3

@@ -1,0 +1,400 @@
+"""Every kernel launch of the package: its operands by name and in order, and its arithmetic.
+
+A launch writes into tensors that its caller allocates and returns nothing. What each one computes
+stands in `deepfast.reference.launchers`. From this table are made: the schemas that deepfast._C
+defines (schemas.h, when it is built), what torch knows of the compiled launches (fakes and
+FLOPs, `deepfast.ops.register`), and the operands in the tests of kernels. This module imports
+nothing but the standard library, so that the build can read it.
+
+In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
+shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, ``compute``
+is float32, or float64 beside float64. Shapes:
+
+    T  tokens           D  channels        R  rows of the depth weights, L + 1
+    S  slots            B  rows, or sources, of one far pass
+    K  sources          H  heads or hops   N  sentences      V  vocabulary
+    P  time steps       E  channels of a head                Q  tokens of the keys
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Operand:
+    name: str
+    type: str
+    """As a schema has it: Tensor, Tensor?, Tensor[], int, int[], float, bool or str."""
+    writes: bool
+    """Whether the launch writes into it."""
+    dtype: str = ""
+    """Of a tensor: storage, compute, int32 or int64."""
+    shapes: tuple[tuple[str, ...], ...] = ()
+    """Of a tensor: each shape that it may have, as products and sums of the sizes."""
+
+    def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The first of its shapes, ``sizes`` giving each letter its number."""
+        return tuple(
+            sum(
+                math.prod(int(x) if x.isdigit() else sizes[x] for x in term.split("*"))
+                for term in entry.split("+")
+            )
+            for entry in self.shapes[0]
+        )
+
+
+def _operand(line: str) -> Operand:
+    name, kind, *rest = line.split(maxsplit=3)
+    if not rest:
+        return Operand(name, kind, False)
+    dtype, shapes = rest
+    entries = (shape.strip()[1:-1].split(",") for shape in shapes.split(" or "))
+    shapes = tuple(tuple(e.strip() for e in shape if e.strip()) for shape in entries)
+    return Operand(name, kind.replace("!", ""), "!" in kind, dtype, shapes)
+
+
+@dataclass(frozen=True)
+class Launch:
+    op: str
+    """The op of `deepfast.backend` that it belongs to."""
+    name: str
+    operands: tuple[Operand, ...]
+    flops: Callable[..., int]
+    """Multiplications and additions of its sums of products. Takes the operands by name: shapes
+    for tensors, None for what is absent, numbers as they are."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether deepfast._C defines it; attention has kernels in Triton alone."""
+        return self.op != "attention"
+
+    @property
+    def schema(self) -> str:
+        """As torch reads it: each operand that is written carries a letter of its own."""
+        letters, arguments = iter("abcdefghijklmnopqrstuvwxyz"), []
+        for o in self.operands:
+            written = f"Tensor({next(letters)}!)" if o.writes else "Tensor"
+            arguments.append(f"{o.type.replace('Tensor', written)} {o.name}")
+        return f"{self.name}({', '.join(arguments)}) -> ()"
+
+
+def _mix_rows(states, sources, rows, **_) -> int:
+    return 2 * len(sources) * len(rows) * math.prod(states[1:])
+
+
+def _boundary_backward(states, near, dout, pull_rows, **_) -> int:
+    # The row is mixed again for its norm. Each pull is one product for the state's gradient and
+    # one for the weight's.
+    mixed = len(near) if dout is not None else 0
+    return 2 * (mixed + 2 * len(pull_rows)) * math.prod(states[1:])
+
+
+def _depth_mix(sources, **_) -> int:
+    return 2 * len(sources) * math.prod(sources[0])
+
+
+def _depth_attention(sources, query, out, **_) -> int:
+    # The weighted sum and, with a query, the scores.
+    return 2 * (1 if query is None else 2) * len(sources) * math.prod(out)
+
+
+def _lstm(gates, **_) -> int:
+    steps, batch, width = gates
+    return 2 * steps * batch * width * (width // 4)
+
+
+# Backward has two products for each one of forward.
+_FLOPS = {
+    "boundary_forward": lambda near, states, **_: 2 * len(near) * math.prod(states[1:]),
+    "boundary_backward": _boundary_backward,
+    "mix_rows": _mix_rows,
+    "pull_rows": lambda **shapes: 2 * _mix_rows(**shapes),
+    "depth_mix_forward": _depth_mix,
+    "depth_mix_backward": lambda **shapes: 2 * _depth_mix(**shapes),
+    "depth_attention_forward": _depth_attention,
+    "depth_attention_backward": lambda **shapes: 2 * _depth_attention(**shapes),
+    "peephole_lstm_forward": lambda f, **_: _lstm(f),
+    "peephole_lstm_backward": _lstm,
+}
+
+
+def _launch(block: str) -> Launch:
+    title, *lines = block.splitlines()
+    op, name = title.split(": ")
+    return Launch(op, name, tuple(map(_operand, lines)), _FLOPS.get(name, lambda **_: 0))
+
+
+_TABLE = """
+layer_norm: layer_norm_forward
+    x          Tensor    storage  (T, D)
+    residual   Tensor?   storage  (T, D)
+    weight     Tensor?   compute  (D)
+    bias       Tensor?   compute  (D)
+    eps        float
+    dropout_p  float
+    seed       Tensor?   int64    ()
+    sum        Tensor?!  storage  (T, D)
+    y          Tensor!   storage  (T, D)
+    mean       Tensor!   compute  (T)
+    rstd       Tensor!   compute  (T)
+
+layer_norm: layer_norm_backward
+    sum        Tensor    storage  (T, D)
+    dy         Tensor    storage  (T, D)
+    dsum       Tensor?   storage  (T, D)
+    weight     Tensor?   compute  (D)
+    mean       Tensor    compute  (T)
+    rstd       Tensor    compute  (T)
+    dropout_p  float
+    seed       Tensor?   int64    ()
+    dx         Tensor?!  storage  (T, D)
+    dresidual  Tensor?!  storage  (T, D)
+    dweight    Tensor?!  compute  (D)
+    dbias      Tensor?!  compute  (D)
+
+activation: activation_forward
+    h          Tensor   storage  (T, D)
+    kind       str
+    dropout_p  float
+    seed       Tensor?  int64    ()
+    out        Tensor!  storage  (T, D)
+
+activation: activation_backward
+    dout       Tensor   storage  (T, D)
+    saved      Tensor   storage  (T, D)
+    kind       str
+    dropout_p  float
+    seed       Tensor?  int64    ()
+    dh         Tensor!  storage  (T, D)
+
+boundary: boundary_forward
+    branch           Tensor?   storage  (T, D)
+    residual         Tensor?   storage  (T, D)
+    dropout_p        float
+    seed             Tensor?   int64    ()
+    states           Tensor!   storage  (S, T, D)
+    k                int
+    near             int[]
+    weight           Tensor    compute  (R, R) or (R, R, D)
+    norm_weight      Tensor?   compute  (R, D)
+    norm_bias        Tensor?   compute  (R, D)
+    norm_source      bool
+    source_eps       float
+    partial          Tensor?   storage  (T, D)
+    out_norm_weight  Tensor?   compute  (D)
+    out_norm_bias    Tensor?   compute  (D)
+    out_eps          float
+    x                Tensor?!  storage  (T, D)
+    out              Tensor?!  storage  (T, D)
+    source_rstd      Tensor?!  compute  (T)
+    out_mean         Tensor?!  compute  (T)
+    out_rstd         Tensor?!  compute  (T)
+
+boundary: boundary_backward
+    states            Tensor    storage  (S, T, D)
+    k                 int
+    near              int[]
+    weight            Tensor    compute  (R, R) or (R, R, D)
+    norm_weight       Tensor?   compute  (R, D)
+    norm_bias         Tensor?   compute  (R, D)
+    norm_source       bool
+    partial           Tensor?   storage  (T, D)
+    out_norm_weight   Tensor?   compute  (D)
+    out_norm_bias     Tensor?   compute  (D)
+    source_rstd       Tensor?   compute  (T)
+    out_mean          Tensor?   compute  (T)
+    out_rstd          Tensor?   compute  (T)
+    dropout_p         float
+    seed              Tensor?   int64    ()
+    dx                Tensor?   storage  (T, D)
+    dout              Tensor?   storage  (T, D)
+    grads             Tensor!   storage  (S, T, D)
+    grad_slot         int
+    pull_rows         int[]
+    pull_slots        int[]
+    pulled            Tensor?   storage  (T, D)
+    dbranch           Tensor?!  storage  (T, D)
+    dresidual         Tensor?!  storage  (T, D)
+    dweight           Tensor?!  compute  (R, R) or (R, R, D)
+    dnorm_weight      Tensor?!  compute  (D)
+    dnorm_bias        Tensor?!  compute  (D)
+    dout_norm_weight  Tensor?!  compute  (D)
+    dout_norm_bias    Tensor?!  compute  (D)
+
+boundary: mix_rows
+    states       Tensor   storage  (S, T, D)
+    sources      int[]
+    weight       Tensor   compute  (R, R) or (R, R, D)
+    rows         int[]
+    norm_weight  Tensor?  compute  (R, D)
+    norm_bias    Tensor?  compute  (R, D)
+    out          Tensor!  storage  (B, T, D)
+    out_rows     int[]
+    accumulate   bool
+
+boundary: pull_rows
+    grads        Tensor    storage  (S, T, D)
+    grad_slots   int[]
+    rows         int[]
+    states       Tensor    storage  (S, T, D)
+    sources      int[]
+    weight       Tensor    compute  (R, R) or (R, R, D)
+    norm_weight  Tensor?   compute  (R, D)
+    norm_bias    Tensor?   compute  (R, D)
+    out          Tensor!   storage  (B, T, D)
+    out_rows     int[]
+    accumulate   bool
+    dweight      Tensor?!  compute  (R, R) or (R, R, D)
+
+boundary: advise_states
+    states  Tensor  storage  (S, T, D)
+
+depth_mix: depth_mix_forward
+    sources      Tensor[]  storage  (T, D)
+    weight       Tensor    compute  (K) or (K, D)
+    norm_weight  Tensor?   compute  (K, D)
+    norm_bias    Tensor?   compute  (K, D)
+    norm         bool
+    eps          float
+    out          Tensor!   storage  (T, D)
+    mean         Tensor?!  compute  (K, T)
+    rstd         Tensor?!  compute  (K, T)
+
+depth_mix: depth_mix_backward
+    sources       Tensor[]   storage  (T, D)
+    weight        Tensor     compute  (K) or (K, D)
+    norm_weight   Tensor?    compute  (K, D)
+    norm_bias     Tensor?    compute  (K, D)
+    norm          bool
+    mean          Tensor?    compute  (K, T)
+    rstd          Tensor?    compute  (K, T)
+    dout          Tensor     storage  (T, D)
+    dsources      Tensor[]!  storage  (T, D)
+    dweight       Tensor?!   compute  (K) or (K, D)
+    dnorm_weight  Tensor?!   compute  (K, D)
+    dnorm_bias    Tensor?!   compute  (K, D)
+
+depth_attention: depth_attention_forward
+    sources  Tensor[]  storage  (T, D)
+    query    Tensor?   compute  (H, D)
+    scores   Tensor?   compute  (T, K, H)
+    norm     bool
+    eps      float
+    out      Tensor!   storage  (T*H, D)
+    lse      Tensor!   compute  (T, H)
+    most     Tensor!   compute  (T, H)
+    total    Tensor!   compute  (T, H)
+
+depth_attention: depth_attention_backward
+    sources   Tensor[]   storage  (T, D)
+    query     Tensor?    compute  (H, D)
+    scores    Tensor?    compute  (T, K, H)
+    norm      bool
+    eps       float
+    out       Tensor     storage  (T*H, D)
+    most      Tensor     compute  (T, H)
+    total     Tensor     compute  (T, H)
+    dout      Tensor     storage  (T*H, D)
+    dlse      Tensor?    compute  (T, H)
+    dsources  Tensor[]!  storage  (T, D)
+    dquery    Tensor?!   compute  (H, D)
+    dscores   Tensor?!   compute  (T, K, H)
+
+attention: attention_forward
+    q             Tensor   storage  (T, H, E)
+    k             Tensor   storage  (Q, H, E)
+    v             Tensor   storage  (Q, H, E)
+    cu_seqlens_q  Tensor   int32    (N+1)
+    cu_seqlens_k  Tensor   int32    (N+1)
+    max_seqlen_q  int
+    max_seqlen_k  int
+    causal        bool
+    scale         float
+    dropout_p     float
+    seed          Tensor?  int64    ()
+    o             Tensor!  storage  (T, H, E)
+    lse           Tensor!  compute  (H, T)
+
+attention: attention_backward
+    q             Tensor   storage  (T, H, E)
+    k             Tensor   storage  (Q, H, E)
+    v             Tensor   storage  (Q, H, E)
+    o             Tensor   storage  (T, H, E)
+    lse           Tensor   compute  (H, T)
+    do            Tensor   storage  (T, H, E)
+    cu_seqlens_q  Tensor   int32    (N+1)
+    cu_seqlens_k  Tensor   int32    (N+1)
+    max_seqlen_q  int
+    max_seqlen_k  int
+    causal        bool
+    scale         float
+    dropout_p     float
+    seed          Tensor?  int64    ()
+    dq            Tensor!  storage  (T, H, E)
+    dk            Tensor!  storage  (Q, H, E)
+    dv            Tensor!  storage  (Q, H, E)
+
+linear_cross_entropy: cross_entropy
+    logits           Tensor!  storage  (T, V)
+    target           Tensor   int64    (T)
+    label_smoothing  float
+    ignore_index     int
+    write_grad       bool
+    loss             Tensor!  compute  (T)
+    nll              Tensor!  compute  (T)
+
+peephole_lstm: peephole_lstm_forward
+    f         Tensor    storage  (P, N, 4*H)
+    weight    Tensor    storage  (H, 4*H)
+    peephole  Tensor    compute  (3, H)
+    h0        Tensor?   storage  (N, H)
+    c0        Tensor?   compute  (N, H)
+    lengths   Tensor?   int64    (N)
+    reverse   bool
+    h         Tensor!   storage  (P, N, H)
+    h_last    Tensor!   storage  (N, H)
+    c_last    Tensor!   compute  (N, H)
+    c         Tensor?!  compute  (P, N, H)
+    gates     Tensor?!  storage  (P, N, 4*H)
+
+peephole_lstm: peephole_lstm_backward
+    dh         Tensor?   storage  (P, N, H)
+    dh_last    Tensor?   storage  (N, H)
+    dc_last    Tensor?   compute  (N, H)
+    weight     Tensor    storage  (H, 4*H)
+    peephole   Tensor    compute  (3, H)
+    c0         Tensor?   compute  (N, H)
+    lengths    Tensor?   int64    (N)
+    reverse    bool
+    c          Tensor    compute  (P, N, H)
+    gates      Tensor    storage  (P, N, 4*H)
+    df         Tensor!   storage  (P, N, 4*H)
+    dh0        Tensor?!  storage  (N, H)
+    dc0        Tensor?!  compute  (N, H)
+    dpeephole  Tensor!   compute  (3, H)
+"""
+
+_HEADER = """// Written by the build from deepfast/launches.py.
+#pragma once
+
+template <class Library>
+void define_launches(Library& m) {"""
+
+LAUNCHES = {launch.name: launch for launch in map(_launch, _TABLE.strip().split("\n\n"))}
+
+
+def write_header(folder: Path) -> None:
+    """Writes schemas.h, which defines the launches of deepfast._C, where it is not as it should
+    be: what includes it is compiled again only when the table has changed."""
+    lines = (f'  m.def("{launch.schema}");' for launch in LAUNCHES.values() if launch.compiled)
+    text = "\n".join([_HEADER, *lines, "}\n"])
+    path = folder / "schemas.h"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)

@@ -1,0 +1,96 @@
+"""The table of launches, and that every implementation and every call of one agrees with it."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast import backend
+from deepfast.launches import LAUNCHES, Operand, write_header
+from deepfast.reference import launchers
+
+ROOT = Path(__file__).parents[1]
+COMPILED = [name for name, launch in LAUNCHES.items() if launch.compiled]
+CPP = [*(ROOT / "csrc" / "cpu").glob("*.cpp"), *(ROOT / "csrc" / "cuda").glob("*.cu")]
+
+
+def test_shapes_are_read():
+    operand = next(o for o in LAUNCHES["boundary_backward"].operands if o.name == "dweight")
+    shapes = ("R", "R"), ("R", "R", "D")
+    assert operand == Operand("dweight", "Tensor?", True, "compute", shapes)
+    by_name = {o.name: o for o in LAUNCHES["attention_forward"].operands}
+    assert by_name["cu_seqlens_q"].shape({"N": 3}) == (4,)
+    assert by_name["seed"].shape({}) == ()
+    lstm = {o.name: o for o in LAUNCHES["peephole_lstm_forward"].operands}
+    assert lstm["f"].shape({"P": 2, "N": 3, "H": 5}) == (2, 3, 20)
+
+
+def test_the_header_is_written_when_it_changes(tmp_path):
+    path = tmp_path / "schemas.h"
+    write_header(tmp_path)
+    before = path.stat().st_mtime_ns
+    write_header(tmp_path)
+    assert path.stat().st_mtime_ns == before
+    path.write_text("old")
+    write_header(tmp_path)
+    assert all(f'm.def("{LAUNCHES[name].schema}");' in path.read_text() for name in COMPILED)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_compiled_schemas(name):
+    schema = getattr(torch.ops.deepfast, name).default._schema
+    assert str(schema).removeprefix("deepfast::") == LAUNCHES[name].schema
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_reference_has_the_operands(name):
+    assert tuple(inspect.signature(getattr(launchers, name)).parameters) == LAUNCHES[name].names
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "advise_states"])
+def test_triton_has_the_operands(name):
+    pytest.importorskip("triton")
+    files = backend.KERNEL_FILES.get(LAUNCHES[name].op, (LAUNCHES[name].op,))
+    modules = [importlib.import_module(f"deepfast.kernels.{file}") for file in files]
+    (launcher,) = (getattr(m, name) for m in modules if hasattr(m, name))
+    assert tuple(inspect.signature(launcher).parameters) == LAUNCHES[name].names
+
+
+@pytest.mark.parametrize("path", CPP, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_cpp_has_the_operands(path):
+    for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\) \{", path.read_text(), re.M):
+        if name in LAUNCHES:
+            assert tuple(p.split()[-1] for p in parameters.split(",")) == LAUNCHES[name].names
+
+
+def identifiers(expression: ast.expr) -> set[str]:
+    nodes = list(ast.walk(expression))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / "deepfast" / "ops").glob("*.py"), *(ROOT / "deepfast" / "depth").glob("*.py")],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_calls_name_the_operands(path):
+    """Calls are positional, which costs least: each argument says the name of its operand, or is
+    a constant, so that two that were swapped show."""
+    for call in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            continue
+        if call.func.attr not in LAUNCHES:
+            continue
+        names = LAUNCHES[call.func.attr].names
+        assert not call.keywords
+        assert len(call.args) == len(names), f"{path.name}:{call.lineno}"
+        for name, argument in zip(names, call.args, strict=True):
+            said = ast.unparse(argument)
+            assert isinstance(argument, ast.Constant) or name in identifiers(argument), (
+                f"{path.name}:{argument.lineno}: expected the operand {name}, got {said}"
+            )
