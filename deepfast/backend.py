@@ -1,8 +1,8 @@
 """Which implementation serves an op, and why each other one does not.
 
-``backend=None`` chooses the first of `BACKENDS` that can serve and is a default there; the
-environment variable DEEPFAST_BACKEND overrides every choice left open. Nothing falls back in
-silence: `explain` gives the reason for every backend passed over, `deepfast info` prints them,
+``backend=None`` chooses the first of `BACKENDS` that can serve and is a default. The environment
+variable DEEPFAST_BACKEND decides where ``backend`` is None. Nothing falls back in silence:
+`explain` gives the reason for every backend that was not chosen, `deepfast info` prints them, and
 `record` tells what ran.
 """
 
@@ -30,7 +30,7 @@ OPS = {
     op: tuple(name for name, launch in LAUNCHES.items() if launch.op == op)
     for op in dict.fromkeys(launch.op for launch in LAUNCHES.values())
 }
-"""The launches behind each op; norm_linear is made of layer_norm's."""
+"""The launches of each op. norm_linear and feed_forward use those of layer_norm and activation."""
 
 KERNEL_FILES = {
     # The boundary's far passes have a file of their own.
@@ -90,7 +90,7 @@ _check_threads()
 
 
 emulated = None
-"""Ops that stand in for the CUDA kernels on a CPU, in tests: csrc/cuda compiled for a processor."""
+"""In tests, the launches of csrc/cuda compiled for a processor, which serve as cuda on a CPU."""
 
 
 def emulate_cuda(launches) -> None:
@@ -230,7 +230,7 @@ def candidates(op: str) -> tuple[str, ...]:
 def explain(
     op: str, device_type: str, dtype: torch.dtype, dim: int | None = None
 ) -> dict[str, str | None]:
-    """For every backend the reason it is passed over, None where it is not."""
+    """For every backend the reason why it is not chosen, None where it may be."""
     return {
         name: refusal(op, name, device_type, dtype, dim) or reserve(op, name, device_type)
         for name in candidates(op)

@@ -3,8 +3,8 @@
     out = dropout(act(h)),  dh = dropout(dout * act'(h))
 
 relu(h) = max(h, 0), gelu(h) = h Phi(h) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
-relu's gradient reads ``out`` alone, 0 where either of its masks is: it draws nothing. A program
-reads its tile before it writes, so that results may take the place of operands.
+relu's gradient reads ``out`` alone, which is 0 where relu or dropout made it 0: it draws no mask. A
+program reads its tile before it writes, so that results may take the place of operands.
 """
 
 import triton

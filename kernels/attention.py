@@ -100,8 +100,8 @@ def kept(seed, o_token, first_key, threshold, BQ: tl.constexpr, BK: tl.constexpr
     w0, w1, w2, w3 = tl.philox(seed, groups, low, high, zeros)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BQ, BK // 8, 8)).to(tl.int32)
-    # A counter's eight draws as the bits of one number: what moves to the threads that hold the
-    # scores is small. A sum of floats is never made again there, as the draws would be.
+    # A counter's eight draws become the bits of one number: little then moves to the threads that
+    # hold the scores. The sum is of floats: the compiler would compute draws a second time there.
     bit = (1 << tl.arange(0, 8))[None, None, :]
     bits = tl.sum(tl.where(draws >= threshold, bit.to(tl.float32), 0.0), axis=2).to(tl.int32)
     return tl.reshape((bits[:, :, None] & bit) != 0, (BQ, BK))

@@ -129,8 +129,8 @@ def _add_dot(
 ):  # fmt: skip
     """Adds <g, z> of a tile to entry i of the program's dW.
 
-    A scalar is summed by each thread for itself until the end; a vector is too much for the
-    registers and stands in memory that is this program's alone. ``fresh``: nothing is there yet.
+    A scalar is summed by each thread for itself until the end. A vector is too much for the
+    registers and is summed in memory of this program alone. ``fresh``: it holds no sum yet.
     """
     if VECTOR:
         p = p_dots + i * D + o_d
@@ -184,7 +184,7 @@ def boundary_bwd_kernel(
         o_row = o_t.to(tl.int64)[None, :, None]
         m = m_t[None, :, None] & m_d
         o_state = o_row * s_state + o_d
-        # Read here, used last: their way is long, and the loop below fills it.
+        # Loaded here and used last: the loop below runs while they are in flight.
         b_n = tl.load(p_own + o_state, mask=m, other=0.0)
         if NORM_SOURCE:
             b_source_rstd = tl.load(p_source_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
@@ -218,7 +218,7 @@ def boundary_bwd_kernel(
             b_g += norm_backward(b_d, b_x, b_rstd, D)
         if p_dx is not None:
             b_g += b_dx.to(tl.float32)
-        # Made again rather than kept: the registers are full until here.
+        # Recomputed rather than kept: until here the registers are full.
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)

@@ -7,11 +7,11 @@
     dv_k = sum_h (p_kh dout_h + ds_kh r_k q_h) - v_k r_k^2 / D sum_h ds_kh s_kh
     dq_h = sum over tokens and sources of ds_kh r_k v_k
 
-with the largest score most_h and total_h = sum_k exp(s_kh - most_h). The softmax is made online
-(Milakov, Gimelshein 2018), and backward makes the scores again from the sources it reads anyway. A
-launch takes up to 16 sources; between launches forward carries the sum so far in fp32. Programs of
-several hops run side by side in forward, so that all but the first read a source from the level-2
-cache.
+with the largest score most_h and total_h = sum_k exp(s_kh - most_h). The softmax is computed online
+(Milakov, Gimelshein 2018), and backward recomputes the scores from the sources, which it reads
+anyway. A launch takes up to 16 sources; between launches forward carries the sum so far in fp32.
+Programs of several hops run side by side in forward, so that all but the first read a source from
+the level-2 cache.
 """
 
 import torch
@@ -154,7 +154,7 @@ def depth_attention_bwd_kernel(
             b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
             for h in range(0, H):
                 if H > 1:
-                    # From a cache: the tile is read again for every source.
+                    # From a cache: the tile is read once for every source.
                     p_g = p_dout + (o_row * H + h) * s_dout + o_flat
                     b_dout = load_rows(p_g, m, BA, BT, BC).to(tl.float32)
                     b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
@@ -246,7 +246,7 @@ def depth_attention_backward(
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
     delta = torch.empty_like(most) if H > 1 else None
     if H > 1:
-        # Of one hop it is made where it is used, once for all sources.
+        # With one hop, backward computes delta where it uses it, once for all sources.
         depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
             out, dout, dlse, delta, T * H, dout.stride(0), D=D, **tile._asdict()
         )

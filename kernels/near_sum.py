@@ -17,7 +17,7 @@ def entry(i):
 
 @triton.jit
 def index_at(p_table, first, step, i, m):
-    """Entry i of a list that is a progression, or stands in a table."""
+    """Entry i of a list: of a progression, or of a table."""
     if p_table is None:
         return (first + i * step).to(tl.int64)
     else:
@@ -57,8 +57,7 @@ def near_sum(
 ):  # fmt: skip
     """``b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)``.
 
-    UNROLL states stand in one tile, above each other, so that all their loads are in flight
-    before the first is used.
+    A tile holds UNROLL states, so that all their loads are in flight before the first is used.
     """
     o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
     o_t = begin + o_u % BT

@@ -15,7 +15,7 @@ from deepfast.reference import launchers
 
 ROOT = Path(__file__).parents[1]
 COMPILED = [name for name, launch in LAUNCHES.items() if launch.compiled]
-CPP = [*(ROOT / "csrc" / "cpu").glob("*.cpp"), *(ROOT / "csrc" / "cuda").glob("*.cu")]
+CPP = [*(ROOT / "csrc" / "cpu").glob("*[!l].cpp"), *(ROOT / "csrc" / "cuda").glob("*.cu")]
 
 
 def test_shapes_are_read():
@@ -64,7 +64,54 @@ def test_triton_has_the_operands(name):
 def test_cpp_has_the_operands(path):
     for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\) \{", path.read_text(), re.M):
         if name in LAUNCHES:
-            assert tuple(p.split()[-1] for p in parameters.split(",")) == LAUNCHES[name].names
+            # A type without a name is an operand that this backend does not use.
+            said = [p.split()[1:] for p in re.sub(r"const |&", "", parameters).split(",")]
+            names = LAUNCHES[name].names
+            assert tuple(s[0] if s else n for s, n in zip(said, names, strict=True)) == names
+
+
+SIZES = {"T": 5, "D": 8, "R": 4, "S": 5, "B": 2, "K": 3, "H": 2, "V": 7, "P": 3, "N": 2}
+NUMBERS = {
+    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "dropout_p": 0.3, "kind": "relu", "k": 2,
+    "near": [1, 2], "norm_source": True, "norm": True, "grad_slot": 3, "pull_rows": [2, 3],
+    "pull_slots": [3, 4], "sources": [0, 1], "rows": [2, 3], "grad_slots": [3, 4],
+    "out_rows": [0, 1], "accumulate": False, "label_smoothing": 0.1, "ignore_index": -1,
+    "write_grad": True, "reverse": False,
+}  # fmt: skip
+# A launch writes only a part of these, or reads them first.
+CHANGED = {"states", "grads", "logits"}
+PARTS = {("boundary_backward", "dweight"), ("pull_rows", "dweight")}
+
+
+def operand(name, o, absent):
+    if not o.dtype:
+        return NUMBERS[o.name]
+    if o.name in absent:
+        return None
+    shape = o.shape(SIZES)
+    if o.dtype == "int64":
+        return torch.ones(shape, dtype=torch.int64)
+    if o.type == "Tensor[]":
+        return [torch.randn(shape) for _ in range(SIZES["K"])]
+    if not o.writes or o.name in CHANGED:
+        return torch.randn(shape)
+    return torch.zeros(shape) if (name, o.name) in PARTS else torch.full(shape, torch.nan)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if name != "advise_states"])
+def test_every_result_is_written(any_backend, name):
+    """What the table says a launch writes holds NaN before it, and numbers after it."""
+    launch = LAUNCHES[name]
+    if backend.refusal(launch.op, any_backend, "cpu", torch.float32) is not None:
+        pytest.skip(f"{any_backend} does not serve {launch.op}")
+    absent = {"scores", "dscores"}
+    given = {o.name: operand(name, o, absent) for o in launch.operands}
+    run = getattr(backend.choose(launch.op, any_backend, "cpu", torch.float32)[1], name)
+    run(*given.values())
+    for o in launch.operands:
+        for x in given[o.name] if o.type == "Tensor[]" else [given[o.name]]:
+            if o.writes and x is not None:
+                assert x.isfinite().all(), o.name
 
 
 def identifiers(expression: ast.expr) -> set[str]:
@@ -91,6 +138,6 @@ def test_calls_name_the_operands(path):
         assert len(call.args) == len(names), f"{path.name}:{call.lineno}"
         for name, argument in zip(names, call.args, strict=True):
             said = ast.unparse(argument)
-            assert isinstance(argument, ast.Constant) or name in identifiers(argument), (
-                f"{path.name}:{argument.lineno}: expected the operand {name}, got {said}"
-            )
+            assert isinstance(argument, ast.Constant) or {name, f"{name}_rows"} & identifiers(
+                argument
+            ), f"{path.name}:{argument.lineno}: expected the operand {name}, got {said}"

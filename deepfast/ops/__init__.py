@@ -1,6 +1,5 @@
 """Fused ops with autograd, to drop into any training code."""
 
-from deepfast.ops import _launches as _launches  # registers what torch is told of them
 from deepfast.ops.activation import activation
 from deepfast.ops.attention import attention
 from deepfast.ops.depth_attention import depth_attention

@@ -20,14 +20,10 @@ def compute(
     """``dropout(act(h))``, shaped like h; ``inplace`` has it take h's memory where its last
     dimension is contiguous. Outside autograd."""
     _, launch = backends.choose("activation", backend, h.device.type, h.dtype, h.shape[-1])
-    rows = common.rows(h)
-    out = rows.view(h.shape) if inplace else common.empty_contiguous(h)
-    launch.activation_forward(rows, kind, dropout_p, seed, out.view(rows.shape))
+    given, h = h, common.rows(h)
+    out = h.view(given.shape) if inplace else common.empty_contiguous(given)
+    launch.activation_forward(h, kind, dropout_p, seed, out.view(h.shape))
     return out
-
-
-def empty_result(h, kind, dropout_p, seed, backend):
-    return h.new_empty(h.shape)
 
 
 def compute_grad(
@@ -45,44 +41,39 @@ def compute_grad(
     gradient take dout's memory where its last dimension is contiguous.
     """
     _, launch = backends.choose("activation", backend, dout.device.type, dout.dtype, dout.shape[-1])
-    rows = common.rows(dout)
-    dh = rows.view(dout.shape) if inplace else common.empty_contiguous(dout)
-    launch.activation_backward(rows, common.rows(saved), kind, dropout_p, seed, dh.view(rows.shape))
+    given, dout = dout, common.rows(dout)
+    dh = dout.view(given.shape) if inplace else common.empty_contiguous(given)
+    launch.activation_backward(dout, common.rows(saved), kind, dropout_p, seed, dh.view(dout.shape))
     return dh
-
-
-def empty_grad(dout, saved, kind, dropout_p, seed, backend):
-    return dout.new_empty(dout.shape)
 
 
 _activation_grad = register(
     "activation_grad(Tensor dout, Tensor saved, str kind, float dropout_p, Tensor? seed, "
     "str? backend) -> Tensor",
-    compute_grad,
-    fake=empty_grad,
+    lambda a: compute_grad(*a),
+    fake=lambda a: a.dout.new_empty(a.dout.shape),
     flops=no_flops,
 )
 
 
-def _setup(ctx, inputs, output):
-    h, ctx.kind, ctx.dropout_p, seed, ctx.backend = inputs
+def _setup(ctx, a, results):
     # A result that is not 0 was neither cut off by relu nor dropped: no mask, and not h.
-    relu = ctx.kind == "relu"
-    ctx.save_for_backward(output[0] if relu else h, None if relu else seed)
+    relu = a.kind == "relu"
+    return {
+        "saved": results.out if relu else a.h, "seed": None if relu else a.seed, "kind": a.kind,
+        "dropout_p": a.dropout_p, "backend": a.backend,
+    }  # fmt: skip
 
 
-def _backward(ctx, dout):
-    if dout is None:
-        return (None,) * 5
-    saved, seed = ctx.saved_tensors
-    dh = _activation_grad(dout, saved, ctx.kind, ctx.dropout_p, seed, ctx.backend)
-    return dh, *(None,) * 4
+def _backward(ctx, kept, grads):
+    (dh,) = _activation_grad(dout=grads.out, **kept)
+    return {"h": dh}
 
 
 _activation = register(
     "activation(Tensor h, str kind, float dropout_p, Tensor? seed, str? backend) -> Tensor",
-    compute,
-    fake=empty_result,
+    lambda a: compute(*a),
+    fake=lambda a: a.h.new_empty(a.h.shape),
     flops=no_flops,
     setup=_setup,
     backward=_backward,

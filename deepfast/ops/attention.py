@@ -17,49 +17,44 @@ from deepfast.ops.register import register, watched
 from deepfast.reference.layer_norm import compute_dtype
 
 
-def _forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p, seed,
-    backend,
-):  # fmt: skip
-    _, launch = backends.choose("attention", backend, q.device.type, q.dtype)
-    o, lse = _fake(q)
+def _forward(a):
+    _, launch = backends.choose("attention", a.backend, a.q.device.type, a.q.dtype)
+    o, lse = _fake(a)
     launch.attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
-        seed, o, lse,
+        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.causal,
+        a.scale, a.dropout_p, a.seed, o, lse,
     )  # fmt: skip
     return o, lse
 
 
-def _fake(q, *_):
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=compute_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+def _fake(a):
+    lse = a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=compute_dtype(a.q.dtype))
+    return a.q.new_empty(a.q.shape), lse
 
 
-def _grad_forward(
-    do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
-    dropout_p, seed, backend,
-):  # fmt: skip
-    _, launch = backends.choose("attention", backend, q.device.type, q.dtype)
-    grads = _grad_fake(do, q, k, v)
+def _grad_forward(a):
+    _, launch = backends.choose("attention", a.backend, a.q.device.type, a.q.dtype)
+    dq, dk, dv = _grad_fake(a)
+    do = a.do if a.do.stride(-1) == 1 else a.do.contiguous()
     launch.attention_backward(
-        q, k, v, o, lse, do if do.stride(-1) == 1 else do.contiguous(), cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, causal, scale, dropout_p, seed, *grads,
+        a.q, a.k, a.v, a.o, a.lse, do, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
+        a.max_seqlen_k, a.causal, a.scale, a.dropout_p, a.seed, dq, dk, dv,
     )  # fmt: skip
-    return grads
+    return dq, dk, dv
 
 
-def _grad_fake(do, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _grad_fake(a):
+    return a.q.new_empty(a.q.shape), a.k.new_empty(a.k.shape), a.v.new_empty(a.v.shape)
 
 
-def _flops(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *_, **__) -> int:
+def _flops(a) -> int:
     """Both products of every sentence with its own keys, masked or not, as torch counts varlen
-    attention; where the lengths are not at hand, every sentence counts as the longest."""
-    heads, dim = q.shape[1:]
-    if type(cu_seqlens_q) is not Tensor or cu_seqlens_q.device.type == "meta":
-        pairs = (cu_seqlens_q.shape[0] - 1) * max_q * max_k
+    attention. Where the lengths are not known, every sentence counts as the longest."""
+    heads, dim = a.q.shape[1:]
+    if type(a.cu_seqlens_q) is not Tensor or a.cu_seqlens_q.device.type == "meta":
+        pairs = (a.cu_seqlens_q.shape[0] - 1) * a.max_seqlen_q * a.max_seqlen_k
     else:
-        pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+        pairs = int((a.cu_seqlens_q.diff().long() * a.cu_seqlens_k.diff().long()).sum())
     return 2 * 2 * pairs * heads * dim
 
 
@@ -70,27 +65,21 @@ _attention_grad = register(
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     _grad_forward,
     fake=_grad_fake,
-    # Five products where forward has two: the scores again, and one for each of dv, dp, dq, dk.
-    flops=lambda do, q, k, v, o, lse, *rest, **_: 5 * _flops(q, k, v, *rest) // 2,
+    # Five products where forward has two: the recomputed scores, dv, dp, dq and dk.
+    flops=lambda a: 5 * _flops(a) // 2,
     raw_flops=True,
 )
 
 
-def _setup(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *sizes, seed, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, seed)
-    ctx.sizes, ctx.backend = sizes, backend
+def _setup(ctx, a, results):
+    return a._asdict() | results._asdict()
 
 
-def _backward(ctx, do, *_):
-    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seed = ctx.saved_tensors
-    if do is None:
-        return (None,) * 12
-    grads = _attention_grad(
-        do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, *ctx.sizes, seed, ctx.backend
-    )
-    needs = ctx.needs_input_grad[:3]
-    return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 9)
+def _backward(ctx, kept, grads):
+    if grads.o is None:
+        return {}
+    dq, dk, dv = _attention_grad(do=grads.o, **kept)
+    return {"q": dq, "k": dk, "v": dv}
 
 
 _attention = register(
@@ -101,9 +90,10 @@ _attention = register(
     fake=_fake,
     flops=_flops,
     raw_flops=True,
-    cast=lambda q, k, v, *rest: (*common.autocast(q, k, v), *rest),
+    cast=("q", "k", "v"),
     setup=_setup,
     backward=_backward,
+    public=1,
 )
 
 

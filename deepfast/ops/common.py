@@ -31,9 +31,9 @@ def bare_apply(node: type[torch.autograd.Function]):
 def first_order(name: str):
     """For the backward of an op without a second derivative: asking for one is an error.
 
-    It comes with the first backward, that of ``create_graph=True``. A node that raises in the
-    second one would stand on no path to what lies below the op: `torch.autograd.grad` would pass
-    it by and return what other paths give, which is wrong.
+    The error comes in the first backward, the one with ``create_graph=True``. A node that raised in
+    the second one would not lie on a path to the inputs below the op: `torch.autograd.grad` would
+    leave it out and return what other paths give, which is wrong.
     """
 
     def decorate(backward):

@@ -9,79 +9,77 @@ from torch import Tensor
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.register import register
+from deepfast.ops.register import gradients, register
 from deepfast.reference.layer_norm import compute_dtype
 
 NORMS = ("rms", None)
 
 
-def _launch(first, backend):
-    return backends.choose(
-        "depth_attention", backend, first.device.type, first.dtype, first.shape[-1]
-    )[1]
+def _launch_operands(a):
+    """The launches of the backend, and the operands as kernels read them: the sources as rows
+    (T, D), the query (H, D), the scores (T, K, H)."""
+    first = a.sources[0]
+    _, launch = backends.choose(
+        "depth_attention", a.backend, first.device.type, first.dtype, first.shape[-1]
+    )
+    rows = [common.rows(s) for s in a.sources]
+    query, scores = (common.parameter(p, first.dtype) for p in (a.query, a.scores))
+    if scores is not None:
+        scores = scores.view(rows[0].shape[0], *scores.shape[-2:])
+    return launch, rows, query, scores
 
 
-def _operands(sources, query, scores):
-    """As the kernels read them: rows (T, D), query (H, D), scores (T, K, H)."""
-    rows = [common.rows(s) for s in sources]
-    q, s = (common.parameter(p, sources[0].dtype) for p in (query, scores))
-    return rows, q, None if s is None else s.view(rows[0].shape[0], *s.shape[-2:])
-
-
-def _hops(query, scores) -> int:
-    return scores.shape[-1] if query is None else query.shape[0]
-
-
-def _forward(sources, query, scores, norm, eps, backend):
-    out, *statistics = results = _fake(sources, query, scores, norm, eps, backend)
-    rows, q, s = _operands(sources, query, scores)
-    tokens, dim = rows[0].shape
-    hops = out.shape[-2]
-    _launch(sources[0], backend).depth_attention_forward(
-        rows, q, s, norm, eps, out.view(tokens * hops, dim),
-        *(x.view(tokens, hops) for x in statistics),
+def _forward(a):
+    results = _fake(a)
+    launch, sources, query, scores = _launch_operands(a)
+    (tokens, dim), hops = sources[0].shape, results[0].shape[-2]
+    out = results[0].view(tokens * hops, dim)
+    lse, most, total = (x.view(tokens, hops) for x in results[1:])
+    launch.depth_attention_forward(
+        sources, query, scores, a.norm, a.eps, out, lse, most, total
     )  # fmt: skip
     return results
 
 
-def _fake(sources, query, scores, norm, eps, backend):
-    first, hops = sources[0], _hops(query, scores)
+def _fake(a):
+    first = a.sources[0]
+    hops = a.scores.shape[-1] if a.query is None else a.query.shape[0]
     out = first.new_empty((*first.shape[:-1], hops, first.shape[-1]))
     shape, dtype = (*first.shape[:-1], hops), compute_dtype(first.dtype)
     return out, *(first.new_empty(shape, dtype=dtype) for _ in range(3))
 
 
-def _grad_forward(sources, query, scores, norm, eps, out, most, total, dout, dlse, wants, backend):
-    results = _grad_fake(
-        sources, query, scores, norm, eps, out, most, total, dout, dlse, wants, backend
+def _grad_forward(a):
+    results = _grad_fake(a)
+    launch, sources, query, scores = _launch_operands(a)
+    dsources, dquery, dscores = (
+        x if want else None for x, want in zip(results, a.wants, strict=True)
     )
-    dsources, dquery, dscores = results
-    rows, q, s = _operands(sources, query, scores)
-    hops, shape = most.shape[-1], rows[0].shape
-    _launch(sources[0], backend).depth_attention_backward(
-        rows, q, s, norm, eps, out.view(-1, shape[1]), most.view(-1, hops),
-        total.view(-1, hops), common.rows(dout),
-        None if dlse is None else dlse.reshape(-1, hops).contiguous(),
-        [d.view(shape) for d in dsources] if wants[0] else [], dquery if wants[1] else None,
-        dscores.view(s.shape) if wants[2] else None,
+    hops, shape = a.most.shape[-1], sources[0].shape
+    dsources = [d.view(shape) for d in dsources or ()]
+    dlse = None if a.dlse is None else a.dlse.reshape(-1, hops).contiguous()
+    dscores = None if dscores is None else dscores.view(scores.shape)
+    launch.depth_attention_backward(
+        sources, query, scores, a.norm, a.eps, a.out.view(-1, shape[1]), a.most.view(-1, hops),
+        a.total.view(-1, hops), common.rows(a.dout), dlse, dsources, dquery, dscores,
     )  # fmt: skip
     return results
 
 
-def _grad_fake(sources, query, scores, norm, eps, out, most, total, dout, dlse, wants, backend):
-    first = sources[0]
-    dsources = [first.new_empty(first.shape if wants[0] else 0) for _ in sources]
+def _grad_fake(a):
+    first, (want_sources, *wants) = a.sources[0], a.wants
+    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
     given = (
-        first.new_empty(p.shape if want else 0, dtype=most.dtype)
-        for p, want in zip((query, scores), wants[1:], strict=True)
+        first.new_empty(p.shape if want else 0, dtype=a.most.dtype)
+        for p, want in zip((a.query, a.scores), wants, strict=True)
     )
     return dsources, *given
 
 
-def _flops(sources, query, scores, *_, **__) -> int:
+def _flops(a) -> int:
     # The weighted sum and, with a query, the scores.
-    hops = scores[-1] if query is None else query[0]
-    return 2 * (1 if query is None else 2) * hops * len(sources) * math.prod(sources[0])
+    hops = a.scores[-1] if a.query is None else a.query[0]
+    return 2 * (1 if a.query is None else 2) * hops * len(a.sources) * math.prod(a.sources[0])
 
 
 _depth_attention_grad = register(
@@ -91,38 +89,19 @@ _depth_attention_grad = register(
     "-> (Tensor[] dsources, Tensor dquery, Tensor dscores)",
     _grad_forward,
     fake=_grad_fake,
-    flops=lambda *shapes, **__: 2 * _flops(*shapes),
+    flops=lambda a: 2 * _flops(a),
 )
 
 
-def _setup(ctx, inputs, output):
-    sources, query, scores, ctx.norm, ctx.eps, ctx.backend = inputs
-    out, _, most, total = output
-    ctx.save_for_backward(query, scores, out, most, total, *sources)
+def _setup(ctx, a, results):
+    return a._asdict() | {"out": results.out, "most": results.most, "total": results.total}
 
 
-def _backward(ctx, dout, dlse, *_):
-    query, scores, out, most, total, *sources = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    if dout is None and dlse is None:
-        return [None] * len(sources), *(None,) * 5
-    wants = [any(needs[0]), needs[1], needs[2]]
-    dsources, *given = _depth_attention_grad(
-        sources, query, scores, ctx.norm, ctx.eps, out, most, total,
-        torch.zeros_like(out) if dout is None else dout, dlse, wants, ctx.backend,
-    )  # fmt: skip
-    return (
-        [d if need else None for d, need in zip(dsources, needs[0], strict=True)],
-        *(
-            d.to(p.dtype) if need else None
-            for d, p, need in zip(given, (query, scores), needs[1:3], strict=True)
-        ),
-        *(None,) * 3,
-    )
-
-
-def _cast(sources, *rest):
-    return list(common.autocast(*sources)), *rest
+def _backward(ctx, kept, grads):
+    if grads.out is None and grads.lse is None:
+        return {}
+    dout = torch.zeros_like(kept["out"]) if grads.out is None else grads.out
+    return gradients(_depth_attention_grad, ctx, kept, dout=dout, dlse=grads.lse)
 
 
 _depth_attention = register(
@@ -131,7 +110,7 @@ _depth_attention = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    cast=_cast,
+    cast=("sources",),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -185,8 +164,8 @@ def depth_attention(
     """Attention over layers, ``out_h = sum_k softmax_k(s_kh) v_k`` for each token on its own.
 
     ``s_kh = query_h . RMSNorm(v_k)``, or ``scores`` themselves. One pass over the sources: nothing
-    is stacked, the softmax is made online, and backward keeps two numbers of each hop beside the
-    result, no weights. ``lse_h = log sum_k exp(s_kh)``. Results over two groups of sources are
+    is stacked, and the softmax is computed online. Backward keeps two numbers for each hop beside
+    the result, no weights. ``lse_h = log sum_k exp(s_kh)``. Results over two groups of sources are
     merged by the op itself::
 
         depth_attention([out_a, out_b], scores=torch.stack((lse_a, lse_b), -1))
@@ -197,7 +176,7 @@ def depth_attention(
         scores: instead of a query, (..., K) or (..., K, H), any of these dtypes; -inf leaves a
             source out.
         norm: "rms", or None for ``s_kh = query_h . v_k``.
-        norm_weight: the norm's gain, (D,), (H, D) for a gain of each hop, or None.
+        norm_weight: of the norm, (D,), (H, D) for one of each hop, or None.
         eps: added to the mean square.
         return_lse: whether lse is wanted too; it has a gradient.
         backend: see `deepfast.backend`.
@@ -226,7 +205,7 @@ def depth_attention(
         out, lse = _depth_attention(sources, None, s, False, eps, backend)
     else:
         one_hop = query.dim() == 1
-        # The norm's gain goes to the query: q . (g * n) = (q * g) . n.
+        # The query takes the norm's weight: q . (w * n) = (q * w) . n.
         if norm_weight is not None:
             dtype = compute_dtype(first.dtype)
             query = query.to(dtype) * norm_weight.to(dtype)

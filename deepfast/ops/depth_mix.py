@@ -9,85 +9,73 @@ from torch import Tensor
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.register import register
+from deepfast.ops.register import gradients, register
 from deepfast.reference.layer_norm import compute_dtype
 
 
-def _forward(sources, weight, norm_weight, norm_bias, eps, backend):
-    first = sources[0]
+def _launch_operands(a):
+    """The launches of the backend, the sources as rows (T, D), the parameters as kernels read them,
+    whether there is a norm, and a view of the statistics (K, T) as kernels take them."""
+    first = a.sources[0]
     _, launch = backends.choose(
-        "depth_mix", backend, first.device.type, first.dtype, first.shape[-1]
+        "depth_mix", a.backend, first.device.type, first.dtype, first.shape[-1]
     )
-    rows = [common.rows(s) for s in sources]
-    norm = norm_weight is not None or norm_bias is not None
-    w, norm_weight, norm_bias = (
-        common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias)
-    )
-    out, mean, rstd = _fake(sources, weight, norm_weight, norm_bias, eps, backend)
+    rows = [common.rows(s) for s in a.sources]
+    params = (common.parameter(p, first.dtype) for p in (a.weight, a.norm_weight, a.norm_bias))
+    norm, shape = _has_norm(a), (len(rows), rows[0].shape[0])
+    return launch, rows, *params, norm, lambda x: x.view(shape) if norm else None
+
+
+def _has_norm(a) -> bool:
+    return a.norm_weight is not None or a.norm_bias is not None
+
+
+def _forward(a):
+    out, mean, rstd = _fake(a)
+    launch, sources, weight, norm_weight, norm_bias, norm, view = _launch_operands(a)
     launch.depth_mix_forward(
-        rows,
-        w,
-        norm_weight,
-        norm_bias,
-        norm,
-        eps,
-        out.view(rows[0].shape),
-        *_statistics(norm, rows, mean, rstd),
-    )
+        sources, weight, norm_weight, norm_bias, norm, a.eps, out.view(sources[0].shape),
+        view(mean), view(rstd),
+    )  # fmt: skip
     return out, mean, rstd
 
 
-def _fake(sources, weight, norm_weight, norm_bias, eps, backend):
-    first = sources[0]
-    norm = norm_weight is not None or norm_bias is not None
+def _fake(a):
+    first = a.sources[0]
     # The second dimension of mean and rstd, and those after it, are the sources' tokens.
-    shape = (len(sources), *first.shape[:-1]) if norm else (0,)
+    shape = (len(a.sources), *first.shape[:-1]) if _has_norm(a) else (0,)
     mean = first.new_empty(shape, dtype=compute_dtype(first.dtype))
     return first.new_empty(first.shape), mean, torch.empty_like(mean)
 
 
-def _statistics(
-    norm: bool, rows: list[Tensor], mean: Tensor, rstd: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """(K, T) views for the kernels."""
-    shape = len(rows), rows[0].shape[0]
-    return (mean.view(shape), rstd.view(shape)) if norm else (None, None)
-
-
-def _grad_forward(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
-    first = sources[0]
-    _, launch = backends.choose(
-        "depth_mix", backend, first.device.type, first.dtype, first.shape[-1]
+def _grad_forward(a):
+    launch, sources, weight, norm_weight, norm_bias, norm, view = _launch_operands(a)
+    results = _grad_fake(a)
+    dsources, dweight, dnorm_weight, dnorm_bias = (
+        x if want else None for x, want in zip(results, a.wants, strict=True)
     )
-    rows = [common.rows(s) for s in sources]
-    norm = norm_weight is not None or norm_bias is not None
-    w, norm_weight, norm_bias = (
-        common.parameter(p, first.dtype) for p in (weight, norm_weight, norm_bias)
-    )
-    results = _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend)
-    dsources, *params = results
+    dsources = [d.view(sources[0].shape) for d in dsources or ()]
     launch.depth_mix_backward(
-        rows, w, norm_weight, norm_bias, norm, *_statistics(norm, rows, mean, rstd),
-        common.rows(dout), [d.view(rows[0].shape) for d in dsources] if wants[0] else [],
-        *(p if want else None for p, want in zip(params, wants[1:], strict=True)),
+        sources, weight, norm_weight, norm_bias, norm, view(a.mean), view(a.rstd),
+        common.rows(a.dout), dsources, dweight, dnorm_weight, dnorm_bias,
     )  # fmt: skip
     return results
 
 
-def _grad_fake(sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, backend):
-    first = sources[0]
+def _grad_fake(a):
+    first, (want_sources, *wants) = a.sources[0], a.wants
     dtype = compute_dtype(first.dtype)
-    dsources = [first.new_empty(first.shape if wants[0] else 0) for _ in sources]
+    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
     params = (
         first.new_empty(p.shape if want else 0, dtype=dtype)
-        for p, want in zip((weight, norm_weight, norm_bias), wants[1:], strict=True)
+        for p, want in zip((a.weight, a.norm_weight, a.norm_bias), wants, strict=True)
     )
     return dsources, *params
 
 
-def _flops(sources, *_, **__) -> int:
+def _flops(a) -> int:
     # Each element of each source is multiplied by its weight and added.
-    return 2 * len(sources) * math.prod(sources[0])
+    return 2 * len(a.sources) * math.prod(a.sources[0])
 
 
 _depth_mix_grad = register(
@@ -97,39 +85,21 @@ _depth_mix_grad = register(
     _grad_forward,
     fake=_grad_fake,
     # The products with the output's gradient, for the sources and for the weight.
-    flops=lambda sources, *_, **__: 2 * _flops(sources),
+    flops=lambda a: 2 * _flops(a),
 )
 
 
-def _setup(ctx, inputs, output):
-    sources, weight, norm_weight, norm_bias, _, backend = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(weight, norm_weight, norm_bias, mean, rstd, *sources)
-    ctx.backend = backend
+def _setup(ctx, a, results):
+    return {
+        "sources": a.sources, "weight": a.weight, "norm_weight": a.norm_weight,
+        "norm_bias": a.norm_bias, "mean": results.mean, "rstd": results.rstd, "backend": a.backend,
+    }  # fmt: skip
 
 
-def _backward(ctx, dout, *_):
-    weight, norm_weight, norm_bias, mean, rstd, *sources = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    if dout is None:
-        return [None] * len(sources), *(None,) * 5
-    wants = [any(needs[0]), *needs[1:4]]
-    dsources, *params = _depth_mix_grad(
-        sources, weight, norm_weight, norm_bias, mean, rstd, dout, wants, ctx.backend
-    )
-    return (
-        [d if need else None for d, need in zip(dsources, needs[0], strict=True)],
-        *(
-            d.to(p.dtype) if need else None
-            for d, p, need in zip(params, (weight, norm_weight, norm_bias), needs[1:4], strict=True)
-        ),
-        None,
-        None,
-    )
-
-
-def _cast(sources, *rest):
-    return list(common.autocast(*sources)), *rest
+def _backward(ctx, kept, grads):
+    if grads.out is None:
+        return {}
+    return gradients(_depth_mix_grad, ctx, kept, dout=grads.out)
 
 
 _depth_mix = register(
@@ -138,9 +108,10 @@ _depth_mix = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    cast=_cast,
+    cast=("sources",),
     setup=_setup,
     backward=_backward,
+    public=1,
 )
 
 

@@ -16,34 +16,35 @@ from deepfast.ops.layer_norm import (
     compute_grads,
     empty_grads,
     empty_results,
+    kept_sum,
+    norm_gradients,
 )
 from deepfast.ops.register import register
 
 
-def _forward(
-    x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, eps, dropout_p, seed,
-    activation, activation_p, activation_seed, keep, want_norm, backend,
-):  # fmt: skip
-    n, s, mean, rstd = compute(x, residual, norm_weight, norm_bias, eps, dropout_p, seed, backend)
-    h = F.linear(n, up, up_bias)
-    if not want_norm:
-        n = x.new_empty(0)
-    # ReLU's backward asks its output, so h itself is not needed; GELU's asks its input.
-    a = activate(h, activation, activation_p, activation_seed, backend, activation == "relu")
-    kept = x.new_empty(0) if not keep else a if activation == "relu" else h
-    return F.linear(a, down, down_bias), s, n, mean, rstd, kept
-
-
-def _fake(
-    x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, eps, dropout_p, seed,
-    activation, activation_p, activation_seed, keep, want_norm, backend,
-):  # fmt: skip
-    y, s, mean, rstd = empty_results(
-        x, residual, norm_weight, norm_bias, eps, dropout_p, seed, backend
+def _forward(a):
+    n, s, mean, rstd = compute(
+        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.dropout_p, a.seed, a.backend
     )
-    out = x.new_empty((*x.shape[:-1], down.shape[0]))
-    kept = x.new_empty((*x.shape[:-1], up.shape[0]) if keep else 0)
-    return out, s, y if want_norm else x.new_empty(0), mean, rstd, kept
+    h = F.linear(n, a.up, a.up_bias)
+    if not a.want_norm:
+        n = a.x.new_empty(0)
+    # ReLU's backward takes its output, so h itself is not needed; GELU's takes its input.
+    relu = a.activation == "relu"
+    hidden = _activate(a, h, inplace=relu)
+    kept = a.x.new_empty(0) if not a.keep else hidden if relu else h
+    return F.linear(hidden, a.down, a.down_bias), s, n, mean, rstd, kept
+
+
+def _activate(a, h, inplace):
+    return activate(h, a.activation, a.activation_p, a.activation_seed, a.backend, inplace)
+
+
+def _fake(a):
+    y, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
+    out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
+    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
+    return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
 
 
 def _matrix_grads(dy, x, want_weight, want_bias):
@@ -53,66 +54,63 @@ def _matrix_grads(dy, x, want_weight, want_bias):
     return dweight, dy.sum(0) if want_bias else dy.new_empty(0)
 
 
-def _grad_forward(
-    s, dout, dsum, dn, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, eps, dropout_p,
-    seed, activation, activation_p, activation_seed, wants, backend,
-):  # fmt: skip
-    if dout is None:
-        dup, dup_bias, ddown, ddown_bias = (
-            s.new_zeros(shape if want else 0)
-            for shape, want in zip(_matrix_shapes(up, down), wants[4:], strict=True)
-        )
+def _grad_forward(a):
+    want, dn = _feed_forward_grad.results._make(a.wants), a.dn
+    if a.dout is None:
+        products = _empty_products(a, want, a.sum.new_zeros)
     else:
-        relu = activation == "relu"
-        lean = kept.numel() == 0
-        n = None
-        if lean or wants[4]:
-            # LN(s) again, the same bits as in forward.
-            n = compute(s, None, norm_weight, norm_bias, eps, 0.0, None, backend)[0]
+        relu, lean, kept, n = a.activation == "relu", a.kept.numel() == 0, a.kept, None
+        if lean or want.dup:
+            # The same bits as in forward.
+            n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
         if lean:
-            kept = F.linear(n, up, up_bias)
-        if lean or not relu:
-            a = activate(kept, activation, activation_p, activation_seed, backend, relu)
-        else:
-            a = kept
-        ddown, ddown_bias = _matrix_grads(dout, a, *wants[6:])
+            kept = F.linear(n, a.up, a.up_bias)
+        hidden = _activate(a, kept, inplace=relu) if lean or not relu else kept
+        ddown, ddown_bias = _matrix_grads(a.dout, hidden, want.ddown, want.ddown_bias)
         if relu:
-            kept = a
-        del a
-        dh = dout.matmul(down)
-        dh = activate_grad(dh, kept, activation, activation_p, activation_seed, backend, True)
+            kept = hidden
+        del hidden
+        dh = a.dout.matmul(a.down)
+        dh = activate_grad(
+            dh, kept, a.activation, a.activation_p, a.activation_seed, a.backend, True
+        )
         del kept
-        dup, dup_bias = _matrix_grads(dh, n, *wants[4:6])
+        products = *_matrix_grads(dh, n, want.dup, want.dup_bias), ddown, ddown_bias
         del n
-        through = dh.matmul(up)
+        through = dh.matmul(a.up)
         del dh
         dn = through if dn is None else through.add_(dn)
-    grads = compute_grads(s, dn, dsum, norm_weight, mean, rstd, dropout_p, seed, wants[:4], backend)
-    return *grads, dup, dup_bias, ddown, ddown_bias
+    grads = compute_grads(
+        a.sum, dn, a.dsum, a.norm_weight, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
+        a.backend,
+    )  # fmt: skip
+    return *grads, *products
 
 
-def _matrix_shapes(up, down):
-    return up.shape, up.shape[:1], down.shape, down.shape[:1]
+def _empty_products(a, want, make):
+    """dup, dup_bias, ddown and ddown_bias, each without elements where it is not wanted."""
+    shapes = {
+        "dup": a.up.shape, "dup_bias": a.up.shape[:1], "ddown": a.down.shape,
+        "ddown_bias": a.down.shape[:1],
+    }  # fmt: skip
+    return tuple(make(shape if getattr(want, name) else 0) for name, shape in shapes.items())
 
 
-def _grad_fake(
-    s, dout, dsum, dn, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, eps, dropout_p,
-    seed, activation, activation_p, activation_seed, wants, backend,
-):  # fmt: skip
-    grads = empty_grads(s, dn, dsum, norm_weight, mean, rstd, dropout_p, seed, wants[:4], backend)
-    return *grads, *(
-        s.new_empty(shape if want else 0)
-        for shape, want in zip(_matrix_shapes(up, down), wants[4:], strict=True)
+def _grad_fake(a):
+    want = _feed_forward_grad.results._make(a.wants)
+    return (
+        *empty_grads(a.sum, a.mean, a.wants[:4]),
+        *_empty_products(a, want, a.sum.new_empty),
     )
 
 
-def _flops(x, residual, norm_weight, norm_bias, up, up_bias, down, *_, **__) -> int:
+def _products_flops(x, up, down) -> int:
     return 2 * math.prod(x) * (up[0] + down[0] * up[0] // x[-1])
 
 
-def _grad_flops(s, dout, dsum, dn, nw, nb, up, up_bias, down, mean, rstd, kept, *_, **__) -> int:
-    again = 2 * math.prod(s) * up[0] if list(kept) == [0] else 0
-    return again + 2 * _flops(s, None, nw, nb, up, up_bias, down)
+def _grad_flops(a) -> int:
+    recomputed = 2 * math.prod(a.sum) * a.up[0] if list(a.kept) == [0] else 0
+    return recomputed + 2 * _products_flops(a.sum, a.up, a.down)
 
 
 _feed_forward_grad = register(
@@ -128,51 +126,23 @@ _feed_forward_grad = register(
 )
 
 
-def _setup(ctx, inputs, output):
-    (x, residual, norm_weight, norm_bias, up, up_bias, down, _, eps, dropout_p, seed, activation,
-     activation_p, activation_seed, _, ctx.want_norm, backend) = inputs  # fmt: skip
-    _, s, _, mean, rstd, kept = output
-    ctx.changed = residual is not None or dropout_p > 0
-    ctx.save_for_backward(
-        s if ctx.changed else x, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, seed,
-        activation_seed,
-    )  # fmt: skip
-    ctx.options = eps, dropout_p, activation, activation_p, backend
-    ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias)]
+def _setup(ctx, a, results):
+    ctx.want_norm = a.want_norm
+    return {
+        "sum": kept_sum(ctx, a, results), "norm_weight": a.norm_weight, "norm_bias": a.norm_bias,
+        "up": a.up, "up_bias": a.up_bias, "down": a.down, "mean": results.mean,
+        "rstd": results.rstd, "kept": results.kept, "eps": a.eps, "dropout_p": a.dropout_p,
+        "seed": a.seed, "activation": a.activation, "activation_p": a.activation_p,
+        "activation_seed": a.activation_seed, "backend": a.backend,
+    }  # fmt: skip
 
 
-def _backward(ctx, dout, dsum, dn, *_):
-    if not ctx.changed:
-        dsum = None
-    if not ctx.want_norm:
-        dn = None
-    if dout is None and dsum is None and dn is None:
-        return (None,) * 17
-    (s, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, seed, activation_seed) = (
-        ctx.saved_tensors
-    )
-    eps, dropout_p, activation, activation_p, backend = ctx.options
-    needs = ctx.needs_input_grad[:8]
-    wants = list(needs)
-    # Without dropout the gradients of x and residual are one tensor.
-    shared = dropout_p == 0 and wants[1]
-    if shared:
-        wants[:2] = True, False
-    dx, dresidual, *params = _feed_forward_grad(
-        s, dout, dsum, dn, norm_weight, norm_bias, up, up_bias, down, mean, rstd, kept, eps,
-        dropout_p, seed, activation, activation_p, activation_seed, wants, backend,
-    )  # fmt: skip
-    grads = [dx, dx if shared else dresidual, *params]
-    for i, dtype in enumerate(ctx.dtypes, 2):
-        grads[i] = grads[i].to(dtype) if needs[i] else None
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 9
-
-
-def _cast(x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, *rest):
-    x, residual, up, up_bias, down, down_bias = common.autocast(
-        x, residual, up, up_bias, down, down_bias
-    )
-    return x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, *rest
+def _backward(ctx, kept, grads):
+    dsum = grads.sum if ctx.changed else None
+    dn = grads.n if ctx.want_norm else None
+    if grads.out is None and dsum is None and dn is None:
+        return {}
+    return norm_gradients(_feed_forward_grad, ctx, kept, dout=grads.out, dsum=dsum, dn=dn)
 
 
 _feed_forward = register(
@@ -182,8 +152,8 @@ _feed_forward = register(
     "str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, Tensor rstd, Tensor kept)",
     _forward,
     fake=_fake,
-    flops=_flops,
-    cast=_cast,
+    flops=lambda a: _products_flops(a.x, a.up, a.down),
+    cast=("x", "residual", "up", "up_bias", "down", "down_bias"),
     setup=_setup,
     backward=_backward,
     public=3,
@@ -213,10 +183,10 @@ def feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """``dropout(act(n up^T + up_bias)) down^T + down_bias``, n = LN(s), s = residual + dropout(x).
 
-    Backward keeps s and, with ``keep``, one hidden activation: the layer-norm is made again,
-    dropout masks are replayed, ReLU's mask is where its output is not 0, GELU is made again from
-    its input. Without ``keep`` the first product is made again too: a sixth more of the block's
-    matrix work, a fifth of its memory at F = 4 D. The matrix products are torch's.
+    Backward keeps s and, with ``keep``, one hidden activation. It recomputes the layer-norm and,
+    from its input, GELU; dropout masks are drawn again from their seeds, and ReLU's mask is where
+    its output is not 0. Without ``keep`` the first product is recomputed too: a sixth more of the
+    block's matrix work, a fifth of its memory at F = 4 D. The matrix products are torch's.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
@@ -245,7 +215,9 @@ def feed_forward(
     Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     name = "feed_forward"
-    x, residual, dim = check(name, x, residual, norm_weight, norm_bias, eps, dropout_p)
+    x, residual, dim = check(
+        name, x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
+    )
     check_kind(name, activation, argument="activation")
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
     names = "up", "F", "up_bias"
@@ -261,8 +233,10 @@ def feed_forward(
     else:
         activation_seed = None
     out, total, n = _feed_forward(
-        x, residual, norm_weight, norm_bias, up, up_bias, down, down_bias, eps, p, seed,
-        activation, q, activation_seed, keep, want_norm, backend,
+        x=x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, up=up,
+        up_bias=up_bias, down=down, down_bias=down_bias, eps=eps, dropout_p=p, seed=seed,
+        activation=activation, activation_p=q, activation_seed=activation_seed, keep=keep,
+        want_norm=want_norm, backend=backend,
     )  # fmt: skip
     if want_norm:
         return out, n

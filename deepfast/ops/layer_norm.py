@@ -6,26 +6,26 @@ from torch import Tensor
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.register import no_flops, register
+from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.layer_norm import compute_dtype
 
 
 def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
+    """y, sum, mean and rstd of the op, outside autograd; sum is empty where it is x itself."""
     _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype, x.shape[-1])
-    rows, rest = common.rows(x), None if residual is None else common.rows(residual)
-    w, b = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
-    y, s, mean, rstd = results = empty_results(
-        x, residual, weight, bias, eps, dropout_p, seed, backend
-    )
-    changed = rest is not None or dropout_p > 0
+    y, sum, mean, rstd = results = empty_results(x, residual, dropout_p)
+    changed = residual is not None or dropout_p > 0
+    residual = None if residual is None else common.rows(residual)
+    weight, bias = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
+    x = common.rows(x)
     launch.layer_norm_forward(
-        rows, rest, w, b, eps, dropout_p, seed, s.view(rows.shape) if changed else None,
-        y.view(rows.shape), mean.view(-1), rstd.view(-1),
+        x, residual, weight, bias, eps, dropout_p, seed, sum.view(x.shape) if changed else None,
+        y.view(x.shape), mean.view(-1), rstd.view(-1),
     )  # fmt: skip
     return results
 
 
-def empty_results(x, residual, weight, bias, eps, dropout_p, seed, backend):
+def empty_results(x, residual, dropout_p):
     # Results have the shape of x from the start: a view could not be changed in place. Without
     # residual and dropout the sum is x itself, and none is made.
     s = x.new_empty(0 if residual is None and dropout_p == 0 else x.shape)
@@ -34,22 +34,24 @@ def empty_results(x, residual, weight, bias, eps, dropout_p, seed, backend):
 
 
 def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
+    """dx, dresidual, dweight and dbias, each empty where ``wants`` says so."""
     _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype, s.shape[-1])
-    rows = common.rows(s)
-    results = empty_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend)
+    results = empty_grads(s, mean, wants)
     dx, dresidual, dweight, dbias = (
         r if want else None for r, want in zip(results, wants, strict=True)
     )
+    sum = common.rows(s)
+    dy = torch.zeros_like(sum) if dy is None else common.rows(dy)
+    dsum = None if dsum is None else common.rows(dsum)
     launch.layer_norm_backward(
-        rows, torch.zeros_like(rows) if dy is None else common.rows(dy),
-        None if dsum is None else common.rows(dsum), common.parameter(weight, s.dtype),
-        mean.view(-1), rstd.view(-1), dropout_p, seed, None if dx is None else dx.view(rows.shape),
-        None if dresidual is None else dresidual.view(rows.shape), dweight, dbias,
+        sum, dy, dsum, common.parameter(weight, s.dtype), mean.view(-1), rstd.view(-1), dropout_p,
+        seed, None if dx is None else dx.view(sum.shape),
+        None if dresidual is None else dresidual.view(sum.shape), dweight, dbias,
     )  # fmt: skip
     return results
 
 
-def empty_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
+def empty_grads(s, mean, wants):
     shapes = (s.shape, s.shape, s.shape[-1:], s.shape[-1:])
     dtypes = (s.dtype, s.dtype, mean.dtype, mean.dtype)
     return tuple(
@@ -62,54 +64,52 @@ _layer_norm_grad = register(
     "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? weight, Tensor mean, "
     "Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
-    compute_grads,
-    fake=empty_grads,
+    lambda a: compute_grads(*a),
+    fake=lambda a: empty_grads(a.sum, a.mean, a.wants),
     flops=no_flops,
 )
 
 
-def _setup(ctx, inputs, output):
-    x, _, weight, bias, _, dropout_p, seed, backend = inputs
-    _, s, mean, rstd = output
-    ctx.changed = inputs[1] is not None or dropout_p > 0
-    ctx.save_for_backward(s if ctx.changed else x, weight, mean, rstd, seed)
-    ctx.dropout_p, ctx.backend = dropout_p, backend
-    ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+def kept_sum(ctx, a, results) -> Tensor:
+    """The tensor that backward normalises: x itself where nothing was added or dropped."""
+    ctx.changed = a.residual is not None or a.dropout_p > 0
+    return results.sum if ctx.changed else a.x
 
 
-def _backward(ctx, dy, dsum, *_):
-    if not ctx.changed:
-        dsum = None
-    if dy is None and dsum is None:
-        return (None,) * 8
-    s, weight, mean, rstd, seed = ctx.saved_tensors
-    wants = list(ctx.needs_input_grad[:4])
-    # Without dropout the two gradients are one: the same tensor object, not two views, which two
-    # leaves would each keep as a gradient of their own.
-    shared = ctx.dropout_p == 0 and wants[1]
+def norm_gradients(op, ctx, kept: dict, **grads: Tensor | None) -> dict[str, Tensor]:
+    """`gradients` of an op that begins with a layer-norm of ``residual + dropout(x)``."""
+    # Without dropout the gradients of x and residual are one. They are the same tensor object: of
+    # two views each leaf would keep one as a gradient of its own, and share its memory.
+    shared = kept["dropout_p"] == 0 and ctx.needs.residual
+    wants = {"dx": True, "dresidual": False} if shared else {}
+    found = gradients(op, ctx, kept, wants, **grads)
     if shared:
-        wants[:2] = True, False
-    dx, dresidual, dweight, dbias = _layer_norm_grad(
-        s, dy, dsum, weight, mean, rstd, ctx.dropout_p, seed, wants, ctx.backend
-    )
-    need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-    return (
-        dx if need_x else None,
-        (dx if shared else dresidual) if need_residual else None,
-        dweight.to(ctx.dtypes[0]) if need_weight else None,
-        dbias.to(ctx.dtypes[1]) if need_bias else None,
-        *(None,) * 4,
-    )
+        found["residual"] = found["x"]
+    return found
+
+
+def _setup(ctx, a, results):
+    return {
+        "sum": kept_sum(ctx, a, results), "weight": a.weight, "mean": results.mean,
+        "rstd": results.rstd, "dropout_p": a.dropout_p, "seed": a.seed, "backend": a.backend,
+    }  # fmt: skip
+
+
+def _backward(ctx, kept, grads):
+    dsum = grads.sum if ctx.changed else None
+    if grads.y is None and dsum is None:
+        return {}
+    return norm_gradients(_layer_norm_grad, ctx, kept, dy=grads.y, dsum=dsum)
 
 
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, "
     "float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
-    compute,
-    fake=empty_results,
+    lambda a: compute(*a),
+    fake=lambda a: empty_results(a.x, a.residual, a.dropout_p),
     flops=no_flops,
-    cast=lambda x, residual, *rest: (*common.autocast(x, residual), *rest),
+    cast=("x", "residual"),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -124,8 +124,13 @@ def check(
     bias: Tensor | None,
     eps: float,
     dropout_p: float,
+    *,
+    prefix: str = "",
 ) -> tuple[Tensor, Tensor | None, int]:
-    """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards."""
+    """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards.
+
+    prefix: of the op's names for the weight and the bias.
+    """
     checks.tensor(op, "x", x)
     if residual is not None:
         checks.tensor(op, "residual", residual)
@@ -133,8 +138,8 @@ def check(
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
     dim = x.shape[-1]
-    checks.parameter(op, "weight", weight, (dim,), x.device)
-    checks.parameter(op, "bias", bias, (dim,), x.device)
+    checks.parameter(op, f"{prefix}weight", weight, (dim,), x.device)
+    checks.parameter(op, f"{prefix}bias", bias, (dim,), x.device)
     checks.eps(op, eps)
     checks.probability(op, dropout_p)
     return x, residual, dim

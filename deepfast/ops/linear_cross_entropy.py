@@ -27,7 +27,7 @@ def chunk_rows(tokens: int) -> int:
 
 
 def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """On the CPU alone: a device would have to be waited for."""
+    """On the CPU alone: reading a device's tensor would wait for the device."""
     if target.device.type != "cpu":
         return
     wrong = target[((target < 0) | (target >= vocabulary)) & (target != ignore_index)]
@@ -58,59 +58,51 @@ def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> N
             part.addmm_(columns.to(total.dtype).mT, hidden, beta=beta)
 
 
-def _forward(
-    hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
-    want_dweight, backend,
-):  # fmt: skip
-    dtype, (V, D) = hidden.dtype, weight.shape
-    _, launch = backends.choose("linear_cross_entropy", backend, hidden.device.type, dtype)
-    rows, target = common.rows(hidden), target.reshape(-1).contiguous()
-    _check_targets(target, V, ignore_index)
+def _forward(a):
+    hidden, weight, dtype, (V, D) = a.hidden, a.weight, a.hidden.dtype, a.weight.shape
+    _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device.type, dtype)
+    rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
+    _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]
-    chunk = min(chunk_rows(T) if chunk is None else chunk, T)
-    _, _, dhidden, dweight, _ = _fake(
-        hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
-        want_dweight, backend,
-    )  # fmt: skip
+    chunk = min(chunk_rows(T) if a.chunk is None else a.chunk, T)
+    _, _, dhidden, dweight, _ = _fake(a)
     projection = weight.to(dtype)
     buffer = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)[:, :V]
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
-    if want_dweight and T == 0:
+    if a.want_dweight and T == 0:
         dweight.zero_()
+    write_grad = a.want_dhidden or a.want_dweight
     for start in range(0, T, max(chunk, 1)):
         part = slice(start, start + chunk)
         h = rows[part]
         logits = buffer[: h.shape[0]]
         _project(h, projection, logits)
+        loss, nll = losses[:, part]
         launch.cross_entropy(
-            logits, target[part], label_smoothing, ignore_index, want_dhidden or want_dweight,
-            losses[0, part], losses[1, part],
-        )  # fmt: skip
-        if want_dhidden:
+            logits, target[part], a.label_smoothing, a.ignore_index, write_grad, loss, nll
+        )
+        if a.want_dhidden:
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
-        if want_dweight:
+        if a.want_dweight:
             _add_outer(dweight, logits, h, first=start == 0)
-    count = (target != ignore_index).sum() if mean else losses.new_ones(())
+    count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
     # Where no target counts the loss is nan, and its gradient zero.
     scale = count.clamp(min=1).to(losses.dtype).reciprocal()
     return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, scale
 
 
-def _fake(
-    hidden, weight, target, label_smoothing, ignore_index, mean, chunk, want_dhidden,
-    want_dweight, backend,
-):  # fmt: skip
-    dtype = compute_dtype(hidden.dtype)
-    loss = hidden.new_empty((), dtype=dtype)
-    # Of the sum, not of the mean: small factors come in fp32, in backward. That of the weight is
-    # kept in fp32 until then, where a sum over many tokens could overflow fp16.
-    dhidden = hidden.new_empty(hidden.shape if want_dhidden else 0)
-    dweight = weight.new_empty(weight.shape if want_dweight else 0, dtype=dtype)
+def _fake(a):
+    dtype = compute_dtype(a.hidden.dtype)
+    loss = a.hidden.new_empty((), dtype=dtype)
+    # Gradients of the sum, not of the mean: backward multiplies by the small factor in fp32. That
+    # of the weight stays in fp32 until then: a sum over many tokens could overflow fp16.
+    dhidden = a.hidden.new_empty(a.hidden.shape if a.want_dhidden else 0)
+    dweight = a.weight.new_empty(a.weight.shape if a.want_dweight else 0, dtype=dtype)
     return loss, torch.empty_like(loss), dhidden, dweight, torch.empty_like(loss)
 
 
-def _flops(hidden, weight, target, smoothing, ignore, mean, chunk, dhidden, dweight, *_, **__):
-    return 2 * (1 + dhidden + dweight) * math.prod(hidden) * weight[0]
+def _flops(a) -> int:
+    return 2 * (1 + a.want_dhidden + a.want_dweight) * math.prod(a.hidden) * a.weight[0]
 
 
 def _may_overwrite(ctx) -> bool:
@@ -136,30 +128,23 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> T
     return torch.mul(x, factor, out=x)
 
 
-def _setup(ctx, inputs, output):
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[2:])
+def _setup(ctx, a, results):
+    ctx.mark_non_differentiable(*results[1:])
     # A hook on saved tensors may hold on to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    return {"hidden": results.dhidden, "weight": results.dweight, "scale": results.scale}
 
 
-def _backward(ctx, dloss, *_):
-    none = (None,) * 8
-    if dloss is None:
-        return None, None, *none
-    *grads, scale = ctx.saved_tensors
-    factor, overwrite = dloss * scale, _may_overwrite(ctx)
-    scaled = (
-        _scaled(grad, factor, dtype, overwrite) if need else None
-        for grad, dtype, need in zip(grads, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
-    )
-    return *scaled, *none
-
-
-def _cast(hidden, *rest):
-    # The weight is cast inside: its gradient is then summed and kept once, in its own dtype.
-    return *common.autocast(hidden), *rest
+def _backward(ctx, kept, grads):
+    if grads.loss is None:
+        return {}
+    factor, overwrite = grads.loss * kept.pop("scale"), _may_overwrite(ctx)
+    dtypes = dict(zip(ctx.needs._fields, ctx.dtypes, strict=True))
+    return {
+        name: _scaled(grad, factor, dtypes[name], overwrite)
+        for name, grad in kept.items()
+        if getattr(ctx.needs, name)
+    }
 
 
 _linear_cross_entropy = register(
@@ -169,7 +154,8 @@ _linear_cross_entropy = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    cast=_cast,
+    # The weight is cast inside: its gradient is then summed and kept once, in its own dtype.
+    cast=("hidden",),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -222,17 +208,17 @@ def linear_cross_entropy(
     ``nll = -log softmax(hidden weight^T)[target]`` and
     ``loss = (1 - s) * nll + s * mean_v(-log softmax(hidden weight^T)[v])`` with s the label
     smoothing, summed or averaged over the targets that count. The same as torch's linear and
-    cross_entropy on logits in fp32. Tokens are worked on in chunks. The gradients are made in
-    forward, where something needs them, while a chunk's logits are at hand: three matrix products
-    in all, and only the gradients of ``hidden`` and ``weight`` are kept. The matrix products are
+    cross_entropy on logits in fp32. Forward takes the tokens in chunks and, where gradients are
+    needed, computes them while it has a chunk's logits: three matrix products in all, and only the
+    gradients of ``hidden`` and ``weight`` are kept. The matrix products are
     torch's.
 
     Args:
         hidden: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         weight: (V, D), in hidden's dtype, or fp32 where that has 16 bits: it is cast for the
             products, its gradient is summed in fp32 and never rounded. May be the embedding.
-        target: (...) int64, each in [0, V) or ``ignore_index``. Another is an error on a CPU; on
-            a GPU, which would have to be waited for, it makes the loss nan.
+        target: (...) int64, each in [0, V) or ``ignore_index``. Any other value is an error on a
+            CPU. On a GPU the check would wait for the device; there the loss is nan.
         label_smoothing: in [0, 1].
         ignore_index: targets of this value give no loss and no gradient.
         reduction: "mean" over the targets that count, nan where none does; or "sum".
@@ -259,7 +245,9 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: weight must be {hidden.dtype}, got {weight.dtype}")
     differentiate = torch.is_grad_enabled()
     loss, nll = _linear_cross_entropy(
-        hidden, weight, target, label_smoothing, ignore_index, reduction == "mean", chunk,
-        differentiate and hidden.requires_grad, differentiate and weight.requires_grad, backend,
+        hidden=hidden, weight=weight, target=target, label_smoothing=label_smoothing,
+        ignore_index=ignore_index, mean=reduction == "mean", chunk=chunk,
+        want_dhidden=differentiate and hidden.requires_grad,
+        want_dweight=differentiate and weight.requires_grad, backend=backend,
     )  # fmt: skip
     return (loss, nll) if return_nll else loss

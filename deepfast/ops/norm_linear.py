@@ -13,59 +13,51 @@ from deepfast.ops.layer_norm import (
     compute_grads,
     empty_grads,
     empty_results,
+    kept_sum,
+    norm_gradients,
 )
 from deepfast.ops.register import register
 
 
-def _normed(s, norm_weight, norm_bias, eps, backend):
-    """LN(s) again, the same bits as in forward."""
-    return compute(s, None, norm_weight, norm_bias, eps, 0.0, None, backend)[0]
-
-
-def _forward(
-    x, residual, norm_weight, norm_bias, weight, bias, eps, dropout_p, seed, backend
-):  # fmt: skip
-    n, s, mean, rstd = compute(x, residual, norm_weight, norm_bias, eps, dropout_p, seed, backend)
-    return F.linear(n, weight, bias), s, mean, rstd
-
-
-def _fake(x, residual, norm_weight, norm_bias, weight, bias, eps, dropout_p, seed, backend):
-    _, s, mean, rstd = empty_results(
-        x, residual, norm_weight, norm_bias, eps, dropout_p, seed, backend
+def _forward(a):
+    n, s, mean, rstd = compute(
+        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.dropout_p, a.seed, a.backend
     )
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), s, mean, rstd
+    return F.linear(n, a.weight, a.bias), s, mean, rstd
 
 
-def _grad_forward(
-    s, dout, dsum, norm_weight, norm_bias, weight, mean, rstd, eps, dropout_p, seed, wants, backend
-):
-    dweight, dbias = weight.new_empty(0), weight.new_empty(0)
-    if dout is None:
-        dn = None
-        dweight = torch.zeros_like(weight) if wants[4] else dweight
-        dbias = weight.new_zeros(weight.shape[0]) if wants[5] else dbias
+def _fake(a):
+    _, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
+    return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])), s, mean, rstd
+
+
+def _grad_forward(a):
+    want = _norm_linear_grad.results._make(a.wants)
+    dweight, dbias, dn = a.weight.new_empty(0), a.weight.new_empty(0), None
+    if a.dout is None:
+        dweight = torch.zeros_like(a.weight) if want.dweight else dweight
+        dbias = a.weight.new_zeros(a.weight.shape[0]) if want.dbias else dbias
     else:
-        dn = dout.matmul(weight)
-        flat = dout.reshape(-1, dout.shape[-1])
-        if wants[4]:
-            n = _normed(s, norm_weight, norm_bias, eps, backend)
+        dn = a.dout.matmul(a.weight)
+        flat = a.dout.reshape(-1, a.dout.shape[-1])
+        if want.dweight:
+            # The same bits as in forward.
+            n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
             dweight = flat.mT.mm(n.view(-1, n.shape[-1]))
-        if wants[5]:
+        if want.dbias:
             dbias = flat.sum(0)
-    grads = compute_grads(s, dn, dsum, norm_weight, mean, rstd, dropout_p, seed, wants[:4], backend)
+    grads = compute_grads(
+        a.sum, dn, a.dsum, a.norm_weight, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
+        a.backend,
+    )  # fmt: skip
     return *grads, dweight, dbias
 
 
-def _grad_fake(
-    s, dout, dsum, norm_weight, norm_bias, weight, mean, rstd, eps, dropout_p, seed, wants, backend
-):
-    grads = empty_grads(s, dout, dsum, norm_weight, mean, rstd, dropout_p, seed, wants[:4], backend)
-    dweight = weight.new_empty(weight.shape if wants[4] else 0)
-    return *grads, dweight, weight.new_empty(weight.shape[0] if wants[5] else 0)
-
-
-def _flops(x, residual, norm_weight, norm_bias, weight, *_, **__) -> int:
-    return 2 * math.prod(x) * weight[0]
+def _grad_fake(a):
+    want = _norm_linear_grad.results._make(a.wants)
+    dweight = a.weight.new_empty(a.weight.shape if want.dweight else 0)
+    dbias = a.weight.new_empty(a.weight.shape[0] if want.dbias else 0)
+    return *empty_grads(a.sum, a.mean, a.wants[:4]), dweight, dbias
 
 
 _norm_linear_grad = register(
@@ -75,45 +67,23 @@ _norm_linear_grad = register(
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,
     fake=_grad_fake,
-    flops=lambda s, dout, dsum, nw, nb, weight, *_, **__: 2 * _flops(s, None, nw, nb, weight),
+    flops=lambda a: 4 * math.prod(a.sum) * a.weight[0],
 )
 
 
-def _setup(ctx, inputs, output):
-    x, _, norm_weight, norm_bias, weight, _, eps, dropout_p, seed, backend = inputs
-    _, s, mean, rstd = output
-    ctx.changed = inputs[1] is not None or dropout_p > 0
-    ctx.save_for_backward(s if ctx.changed else x, norm_weight, norm_bias, weight, mean, rstd, seed)
-    ctx.options = eps, dropout_p, backend
-    ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias)]
+def _setup(ctx, a, results):
+    return {
+        "sum": kept_sum(ctx, a, results), "norm_weight": a.norm_weight, "norm_bias": a.norm_bias,
+        "weight": a.weight, "mean": results.mean, "rstd": results.rstd, "eps": a.eps,
+        "dropout_p": a.dropout_p, "seed": a.seed, "backend": a.backend,
+    }  # fmt: skip
 
 
-def _backward(ctx, dout, dsum, *_):
-    if not ctx.changed:
-        dsum = None
-    if dout is None and dsum is None:
-        return (None,) * 10
-    s, norm_weight, norm_bias, weight, mean, rstd, seed = ctx.saved_tensors
-    eps, dropout_p, backend = ctx.options
-    needs = ctx.needs_input_grad[:6]
-    wants = list(needs)
-    # Without dropout the gradients of x and residual are one tensor.
-    shared = dropout_p == 0 and wants[1]
-    if shared:
-        wants[:2] = True, False
-    dx, dresidual, *params = _norm_linear_grad(
-        s, dout, dsum, norm_weight, norm_bias, weight, mean, rstd, eps, dropout_p, seed, wants,
-        backend,
-    )  # fmt: skip
-    grads = [dx, dx if shared else dresidual, *params]
-    for i, dtype in enumerate(ctx.dtypes, 2):
-        grads[i] = grads[i].to(dtype) if needs[i] else None
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
-
-
-def _cast(x, residual, norm_weight, norm_bias, weight, bias, *rest):
-    x, residual, weight, bias = common.autocast(x, residual, weight, bias)
-    return x, residual, norm_weight, norm_bias, weight, bias, *rest
+def _backward(ctx, kept, grads):
+    dsum = grads.sum if ctx.changed else None
+    if grads.out is None and dsum is None:
+        return {}
+    return norm_gradients(_norm_linear_grad, ctx, kept, dout=grads.out, dsum=dsum)
 
 
 _norm_linear = register(
@@ -122,8 +92,8 @@ _norm_linear = register(
     "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
     _forward,
     fake=_fake,
-    flops=_flops,
-    cast=_cast,
+    flops=lambda a: 2 * math.prod(a.x) * a.weight[0],
+    cast=("x", "residual", "weight", "bias"),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -146,8 +116,8 @@ def norm_linear(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``LN(s) weight^T + bias`` with ``s = residual + dropout(x)``.
 
-    Backward keeps s alone: LN's output, which a linear layer would keep for its weight's gradient,
-    is made again, at the price of one pass over s. The matrix products are torch's.
+    Backward keeps s alone. It recomputes LN's output, which a linear layer would keep for its
+    weight's gradient; that costs one pass over s. The matrix products are torch's.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
@@ -171,7 +141,9 @@ def norm_linear(
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
     """
-    x, residual, dim = check("norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p)
+    x, residual, dim = check(
+        "norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
+    )
     names = "weight", "N", "bias"
     weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
     p = dropout_p if training else 0.0

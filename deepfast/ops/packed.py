@@ -34,7 +34,7 @@ class Scatter(torch.autograd.Function):
 
 
 def places(cu_seqlens: Tensor, tokens: int, length: int) -> Tensor:
-    """(T,) where each packed token stands in the flattened (N, S) batch, S = ``length``."""
+    """(T,) the index of each packed token in the flattened (N, S) batch, S = ``length``."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     sentence = torch.bucketize(token, cu_seqlens[1:], right=True)
     return sentence * length + token - cu_seqlens[sentence]

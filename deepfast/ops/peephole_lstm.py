@@ -1,12 +1,14 @@
 """An LSTM layer with peepholes, all steps of a batch in one pass."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.register import register, watched
+from deepfast.ops.register import gradients, register, watched
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -16,14 +18,14 @@ def _launches(like: Tensor, backend: str | None):
     )[1]
 
 
-def _forward(f, weight, peephole, h0, c0, lengths, reverse, keep, backend):
-    launch = _launches(f, backend)
-    results = _fake(f, weight, peephole, h0, c0, lengths, reverse, keep, backend)
-    kept = results[3:] if keep else (None, None)
-    launch.peephole_lstm_forward(
-        f.contiguous(), weight.contiguous(), common.parameter(peephole, f.dtype), _contiguous(h0),
-        common.parameter(c0, f.dtype), _contiguous(lengths), reverse, *results[:3], *kept,
-    )  # fmt: skip
+def _forward(a):
+    results = h, h_last, c_last, c, gates = _fake(a)
+    c, gates = (c, gates) if a.keep else (None, None)
+    f, weight, h0, lengths = map(_contiguous, (a.f, a.weight, a.h0, a.lengths))
+    peephole, c0 = (common.parameter(p, f.dtype) for p in (a.peephole, a.c0))
+    _launches(a.f, a.backend).peephole_lstm_forward(
+        f, weight, peephole, h0, c0, lengths, a.reverse, h, h_last, c_last, c, gates
+    )
     return results
 
 
@@ -31,17 +33,13 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _fake(f, weight, peephole, h0, c0, lengths, reverse, keep, backend):
-    steps, batch, width = f.shape
-    dtype = compute_dtype(f.dtype)
-    shape = (steps, batch, width // 4)
-    return (
-        f.new_empty(shape),
-        f.new_empty(shape[1:]),
-        f.new_empty(shape[1:], dtype=dtype),
-        f.new_empty(shape if keep else 0, dtype=dtype),
-        f.new_empty(f.shape if keep else 0),
-    )
+def _fake(a):
+    f, (steps, batch, width) = a.f, a.f.shape
+    dtype, shape = compute_dtype(f.dtype), (steps, batch, width // 4)
+    h_last = f.new_empty(shape[1:])
+    c_last = f.new_empty(shape[1:], dtype=dtype)
+    c = f.new_empty(shape if a.keep else 0, dtype=dtype)
+    return f.new_empty(shape), h_last, c_last, c, f.new_empty(f.shape if a.keep else 0)
 
 
 def _weight_grad(
@@ -66,47 +64,39 @@ def _weight_grad(
     out.addmm_(h0.T, first)
 
 
-def _grad_forward(
-    h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants, backend
-):
-    launch = _launches(gates, backend)
-    results = df, dweight, dpeephole, dh0, dc0 = _grad_fake(
-        h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants,
-        backend,
+def _grad_forward(a):
+    results = df, dweight, dpeephole, dh0, dc0 = _grad_fake(a)
+    want = _peephole_lstm_grad.results._make(a.wants)
+    dh0, dc0 = dh0 if want.dh0 else None, dc0 if want.dc0 else None
+    dh, dh_last, dc_last, weight, lengths = map(
+        _contiguous, (a.dh, a.dh_last, a.dc_last, a.weight, a.lengths)
+    )
+    peephole, c0 = (common.parameter(p, a.h.dtype) for p in (a.peephole, a.c0))
+    _launches(a.gates, a.backend).peephole_lstm_backward(
+        dh, dh_last, dc_last, weight, peephole, c0, lengths, a.reverse, a.c, a.gates, df, dh0, dc0,
+        dpeephole,
     )  # fmt: skip
-    launch.peephole_lstm_backward(
-        _contiguous(dh), _contiguous(dh_last), _contiguous(dc_last), weight.contiguous(),
-        common.parameter(peephole, h.dtype), common.parameter(c0, h.dtype), _contiguous(lengths),
-        reverse, c, gates, df, dh0 if wants[1] else None, dc0 if wants[2] else None, dpeephole,
-    )  # fmt: skip
-    if wants[0]:
-        _weight_grad(df, h, h0, lengths, reverse, dweight)
+    if want.dweight:
+        _weight_grad(df, a.h, a.h0, a.lengths, a.reverse, dweight)
     return results
 
 
-def _grad_fake(
-    h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, reverse, c, gates, wants, backend
-):
-    state = h.shape[1:]
-    return (
-        gates.new_empty(gates.shape),
-        gates.new_empty((state[1], 4 * state[1]) if wants[0] else 0),
-        c.new_empty(3, state[1]),
-        gates.new_empty(state if wants[1] else 0),
-        c.new_empty(state if wants[2] else 0),
-    )
+def _grad_fake(a):
+    want, state = _peephole_lstm_grad.results._make(a.wants), a.h.shape[1:]
+    dweight = a.gates.new_empty((state[1], 4 * state[1]) if want.dweight else 0)
+    dh0 = a.gates.new_empty(state if want.dh0 else 0)
+    dc0 = a.c.new_empty(state if want.dc0 else 0)
+    return a.gates.new_empty(a.gates.shape), dweight, a.c.new_empty(3, state[1]), dh0, dc0
 
 
-def _flops(f, *_, **__) -> int:
-    # The product with the recurrent weight.
-    steps, batch, width = f
-    return 2 * steps * batch * width * (width // 4)
+def _product_flops(gates) -> int:
+    # With the recurrent weight.
+    return 2 * math.prod(gates) * (gates[-1] // 4)
 
 
-def _grad_flops(h, *rest, **__) -> int:
-    steps, batch, dim = h
-    products = 2 if rest[-2][0] else 1
-    return products * _flops((steps, batch, 4 * dim))
+def _grad_flops(a) -> int:
+    want = _peephole_lstm_grad.results._make(a.wants)
+    return (2 if want.dweight else 1) * _product_flops(a.gates)
 
 
 _peephole_lstm_grad = register(
@@ -120,36 +110,22 @@ _peephole_lstm_grad = register(
 )
 
 
-def _setup(ctx, inputs, output):
-    _, weight, peephole, h0, c0, lengths, ctx.reverse, _, ctx.backend = inputs
-    h, _, _, c, gates = output
-    ctx.save_for_backward(weight, peephole, h0, c0, lengths, h, c, gates)
+def _setup(ctx, a, results):
+    return {
+        "weight": a.weight, "peephole": a.peephole, "h0": a.h0, "c0": a.c0, "lengths": a.lengths,
+        "h": results.h, "c": results.c, "gates": results.gates, "reverse": a.reverse,
+        "backend": a.backend,
+    }  # fmt: skip
 
 
-def _backward(ctx, dh, dh_last, dc_last, *_):
-    if dh is None and dh_last is None and dc_last is None:
-        return (None,) * 9
-    weight, peephole, h0, c0, lengths, h, c, gates = ctx.saved_tensors
-    if c.shape != h.shape:
+def _backward(ctx, kept, grads):
+    if grads.h is None and grads.h_last is None and grads.c_last is None:
+        return {}
+    if kept["c"].shape != kept["h"].shape:
         raise RuntimeError("peephole_lstm: a gradient needs keep=True, got keep=False")
-    needs = ctx.needs_input_grad[:5]
-    df, dweight, dpeephole, dh0, dc0 = _peephole_lstm_grad(
-        h, dh, dh_last, dc_last, weight, peephole, h0, c0, lengths, ctx.reverse, c, gates,
-        [needs[1], needs[3], needs[4]], ctx.backend,
-    )  # fmt: skip
-    grads = (
-        df,
-        dweight,
-        dpeephole.to(peephole.dtype) if needs[2] else None,
-        dh0,
-        dc0.to(c0.dtype) if needs[4] else None,
+    return gradients(
+        _peephole_lstm_grad, ctx, kept, dh=grads.h, dh_last=grads.h_last, dc_last=grads.c_last
     )
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
-
-
-def _cast(f, weight, peephole, h0, *rest):
-    f, weight, h0 = common.autocast(f, weight, h0)
-    return f, weight, peephole, h0, *rest
 
 
 _peephole_lstm = register(
@@ -158,8 +134,8 @@ _peephole_lstm = register(
     "-> (Tensor h, Tensor h_last, Tensor c_last, Tensor c, Tensor gates)",
     _forward,
     fake=_fake,
-    flops=_flops,
-    cast=_cast,
+    flops=lambda a: _product_flops(a.f),
+    cast=("f", "weight", "h0"),
     setup=_setup,
     backward=_backward,
     public=3,
@@ -187,7 +163,7 @@ def _check(f, weight, peephole, h0, c0, lengths) -> None:
         return
     if lengths.dtype != torch.int64:
         raise ValueError(f"{op}: lengths must be int64, got {lengths.dtype}")
-    # A device is not waited for: there a length out of range counts as the nearest one.
+    # Reading a device's tensor would wait for it: there a length out of range is clamped.
     if lengths.device.type == "cpu" and not watched(lengths) and batch:
         least, most = lengths.min().item(), lengths.max().item()
         if least < 0 or most > steps:
@@ -224,8 +200,8 @@ def peephole_lstm(
         peephole: (3, H), any of these dtypes: of the input, the forget and the output gate.
         h0: (B, H) in f's dtype, the first h_{t-1}; None for zeros.
         c0: (B, H), any of these dtypes; None for zeros.
-        lengths: (B,) int64, from 0 to T; None for T. A sentence stands still behind its length,
-            whatever f is there; h is 0 there.
+        lengths: (B,) int64, from 0 to T; None for T. Behind its length a sentence's
+            state does not change, whatever f holds, and h is 0.
         reverse: from a sentence's own last position to its first.
         backend: see `deepfast.backend`.
 

@@ -3,18 +3,23 @@
 A registered op has a schema, a fake implementation, autograd, an autocast rule and a FLOP formula:
 `torch.compile`, selective checkpointing, FLOP counters and export see one op and no Python. The
 dispatcher's Python wrappers cost tens of microseconds a call, so plain eager code takes a bare
-`torch.autograd.Function` over the same functions; whatever watches or traces is shown the op.
+`torch.autograd.Function` over the same functions. A mode or a tracer gets the registered op.
+
+An op's functions get its operands as one named tuple, made from the schema, and its gradients go by
+the operands' names: no function counts positions.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from deepfast.ops.common import bare_apply, first_order
+from deepfast import backend
+from deepfast.launches import LAUNCHES, Launch
+from deepfast.ops import common
 
 LIBRARY = torch.library.Library("deepfast", "FRAGMENT")
 
@@ -25,7 +30,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 
 def _intercepted() -> bool:
-    """Whether a mode wants to see ops; one with ``sees_through`` wants what they are made of."""
+    """Whether a mode wants to see our ops; one with ``sees_through`` wants the ops inside them."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and not all(
         getattr(torch._C._get_dispatch_stack_at(i), "sees_through", False) for i in range(depth)
@@ -42,55 +47,113 @@ def watched(x: Tensor) -> bool:
     )
 
 
-def no_flops(*_, **__) -> int:
+def no_flops(_) -> int:
     """The count of an op without matrix products, as torch counts."""
     return 0
 
 
 def _as_tuple(results) -> tuple[Tensor, ...]:
-    """The results of an op, of which a schema with one alone makes no tuple."""
+    """The results of an op as a tuple, also where the schema has a single one."""
     return (results,) if isinstance(results, Tensor) else results
 
 
-def _node(name: str, forward: Callable, setup: Callable, backward: Callable, public: int):
+def _dtype(x) -> torch.dtype | None:
+    return x.dtype if isinstance(x, Tensor) else None
+
+
+class _Autograd:
+    """Setup and backward of an op, as both of its autograd nodes call them."""
+
+    def __init__(self, name, operands, results, setup, backward):
+        self.name, self.operands, self.results = name, operands, results
+        self.setup, self.differentiate = setup, backward
+        self.backward = common.first_order(name)(self._backward)
+
+    def save(self, ctx, given: tuple, results: tuple, bare: bool) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.bare = bare
+        ctx.dtypes = tuple(map(_dtype, given))
+        kept = self.setup(ctx, given, self.results._make(results))
+        listed = next((name for name, x in kept.items() if isinstance(x, list)), None)
+        flat = () if listed is None else kept.pop(listed)
+        ctx.names = [name for name, x in kept.items() if x is None or isinstance(x, Tensor)]
+        ctx.save_for_backward(*(kept.pop(name) for name in ctx.names), *flat)
+        ctx.listed, ctx.options = listed, kept
+
+    def _kept(self, ctx) -> dict:
+        tensors, count = ctx.saved_tensors, len(ctx.names)
+        kept = ctx.options | dict(zip(ctx.names, tensors[:count], strict=True))
+        if ctx.listed is not None:
+            kept[ctx.listed] = list(tensors[count:])
+        return kept
+
+    def _backward(self, ctx, needs: tuple, grads: tuple) -> list:
+        """The gradients of the operands in their order, in the operands' dtypes."""
+        ctx.needs = needs = self.operands._make(needs)
+        found = {}
+        if any(grad is not None for grad in grads):
+            missing = (None,) * (len(self.results._fields) - len(grads))
+            grads = self.results._make((*grads, *missing))
+            found = self.differentiate(ctx, self._kept(ctx), grads)
+        ordered = []
+        for name, need, dtype in zip(self.operands._fields, needs, ctx.dtypes, strict=True):
+            grad = found.pop(name, None)
+            if isinstance(need, list | tuple):
+                grad = grad or [None] * len(need)
+                grad = [g if wanted else None for g, wanted in zip(grad, need, strict=True)]
+            elif grad is not None:
+                grad = grad.to(dtype) if need else None
+            ordered.append(grad)
+        if found:
+            raise TypeError(f"{self.name}: no operand is named {', '.join(found)}")
+        return ordered
+
+
+def _node(forward: Callable, autograd: _Autograd, public: int):
     """The op as a bare autograd node.
 
-    A node takes no list of tensors; one stands first in the schema and is laid out flat, its
-    length in front.
+    A node takes no list of tensors. The list, which comes first in the schema, is passed flat, with
+    its length in front of it.
     """
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, count, *args):
-            inputs = args if count is None else (list(args[:count]), *args[count:])
-            outputs = _as_tuple(forward(*inputs))
-            ctx.set_materialize_grads(False)
-            setup(ctx, inputs, outputs)
-            ctx.count, ctx.bare = count, True
-            return outputs[:public]
+            flat = args if count is None else (list(args[:count]), *args[count:])
+            given = autograd.operands._make(flat)
+            results = _as_tuple(forward(given))
+            autograd.save(ctx, given, results, bare=True)
+            ctx.count = count
+            return results[:public]
 
         @staticmethod
         def backward(ctx, *grads):
-            before, count = ctx.needs_input_grad, ctx.count
-            flat = before[1:]
-            try:
-                # As torch.library has it: one entry for a list.
-                ctx.needs_input_grad = flat if count is None else (flat[:count], *flat[count:])
-                grads = backward(ctx, *grads)
-            finally:
-                ctx.needs_input_grad = before
-            return (None, *grads) if count is None else (None, *grads[0], *grads[1:])
+            flat, count = ctx.needs_input_grad[1:], ctx.count
+            needs = flat if count is None else (flat[:count], *flat[count:])
+            first, *rest = autograd.backward(ctx, needs, grads)
+            return None, *([first] if count is None else first), *rest
 
-    Node.__name__ = Node.__qualname__ = name
-    return bare_apply(Node)
+    Node.__name__ = Node.__qualname__ = autograd.name
+    return common.bare_apply(Node)
 
 
-def _autocast_rule(op, cast: Callable, device_type: str) -> None:
-    """``cast(*args)`` gives the arguments as autocast wants them."""
+def _autocast(given: tuple, names: tuple[str, ...]) -> tuple:
+    """``given`` with the operands ``names`` as autocast wants them."""
+    changed = {}
+    for name in names:
+        x = getattr(given, name)
+        if isinstance(x, list):
+            changed[name] = list(common.autocast(*x))
+        elif x is not None:
+            (changed[name],) = common.autocast(x)
+    return given._replace(**changed)
+
+
+def _autocast_rule(op, operands: type, names: tuple[str, ...], device_type: str) -> None:
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
 
     def rule(*args):
-        args = cast(*args)
+        args = _autocast(operands._make(args), names)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             return op(*args)
 
@@ -99,13 +162,15 @@ def _autocast_rule(op, cast: Callable, device_type: str) -> None:
     LIBRARY.impl(op._schema.name.split("::")[1], rule, key.name)
 
 
-def _without_autograd(op, forward: Callable, *args):
-    """An op that only backward calls, with the dtypes it is given."""
-    first = args[0][0] if isinstance(args[0], list) else args[0]
-    if watched(first):
-        return op(*args)
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        return forward(*args)
+def _define(schema: str) -> tuple:
+    """The op's packet, and named tuples of its operands and of its results."""
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    packet = getattr(torch.ops.deepfast, name)
+    found = packet.default._schema
+    operands = namedtuple(name, [argument.name for argument in found.arguments])
+    results = namedtuple(f"{name}_results", [result.name or "out" for result in found.returns])
+    return packet, operands, results
 
 
 def register(
@@ -114,73 +179,124 @@ def register(
     *,
     fake: Callable,
     flops: Callable,
-    cast: Callable | None = None,
+    cast: tuple[str, ...] = (),
     setup: Callable | None = None,
     backward: Callable | None = None,
-    public: int = 1,
+    public: int | None = None,
     raw_flops: bool = False,
 ) -> Callable:
-    """Defines ``deepfast::<schema>`` and returns the function that calls it.
+    """Defines ``deepfast::<schema>`` and returns the function that calls it, which gives a tuple.
+
+    The function takes the operands by position or by name. Its ``operands`` and ``results`` are
+    the named tuples that the functions below get.
 
     Args:
-        schema: functional; a list of tensors may only stand first.
-        forward: (*args) to a tuple of tensors, or to the one tensor that the schema has, on real
+        schema: functional; a list of tensors may only come first.
+        forward: (operands) to a tuple of tensors, or to the one tensor that the schema has, on real
             tensors of any device.
         fake: the same on fake ones.
-        flops: (*argument shapes, out_shape=...) to multiplications and additions, counted as torch
-            counts: matrix products alone. With ``raw_flops`` it gets the arguments themselves.
-        cast: (*args) to args under autocast.
-        setup, backward: ``setup(ctx, inputs, results)`` with results a tuple, and both else as in
-            `torch.library.register_autograd`; ``inputs`` holds a list where the schema has one, and
-            ``backward`` may get fewer gradients than there are results, and None for each.
-            ``ctx.bare`` is set in plain eager code, where nobody else has the results that are not
-            public.
+        flops: (operands, as shapes) to multiplications and additions, counted as torch counts:
+            matrix products alone. With ``raw_flops`` it gets the operands themselves.
+        cast: the operands that autocast casts.
+        setup: (ctx, operands, results) to what backward needs, by name: tensors, options and at
+            most one list of tensors. ``ctx.bare`` is set in plain eager code, where nobody else
+            has the results that are not public.
+        backward: (ctx, kept, grads) to the gradients by the operands' names; the others have none.
+            ``kept`` is what setup gave, ``grads`` the results' gradients by name, and
+            ``ctx.needs`` tells by name which operands need one. None where it has no autograd.
         public: results beyond these are for backward only; the returned function leaves them out.
     """
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"deepfast::{name}", fake, lib=LIBRARY)
-    packet = getattr(torch.ops.deepfast, name)
-    register_flop_formula(packet, get_raw=raw_flops)(flops)
-    if cast is not None:
-        for device_type in ("cpu", "cuda"):
-            _autocast_rule(packet.default, cast, device_type)
-    if backward is None:
-        return partial(_without_autograd, packet.default, forward)
+    packet, operands, results = _define(schema)
+    op, name = packet.default, operands.__name__
+    autograd = backward and _Autograd(name, operands, results, setup, backward)
 
-    backward = first_order(name)(backward)
+    def on_operands(function: Callable) -> Callable:
+        return lambda *args: function(operands._make(args))
 
-    def registered_setup(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        output = _as_tuple(output)
-        ctx.mark_non_differentiable(*output[public:])
-        ctx.bare = False
-        setup(ctx, inputs, output)
-
-    torch.library.register_autograd(
-        f"deepfast::{name}", backward, setup_context=registered_setup, lib=LIBRARY
+    LIBRARY.impl(name, on_operands(forward), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"deepfast::{name}", on_operands(fake), lib=LIBRARY)
+    register_flop_formula(packet, get_raw=raw_flops)(
+        lambda *args, out_shape=None, out_val=None, **named: flops(operands(*args, **named))
     )
-    apply = _node(name, forward, setup, backward, public)
+    if cast:
+        for device_type in ("cpu", "cuda"):
+            _autocast_rule(op, operands, cast, device_type)
+    if autograd:
+        _register_autograd(autograd, public)
+    call = _caller(op, operands, forward, autograd, cast, public)
+    call.operands, call.results = operands, results
+    return call
 
-    def call(*args) -> tuple[Tensor, ...]:
-        if forward_ad._current_level >= 0:
-            raise NotImplementedError(f"{name}: forward-mode differentiation is not supported")
-        listed = isinstance(args[0], list)
-        if watched(args[0][0] if listed else args[0]):
-            return _as_tuple(packet.default(*args))[:public]
+
+def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, public) -> Callable:
+    """What calls the op: the bare node in plain eager code, else the registered op."""
+    node = autograd and _node(forward, autograd, public)
+
+    def eager(given) -> tuple[Tensor, ...]:
+        if node is None or not torch.is_grad_enabled():
+            return _as_tuple(forward(given))[:public]
+        if isinstance(given[0], list):
+            return node(len(given[0]), *given[0], *given[1:])
+        return node(None, *given)
+
+    def call(*args, **named) -> tuple[Tensor, ...]:
+        given = operands(*args, **named)
+        if node is not None and forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"{autograd.name}: forward-mode differentiation is not supported"
+            )
+        if watched(given[0][0] if isinstance(given[0], list) else given[0]):
+            return _as_tuple(op(*given))[:public]
         if not torch._C._is_any_autocast_enabled():
-            return eager(args, listed)
-        if cast is not None:
-            args = cast(*args)
+            return eager(given)
+        given = _autocast(given, cast)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return eager(args, listed)
-
-    def eager(args, listed: bool) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled():
-            return _as_tuple(forward(*args))[:public]
-        if listed:
-            return apply(len(args[0]), *args[0], *args[1:])
-        return apply(None, *args)
+            return eager(given)
 
     return call
+
+
+def _register_autograd(autograd: _Autograd, public: int | None) -> None:
+    def setup(ctx, inputs, output):
+        results = _as_tuple(output)
+        if public is not None:
+            ctx.mark_non_differentiable(*results[public:])
+        autograd.save(ctx, autograd.operands._make(inputs), results, bare=False)
+
+    def backward(ctx, *grads):
+        return tuple(autograd.backward(ctx, ctx.needs_input_grad, grads))
+
+    torch.library.register_autograd(
+        f"deepfast::{autograd.name}", backward, setup_context=setup, lib=LIBRARY
+    )
+
+
+def gradients(op: Callable, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:
+    """The gradients of an op's operands by name, from ``op``, which computes them.
+
+    op: registered, takes ``kept``, ``grads`` and ``wants``, whether each of its results is wanted.
+        Its results are named as the operands are, with a d in front.
+    wants: instead of what ``ctx.needs`` says.
+    """
+    needs = {name: getattr(ctx.needs, name[1:]) for name in op.results._fields}
+    needs = {name: any(x) if isinstance(x, list | tuple) else x for name, x in needs.items()}
+    results = op(**kept, **grads, wants=list((needs | (wants or {})).values()))
+    return {name[1:]: grad for name, grad in zip(needs, results, strict=True)}
+
+
+def _launch_flops(launch: Launch) -> Callable:
+    def count(*args, out_shape=None, **named) -> int:
+        return launch.flops(**dict(zip(launch.names, args, strict=False)), **named)
+
+    return count
+
+
+def _register_launches() -> None:
+    """What torch knows of the compiled launches: they return nothing, and have their FLOPs."""
+    for name, launch in LAUNCHES.items():
+        if launch.compiled and backend.compiled():
+            torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)
+            register_flop_formula(getattr(torch.ops.deepfast, name))(_launch_flops(launch))
+
+
+_register_launches()

@@ -131,7 +131,7 @@ def boundary_forward(
     """Pushes ``y = residual + dropout(branch)`` into its slot and makes the next layer's input.
 
     ``x = partial + sum over near``; ``out = LN(x)``. Without ``branch`` the slot is left as it
-    is: the input of a layer is made again from the states.
+    is: this recomputes the input of a layer from the states.
     """
     if branch is not None:
         y = dropout(_load(branch), dropout_p, seed)

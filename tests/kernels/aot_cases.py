@@ -1,5 +1,7 @@
 """The calls of launchers that `aot.py` compiles: one function per launcher, named as it is.
 
+Operands are those of `deepfast.launches`.
+
 Tensors are on the meta device: a shape, a dtype, strides and an aligned address, but no memory.
 """
 
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deepfast.depth.state import empty_slots
+from deepfast.launches import LAUNCHES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -21,187 +24,146 @@ def tensor(*shape, dtype=FP32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def dropout(p):
-    """A launcher's two dropout operands."""
-    return {"dropout_p": p, "seed": tensor(dtype=torch.int64) if p else None}
+def call(launch, name, dtype, sizes, *, absent=(), lists=None, **given):
+    """Calls a launcher with the operands of its table, of these sizes; ``absent`` ones are None.
+
+    lists: the number of tensors in a list. given: operands that are no tensors, or are other ones
+    than the table gives.
+    """
+    kinds = {"storage": dtype, "compute": FP32, "int32": torch.int32, "int64": torch.int64}
+    for operand in LAUNCHES[name].operands:
+        if operand.name in given:
+            continue
+        if operand.name in absent:
+            given[operand.name] = None
+            continue
+        shape, kind = operand.shape(sizes), kinds[operand.dtype]
+        if operand.shapes[0][0:1] in (("S",), ("B",)):
+            x = empty_slots(shape[0], tensor(*shape[1:], dtype=kind))
+        else:
+            x = tensor(*shape, dtype=kind)
+        given[operand.name] = [x] * lists if operand.type == "Tensor[]" else x
+    launch(**given)
 
 
 def layer_norm_forward(launch, D, dtype=BF16, fused=False):
-    x = tensor(T, D, dtype=dtype)
-    launch(
-        x=x, residual=x if fused else None, weight=tensor(D), bias=tensor(D), eps=1e-5,
-        **dropout(0.1 if fused else 0.0), sum=x if fused else None, y=x, mean=tensor(T),
-        rstd=tensor(T),
-    )  # fmt: skip
+    absent, p = ((), 0.1) if fused else (("residual", "sum", "seed"), 0.0)
+    sizes = {"T": T, "D": D}
+    call(launch, "layer_norm_forward", dtype, sizes, absent=absent, eps=1e-5, dropout_p=p)
 
 
 def layer_norm_backward(launch, D, dtype=BF16, fused=False):
-    x = tensor(T, D, dtype=dtype)
-    launch(
-        sum=x, dy=x, dsum=x if fused else None, weight=tensor(D), mean=tensor(T), rstd=tensor(T),
-        **dropout(0.1 if fused else 0.0), dx=x, dresidual=x if fused else None, dweight=tensor(D),
-        dbias=tensor(D),
-    )  # fmt: skip
+    absent, p = ((), 0.1) if fused else (("dsum", "dresidual", "seed"), 0.0)
+    call(launch, "layer_norm_backward", dtype, {"T": T, "D": D}, absent=absent, dropout_p=p)
 
 
 def activation_forward(launch, kind, F, dtype=BF16):
-    h = tensor(T, F, dtype=dtype)
-    launch(h=h, kind=kind, **dropout(0.1), out=h)
+    call(launch, "activation_forward", dtype, {"T": T, "D": F}, kind=kind, dropout_p=0.1)
 
 
 def activation_backward(launch, kind, F, dtype=BF16):
-    x = tensor(T, F, dtype=dtype)
-    launch(dout=x, saved=x, kind=kind, **dropout(0.1), dh=x)
+    call(launch, "activation_backward", dtype, {"T": T, "D": F}, kind=kind, dropout_p=0.1)
 
 
 def depth_mix_forward(launch, K, D, dtype=BF16, norm=True):
-    x = tensor(T, D, dtype=dtype)
-    launch(
-        sources=[x] * K, weight=tensor(K), norm_weight=tensor(K, D), norm_bias=tensor(K, D),
-        norm=norm, eps=1e-5, out=x, mean=tensor(K, T), rstd=tensor(K, T),
-    )  # fmt: skip
+    sizes = {"T": T, "D": D, "K": K}
+    call(launch, "depth_mix_forward", dtype, sizes, lists=K, norm=norm, eps=1e-5)
 
 
 def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
-    x = tensor(T, D, dtype=dtype)
-    launch(
-        sources=[x] * K, weight=tensor(K), norm_weight=tensor(K, D), norm_bias=tensor(K, D),
-        norm=norm, mean=tensor(K, T), rstd=tensor(K, T), dout=x, dsources=[x] * K,
-        dweight=tensor(K), dnorm_weight=tensor(K, D), dnorm_bias=tensor(K, D),
-    )  # fmt: skip
+    call(launch, "depth_mix_backward", dtype, {"T": T, "D": D, "K": K}, lists=K, norm=norm)
 
 
-def attended(K, H, D, dtype, scored):
-    """Operands of attention over depth: by queries, or by given scores."""
-    x, query = tensor(T, D, dtype=dtype), None if scored else tensor(H, D)
-    scores = tensor(T, K, H) if scored else None
-    statistics = {"most": tensor(T, H), "total": tensor(T, H)}
-    given = {"sources": [x] * K, "query": query, "scores": scores, "norm": not scored, "eps": 1e-6}
-    return x, given | {"out": tensor(T * H, D, dtype=dtype)} | statistics
+def attended(launch, name, K, H, D, dtype, scored):
+    """Attention over depth by queries, or by given scores."""
+    absent, sizes = ("query", "dquery") if scored else ("scores", "dscores"), {"K": K, "H": H}
+    sizes |= {"T": T, "D": D}
+    call(launch, name, dtype, sizes, absent=absent, lists=K, norm=not scored, eps=1e-6)
 
 
 def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False):
-    _, given = attended(K, H, D, dtype, scored)
-    launch(**given, lse=tensor(T, H))
+    attended(launch, "depth_attention_forward", K, H, D, dtype, scored)
 
 
 def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False):
-    x, given = attended(K, H, D, dtype, scored)
-    launch(
-        **given, dout=tensor(T * H, D, dtype=dtype), dlse=tensor(T, H), dsources=[x] * K,
-        dquery=None if scored else tensor(H, D), dscores=tensor(T, K, H) if scored else None,
-    )  # fmt: skip
+    attended(launch, "depth_attention_backward", K, H, D, dtype, scored)
 
 
-def engine(D, dtype):
-    """A (T, D) tensor, the engine's states, and the weights that mix them."""
-    rows, x = LAYERS + 1, tensor(T, D, dtype=dtype)
-    weights = {
-        "weight": tensor(rows, rows),
-        "norm_weight": tensor(rows, D),
-        "norm_bias": tensor(rows, D),
-    }
-    return x, empty_slots(rows + 1, x), weights
+def engine(launch, name, D, dtype, B=1, **given):
+    """A launch over the states of a stack."""
+    sizes = {"T": T, "D": D, "R": LAYERS + 1, "S": LAYERS + 2, "B": B}
+    call(launch, name, dtype, sizes, **given)
 
 
 def mix_rows(launch, B, D, dtype=BF16):
-    x, states, weights = engine(D, dtype)
     first = LAYERS + 1 - B
-    launch(
-        states=states, sources=list(range(first)), **weights, rows=list(range(first, LAYERS + 1)),
-        out=empty_slots(B, x), out_rows=list(range(B)), accumulate=False,
+    engine(
+        launch, "mix_rows", D, dtype, B, sources=list(range(first)),
+        rows=list(range(first, LAYERS + 1)), out_rows=list(range(B)), accumulate=False,
     )  # fmt: skip
 
 
 def pull_rows(launch, B, D, dtype=BF16):
-    x, states, weights = engine(D, dtype)
     rows = list(range(B, LAYERS + 1))
-    launch(
-        grads=states, grad_slots=[r + 1 for r in rows], rows=rows, states=states,
-        sources=list(range(B)), **weights, out=empty_slots(B, x), out_rows=list(range(B)),
-        accumulate=False, dweight=torch.empty_like(weights["weight"]),
+    engine(
+        launch, "pull_rows", D, dtype, B, grad_slots=[r + 1 for r in rows], rows=rows,
+        sources=list(range(B)), out_rows=list(range(B)), accumulate=False,
     )  # fmt: skip
 
 
 def boundary_forward(launch, near, D, dtype=BF16):
-    x, states, weights = engine(D, dtype)
-    launch(
-        branch=x, residual=x, **dropout(0.1), states=states, k=31,
-        near=list(range(32 - near, 32)), **weights, norm_source=True, source_eps=1e-5,
-        partial=x, out_norm_weight=tensor(D), out_norm_bias=tensor(D), out_eps=1e-5, x=x, out=x,
-        source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T),
+    engine(
+        launch, "boundary_forward", D, dtype, dropout_p=0.1, k=31,
+        near=list(range(32 - near, 32)), norm_source=True, source_eps=1e-5, out_eps=1e-5,
     )  # fmt: skip
 
 
 def boundary_backward(launch, near, D, dtype=BF16):
     """A state in the middle of its block of ``near``."""
-    x, states, weights = engine(D, dtype)
     k, pulls = 23 + near // 2, near - near // 2 + 1
-    launch(
-        states=states, k=k, near=list(range(24, k + 1)), **weights,
-        norm_source=True, partial=x, out_norm_weight=tensor(D), out_norm_bias=tensor(D),
-        source_rstd=tensor(T), out_mean=tensor(T), out_rstd=tensor(T), **dropout(0.1), dx=x,
-        dout=x, grads=states, grad_slot=k + 1,
-        pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)), pulled=x, dbranch=x, dresidual=x,
-        dweight=torch.empty_like(weights["weight"]), dnorm_weight=tensor(D), dnorm_bias=tensor(D),
-        dout_norm_weight=tensor(D), dout_norm_bias=tensor(D),
+    engine(
+        launch, "boundary_backward", D, dtype, k=k, near=list(range(24, k + 1)), norm_source=True,
+        dropout_p=0.1, grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
+        pull_slots=list(range(k + 1, k + 1 + pulls)),
     )  # fmt: skip
 
 
-def attention(length, causal, dtype, heads, width):
-    """What both launches of attention take."""
-    # As a projection leaves them: views of one packed tensor.
-    q, k, v = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
-    seqlens = tensor(257, dtype=torch.int32)
-    return {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": seqlens, "cu_seqlens_k": seqlens,
+def attention(launch, name, length, causal, dtype, heads, width):
+    sizes, names = {"T": T, "Q": T, "H": heads, "E": width, "N": 256}, ("q", "k", "v")
+    given = {
         "max_seqlen_q": length, "max_seqlen_k": length, "causal": causal, "scale": width**-0.5,
-        **dropout(0.1), "o": tensor(T, heads, width, dtype=dtype), "lse": tensor(heads, T),
+        "dropout_p": 0.1,
     }  # fmt: skip
+    # As a projection leaves them: views of one packed tensor.
+    for d in ("", "d") if name == "attention_backward" else ("",):
+        packed = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
+        given |= {d + x: view for x, view in zip(names, packed, strict=True)}
+    call(launch, name, dtype, sizes, **given)
 
 
 def attention_forward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
-    launch(**attention(length, causal, dtype, heads, width))
+    attention(launch, "attention_forward", length, causal, dtype, heads, width)
 
 
 def attention_backward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
-    dq, dk, dv = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
-    do = tensor(T, heads, width, dtype=dtype)
-    launch(**attention(length, causal, dtype, heads, width), do=do, dq=dq, dk=dk, dv=dv)
+    attention(launch, "attention_backward", length, causal, dtype, heads, width)
 
 
 def cross_entropy(launch, V, dtype=BF16, rows=256):
-    losses = tensor(2, rows)
-    launch(
-        logits=tensor(rows, V, dtype=dtype), target=tensor(rows, dtype=torch.int64),
-        label_smoothing=0.1, ignore_index=-100, write_grad=True, loss=losses[0], nll=losses[1],
+    # One tensor of both losses, as the op has it.
+    loss, nll = tensor(2, rows)
+    call(
+        launch, "cross_entropy", dtype, {"T": rows, "V": V}, label_smoothing=0.1,
+        ignore_index=-100, write_grad=True, loss=loss, nll=nll,
     )  # fmt: skip
-
-
-def peephole_lstm(H, dtype, steps=3, batch=64):
-    """What both launches of the LSTM take; lengths make no other kernel of the rest."""
-    state = tensor(batch, H)
-    return {
-        "weight": tensor(H, 4 * H, dtype=dtype), "peephole": tensor(3, H), "c0": state,
-        "lengths": tensor(batch, dtype=torch.int64), "reverse": True, "c": tensor(steps, batch, H),
-        "gates": tensor(steps, batch, 4 * H, dtype=dtype),
-    }  # fmt: skip
 
 
 def peephole_lstm_forward(launch, H, dtype=BF16):
-    given = peephole_lstm(H, dtype)
-    h = torch.empty_like(given["c"], dtype=dtype)
-    launch(**given, f=given["gates"], h0=h[0], h=h, h_last=h[0], c_last=given["c0"])
+    call(launch, "peephole_lstm_forward", dtype, {"P": 3, "N": 64, "H": H}, reverse=True)
 
 
 def peephole_lstm_backward(launch, H, dtype=BF16):
-    given = peephole_lstm(H, dtype)
-    dh, dc = torch.empty_like(given["c"], dtype=dtype), given["c0"]
-    launch(
-        **given, dh=dh, dh_last=dh[0], dc_last=dc, df=given["gates"], dh0=dh[0], dc0=dc,
-        dpeephole=given["peephole"],
-    )  # fmt: skip
+    call(launch, "peephole_lstm_backward", dtype, {"P": 3, "N": 64, "H": H}, reverse=True)
 
 
 @dataclass(frozen=True)

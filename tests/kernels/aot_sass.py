@@ -80,7 +80,7 @@ FEWER_WIDE = {
     "depth_attention_delta_kernel": 0.0,
 }
 
-# What a change may add to the committed numbers before it is told.
+# What a change may add to the committed numbers without an error.
 MORE_REGISTERS, MORE_SHARED = 8, 1024
 
 

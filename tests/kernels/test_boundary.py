@@ -62,7 +62,7 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     x, out, dbranch, dresidual = (rows((T, D), dtype) for _ in range(4))
     source_rstd, mean, rstd = torch.empty(3, T, dtype=compute)
     launch.boundary_forward(
-        a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"], SLOT,
+        a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"],
         w["norm_weight"], w["norm_bias"], options["norm"], 1e-5, a["partial"], *out_norm, 1e-5, x,
         out, source_rstd, mean, rstd,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def test_what_is_not_wanted_is_not_written(kernels):
 
 
 def test_replay_is_alike_to_the_bit(kernels):
-    """A layer's input made again from the states is the one that the layer has seen."""
+    """A layer's input, recomputed from the states, has the bits that the layer has seen."""
     given = operands(5, 33, torch.bfloat16, FULL)
     first = run(kernels, given, FULL, torch.bfloat16)
     again = given | {"branch": None, "states": given["states"].clone()}
