@@ -79,7 +79,8 @@ class _Boundary(torch.autograd.Function):
             x_rows = x if flat else x.view(branch_rows.shape)
         if out_eps is not None:
             # The parameters' own dtypes; the saved copies have the compute dtype.
-            ctx.dtypes = tuple(getattr(p, "dtype", None) for p in (out_norm_weight, out_norm_bias))
+            weight_dtype = getattr(out_norm_weight, "dtype", None)
+            ctx.dtypes = weight_dtype, getattr(out_norm_bias, "dtype", None)
             if out_norm_weight is None:
                 out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
             else:

@@ -49,7 +49,7 @@ def pull_arguments(twins, T, D, sources, rows, per_channel=False):
         "out": twins.Result((len(sources), T, D), slots=True),
         "out_rows": list(range(len(sources))),
         # Entries that are not of these rows and sources stay as they are.
-        "dweight": twins.Computed(torch.zeros_like(given["weight"].x), changed=True),
+        "dweight": twins.Computed(torch.zeros_like(given["weight"].x)),
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def labels(T, V):
 @pytest.mark.parametrize("apart", [3, 8])
 def test_launcher(by, tolerances, twins, device, T, V, dtype, apart):
     given = {
-        "logits": twins.Stored(3 * torch.randn(T, V), apart, changed=True),
+        "logits": twins.Stored(3 * torch.randn(T, V), apart),
         "target": labels(T, V),
         "label_smoothing": 0.1, "ignore_index": IGNORED, "write_grad": True,
         "loss": twins.Result((T,), stored=False), "nll": twins.Result((T,), stored=False),

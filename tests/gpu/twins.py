@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepfast import backend
 from deepfast.depth.state import empty_slots
+from deepfast.launches import LAUNCHES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,8 +30,6 @@ class Stored:
     """Elements between the end of a row and the next one."""
     slots: bool = False
     """(N, T, D), laid out as the engine does."""
-    changed: bool = False
-    """Whether the launch writes into it."""
 
     def make(self, storage, dtype, device):
         x = self.x.to(storage).to(dtype).to(device)
@@ -47,7 +46,6 @@ class Computed:
     """A parameter or statistic, in fp32 (float64 beside float64)."""
 
     x: Tensor
-    changed: bool = False
 
     def make(self, _storage, dtype, device):
         return self.x.to(_compute(dtype)).to(device, copy=True)
@@ -60,7 +58,6 @@ class Result:
     shape: tuple[int, ...]
     stored: bool = True
     slots: bool = False
-    changed = True
 
     def make(self, _storage, dtype, device):
         kind = dtype if self.stored else _compute(dtype)
@@ -79,7 +76,8 @@ def call(op, name, by, arguments, storage, dtype, device) -> dict[str, Tensor]:
         for key, a in arguments.items()
     }  # fmt: skip
     getattr(launch, name)(**made)
-    return {key: made[key].cpu() for key, a in arguments.items() if getattr(a, "changed", False)}
+    written = (o.name for o in LAUNCHES[name].operands if o.writes)
+    return {key: made[key].cpu() for key in written if isinstance(made[key], Tensor)}
 
 
 def assert_alike(tolerances, by, op, name, arguments, dtype, device) -> None:
