@@ -52,19 +52,19 @@ def dropout_factors(p: float) -> tuple[int, float]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, at least; under the interpreter a number for tests."""
+    """A lower bound of the programs that run at once; under the interpreter, a number for tests."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stride(x: torch.Tensor | None) -> int:
-    """From row to row; any number for an operand that is absent."""
+    """The distance from row to row; any number where the operand is absent."""
     return 0 if x is None else x.stride(0)
 
 
 def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
-    """A launch's tensors; unused places hold the first, so that one variant serves any number."""
+    """A launch's tensors; unused entries hold the first one, so one variant serves any number."""
     group = tuple(tensors[first : first + SOURCES.value])
     return group + group[:1] * (SOURCES.value - len(group))
 
@@ -74,19 +74,19 @@ def row_strides(tensors) -> tuple[int, ...]:
 
 
 def even_programs(tiles: int, most: int) -> int:
-    """At most ``most`` programs, and no more than share ``tiles`` in the same number of rounds."""
+    """At most ``most`` programs, and as few as finish ``tiles`` in the same number of rounds."""
     return triton.cdiv(tiles, max(1, triton.cdiv(tiles, most)))
 
 
 class Residency(NamedTuple):
-    """Programs at once on a multiprocessor, and the registers that leaves to each thread."""
+    """Programs that run at once on a multiprocessor, and the registers left to each thread."""
 
     programs: int
     registers: int
 
 
 def residency(warps: int, num_warps: int) -> Residency:
-    """For ``warps`` on a multiprocessor, which has 65536 registers and gives them out by eight."""
+    """For ``warps`` on a multiprocessor, which has 65536 registers and allocates them by eight."""
     programs = max(1, warps // num_warps)
     return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
 
@@ -129,8 +129,8 @@ def pick(values, k):
 
 @triton.jit
 def rounded(b_x, dtype: tl.constexpr):
-    """A tile in a storage dtype, to the nearest."""
-    # The interpreter cuts bf16 off where a GPU rounds it to nearest even.
+    """A tile rounded to the nearest value of a storage dtype."""
+    # The interpreter truncates to bf16; a GPU rounds to nearest even.
     if INTERPRETED and dtype == tl.bfloat16 and b_x.dtype == tl.float32:
         bits = b_x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

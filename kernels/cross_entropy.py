@@ -61,7 +61,7 @@ def cross_entropy_kernel(
         if WRITE_GRAD:
             _zero_row(p_row, V, BV)
     else:
-        # Before anything is written over it; a target out of range gives nan.
+        # Read before the gradient overwrites it; a target out of range gives nan.
         inside = (target >= 0) & (target < V)
         hit = tl.load(p_row + target, mask=inside, other=float("nan")).to(tl.float32)
         o_v = tl.arange(0, BV)

@@ -87,7 +87,7 @@ def depth_mix_bwd_kernel(
     p_x, s_x = pick(sources, k), pick(s_sources, k)
     o_d = row_channels(BA, BC)
     m_d = o_d < D
-    # One for each element: a tile of another layout would go through shared memory in the loop.
+    # One value for each element: another layout would go through shared memory in the loop.
     _, o_w, _ = flat_rows(0, T, D, BA, BT, BC)
     b_w = tl.zeros((BA * BT, BC), dtype=tl.float32)
     b_w += _weight_of(p_weight, k, o_w, o_w < D, D, PER_CHANNEL)
@@ -153,7 +153,7 @@ def depth_mix_backward(
     """See `deepfast.reference.launchers.depth_mix_backward`."""
     T, D = dout.shape
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
-    # As many programs as run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
+    # The programs that run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
     want = [p for p in (dweight, dnorm_weight, dnorm_bias) if p is not None]
     sums = weight.new_empty(2, len(sources), D) if want else None
@@ -168,7 +168,7 @@ def depth_mix_backward(
             _from(rstd, first) if norm else None, dout, dgroup, partial,
             T, K,
             row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
-            # Tiles of fp32 read ahead would not leave enough registers.
+            # Reading ahead tiles of fp32 would not leave enough registers.
             PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
             maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),
         )  # fmt: skip

@@ -67,7 +67,7 @@ def layer_norm_fwd_kernel(
     if p_residual is not None:
         b_s += load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC).to(tl.float32)
     if p_sum is not None:
-        # What is normalised is the sum as backward will read it.
+        # Normalise the rounded sum, which is what backward will read.
         b_rounded = rounded(b_s, p_sum.dtype.element_ty)
         store_rows(p_sum + o_row * s_sum + o_d, b_rounded, m, BA, BT, BC)
         b_s = b_rounded.to(tl.float32)
@@ -86,7 +86,7 @@ def _load_backward(
     p_sum, p_dy, p_dsum, p_mean, p_rstd, first, T, s_sum, s_dy, s_dsum,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """What backward reads of a tile of tokens, as it is stored; ``dy`` again for no ``dsum``."""
+    """What backward reads of a tile of tokens, as stored; ``dy`` in place of an absent ``dsum``."""
     o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
     b_s = load_rows(p_sum + o_row * s_sum + o_d, m, BA, BT, BC)
     b_dy = load_rows(p_dy + o_row * s_dy + o_d, m, BA, BT, BC)
@@ -160,7 +160,7 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
         x, residual, weight, bias, seed if dropout_p > 0 else None, sum, y, mean, rstd,
         T, eps, threshold, scale,
         stride(x), stride(residual), stride(sum), stride(y),
-        # Dropout's draws need them: left to itself ptxas stops at 80 for sm_100, and spills.
+        # Dropout's draws need the registers: by itself ptxas stops at 80 for sm_100, and spills.
         D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def _load_state(p_state, p_norm_weight, p_norm_bias, o_x, o_d, m_x, m_d):
 
 @triton.jit
 def _split(b_x):
-    """An fp32 number as a bf16 one and what is left, in fp32."""
+    """An fp32 number as its bf16 part and the rest, in fp32."""
     b_high = rounded(b_x, tl.bfloat16)
     return b_high, b_x - b_high.to(tl.float32)
 
@@ -188,7 +188,7 @@ def pull_rows_dot_kernel(
     ACCUMULATE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # A state is a row of N = T * D elements here. The first of three axes is the warp: each has
-    # its own BN elements, so that no product over elements is made by more than one.
+    # its own BN elements, and no two warps compute the same product.
     BL: tl.constexpr = 16
     o_tile = tl.arange(0, BW)[:, None, None] * BN + tl.arange(0, BN)[None, None, :]
     o_j = tl.arange(0, BK)
@@ -222,7 +222,7 @@ def pull_rows_dot_kernel(
             b_w = tl.load(p_weight + o_w, mask=m_w, other=0.0)
             b_w = tl.broadcast_to(b_w[None, :, :], (BW, BL, BK))
             if p_partial is not None:
-                # The program's own sums so far, zeros at first: no other one touches them.
+                # The program's own sums so far, zeros at first. No other program uses them.
                 p_dw = p_partial + o_i[:, None] * K + o_j[None, :]
                 b_dw = tl.load(p_dw, mask=m_w, other=0.0)
             b_sum = _dot_weight(tl.permute(b_g, (0, 2, 1)), b_w, b_sum)

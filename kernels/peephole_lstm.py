@@ -46,8 +46,8 @@ def _tanh(b_x):
 
 @triton.jit
 def _place(p_lengths, step, T, B, BB: tl.constexpr, REVERSE: tl.constexpr):
-    """Of a program's sentences, as int64: number, steps that are left with this one, whether it is
-    the first, row of (T, B), and rows from step to step."""
+    """For a program's sentences, as int64: the number, the steps left including this one, whether
+    this is the first step, the row in (T, B), and the rows from step to step."""
     o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
     b_n = tl.zeros((BB,), dtype=tl.int64) + T
     if p_lengths is not None:
@@ -60,7 +60,7 @@ def _place(p_lengths, step, T, B, BB: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def _load(p_x, o_row, m, s_row: tl.constexpr, o_d, H: tl.constexpr):
-    """(rows, channels) in fp32, 0 where the mask is not."""
+    """(rows, channels) in fp32, 0 where the mask is false."""
     mask = m[:, None] & (o_d < H)[None, :]
     return tl.load(p_x + o_row[:, None] * s_row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -143,7 +143,7 @@ def peephole_lstm_bwd_kernel(
     m = b_left > 0
     o_d = tl.program_id(1) * BH + tl.arange(0, BH)
     b_dh = tl.zeros((BB, BH), dtype=tl.float32)
-    # In the last step of all there is no df behind it.
+    # The last step has no df behind it.
     depth = tl.where(step + 1 < T, 4 * H, 0)
     for k in range(0, depth, BK):
         o_k = k + tl.arange(0, BK)
@@ -232,7 +232,7 @@ def peephole_lstm_backward(
     dpeephole.copy_(sums.sum(0))
     if dh0 is None:
         return
-    # Of a sentence without a position df is 0, and its last h was h0 itself.
+    # A sentence of length 0 has df = 0, and its last h is h0 itself.
     n = dh0.new_full((B,), T, dtype=torch.int64) if lengths is None else lengths.clamp(0, T)
     o_first = (n - 1).clamp(min=0) if reverse else n * 0
     first = (
