@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "activation.h"
 #include "check.h"
 #include "matrix.h"
 
@@ -101,14 +100,6 @@ inline void* parameter(const OptionalTensor& t, Storage storage, int64_t count) 
   return t->mutable_data_ptr();
 }
 
-// One class for each token.
-inline const int64_t* targets(const Tensor& t, int64_t tokens) {
-  DEEPFAST_CHECK(is_here(t) && t.scalar_type() == ScalarType::Long && t.is_contiguous() &&
-                     t.dim() == 1 && t.size(0) == tokens,
-                 "expected ", tokens, " contiguous targets in int64, got ", t.numel());
-  return t.const_data_ptr<int64_t>();
-}
-
 // The least draw of 16 bits that dropout keeps, and what a kept element is multiplied by.
 struct DropoutFactors {
   int32_t threshold;
@@ -128,11 +119,6 @@ inline DropoutFactors dropout_factors(const OptionalTensor& seed, double p) {
   DEEPFAST_CHECK(is_here(*seed) && seed->dim() == 0 && seed->scalar_type() == ScalarType::Long,
                  "expected the seed as one int64 without dimensions, where the rows are");
   return dropout_factors(p);
-}
-
-inline ActivationKind activation_kind(const std::string& kind) {
-  DEEPFAST_CHECK(kind == "relu" || kind == "gelu", "activation: expected relu or gelu, got ", kind);
-  return kind == "relu" ? ActivationKind::relu : ActivationKind::gelu;
 }
 
 // Pointers to rows of `width` values of a parameter; null where the parameter is absent.

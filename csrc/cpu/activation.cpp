@@ -4,6 +4,11 @@
 namespace deepfast {
 namespace {
 
+ActivationKind activation_kind(const std::string& kind) {
+  DEEPFAST_CHECK(kind == "relu" || kind == "gelu", "activation: expected relu or gelu, got ", kind);
+  return kind == "relu" ? ActivationKind::relu : ActivationKind::gelu;
+}
+
 void activation_forward(Tensor h, std::string kind, double dropout_p, OptionalTensor seed,
                         Tensor out) {
   const Storage storage = storage_of(h);

@@ -6,7 +6,6 @@
 // before it is written: results may take the place of operands. Compiled once per instruction set.
 #include "normal.h"
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -73,13 +72,11 @@ void backward(const Activation& op, int64_t begin, int64_t end) {
 }  // namespace
 
 void activation_forward(const Activation& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void activation_backward(const Activation& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { backward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end); });
 }
 
 }  // namespace DEEPFAST_ISA

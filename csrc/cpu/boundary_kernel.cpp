@@ -3,7 +3,6 @@
 // states' share of the mix, and the next layer's first layer-norm. Each operand is read once and
 // each result written once. Backward recomputes the mix from the states instead of storing it.
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -186,14 +185,12 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
 }  // namespace
 
 void boundary_forward(const Boundary& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void boundary_backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.forward.storage, [&](auto* tag) {
-    backward<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
-  });
+  with_storage(op.forward.storage,
+               [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

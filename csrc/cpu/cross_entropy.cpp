@@ -15,7 +15,7 @@ void cross_entropy(Tensor logits, Tensor target, double label_smoothing, int64_t
   op.smoothing = label_smoothing;
   op.write_grad = write_grad;
   op.logits = matrix(logits, storage, tokens, vocabulary);
-  op.target = targets(target, tokens);
+  op.target = integers(target, tokens);
   op.loss = parameter(loss, storage, tokens);
   op.nll = parameter(nll, storage, tokens);
   // Rows are long: a few of them are work enough for a thread.

@@ -8,7 +8,6 @@
 
 #include "exp.h"
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -81,8 +80,7 @@ void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
 }  // namespace
 
 void cross_entropy(const CrossEntropy& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { rows<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { rows<decltype(type)>(op, begin, end); });
 }
 
 }  // namespace DEEPFAST_ISA

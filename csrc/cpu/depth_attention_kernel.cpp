@@ -13,7 +13,6 @@
 // Compiled once per instruction set.
 #include "exp.h"
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -181,15 +180,12 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
 }  // namespace
 
 void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    forward_rows<typename pointee<decltype(tag)>::type>(op, begin, end);
-  });
+  with_storage(op.storage, [&](auto type) { forward_rows<decltype(type)>(op, begin, end); });
 }
 
 void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto* tag) {
-    backward_rows<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
-  });
+  with_storage(op.storage,
+               [&](auto type) { backward_rows<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

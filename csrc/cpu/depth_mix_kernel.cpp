@@ -8,7 +8,6 @@
 // write of every output; weights and norm weights stay in the caches. Compiled once per instruction
 // set.
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -358,30 +357,28 @@ void depth_mix_backward_rows(const DepthMix& op, int64_t begin, int64_t end, int
 }  // namespace
 
 void mix(const Mix& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    using T = typename pointee<decltype(tag)>::type;
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
     op.per_channel ? mix_all<T, true>(op, begin, end) : mix_all<T, false>(op, begin, end);
   });
 }
 
 void pull(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto* tag) {
-    using T = typename pointee<decltype(tag)>::type;
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
     op.per_channel ? pull_all<T, true>(op, begin, end, chunk)
                    : pull_all<T, false>(op, begin, end, chunk);
   });
 }
 
 void depth_mix_forward(const DepthMix& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    depth_mix_forward_rows<typename pointee<decltype(tag)>::type>(op, begin, end);
-  });
+  with_storage(op.storage,
+               [&](auto type) { depth_mix_forward_rows<decltype(type)>(op, begin, end); });
 }
 
 void depth_mix_backward(const DepthMix& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto* tag) {
-    depth_mix_backward_rows<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
-  });
+  with_storage(op.storage,
+               [&](auto type) { depth_mix_backward_rows<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

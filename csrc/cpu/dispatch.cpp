@@ -10,43 +10,12 @@
 
 #include "kernels.h"
 
-#define DEEPFAST_TABLE(isa)                                                           \
-  namespace isa {                                                                     \
-  void layer_norm_forward(const LayerNorm&, int64_t, int64_t, int64_t);               \
-  void layer_norm_backward(const LayerNorm&, int64_t, int64_t, int64_t);              \
-  void mix(const Mix&, int64_t, int64_t, int64_t);                                    \
-  void pull(const Pull&, int64_t, int64_t, int64_t);                                  \
-  void boundary_forward(const Boundary&, int64_t, int64_t, int64_t);                  \
-  void boundary_backward(const BoundaryGrad&, int64_t, int64_t, int64_t);             \
-  void depth_mix_forward(const DepthMix&, int64_t, int64_t, int64_t);                 \
-  void depth_mix_backward(const DepthMix&, int64_t, int64_t, int64_t);                \
-  void depth_attention_forward(const DepthAttention&, int64_t, int64_t, int64_t);     \
-  void depth_attention_backward(const DepthAttention&, int64_t, int64_t, int64_t);    \
-  void activation_forward(const Activation&, int64_t, int64_t, int64_t);              \
-  void activation_backward(const Activation&, int64_t, int64_t, int64_t);             \
-  void cross_entropy(const CrossEntropy&, int64_t, int64_t, int64_t);                 \
-  void peephole_lstm_pack(const PeepholeLstm&, int64_t, int64_t, int64_t);            \
-  void peephole_lstm_pack_transposed(const PeepholeLstm&, int64_t, int64_t, int64_t); \
-  void peephole_lstm_forward(const PeepholeLstm&, int64_t, int64_t, int64_t);         \
-  void peephole_lstm_backward(const PeepholeLstm&, int64_t, int64_t, int64_t);        \
-  const Kernels table = {#isa,                                                        \
-                         layer_norm_forward,                                          \
-                         layer_norm_backward,                                         \
-                         mix,                                                         \
-                         pull,                                                        \
-                         boundary_forward,                                            \
-                         boundary_backward,                                           \
-                         depth_mix_forward,                                           \
-                         depth_mix_backward,                                          \
-                         depth_attention_forward,                                     \
-                         depth_attention_backward,                                    \
-                         activation_forward,                                          \
-                         activation_backward,                                         \
-                         cross_entropy,                                               \
-                         peephole_lstm_pack,                                          \
-                         peephole_lstm_pack_transposed,                               \
-                         peephole_lstm_forward,                                       \
-                         peephole_lstm_backward};                                     \
+#define DEEPFAST_DECLARE(kernel, Operands) Kernel<Operands> kernel;
+#define DEEPFAST_ENTRY(kernel, Operands) , kernel
+#define DEEPFAST_TABLE(isa)                                      \
+  namespace isa {                                                \
+  DEEPFAST_KERNELS(DEEPFAST_DECLARE)                             \
+  const Kernels table = {#isa DEEPFAST_KERNELS(DEEPFAST_ENTRY)}; \
   }
 
 namespace deepfast {

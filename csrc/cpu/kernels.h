@@ -5,7 +5,6 @@
 // the range, so that sums over tokens land in their own partial row and are reduced in one order.
 #pragma once
 
-#include "../common/activation.h"
 #include "../common/matrix.h"
 
 namespace deepfast {
@@ -135,6 +134,8 @@ struct DepthAttention {
   void* dscores;          // (T, sources, hops)
 };
 
+enum class ActivationKind { relu, gelu };
+
 // out = dropout(act(h)); the gradient reads h of gelu and out of relu, and may need no draws.
 struct Activation {
   Storage storage;
@@ -175,27 +176,37 @@ struct PeepholeLstm {
 // Bytes of a panel's column for one gate, of the widest registers there are.
 constexpr int64_t kPanelBytes = 64;
 
+// Every kernel with the structure it takes. A table's members, its declarations and its entries are
+// all made from this list: they cannot be in different orders.
+#define DEEPFAST_KERNELS(KERNEL)                      \
+  KERNEL(layer_norm_forward, LayerNorm)               \
+  KERNEL(layer_norm_backward, LayerNorm)              \
+  KERNEL(mix, Mix)                                    \
+  KERNEL(pull, Pull)                                  \
+  KERNEL(boundary_forward, Boundary)                  \
+  KERNEL(boundary_backward, BoundaryGrad)             \
+  KERNEL(depth_mix_forward, DepthMix)                 \
+  KERNEL(depth_mix_backward, DepthMix)                \
+  KERNEL(depth_attention_forward, DepthAttention)     \
+  KERNEL(depth_attention_backward, DepthAttention)    \
+  KERNEL(activation_forward, Activation)              \
+  KERNEL(activation_backward, Activation)             \
+  KERNEL(cross_entropy, CrossEntropy)                 \
+  KERNEL(peephole_lstm_pack, PeepholeLstm)            \
+  KERNEL(peephole_lstm_pack_transposed, PeepholeLstm) \
+  KERNEL(peephole_lstm_forward, PeepholeLstm)         \
+  KERNEL(peephole_lstm_backward, PeepholeLstm)
+
+// Runs on the tokens (or sentences, or panels) from `begin` to `end`.
+template <class Operands>
+using Kernel = void(const Operands&, int64_t begin, int64_t end, int64_t chunk);
+
+// The kernels of one instruction set.
 struct Kernels {
   const char* name;
-  void (*layer_norm_forward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
-  void (*layer_norm_backward)(const LayerNorm&, int64_t begin, int64_t end, int64_t chunk);
-  void (*mix)(const Mix&, int64_t begin, int64_t end, int64_t chunk);
-  void (*pull)(const Pull&, int64_t begin, int64_t end, int64_t chunk);
-  void (*boundary_forward)(const Boundary&, int64_t begin, int64_t end, int64_t chunk);
-  void (*boundary_backward)(const BoundaryGrad&, int64_t begin, int64_t end, int64_t chunk);
-  void (*depth_mix_forward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
-  void (*depth_mix_backward)(const DepthMix&, int64_t begin, int64_t end, int64_t chunk);
-  void (*depth_attention_forward)(const DepthAttention&, int64_t begin, int64_t end, int64_t chunk);
-  void (*depth_attention_backward)(const DepthAttention&, int64_t begin, int64_t end,
-                                   int64_t chunk);
-  void (*activation_forward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
-  void (*activation_backward)(const Activation&, int64_t begin, int64_t end, int64_t chunk);
-  void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end, int64_t chunk);
-  void (*peephole_lstm_pack)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
-  void (*peephole_lstm_pack_transposed)(const PeepholeLstm&, int64_t begin, int64_t end,
-                                        int64_t chunk);
-  void (*peephole_lstm_forward)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
-  void (*peephole_lstm_backward)(const PeepholeLstm&, int64_t begin, int64_t end, int64_t chunk);
+#define DEEPFAST_MEMBER(kernel, Operands) Kernel<Operands>* kernel;
+  DEEPFAST_KERNELS(DEEPFAST_MEMBER)
+#undef DEEPFAST_MEMBER
 };
 
 // The best instruction set of this processor, chosen once.

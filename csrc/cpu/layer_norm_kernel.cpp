@@ -5,7 +5,6 @@
 // One token's row is held in scratch memory (level-1 cache), so each operand is read once and each
 // result written once. Compiled once per instruction set.
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -101,14 +100,11 @@ void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
 }  // namespace
 
 void layer_norm_forward(const LayerNorm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void layer_norm_backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto* tag) {
-    backward<typename pointee<decltype(tag)>::type>(op, begin, end, chunk);
-  });
+  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

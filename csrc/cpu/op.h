@@ -21,6 +21,14 @@ inline Dropout dropout(const OptionalTensor& seed, double p) {
           factors.scale};
 }
 
+// A contiguous tensor of `count` integers.
+inline const int64_t* integers(const Tensor& t, int64_t count) {
+  DEEPFAST_CHECK(is_here(t) && t.scalar_type() == ScalarType::Long && t.is_contiguous() &&
+                     t.dim() == 1 && t.size(0) == count,
+                 "expected ", count, " contiguous values in int64, got ", t.numel());
+  return t.const_data_ptr<int64_t>();
+}
+
 // Sums over tokens, deterministic on any number of threads: one partial row per chunk of tokens,
 // chunks fixed by the shape alone, added up in order.
 class Chunks {

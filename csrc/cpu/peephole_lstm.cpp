@@ -23,7 +23,7 @@ class Sentences {
  public:
   Sentences(const OptionalTensor& lengths, int64_t steps, int64_t batch) : length_(batch, steps) {
     if (lengths.has_value()) {
-      const int64_t* given = targets(*lengths, batch);
+      const int64_t* given = integers(*lengths, batch);
       for (int64_t b = 0; b < batch; ++b) length_[b] = std::clamp<int64_t>(given[b], 0, steps);
     }
     std::vector<int64_t> longest_first(batch);
@@ -56,8 +56,7 @@ class Sentences {
 // The weight as products read it, panel by panel: see kernels.h.
 class Packed {
  public:
-  using Kernel = void (*)(const PeepholeLstm&, int64_t, int64_t, int64_t);
-  Packed(PeepholeLstm& op, int64_t depth, int64_t width, Kernel kernel) {
+  Packed(PeepholeLstm& op, int64_t depth, int64_t width, Kernel<PeepholeLstm>* kernel) {
     const int64_t size = compute_size(op.storage), panels = (width * size + bytes_ - 1) / bytes_;
     data_ = ::operator new(std::max<int64_t>(1, panels * depth * bytes_), alignment_);
     op.packed = data_;

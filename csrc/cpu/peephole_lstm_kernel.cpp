@@ -10,7 +10,6 @@
 #include "exp.h"
 #include "panels.h"
 #include "rows.h"
-#include "tables.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -268,24 +267,19 @@ void backward(const PeepholeLstm& op, int64_t begin, int64_t end) {
 }  // namespace
 
 void peephole_lstm_pack(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { pack<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { pack<decltype(type)>(op, begin, end); });
 }
 
 void peephole_lstm_pack_transposed(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto* tag) {
-    pack_transposed<typename pointee<decltype(tag)>::type>(op, begin, end);
-  });
+  with_storage(op.storage, [&](auto type) { pack_transposed<decltype(type)>(op, begin, end); });
 }
 
 void peephole_lstm_forward(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { forward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void peephole_lstm_backward(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto* tag) { backward<typename pointee<decltype(tag)>::type>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end); });
 }
 
 }  // namespace DEEPFAST_ISA

@@ -171,18 +171,18 @@ DEEPFAST_INLINE const A* at(const void* p, int64_t i) {
   return p == nullptr ? nullptr : static_cast<const A*>(p) + i;
 }
 
-// Calls f with a null pointer of the storage type.
+// Calls f with a value of the storage type.
 template <class F>
 DEEPFAST_INLINE void with_storage(Storage storage, const F& f) {
   switch (storage) {
     case Storage::f32:
-      return f(static_cast<float*>(nullptr));
+      return f(float{});
     case Storage::f64:
-      return f(static_cast<double*>(nullptr));
+      return f(double{});
     case Storage::bf16:
-      return f(static_cast<bf16*>(nullptr));
+      return f(bf16{});
     case Storage::f16:
-      return f(static_cast<f16*>(nullptr));
+      return f(f16{});
   }
 }
 
