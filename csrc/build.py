@@ -218,7 +218,7 @@ def compile_ops(target: Path):
     missing = [m for m in ("pybind11", "ninja") if importlib.util.find_spec(m) is None]
     if missing:
         sys.exit(f"deepfast: compiling the ops needs `pip install {' '.join(missing)}` first")
-    # A folder of its own that outlives the install: the next one compiles only what changed.
+    # This folder stays after the install, so that the next one compiles only what changed.
     folder = CSRC.parent / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)

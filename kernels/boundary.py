@@ -1,6 +1,6 @@
 """The boundary between two layers, everything between their matrix products in one pass.
 
-    forward    y = residual + dropout(branch), its layer normalisation goes into the state's slot
+    forward    y = residual + dropout(branch), its layer normalisation n_k goes into slot k
                x = partial + sum over near j of W[k, j] * z_j,  out = LN(x)
                with z_j = n_j * norm_weight_j + norm_bias_j
     backward   g = dx + the gradient of LN at dout, kept for the rows that are pulled later
@@ -34,7 +34,18 @@ from .common import (
     stride,
     sum_partials,
 )
-from .near_sum import entry, index_at, load_weight, mixed, near_sum
+from .near_sum import (
+    add_own,
+    entry,
+    index_at,
+    load_stat,
+    load_tile,
+    load_weight,
+    mixed,
+    near_sum,
+    store_stat,
+    store_tile,
+)
 
 
 def wide(D: int, itemsize: int) -> bool:
@@ -60,6 +71,20 @@ def loads_at_once(D: int, itemsize: int) -> int:
 FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 
 
+@triton.jit
+def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
+                  o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps):  # fmt: skip
+    """``out = LN(x)`` with its statistics."""
+    b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps)
+    if p_norm_weight is not None:
+        b_out *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
+    if p_norm_bias is not None:
+        b_out += tl.load(p_norm_bias + o_tile, mask=m, other=0.0)
+    store_tile(p_out, s_out, o_row, o_d, m, b_out)
+    store_stat(p_mean, b_mean, o_t, m_t)
+    store_stat(p_rstd, b_rstd, o_t, m_t)
+
+
 @triton.jit(do_not_specialize=FORWARD_NUMBERS)
 def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial,
@@ -70,25 +95,22 @@ def boundary_fwd_kernel(
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
-    o_t = begin + tl.arange(0, BT)
-    o_d = row_channels(BA, BC)
+    o_t = begin + tl.arange(0, BT)  # (BT,)
+    o_d = row_channels(BA, BC)  # (BA, 1, BC)
     m_t, m_d = o_t < T, o_d < D
-    o_row = o_t.to(tl.int64)[None, :, None]
-    m = m_t[None, :, None] & m_d
+    o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
+    m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    o_state = o_row * s_state + o_d
     k = k.to(tl.int64)
-    if p_branch is not None:
-        b_y = tl.load(p_branch + o_row * s_branch + o_d, mask=m, other=0.0)
-        if p_residual is not None:
-            b_r = tl.load(p_residual + o_row * s_residual + o_d, mask=m, other=0.0)
+    p_own = p_states + k * s_n
+    b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+    b_r = load_tile(p_residual if p_branch is not None else None, s_residual, o_row, o_d, m)
     b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
     if p_partial is not None:
-        b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0).to(tl.float32)
+        b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
     b_x = near_sum(
         b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, T, R,
-        begin,
-        s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
+        begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
@@ -98,28 +120,32 @@ def boundary_fwd_kernel(
             b_y += b_r.to(tl.float32)
         if NORM_SOURCE:
             b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps)
-            tl.store(p_source_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
+            store_stat(p_source_rstd, b_rstd, o_t, m_t)
         # The state is mixed as later rows will read it.
         b_n = rounded(b_y, p_states.dtype.element_ty)
-        tl.store(p_states + k * s_n + o_state, b_n, mask=m)
+        tl.store(p_own + o_row * s_state + o_d, b_n, mask=m)
     elif READS_OWN:
-        b_n = tl.load(p_states + k * s_n + o_state, mask=m, other=0.0)
+        b_n = load_tile(p_own, s_state, o_row, o_d, m)
     if READS_OWN:
-        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
-        pair = entry(k * R + k)
-        b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+        b_x = add_own(b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR)
     b_x = tl.where(m, b_x, 0.0)
-    if p_x is not None:
-        tl.store(p_x + o_row * s_x + o_d, rounded(b_x, p_x.dtype.element_ty), mask=m)
+    store_tile(p_x, s_x, o_row, o_d, m, b_x)
     if p_out is not None:
-        b_out, b_mean, b_rstd = normalise(b_x, m_d, D, out_eps)
-        if p_out_norm_weight is not None:
-            b_out *= tl.load(p_out_norm_weight + o_tile, mask=m, other=0.0)
-        if p_out_norm_bias is not None:
-            b_out += tl.load(p_out_norm_bias + o_tile, mask=m, other=0.0)
-        tl.store(p_out + o_row * s_out + o_d, rounded(b_out, p_out.dtype.element_ty), mask=m)
-        tl.store(p_out_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
-        tl.store(p_out_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
+        _store_output(
+            b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
+            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps,
+        )  # fmt: skip
+
+
+@triton.jit
+def _output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D):
+    """Through ``out = LN(x)``: the gradient of x, and what the norm's weight and bias get."""
+    b_hat = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)  # x normalised
+    b_bias = b_dout.to(tl.float32)
+    b_d = b_bias
+    if p_norm_weight is not None:
+        b_d *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
+    return norm_backward(b_d, b_hat, b_rstd, D), b_bias * b_hat, b_bias
 
 
 @triton.jit
@@ -146,6 +172,51 @@ def _add_dot(
     return b_dots
 
 
+@triton.jit
+def _pull(
+    b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
+    k, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
+    o_grad, o_d, o_tile, m_d, m,
+    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """``u + sum_l W[l, k] g_l`` and ``dW[l, k] = <g_l, z_k>`` over the rows l of the block.
+
+    The row's own gradient ``b_g`` comes from registers. u, g and z are (BA, BT, BC), the sums of dW
+    (NP, BT, BC // 8).
+    """
+    if PULLS_OWN:
+        pair = entry(k * R + k)
+        b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
+        if p_dots is not None:
+            b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
+    for start in range(0, pulls, UNROLL):
+        for j in tl.static_range(UNROLL):
+            i = entry(start + j)
+            m_l = i < pulls
+            slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
+            b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
+            b_gl = b_gl.to(tl.float32)
+            pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + k
+            b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
+            if p_dots is not None:
+                b_dots = _add_dot(
+                    b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
+                    BT, BC,
+                )  # fmt: skip
+    return b_u, b_dots
+
+
+@triton.jit
+def _state_backward(
+    b_u, b_n, b_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE: tl.constexpr, D: tl.constexpr
+):
+    """The gradient of y from that of z_k: through the state's norm_weight and normalisation."""
+    if p_norm_weight is not None:
+        b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
+    return norm_backward(b_u, b_n, b_rstd, D) if NORM_SOURCE else b_u
+
+
 BACKWARD_NUMBERS = [
     "T", "threshold", "k", "grad_slot", "first", "step", "count", "first_row",
     "row_step", "first_slot", "slot_step", "pulls",
@@ -164,103 +235,76 @@ def boundary_bwd_kernel(
     VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    o_d = row_channels(BA, BC)
+    o_d = row_channels(BA, BC)  # (BA, 1, BC)
     m_d = o_d < D
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
     k = k.to(tl.int64)
-    p_own = p_states + k * s_n
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     program = tl.program_id(0).to(tl.int64)
     if p_dots is not None:
         p_dots += program * (pulls + PULLS_OWN) * (D if VECTOR else 1)
     b_dots = tl.zeros((NP, BT, BC // 8), dtype=tl.float32)
+    # Sums over this program's tokens, and every block below: (BA, BT, BC).
     b_dnorm_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dnorm_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dout_norm_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dout_norm_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        o_t = begin + tl.arange(0, BT)
+        o_t = begin + tl.arange(0, BT)  # (BT,)
         m_t = o_t < T
-        o_row = o_t.to(tl.int64)[None, :, None]
+        o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
         m = m_t[None, :, None] & m_d
-        o_state = o_row * s_state + o_d
-        # Loaded here and used last: the loop below runs while they are in flight.
-        b_n = tl.load(p_own + o_state, mask=m, other=0.0)
-        if NORM_SOURCE:
-            b_source_rstd = tl.load(p_source_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
-        if p_pulled is not None:
-            b_pulled = tl.load(p_pulled + o_row * s_pulled + o_d, mask=m, other=0.0)
-        if p_dx is not None:
-            b_dx = tl.load(p_dx + o_row * s_dx + o_d, mask=m, other=0.0)
+        # These are needed last. Loaded now, they arrive while the near states are summed.
+        b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
+        b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
+        b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
+        b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None:
-            b_d = tl.load(p_dout + o_row * s_dout + o_d, mask=m, other=0.0)
-            b_mean = tl.load(p_out_mean + o_t, mask=m_t, other=0.0)[None, :, None]
-            b_rstd = tl.load(p_out_rstd + o_t, mask=m_t, other=0.0)[None, :, None]
+            b_d = load_tile(p_dout, s_dout, o_row, o_d, m)
+            b_mean, b_rstd = load_stat(p_out_mean, o_t, m_t), load_stat(p_out_rstd, o_t, m_t)
             b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
             if p_partial is not None:
-                b_x += tl.load(p_partial + o_row * s_partial + o_d, mask=m, other=0.0)
+                b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
             b_x = near_sum(
                 b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count,
                 T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
-                pair = entry(k * R + k)
-                b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
-                b_x += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
-            b_x = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)
-            b_d = b_d.to(tl.float32)
+                b_x = add_own(
+                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR
+                )
+            b_d, b_dw, b_db = _output_backward(
+                b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D
+            )
             if p_sums is not None:
-                b_dout_norm_weight += b_d * b_x
-                b_dout_norm_bias += b_d
-            if p_out_norm_weight is not None:
-                b_d *= tl.load(p_out_norm_weight + o_tile, mask=m, other=0.0)
-            b_g += norm_backward(b_d, b_x, b_rstd, D)
-        if p_dx is not None:
+                b_dout_norm_weight += b_dw
+                b_dout_norm_bias += b_db
+            b_g += b_d
+        if b_dx is not None:
             b_g += b_dx.to(tl.float32)
-        # Recomputed rather than kept: until here the registers are full.
+        # Recomputed rather than kept: until here every register is in use.
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
-        if p_pulled is not None:
+        if b_pulled is not None:
             b_u += b_pulled.to(tl.float32)
         o_grad = o_row * s_grad + o_d
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
         fresh = entry(begin) < tl.num_programs(0) * BT
-        if PULLS_OWN:
-            pair = entry(k * R + k)
-            b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
-            if p_dots is not None:
-                b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
-        for start in range(0, pulls, UNROLL):
-            for j in tl.static_range(UNROLL):
-                i = entry(start + j)
-                m_l = i < pulls
-                slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
-                b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
-                b_gl = b_gl.to(tl.float32)
-                pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + k
-                b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
-                if p_dots is not None:
-                    b_dots = _add_dot(
-                        b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
-                        BT, BC,
-                    )  # fmt: skip
+        b_u, b_dots = _pull(
+            b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
+            k, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
+            o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, UNROLL, D, BT, BC,
+        )  # fmt: skip
         if p_sums is not None:
             b_dnorm_weight += b_u * b_n
             b_dnorm_bias += b_u
-        if p_norm_weight is not None:
-            b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
-        if NORM_SOURCE:
-            b_u = norm_backward(b_u, b_n, b_source_rstd, D)
-        if p_dresidual is not None:
-            p = p_dresidual + o_row * s_dresidual + o_d
-            tl.store(p, rounded(b_u, p_dresidual.dtype.element_ty), mask=m)
-        if p_dbranch is not None:
-            if p_seed is not None:
-                b_u = dropout(b_u, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
-            p = p_dbranch + o_row * s_dbranch + o_d
-            tl.store(p, rounded(b_u, p_dbranch.dtype.element_ty), mask=m)
+        b_y = _state_backward(b_u, b_n, b_source_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE, D)
+        store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
+        if p_dbranch is not None and p_seed is not None:
+            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
+        store_tile(p_dbranch, s_dbranch, o_row, o_d, m, b_y)
     if p_dots is not None and not VECTOR:
         o_i = tl.arange(0, NP)
         b_dot = tl.sum(tl.sum(b_dots, axis=2), axis=1)

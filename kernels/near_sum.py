@@ -1,4 +1,4 @@
-"""How the boundary's kernels read a row: its weights, its states as they are mixed, and the sum
+"""How the boundary's kernels read and write a row: weights, states as they are mixed, and the sum
 
     b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)
 
@@ -7,6 +7,32 @@ over the states of the row's own block.
 
 import triton
 import triton.language as tl
+
+from .common import rounded
+
+
+@triton.jit
+def load_tile(p, s_row, o_row, o_d, m):
+    """(BA, BT, BC) of the rows at ``p``, or None where that operand is absent."""
+    return None if p is None else tl.load(p + o_row * s_row + o_d, mask=m, other=0.0)
+
+
+@triton.jit
+def store_tile(p, s_row, o_row, o_d, m, b_x):
+    """The inverse of `load_tile`, rounded to the dtype of ``p``."""
+    if p is not None:
+        tl.store(p + o_row * s_row + o_d, rounded(b_x, p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_stat(p, o_t, m_t):
+    """A number for each token, (1, BT, 1)."""
+    return tl.load(p + o_t, mask=m_t, other=0.0)[None, :, None]
+
+
+@triton.jit
+def store_stat(p, b_stat, o_t, m_t):
+    tl.store(p + o_t, tl.reshape(b_stat, o_t.shape), mask=m_t)
 
 
 @triton.jit
@@ -60,8 +86,8 @@ def near_sum(
     A tile holds UNROLL states, so that all their loads are in flight before the first is used.
     """
     o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
-    o_t = begin + o_u % BT
-    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
+    o_t = begin + o_u % BT  # (UNROLL * BA * BT, 1)
+    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]  # (UNROLL * BA * BT, BC)
     for start in range(0, count, UNROLL):
         i = start + o_u // (BA * BT)
         m_d = (o_d < D) & (i < count)
@@ -73,3 +99,13 @@ def near_sum(
         b_w = load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
         b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
     return b_x
+
+
+@triton.jit
+def add_own(
+    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR: tl.constexpr
+):
+    """``x + W[k, k] * (n_k * norm_weight_k + norm_bias_k)`` with n_k (BA, BT, BC) in registers."""
+    b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
+    pair = entry(k * R + k)
+    return b_x + load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z

@@ -1,4 +1,4 @@
-// What every kernel is told of a tensor. No dependencies: kernel files include it without torch.
+// A tensor as kernels see it. No dependencies: kernel files include this without torch.
 #pragma once
 
 #include <cstdint>

@@ -161,7 +161,7 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
     for (int64_t i = 0; i < op.pulls; ++i) {
       A* dweight = op.need_dweight ? at<A>(op.dweight, (chunk * op.pulls + i) * width) : nullptr;
       const A* weight = at<A>(op.pull_weight[i], 0);
-      // This row's gradient is still at hand in full precision.
+      // This row's gradient is still in scratch memory, in full precision.
       if (i == 0 && op.own_row_reads)
         pull_row<A>(g, z, weight, f.per_channel, dweight, u, dim);
       else

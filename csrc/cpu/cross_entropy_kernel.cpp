@@ -13,7 +13,7 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// The largest of a row; a NaN is passed over, and shows in the sums.
+// The largest value of a row. A NaN is skipped here; the sums then become NaN.
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
   constexpr int N = kLanes<A>;

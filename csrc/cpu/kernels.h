@@ -61,7 +61,7 @@ struct Pull {
 // Everything between two layers' matrix products, one token at a time:
 //   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
 //   out = norm(x).
-// Without a branch the state is left as it is, and a layer's input is made again from the states.
+// Without a branch the state is only read: this recomputes a layer's input from the states.
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read

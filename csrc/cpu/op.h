@@ -39,7 +39,7 @@ class Chunks {
   int64_t count() const { return count_; }
   template <class F>
   void run(const F& kernel) const {
-    // An unknown DEEPFAST_CPU_CAPABILITY is told here: the loop would swallow its message.
+    // An unknown DEEPFAST_CPU_CAPABILITY raises here; inside the loop its message would be lost.
     kernels();
     torch::stable::parallel_for(0, count_, 1, [&](int64_t first, int64_t last) {
       for (int64_t c = first; c < last; ++c)

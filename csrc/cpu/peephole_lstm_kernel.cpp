@@ -3,7 +3,7 @@
 //   (z, rho, phi, pi) = f_t + h_{t-1} W
 //   c_t = tanh(z) * s(rho + p0 c_{t-1}) + s(phi + p1 c_{t-1}) * c_{t-1},   h_t = tanh(c_t) * s(pi + p2 c_t)
 //
-// Sentences do not meet, so a thread runs its own through time and never waits. The weight is
+// Sentences do not depend on each other: a thread runs its sentences through time and never waits. The weight is
 // packed once so that a product of a few sentences with a panel leaves, in the cache nearest to
 // the core, the four gates of the same channels: the cell follows at once. Compiled once per
 // instruction set.

@@ -38,7 +38,7 @@ DEEPFAST_DEVICE void copy_words(Words* shared, const Words* global) {
                  : "memory");
 }
 DEEPFAST_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `left` of this thread's groups are on their way.
+// Waits until at most `left` of this thread's groups are in flight.
 template <int left>
 DEEPFAST_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");

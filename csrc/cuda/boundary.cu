@@ -6,7 +6,7 @@
 // A row is in the registers of its threads (see row.h) from its first read to its last
 // write:
 //
-//     branch --+                      near states, four on their way at a time
+//     branch --+                      near states, four in flight at a time
 //     residual +-> y -> n -> slot           |
 //                       |                   v
 //     partial ----------+-------> x = partial + S + sum c_j n_j -> x, LN -> out
@@ -14,7 +14,7 @@
 // where c_j = W[k, j] * norm_weight_j and S = sum W[k, j] * norm_bias_j (boundary.h).
 //
 // K near states, the own one among them, are K + 2 rows read and 3 written. At D = 512 in bf16 a
-// warp has a row, up to 6 KB of it on their way. For K = 4 it issues some 1,550 instructions: about 70%
+// warp has a row, up to 6 KB of it in flight. For K = 4 it issues some 1,550 instructions: about 70%
 // of what a multiprocessor of an H200 starts in the time that the row's 9 KB take from memory.
 #include "boundary.h"
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMostLanes)
   if (kFast) fill(mix, table, at);
   __syncthreads();
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block goes round as often: sums over rows need them all.
+  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();

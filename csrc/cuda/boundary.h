@@ -4,8 +4,8 @@
 //     x = S + sum over near j of c_j * n_j
 //     c_j = W[k, j] * norm_weight_j,  S = sum W[k, j] * norm_bias_j
 //
-// Blocks stay for many rows, so that each makes c and S once, as its threads hold a row: a channel
-// of a state is then one product, be the weights one for each state or one for each channel.
+// A block processes many rows and computes c and S once, in the layout in which its threads hold a
+// row. Each channel of a state then costs one product, with scalar and per-channel weights alike.
 #pragma once
 
 #include <algorithm>
@@ -16,21 +16,22 @@
 namespace deepfast {
 namespace {
 
-// Blocks are large, and rows of several warps go their own ways.
+// Blocks are large: the warps of one row wait for each other, not for the whole block.
 using RowsApart = RowSums<true>;
 
 // States or rows in one list.
 constexpr int kMost = 64;
 
 // Most rows are aligned and narrow enough for the table: kernels with kFast. The others are the
-// same kernels, compiled apart so that they cost the fast ones no registers.
+// same kernels in an instance without kFast, so that they cost the fast ones no registers.
 //
-// States or gradients of a row that are on their way at a time:
+// States or gradients of a row whose loads are in flight at a time:
 template <class T, bool kFast>
 constexpr int kAtOnce = !kFast           ? 1
                         : sizeof(T) == 2 ? 4
                                          : 2;
-// Whether the registers suffice for operands on their way long before they are used.
+// Whether there are enough registers to load partial, dx, dout and pulled before the loop over the
+// states, which then hides their latency, and not just before their use.
 template <class T, bool kFast>
 constexpr bool kEarly = kFast && sizeof(T) == 2;
 
@@ -174,7 +175,7 @@ DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane
   }
 }
 
-// x = S + sum over the near states but the own one, of the row at `offset`.
+// x = S + sum over the near states except the own one, of the row at `offset`.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane& at, int64_t offset,
                               bool exists, float (&x)[kRowChunks][kChunk]) {
@@ -200,8 +201,8 @@ DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane&
   }
 }
 
-// Row t of an operand, zeros where the operand is absent. Registers that are not written on some
-// way through a loop would be taken all along it.
+// Row t of an operand, zeros where the operand is absent. The zeros matter: a register that some
+// path through a loop does not write stays occupied during the whole loop.
 template <class T>
 DEEPFAST_DEVICE RowChunks<T> load_present(const T* operand, int64_t stride, int64_t t,
                                           const Lane& at, bool exists) {
@@ -251,7 +252,7 @@ struct Operands {
                    " near states, got ", near.size());
   }
 
-  // Near states but the own one.
+  // Near states except the own one.
   int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), k); }
   // Bytes of the table, where there is one.
   int64_t table(bool fast, int64_t pulls = 0) const {
@@ -313,7 +314,7 @@ struct Shape {
     const int64_t shared = bytes(threads, fast);
     DEEPFAST_CHECK(shared <= most, "boundary: a block takes ", shared,
                    " bytes of shared memory, and this device gives it ", most);
-    // Each block costs a kilobyte beside its own, and a multiprocessor has one more than `most`.
+    // CUDA takes one more kilobyte for each block, and a multiprocessor has one more than `most`.
     const int64_t own = 1 << 10;
     const int64_t resident =
         std::clamp<int64_t>((most + own) / (shared + own), 1, kMostLanes / threads);

@@ -5,7 +5,7 @@
 //     u = pulled + sum_l W[l, k] * g_l,   dW[l, k] = <g_l, z>
 //     dresidual = norm'(u * norm_weight),     dbranch = dropout(dresidual)
 //
-// x is made again from the states (see boundary.h). A thread reads and writes its own elements of a
+// x is recomputed from the states (see boundary.h). A thread reads and writes its own elements of a
 // row alone, so g may take the slot of a state that is dead: the own one has been read by then.
 //
 // Sums over tokens are a thread's own in shared memory, where they cost no registers: four of
@@ -15,6 +15,8 @@
 //
 // K near states and P pulls, the own state and row among them, are K + P + 3 rows read and 3
 // written.
+#include <array>
+
 #include "boundary_sums.h"
 
 namespace deepfast {
@@ -133,7 +135,7 @@ DEEPFAST_DEVICE void pull_all(const Backward<T>& op, const Places<T, kFast>& in,
   widen(own, z);
   scale<kFast>(op.mix, in.table, at, 1, z);
   shift<kFast>(op.mix, in.table, at, 2, z);
-  // The row's own gradient is at hand in full precision.
+  // The row's own gradient is still in registers, in fp32.
   if (op.pulls_own) {
     const float dot = pull<kFast>(op, in.table, at, 0, g, z, u);
     if (op.dots) in.dot(0) += dot;
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kMostLanes)
   const Places<T, kFast> in(op, at);
   prepare(op, in, at);
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block goes round as often: sums over rows need them all.
+  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();
@@ -249,6 +251,19 @@ void list_pulls(Backward<T>& op, Totals& totals, const Operands& given, const In
   }
 }
 
+// Where the sums over tokens go that are asked for.
+Totals totals_of(const Operands& given, bool has_dout, int64_t pulls, const OptionalTensor& dweight,
+                 const std::array<OptionalTensor, kSums>& channels) {
+  Totals totals{};
+  for (int s = 0; s < (has_dout ? kSums : 2); ++s) totals.out[s] = floats(channels[s], given.dim);
+  totals.dweight = floats(dweight, given.w.rows * given.w.columns * given.w.width);
+  totals.channel_sums = totals.state_sums() || totals.out_sums() ? kSums : 0;
+  totals.pulls = totals.dweight != nullptr ? static_cast<int>(pulls) : 0;
+  totals.dim = static_cast<int>(given.dim), totals.piece = given.w.width;
+  totals.columns = given.w.columns, totals.k = given.k;
+  return totals;
+}
+
 void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
                        OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
                        OptionalTensor partial, OptionalTensor out_norm_weight,
@@ -282,15 +297,9 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   DEEPFAST_CHECK(pulls <= kMost, "boundary: CUDA kernels pull at most ", kMost, " rows, got ",
                  pulls);
   given.w.offset(k, k);
-  Totals totals{};
-  totals.out[0] = floats(dnorm_weight, dim), totals.out[1] = floats(dnorm_bias, dim);
-  if (dout.has_value())
-    totals.out[2] = floats(dout_norm_weight, dim), totals.out[3] = floats(dout_norm_bias, dim);
-  totals.dweight = floats(dweight, given.w.rows * given.w.columns * given.w.width);
-  const bool state_sums = totals.out[0] != nullptr || totals.out[1] != nullptr;
-  const bool out_sums = dout.has_value() && (totals.out[2] != nullptr || totals.out[3] != nullptr);
-  const bool per_channel = given.w.width > 1, dots = totals.dweight != nullptr && pulls > 0;
-  totals.channel_sums = state_sums || out_sums ? kSums : 0;
+  Totals totals = totals_of(given, dout.has_value(), pulls, dweight,
+                            {dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias});
+  const bool per_channel = given.w.width > 1, dots = totals.pulls > 0;
 
   const bool aligned =
       given.aligned && Alignment(storage, dim)
@@ -304,12 +313,10 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
            (channels + (dots && !per_channel ? pulls * threads : 0)) * kFloat;
   });
   std::optional<Tensor> sums;
-  totals.dim = static_cast<int>(dim), totals.pulls = dots ? static_cast<int>(pulls) : 0;
-  totals.blocks = shape.grid.blocks, totals.piece = given.w.width;
-  totals.columns = given.w.columns, totals.k = k;
+  totals.blocks = shape.grid.blocks;
   dispatch(storage, shape.fast, [&](auto type, auto fast) {
     using T = decltype(type);
-    // Groups of pulls are whole where they have a kernel of their own.
+    // boundary_dots_kernel processes the pulls in whole groups.
     const int64_t groups = (totals.pulls + kPulls - 1) / kPulls;
     totals.width = totals.channel_sums * dim + (per_channel ? groups * kPulls * dim : totals.pulls);
     if (totals.width > 0) sums = scratch(states, totals.blocks * totals.width);
@@ -333,7 +340,7 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
     op.width = totals.width, op.blocks = static_cast<int>(totals.blocks);
     op.tokens = tokens, op.columns = given.w.columns, op.k = k;
     op.norm_source = norm_source, op.channel_sums = totals.channel_sums > 0;
-    op.state_sums = state_sums, op.out_sums = out_sums;
+    op.state_sums = totals.state_sums(), op.out_sums = totals.out_sums();
     op.dots = dots && !per_channel;
     op.dropout = dropout_mask(seed, dropout_p);
     list_pulls(op, totals, given, pull_rows, pull_slots, grads, grad_slot);
@@ -344,12 +351,10 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
               int64_t{shape.grid.threads} * kRowValues * kFloat},
              device.stream(), op);
   });
+  totals.partial = sums.has_value() ? floats(*sums) : nullptr;
   launch(boundary_totals_kernel,
          {(totals.width + kWarp - 1) / kWarp, kTotalWarps * kWarp, kTotalWarps * kWarp * kFloat},
-         device.stream(), [&] {
-           totals.partial = sums.has_value() ? floats(*sums) : nullptr;
-           return totals;
-         }());
+         device.stream(), totals);
 }
 
 }  // namespace

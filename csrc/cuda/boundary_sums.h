@@ -1,5 +1,5 @@
-// What a boundary's backward is told, and its sums over tokens: the dots of weights per channel, and
-// the totals over blocks.
+// The arguments of a boundary's backward, and its sums over tokens: the dots of per-channel weights
+// and the totals over blocks.
 #pragma once
 
 #include "boundary.h"
@@ -100,6 +100,9 @@ struct Totals {
   float* out[kSums];
   float* dweight;
   int32_t rows[kMost];
+
+  bool state_sums() const { return out[0] != nullptr || out[1] != nullptr; }
+  bool out_sums() const { return out[2] != nullptr || out[3] != nullptr; }
 };
 
 constexpr int kTotalWarps = 8;

@@ -8,7 +8,7 @@
 //     dw_k = G_k norm_weight_k + S norm_bias_k  (its sum if scalar)
 //
 // Forward: a row's lanes (see row.h) hold two rows of tokens and go through the sources in
-// order, the next ones on their way into shared memory: 64 KB in flight on a multiprocessor. Two
+// order while the next ones are copied into shared memory: 64 KB in flight on a multiprocessor. Two
 // rows share each read of the norm weights: these come from L1 and L2 with 8 bytes a value beside 2
 // of a source, more than L1 could give to one row at a time. (K + 1) T D values of memory.
 //
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMostLanes)
   RowSum row_sum(op.lanes, dynamic_shared());
   using Pairs = RowPairs<T, kAligned>;
   Pairs pairs(dynamic_shared() + kRowSumBytes, at);
-  // Rows behind the last one are copies of it: they are not stored, and their moments are the same.
+  // Rows behind the last one repeat it: they are not stored, and their moments are the same.
   const int last = static_cast<int>(op.tokens) - 1;
   const int t0 = static_cast<int>(blockIdx.x) * kPair * at.rows_per_block() + at.row_in_block();
   const int t1 = t0 + at.rows_per_block();
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kMostLanes)
   const Matrix source = op.source[k], dsource = op.dsource[k];
   const bool norm = op.mean != nullptr, need_source = norm || op.partial != nullptr;
   const float *mean = op.mean + k * op.tokens, *rstd = op.rstd + k * op.tokens;
-  // Of the row in work, and of the one to ask for.
+  // The token of the row in work, and that of the row to copy next.
   int t = first + at.row_in_block(), t_ask = t;
   const T* p_source = static_cast<const T*>(source.data) + t * source.row_stride;
   const T* p_dout = static_cast<const T*>(op.dout.data) + t * op.dout.row_stride;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kMostLanes)
                 (op.norm_weight != nullptr ? norm_weight[i] : 1.0f);
   }
   float gn[1][kRowChunks][kChunk] = {}, g[1][kRowChunks][kChunk] = {};
-  // Every thread of a block goes round as often: sums over rows need them all.
+  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
 #pragma unroll 1
   for (int begin = first; begin < tokens; begin += step, t += step) {
     const bool exists = t < tokens;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kMostLanes)
     pairs.take(0, n);
     pairs.take(1, d);
     pairs.taken();
-    // Behind the end of a row n is any value and d is 0.
+    // Behind the end of a row n has any value and d is 0.
     if (norm) DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
     if (exists) {
       DEEPFAST_EACH(c, i) {
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kMostLanes)
   }
   wait_copies<0>();
   if (op.partial == nullptr) return;
-  // No more pairs are to come: their place is free.
+  // All pairs were read: their shared memory is free.
   float* scratch = reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes);
   float* partial = op.partial + int64_t{chunk} * op.partial_rows * op.dim;
   store_channel_sums(gn, at, scratch, partial + int64_t{op.first + k} * op.dim);

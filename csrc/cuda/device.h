@@ -40,7 +40,7 @@ namespace deepfast {
 
 #if defined(__CUDACC__)
 // A barrier of `threads` neighbours, a power of two from 64 on: of the block's first so many, its
-// next so many, and so on. Others go their way.
+// next so many, and so on. Other threads do not wait.
 DEEPFAST_DEVICE void sync_neighbours(int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + static_cast<int>(threadIdx.x) / threads), "r"(threads)
                : "memory");
@@ -66,7 +66,7 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream
             Arguments&&... arguments) {
   if (grid.blocks == 0) return;
   DEEPFAST_CHECK(grid.blocks < (int64_t{1} << 31), "too many blocks in a launch: ", grid.blocks);
-  // More than this takes the kernel's word that it knows what it asks for.
+  // CUDA refuses more than this unless the kernel allows it by an attribute.
   constexpr int64_t kPlain = 48 << 10;
   if (grid.shared > kPlain)
     DEEPFAST_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

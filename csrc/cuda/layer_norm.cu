@@ -6,9 +6,9 @@
 //
 // A row is in registers from its first read to its last write (see row.h): the mean and the
 // variance are two passes over registers, not over memory. Forward reads x and residual and writes
-// s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D. Its
-// blocks stay, so that each keeps its share of dweight and dbias in registers; partials.cu adds
-// these up.
+// s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D. Each
+// of its blocks processes many rows and keeps its share of dweight and dbias in registers;
+// partials.cu adds these up.
 //
 // Ba, Kiros, Hinton: Layer Normalization, 2016.
 #include "op.h"
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMostLanes) layer_norm_bwd_kernel(const Backwa
   // [0] of the weight, [1] of the bias.
   float sums[2][kRowChunks][kChunk] = {};
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block goes round as often: sums over rows need them all.
+  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();

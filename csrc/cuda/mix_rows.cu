@@ -9,7 +9,7 @@
 // while the K states stream past. Of 2-byte states a multiprocessor of an H200 gets some 9 values
 // a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8 FMA, one to widen
 // the value, one for the norm and 2.5 for loads, addresses and the loop, since what a
-// thread reads of W and the norm serves 16 values. 7 stages on their way are 56 KB.
+// thread reads of W and the norm serves 16 values. 7 stages in flight are 56 KB.
 //
 //      blockIdx    slice of 128 channels     tiles of 32 tokens, by blocks of that slice in turns
 //         0        channels   0 - 127        0, 2, 4, ...
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1) mix_rows_kernel(const __grid_cons
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) z[v][i] = fmaf(z[v][i], norm_weight[i], norm_bias[i]);
       }
-      // The next step comes into registers during the products.
+      // The next step is loaded into registers during the products.
       const int next = k + 1 < from.count ? k + 1 : 0;
       take(next, next > 0 ? tile : tile + at.step);
 #pragma unroll

@@ -7,10 +7,10 @@
 
 #include <initializer_list>
 
+#include "../common/tensor.h"
 #include "device.h"
 #include "dropout.h"
 #include "row.h"
-#include "../common/tensor.h"
 
 #if defined(DEEPFAST_EMULATE)
 // Beside the ops of deepfast._C, on the same tensors.

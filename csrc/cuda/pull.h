@@ -1,4 +1,4 @@
-// What both kernels of pull_rows are told, and what they leave to be summed.
+// The arguments of both kernels of pull_rows, with the partial sums that they write.
 #pragma once
 
 #include "stream.h"

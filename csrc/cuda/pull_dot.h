@@ -63,7 +63,7 @@ struct DotCopies {
         tiles(static_cast<int>((elements + kDotTile - 1) / kDotTile)),
         steps((op_.partial != nullptr) + (op_.from.count + kDotRows - 1) / kDotRows) {}
 
-  // How many elements of a tile there are, how many rows of a step, and where row r is.
+  // How many elements of the tile and rows of the step exist, and where row r lies.
   DEEPFAST_DEVICE int width(int tile) const {
     const int64_t left = elements - int64_t{tile} * kDotTile;
     return left < kDotTile ? static_cast<int>(left) : kDotTile;
@@ -117,7 +117,7 @@ struct DotLayout {
   }
 };
 
-// Writes W's parts; returns what one of u's sums is to be multiplied by.
+// Writes W's parts; returns the factor that u's sums are to be multiplied by.
 template <class T>
 DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
   const auto weight = [&](int l, int j) {
@@ -198,7 +198,7 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
   float d[2][4] = {};
 #pragma unroll
   for (int s = 0; s < kDotSteps; ++s) {
-    // N is a multiple of 8: eight columns are there or not.
+    // N is a multiple of 8: eight columns exist all together or not at all.
     if (s * 16 >= own) continue;
     uint32_t g[4];
     load_tiles(g, corner + lane % 16 * DotCopies<T>::kPitch + (s * 16 + lane / 16 * 8) * 2);
@@ -212,9 +212,9 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
         (d[0][i] + d[1][i] * (1.0f / Parts<T>::kStep)) * (1.0f / Parts<T>::kStates);
 }
 
-// u of this warp's elements: sixteen gradients times W's parts. `keep` has the bits of rows 2t and
-// 2t + 1, and of those 8 further, that there are: a stage's others hold anything, which times 0
-// need not be 0.
+// u of this warp's elements: sixteen gradients times W's parts. `keep` has the bits of rows 2t,
+// 2t + 1, 2t + 8 and 2t + 9 that exist. The other rows of a stage hold any bits, and those times 0
+// may be NaN.
 template <class T>
 DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)[2],
                                       const uint32_t* parts,
@@ -227,7 +227,7 @@ DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)
     w[p][0] = parts[p * 2 * kWarp + lane];
     w[p][1] = parts[(p * 2 + 1) * kWarp + lane];
   }
-  // Two steps side by side: a product need not wait for the one before.
+  // Two independent steps: a product does not wait for the one before.
 #pragma unroll
   for (int s = 0; s < kDotSteps; s += 2) {
     uint32_t g[2][4];

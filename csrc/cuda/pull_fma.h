@@ -64,8 +64,8 @@ DEEPFAST_DEVICE void add_channel_sums(const Pull<T>& op, const float* sums, int 
   }
 }
 
-// z of a tile. Behind the last source there are states and norms of slot 0. All states are asked
-// for before the first is used.
+// z of a tile. Places behind the last source hold the state and norm of slot 0. All loads are
+// issued before the first value is used.
 template <class T, int kSources, bool kGeneral, int kLines>
 DEEPFAST_DEVICE void load_states(const Pull<T>& op, const Place& at, int64_t tile,
                                  float (&z)[kSources][kLines][kQuad]) {

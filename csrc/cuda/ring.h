@@ -1,13 +1,13 @@
 // A ring of stages in shared memory through which states stream past a block's threads.
 //
-//      copies          | 4 | 5 | 6 |   on their way, up to kStages - 1 steps ahead of
+//      copies          | 4 | 5 | 6 |   in flight, up to kStages - 1 steps ahead of
 //      threads     | 3 |               the stage that all of them read
 //
-// What a step copies is told by a `Copies`. The ring knows no borders between tiles: the first
-// states of the next one are on their way while the threads finish this one. On sm_90 and newer
-// a warp asks the copy engine, a stage always the same one, and two barriers for each stage say
-// when it is full and when all have read it. On sm_80 each thread copies its share and the block
-// meets once a step.
+// A `Copies` says what a step copies. The ring goes on from tile to tile: while the threads finish
+// one tile, the first states of the next one are in flight. On sm_90 and newer one warp, always the
+// same for a stage, issues bulk copies, and each stage has two barriers: one says that the stage is
+// full, the other that all threads have read it. On sm_80 each thread copies its share and the
+// block synchronises once a step.
 #pragma once
 
 #include "async.h"
@@ -54,7 +54,7 @@ class Ring {
       full_[stage_].wait(phase_);
     } else {
       wait_copies<kStages - 2>();
-      // Everybody's share of this stage is here, and nobody reads the last one any more.
+      // All shares of this stage have arrived, and no thread reads the previous stage any more.
       __syncthreads();
       copy(last, last_phase);
     }
@@ -77,7 +77,7 @@ class Ring {
       char* shared = stages_ + stage * Copies::kBytes;
       if (has_bulk_copies()) {
         if (static_cast<int>(threadIdx.x) / kWarp == stage % kWarps) {
-          // The first time round a stage is empty without having been read.
+          // In the first round a stage is empty although nobody has read it.
           empty_[stage].wait(phase ^ 1);
           copies_.bulk(shared, tile_, step_, full_[stage]);
         }

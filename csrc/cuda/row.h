@@ -48,7 +48,7 @@ struct Lane {
   DEEPFAST_DEVICE int count(int c) const { return dim - channel(c); }
 };
 
-// A thread's part of a row as it lies in memory: several can be on their way before one is used.
+// A thread's part of a row as it lies in memory: several can be in flight before one is used.
 template <class T>
 struct RowChunks {
   Chunk<T> chunk[kRowChunks];

@@ -1,4 +1,4 @@
-// Pairs of rows on their way into shared memory, ahead of the pair in work.
+// Pairs of rows, copied into shared memory ahead of the pair in work.
 //
 //      pair      k         k + 1      k + 2       of 16-bit values; of fp32, twice as long, two
 //            | in work |  coming  |  coming  |
@@ -35,7 +35,7 @@ class RowPairs {
     }
   }
 
-  // Asks for row `r` of the next pair. One that does not exist is any values, or zeros.
+  // Starts the copy of row `r` of the next pair. A row that does not exist has any values.
   DEEPFAST_DEVICE void ask(int r, const T* row, bool exists) {
 #pragma unroll
     for (int c = 0; c < kRowChunks; ++c) {
@@ -43,14 +43,14 @@ class RowPairs {
       if constexpr (!kAligned) {
         put(write_, r, c, load_chunk(p, exists ? at_.count(c) : 0, false));
       } else if (exists && at_.count(c) > 0) {
-        // The two halves of 32 bytes of fp32 go through L1: L2 is asked once.
+        // The two halves of 32 bytes of fp32 go through L1, so that L2 serves them in one access.
 #pragma unroll
         for (int i = 0; i < kWords; ++i)
           copy_words<sizeof(T) == 4>(word(write_, r, c, i), reinterpret_cast<const Words*>(p) + i);
       }
     }
   }
-  // Ends a pair, whether its rows were asked for or not.
+  // Ends a pair, whether its rows are copied or not.
   DEEPFAST_DEVICE void asked() {
     commit_copies();
     write_ = write_ + 1 == kDepth ? 0 : write_ + 1;
@@ -67,7 +67,7 @@ class RowPairs {
       widen(chunk, v[c]);
     }
   }
-  // Gives the oldest pair's place away.
+  // Frees the place of the oldest pair.
   DEEPFAST_DEVICE void taken() { read_ = read_ + 1 == kDepth ? 0 : read_ + 1; }
 
  private:

@@ -7,7 +7,7 @@
 
 namespace deepfast {
 
-// Tensors of one launch: their pointers and strides are arguments of the kernel, 4 KB at most.
+// Tensors of one launch: their pointers and strides are kernel arguments, which take at most 4 KB.
 constexpr int kSources = 120;
 
 struct SourceList {

@@ -99,7 +99,8 @@ struct Place {
 
   template <class T>
   DEEPFAST_DEVICE Place(const Stream<T>& op, int lines) {
-    // Shuffled, it stays in a register: asked for anew in every step it takes four instructions.
+    // The shuffle keeps it in a register. Without it nvcc computes it in every step, with four
+    // instructions.
     lane = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % kWarp, threadIdx.x % kWarp);
     line = static_cast<int>(threadIdx.x) / kWarp * lines;
     lines_apart = kWarp >> op.log2_lanes;
@@ -151,15 +152,15 @@ DEEPFAST_DEVICE const V* bytes_on(const V* p, int64_t bytes) {
   return reinterpret_cast<const V*>(reinterpret_cast<const char*>(p) + bytes);
 }
 
-// How many bytes into the buffer each slot begins: in shared memory, to spare every step a product
-// in 64 bits. A barrier of the block comes before its use.
+// How many bytes into the buffer each slot begins: kept in shared memory, so that no step
+// needs a 64-bit product. A barrier of the block comes before its use.
 template <class T>
 DEEPFAST_DEVICE void fill_offsets(int64_t* offsets, const Stream<T>& op) {
   for (int k = threadIdx.x; k < op.count; k += blockDim.x)
     offsets[k] = op.slot[k] * op.slot_stride * static_cast<int64_t>(sizeof(T));
 }
 
-// A warp's lines of one state after the other, kStages - 1 of them on their way.
+// A warp's lines of one state after the other, kStages - 1 of them in flight.
 //
 //      copies          | 4 | 5 | 6 |   into a ring in shared memory that the warp has for itself:
 //      products    | 3 |               no barrier but the warp's own
@@ -190,7 +191,7 @@ class Lines {
     for (int s = 0; s < kStages - 1; ++s) copy(s * kStageBytes);
   }
 
-  // The lines of the next step. Behind the last there is nothing, but no harm in asking.
+  // The lines of the next step. Behind the last step it gives any values.
   DEEPFAST_DEVICE void take(Quad<T> (&n)[kLines]) {
     wait_copies<kStages - 2>();
     // Every lane's copies are here, and every lane has read the stage before.
