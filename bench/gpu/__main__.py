@@ -198,6 +198,7 @@ def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) ->
             log, out = Path(folder, f"{name}.jsonl"), Path(folder, f"{name}.txt")
             command = [sys.executable, "-m", "pytest", *files_of(name), "-m", "gpu", "-q"]
             command += ["-p", "bench.gpu.log", "-p", "no:cacheprovider", "--color=no"]
+            command += [] if dry else ["--all-cases"]
             with out.open("w") as file:
                 process = subprocess.Popen(
                     command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,

@@ -178,11 +178,6 @@ class Case:
     targets: tuple[int, ...]
 
     @property
-    def main(self) -> bool:
-        """Compiled even where nothing changed."""
-        return len(self.targets) > 1
-
-    @property
     def name(self) -> str:
         words = [
             str(value).removeprefix("torch.") if key == "dtype"

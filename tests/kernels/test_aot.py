@@ -18,11 +18,13 @@ REWRITE = "python tests/kernels/aot.py --write bench/results/aot.md"
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """One run of aot.py over all cases, or the main ones for sm_90 where the table is of these
-    sources; a process of its own, without the interpreter."""
+def report(request, tmp_path_factory):
+    """One run of aot.py over all cases, in a process of its own, without the interpreter; the
+    table itself where it is of these sources."""
     path = tmp_path_factory.mktemp("aot") / "report.json"
-    command = [sys.executable, PROGRAM, "--changed", "--json", path]
+    command = [sys.executable, PROGRAM, "--json", path]
+    if not request.config.getoption("all_cases"):
+        command.append("--changed")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert path.exists(), done.stderr
     return json.loads(path.read_text())

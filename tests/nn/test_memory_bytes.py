@@ -54,7 +54,7 @@ def test_bytes_of_a_layer(connection, norm, widths):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_grows_with_the_square_of_the_depth(policy):
-    depths = (12, 24, 36)
+    depths = (36, 48, 60)
     peaks = [kept("dlcl", policy, depth, "pre")[1] for depth in depths]
     first, second = (b - a for a, b in pairwise(peaks))
     # Statistics and the weights, (L + 1)^2 numbers, are far below one state.

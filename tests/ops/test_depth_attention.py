@@ -298,14 +298,6 @@ def test_memory_is_that_of_the_results(meter):
     assert m.peak <= (40 + 2) * out.nbytes + statistics + 20_000
 
 
-def test_double_backward_is_an_error(exact_backend):
-    x = torch.randn(4, 6, requires_grad=True)
-    query = torch.randn(6, requires_grad=True)
-    out = depth_attention([x, x * 2], query, backend=exact_backend)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(out.square().sum(), x, create_graph=True)
-
-
 def test_autocast(exact_backend):
     x = torch.randn(4, 6, requires_grad=True)
     query = torch.ones(6, requires_grad=True)

@@ -314,31 +314,6 @@ def test_second_backward_with_retain_graph(backend):
         y.backward()
 
 
-def test_double_backward_is_an_error(backend):
-    x = torch.randn(4, 6, requires_grad=True)
-    y = layer_norm(x, None, None, backend=backend)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(y.square().sum(), x, create_graph=True)
-
-
-def test_double_backward_of_a_linear_loss_is_an_error_too(backend):
-    """A penalty on gradients must not vanish in silence."""
-    x = torch.randn(4, 6, requires_grad=True)
-    loss = (layer_norm(x, None, None, backend=backend) * torch.arange(6.0)).sum()
-    with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_autocast(backend):
-    x = torch.randn(4, 6, requires_grad=True)
-    weight = torch.ones(6, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, s = layer_norm(x, weight, None, residual=x * 2, backend=backend)
-    assert y.dtype == s.dtype == torch.bfloat16
-    (y.sum() + s.sum()).backward()
-    assert x.grad.dtype == weight.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -273,14 +273,6 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
         assert (leaf.grad is not None) == (name in trainable)
 
 
-def test_double_backward_is_an_error(backend):
-    hidden, weight, target = operands(3, 4, 9)
-    hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy: double backward"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(tolerances, backend, dtype):
     """As on the cast operands; the gradient of an fp32 weight is never rounded."""

@@ -148,10 +148,3 @@ def test_refuses(change, error, message):
     } | change  # fmt: skip
     with pytest.raises(error, match=message):
         norm_linear(**args)
-
-
-def test_double_backward_is_an_error(backend):
-    x = torch.randn(3, 4, requires_grad=True)
-    out = norm_linear(x, None, None, torch.ones(2, 4), backend=backend)
-    with pytest.raises(RuntimeError, match="norm_linear: double backward"):
-        torch.autograd.grad(out.square().sum(), x, create_graph=True)

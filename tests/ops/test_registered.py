@@ -205,13 +205,15 @@ def test_gradient_transforms_are_an_error(name):
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FlopCounterMode])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode):
-    """What lies below the op is reached on other paths too, and they alone would be wrong."""
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode, power):
+    """What lies below the op is reached on other paths too, and they alone would be wrong. The
+    gradient of a linear loss is constant, and its penalty must not vanish either."""
     c, below = case(name, "reference", 0.0), torch.ones((), requires_grad=True)
     x, *rest = c.leaves
 
     def penalty():
-        loss = sum(o.square().sum() for o in outputs(c.run(x * below, *rest)))
+        loss = sum(o.pow(power).sum() for o in outputs(c.run(x * below, *rest)))
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         return torch.autograd.grad(g.square().sum(), below)
 

@@ -56,7 +56,7 @@ def test_compiles_to_one_graph(any_backend, name, p):
 
 
 @pytest.mark.parametrize(
-    "backend",
+    "kernel_backend",
     ["cpu", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("reference", "cuda"))],
     indirect=True,
 )
