@@ -60,8 +60,11 @@ def test_compiles_to_one_graph(any_backend, name, p):
     ["cpu", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("reference", "cuda"))],
     indirect=True,
 )
-def test_compiles_with_inductor(backend):
+def test_compiles_with_inductor(backend, monkeypatch):
     """The default compiler, over all ops in one function."""
+    # Inductor writes for the processor as it is. Told to write AVX2 code on a processor with
+    # AVX-512, torch 2.13's gives wrong numbers here; on one that has only AVX2 they are right.
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     torch._dynamo.reset()
     w, weight = leaf(D), leaf(D, D)
 
