@@ -47,7 +47,7 @@ class FormEncoder(nn.Module):
         connect = self.form(connection.dlcl)
         x = connect(x_TD)
         for layer, norm in zip(self.encoder.layers, connection.norms, strict=False):
-            residual, branch = layer.body(x, norm(x), packing)
+            residual, branch = layer(x, normed=norm(x), packing=packing)
             x = connect(residual + branch)
         return connection.norms[-1](x)
 

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
+from deepfast import checks
 from deepfast.memory.flops import relative_time
 from deepfast.memory.policies import POLICIES, resolve
 from deepfast.memory.sizes import MOST, Sizes
-from deepfast.memory.table import advise
+from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
 
@@ -17,136 +19,40 @@ STEP = 64
 """Widths are multiples of it, and heads this wide."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhatFits:
-    """What would fit, where a plan does not: other policies, or else smaller sizes."""
-
-    policies: tuple[str, ...] = ()
-    """Of the encoder's layers; empty where no policies are enough."""
-    decoder_policies: tuple[str, ...] = ()
-    layers: int | None = None
-    """The most that fit, everything else as it is; None: not even the fewest, or policies do."""
-    tokens: int | None = None
-    width: int | None = None
-    budget: int
-    """Bytes that would do for the sizes as they are, under the most frugal policies."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A training step that was planned."""
-
-    sizes: Sizes
-    budget: int
-    """Bytes."""
-    policies: tuple[str, ...]
-    """Of the encoder's layers, from the bottom."""
-    decoder_policies: tuple[str, ...]
-    table: dict[str, int]
-    """Category to bytes at the highest point of the step."""
-    time: float
-    """Predicted time of a step over that of `keep` everywhere, by floating-point operations."""
-    what_fits: WhatFits | None
-    """Where this does not; None where it does."""
-    solved: str | None
-    """Of budget, layers, width and tokens the one that was left out and found."""
-
-    @property
-    def peak(self) -> int:
-        """Predicted bytes at the highest point of a step."""
-        return sum(self.table.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.budget
-
-    @property
-    def advice(self) -> str:
-        """What would fit, where this does not, as a sentence; empty where it does."""
-        return "" if self.what_fits is None else advise(self.what_fits)
-
-    def to_dict(self) -> dict:
-        """Plain values only."""
-        return {
-            **asdict(self.sizes),
-            "budget": self.budget,
-            "policies": list(self.policies),
-            "decoder_policies": list(self.decoder_policies),
-            "table": dict(self.table),
-            "peak": self.peak,
-            "fits": self.fits,
-            "time": self.time,
-            "solved": self.solved,
-            "advice": self.advice,
-            "what_fits": None if self.what_fits is None else asdict(self.what_fits),
-        }
-
-
 def plan(
     *,
     budget: str | int | None = None,
     layers: int | None = None,
     width: int | None = None,
     tokens: int | None = None,
-    heads: int | None = None,
-    ffn: int | None = None,
-    vocabulary: int = 32_000,
-    decoder_layers: int = 6,
-    target_tokens: int | None = None,
-    connection: str = "dlcl",
-    decoder_connection: str = "residual",
-    norm: str = "pre",
-    weight: str = "scalar",
-    dtype: str = "bfloat16",
-    optimizer: str = "adam",
-    device: str = "cuda",
-    activation: str = "relu",
-    dropout: bool = True,
-    accumulate: int = 1,
-    length: int = 128,
-    padding: bool = False,
     policies: str | Sequence[str] | None = None,
     decoder_policies: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> Plan:
-    """Predicts the peak memory of a training step, solves for what is left out, and chooses for
-    every layer what it keeps.
+    """Predicts the peak memory of a training step, solves for the size that is not given, and
+    chooses what every layer keeps for backward.
 
     Of ``budget``, ``layers``, ``width`` and ``tokens`` three are given, and the fourth is found:
-    the most layers, the widest model (a multiple of 64, with heads of 64 where ``heads`` is None)
-    or the most tokens that fit under the most frugal policy, or the smallest budget, again that
-    of the most frugal policy (of ``policies`` where they are given). With all four, the plan tells
-    whether they fit. Then, within the budget, policies with the least recomputation are chosen:
-    the bottom layers of a stack may have a more frugal one than its top. Gradients grow in
-    backward while what layers keep goes, from the top, so what lies at the bottom is there last.
+    the most layers, the widest model or the most tokens that fit under the policies with the lowest
+    peak, or the smallest budget that these policies need. A width that is found is a multiple of
+    64. With all four, the plan tells whether they fit. Within the budget the policies with the
+    least recomputation are chosen. The bottom layers of a stack may recompute more than its top:
+    backward frees what the top layers keep first, while gradients grow.
 
     Args:
         budget: bytes, or text such as "24GiB".
-        layers: L of the encoder.
-        width: D.
-        tokens: T of a micro-batch on the encoder's side, padding left out.
-        heads: H; None: heads of 64.
-        ffn: F; None: 4 D.
-        vocabulary: V, with tied embeddings; 0: a stack without embedding and loss.
-        decoder_layers: 0: an encoder alone.
-        target_tokens: of a micro-batch on the decoder's side; None: as many as ``tokens``.
-        connection, decoder_connection: "dlcl" or "residual".
-        norm: "pre" or "post".
-        weight: kind of the depth weights, "scalar" or "vector".
-        dtype: "bfloat16" (autocast) or "float32".
-        optimizer: "adam", "sgd" (no momentum) or "none".
-        device: "cuda" or "cpu"; a margin for the allocator is added on "cuda".
-        activation: "relu" or "gelu".
-        dropout: whether branches are dropped out.
-        accumulate: micro-batches per step.
-        length: tokens per sentence; it decides what attention costs.
-        padding: whether sentences differ in length where attention is torch's SDPA, which works
-            on padded copies; sizes are then counted with the padding.
+        layers, width, tokens: L of the encoder, D, and T of a micro-batch on the encoder's side,
+            without padding.
         policies, decoder_policies: of the layers, a name or one for each; None: chosen. "history"
-            needs "dlcl".
+            needs the connection "dlcl".
+        options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
+            decoder_layers, target_tokens, connection, decoder_connection, norm, weight, dtype,
+            optimizer, device, activation, dropout, accumulate, length, padding.
 
     Raises:
-        ValueError: a size or a choice that is none; two or more of the four left out; a budget in
-            which not even the smallest model fits; policies of a decoder that is not there.
+        TypeError: for an option that `Sizes` does not have.
+        ValueError: for a wrong size or choice; for two or more of the four not given; for a budget
+            in which not even the smallest model fits; for policies of a decoder that is not there.
     """
     given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
@@ -155,51 +61,48 @@ def plan(
             f"{', '.join(FREE)}: expected at least three of them, got none for "
             f"{' and '.join(missing)}"
         )
-    if decoder_policies is not None and decoder_layers == 0:
+    if decoder_policies is not None and options.get("decoder_layers") == 0:
         raise ValueError(
             f"decoder_policies: expected none without a decoder, got {decoder_policies!r} for "
             "decoder_layers=0"
         )
     limit = None if budget is None else parse_bytes(budget)
-    options = {
-        "vocabulary": vocabulary, "decoder_layers": decoder_layers, "connection": connection,
-        "decoder_connection": decoder_connection, "norm": norm, "weight": weight, "dtype": dtype,
-        "optimizer": optimizer, "device": device, "activation": activation, "dropout": dropout,
-        "accumulate": accumulate, "length": length, "padding": padding,
-    }  # fmt: skip
-
-    def sized(**free: int) -> Sizes:
-        sizes = given | free
-        d, t = sizes["width"], sizes["tokens"]
-        # Before anything is derived from them.
-        return Sizes(
-            layers=sizes["layers"], width=d, tokens=t,
-            heads=_heads(d) if heads is None else heads,
-            ffn=4 * d if ffn is None and isinstance(d, int) else ffn,
-            target_tokens=t if target_tokens is None else target_tokens, **options,
-        )  # fmt: skip
-
     search = _Search(policies, decoder_policies)
+    fixed = {name: given[name] for name in ("layers", "width", "tokens")}
+    sized = partial(_sized, fixed, options)
     free = missing[0] if missing else None
+    heads = options.get("heads") or 1
     if free in (None, "budget"):
         sizes = sized()
     else:
-        step = math.lcm(STEP, heads or 1) if free == "width" else 1
+        step = math.lcm(STEP, heads) if free == "width" else 1
         sizes = _largest(free, step, sized, search, limit)
     if limit is None:
         limit = search.smallest(sizes)
     chosen = search.cheapest(sizes, limit)
     table = peak_table(sizes, *chosen)
-    what_fits = (
-        None if sum(table.values()) <= limit else _what_fits(sizes, limit, sized, heads or 1)
-    )
+    fits = sum(table.values()) <= limit
+    what_fits = None if fits else _what_fits(sizes, limit, sized, heads)
     return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), what_fits, free)
 
 
-def _heads(width: object) -> int:
-    """Heads of 64 where they divide the width, else the most that are wider and do."""
-    if not isinstance(width, int) or width < 1:
-        return 1
+def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes:
+    """The sizes with ``free`` in place of what is not given, and with the defaults that follow
+    from the width and the tokens."""
+    sizes = fixed | options | free
+    width = sizes["width"]
+    # A wrong width is left for Sizes to refuse.
+    whole = checks.is_whole(width) and width >= 1
+    derived = {
+        "heads": _heads(width) if whole else 1,
+        "ffn": 4 * width if whole else 1,
+        "target_tokens": sizes["tokens"],
+    }
+    return Sizes(**derived | {name: value for name, value in sizes.items() if value is not None})
+
+
+def _heads(width: int) -> int:
+    """Heads of 64 where they divide the width, else the most wider heads that do."""
     return next(h for h in range(max(width // STEP, 1), 0, -1) if width % h == 0)
 
 
@@ -221,7 +124,7 @@ def _largest(
     low, high = 1, 2
     while high <= most and fits(high):
         low, high = high, 2 * high
-    # Beyond every machine it is not looked for.
+    # Sizes beyond every machine are not searched.
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
@@ -249,24 +152,26 @@ def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], heads: int
 
 
 class _Search:
-    """Which policies may be chosen, and the best of them.
+    """Finds the best policies among those that may be chosen.
 
     Args:
-        encoder, decoder: a name, one for each layer, or None where the choice is free.
+        encoder, decoder: a policy, one for each layer, or None where the choice is free.
     """
 
     def __init__(self, encoder: str | Sequence[str] | None, decoder: str | Sequence[str] | None):
         self.wanted = encoder, decoder
 
     def _sides(self, sizes: Sizes):
-        """For either stack its layers, its connection, and what is wanted."""
+        """The layers, the connection and the wanted policies of each stack."""
         counts = sizes.layers, sizes.decoder_layers
         kinds = sizes.connection, sizes.decoder_connection
         return zip(counts, kinds, self.wanted, strict=True)
 
     def uniform(self, sizes: Sizes) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """One policy for all layers of a stack, where it may be chosen, from most memory to least:
-        first the encoder, which is the deeper one, saves, then the decoder."""
+        """Pairs of one policy for all layers of each stack, from most memory to least.
+
+        The encoder is deeper, so it saves memory first, and the decoder after it.
+        """
         options = []
         sides = zip(("policies", "decoder_policies"), self._sides(sizes), strict=True)
         for name, (count, kind, wanted) in sides:
@@ -281,8 +186,8 @@ class _Search:
         return min(_peak(sizes, pair) for pair in self.uniform(sizes))
 
     def cheapest(self, sizes: Sizes, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The policies with the least predicted time within the limit; the least peak where
-        nothing fits."""
+        """The policies with the least predicted time within the limit, or with the least peak
+        where nothing fits."""
         pairs = self.uniform(sizes)
         found = [pair for pair in pairs if _peak(sizes, pair) <= limit]
         if not found:
@@ -298,7 +203,7 @@ def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
 
 
 def uniform_peak(sizes: Sizes, policy: str) -> int:
-    """The peak with one policy for all layers; where there is no DLCL "history" is "states"."""
+    """The peak with one policy for all layers; without DLCL, "history" becomes "states"."""
     kinds = (sizes.layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
     encoder, decoder = (
         ("states" if policy == "history" and kind != "dlcl" else policy,) * count
@@ -308,7 +213,8 @@ def uniform_peak(sizes: Sizes, policy: str) -> int:
 
 
 def _mixed(sizes: Sizes, top, bottom, limit: int):
-    """The mix of two choices with the fewest bottom layers of the more frugal one that fits."""
+    """Mixes two choices: the mix that fits with the fewest bottom layers of ``bottom``, which
+    needs less memory."""
     count = sizes.layers + sizes.decoder_layers
 
     def mix(lower: int):

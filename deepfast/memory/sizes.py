@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-CONNECTIONS = ("dlcl", "residual")
+from deepfast import checks
+
+CONNECTIONS = ("dlcl", "residual", "latent")
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
 """Bytes of state per parameter; "sgd" is without momentum."""
 CHOICES = {
@@ -29,7 +31,7 @@ AT_LEAST = {
 }
 
 MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000}
-"""Beyond every machine; policies are chosen layer by layer."""
+"""Upper limits, beyond every machine. Policies are chosen layer by layer, so layers have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,42 +43,47 @@ class Sizes:
     width: int
     """D."""
     tokens: int
-    """T of a micro-batch, on the encoder's side."""
+    """T of a micro-batch on the encoder's side, padding left out."""
     heads: int
-    """H."""
+    """H; `plan` takes heads of 64 where it is not given."""
     ffn: int
-    """F."""
-    vocabulary: int
-    """V of the embedding, shared with the output projection; 0: a stack without either."""
-    decoder_layers: int
-    """0: an encoder alone."""
+    """F; `plan` takes 4 D where it is not given."""
     target_tokens: int
-    """Tokens of a micro-batch on the decoder's side."""
-    connection: str
-    """"dlcl" or "residual", of the encoder."""
-    decoder_connection: str
-    norm: str
+    """Tokens of a micro-batch on the decoder's side; `plan` takes ``tokens`` by default."""
+    vocabulary: int = 32_000
+    """V of the embedding, shared with the output projection; 0: a stack without either."""
+    decoder_layers: int = 6
+    """0: an encoder alone."""
+    connection: str = "dlcl"
+    """"dlcl", "residual" or "latent", of the encoder."""
+    decoder_connection: str = "residual"
+    """Of the decoder, likewise."""
+    norm: str = "pre"
     """"pre" or "post"."""
-    weight: str
+    weight: str = "scalar"
     """Kind of the depth weights: "scalar" or "vector" (a group is counted as "vector")."""
-    dtype: str
+    dtype: str = "bfloat16"
     """"bfloat16": autocast over fp32 parameters; "float32"."""
-    optimizer: str
-    device: str
-    activation: str
-    dropout: bool
+    optimizer: str = "adam"
+    """"adam", "sgd" (without momentum) or "none"."""
+    device: str = "cuda"
+    """"cuda" or "cpu"; a margin for the allocator is added on "cuda"."""
+    activation: str = "relu"
+    """"relu" or "gelu"."""
+    dropout: bool = True
     """Whether there is dropout on branches."""
-    accumulate: int
+    accumulate: int = 1
     """Micro-batches per step."""
-    length: int
+    length: int = 128
     """Tokens per sentence, for the cost of attention."""
     padding: bool = False
-    """Whether sentences differ in length, and torch's attention works on padded copies."""
+    """Whether sentences differ in length where attention is torch's SDPA, which works on padded
+    copies; ``tokens`` then includes the padding."""
 
     def __post_init__(self):
         for name, least in AT_LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not checks.is_whole(value) or value < least:
                 raise ValueError(
                     f"{name}: expected a whole number of at least {least}, got {value!r}"
                 )
@@ -115,12 +122,16 @@ class Sizes:
         return (self.decoder_linear if decoder else self.linear) + 2 * norms * self.width
 
     def connection_parameters(self, decoder: bool = False) -> int:
-        """Between the layers: depth weights, their norms, and pre-norm layers' first norms."""
+        """Between the layers: depth weights and their norms, logits of latent depth, and the first
+        norms of pre-norm layers."""
         kind = self.decoder_connection if decoder else self.connection
         rows = (self.decoder_layers if decoder else self.layers) + 1
         count = 2 * rows * self.width if self.norm == "pre" else 0
         if kind == "dlcl":
             count += rows * rows * self.depth_channels + 2 * rows * self.width
+        if kind == "latent":
+            # Logits of one language.
+            count += rows - 1
         return count
 
     @property

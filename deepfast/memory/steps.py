@@ -44,6 +44,9 @@ class _Walk:
     low = False
     """Whether gradients of weights are made in 16 bits."""
 
+    gated: tuple[str, ...] = ()
+    """Gradients of weights that latent depth has multiplied by a gate."""
+
     def make(self, **born: int) -> None:
         self.alive |= born
         self.steps.append(Step(sum(self.alive.values()), self.gradients))
@@ -57,14 +60,25 @@ class _Walk:
         self.drop(*(name for name in names if name not in self.kept))
 
     def learn(self, *names: str) -> None:
-        """Gradients of weights reach them, in 16 bits by way of a copy in fp32."""
+        """Gradients reach their weights; those in 16 bits are first copied to fp32."""
         for name in names:
             size = self.alive[name]
             if self.low:
                 self.make(widened=2 * size)
-                self.drop("widened")
-            self.drop(name)
-            self.gradients += 2 * size if self.low else size
+                self.drop(name, "widened")
+                size *= 2
+            if name in self.gated:
+                self.alive[name] = size
+            else:
+                self.drop(name)
+                self.gradients += size
+        # The product with the gate came first in forward, so its gradient comes last.
+        for name in filter(self.gated.__contains__, names):
+            size = self.alive[name]
+            # The weight's own gradient, and a product whose sum is the gate's gradient.
+            self.make(product=size, summed=size)
+            self.drop(name, "product", "summed")
+            self.gradients += size
 
 
 class Layer:
@@ -87,7 +101,7 @@ class Layer:
         self.pre, self.gelu = sizes.norm == "pre", sizes.activation == "gelu"
         self.rerun = policy in RERUN
         kind = sizes.decoder_connection if decoder else sizes.connection
-        self.dlcl = kind == "dlcl"
+        self.dlcl, self.latent = kind == "dlcl", kind == "latent"
         # Without dropout the gradients of a branch and of its residual are one tensor.
         self.branch = self.d if sizes.dropout else 0
 
@@ -127,20 +141,24 @@ class Layer:
         return norm | {name: size for name, size in names.items() if name not in without}
 
     def copies(self) -> dict[str, int]:
-        """Of weights, in the dtype of autocast."""
-        if self.sizes.dtype != "bfloat16":
-            return {}
+        """Copies of weights that backward reads: in the dtype of autocast, or scaled by a gate."""
         square = self.square
-        names = {"cast": 3 * square, "cast_o": square, "cast_up": self.w, "cast_down": self.w}
-        return names | ({"cast2": 3 * square, "cast_o2": square} if self.decoder else {})
+        last = {"cast_o": square, "cast_down": self.w}
+        last |= {"cast_o2": square} if self.decoder else {}
+        if self.sizes.dtype != "bfloat16":
+            return last if self.latent else {}
+        names = {"cast": 3 * square, "cast_up": self.w} | last
+        return names | ({"cast2": 3 * square} if self.decoder else {})
 
     def cached(self) -> dict[str, int]:
-        """Of these, what autocast's cache or backward holds on to once forward is through."""
+        """The copies that autocast's cache or backward still holds after forward."""
         copies = self.copies()
-        if self.rerun and self.pre:
-            # An op's own cast, which the cache does not know.
-            copies.pop("cast_up", None)
-        return copies
+        if not self.rerun:
+            return copies
+        # Autocast's cache has neither the copies that an op makes itself nor those of products.
+        others = ("cast_up",) if self.pre else ()
+        others += ("cast_o", "cast_o2", "cast_down") if self.latent else ()
+        return {name: size for name, size in copies.items() if name not in others}
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -157,7 +175,9 @@ class Layer:
             walk.make(kv=2 * self.source, o2=twice * d + self.lse)
             walk.make(c=d)
             walk.leave("q", "kv", "o2")
-        walk.make(n3=d, s=d + st)
+        # Under autocast the weight that a gate scales is there in fp32 too.
+        scaled = 2 * self.w if self.latent and self.sizes.dtype == "bfloat16" else 0
+        walk.make(n3=d, s=d + st, scaled=scaled)
         walk.make(h=self.f)
         if self.pre:
             walk.leave("n3", "cast_up")
@@ -173,7 +193,7 @@ class Layer:
             walk.alive["n"] = self.d
         self.walk_forward(walk)
         walk.make(out=self.d)
-        walk.leave("h", "act")
+        walk.leave("h", "act", "scaled")
         if not self.pre:
             walk.leave("s")
             walk.make(y=self.d, s2=self.d + self.statistics)
@@ -190,6 +210,7 @@ class Layer:
         kept = self.saved() | self.copies() if self.rerun else self.kept()
         walk = _Walk(kept, **self.kept(), **own)
         walk.low = self.sizes.dtype == "bfloat16"
+        walk.gated = ("w_out", "w_down") if self.latent else ()
         # Of what the boundary above made: the gradients of branch and residual, in post-norm of y.
         walk.alive |= {"d_out": self.branch, "d_s": self.d} if self.pre else {"d_y": self.d}
         if self.rerun:
@@ -210,7 +231,7 @@ class Layer:
         if not self.pre:
             walk.make(out=self.d)
             walk.make(y=self.d, s2=self.d + self.statistics)
-        walk.drop("a", "c", "out", "y")
+        walk.drop("a", "c", "out", "y", "scaled")
         if self.pre and "x" not in self.kept():
             walk.drop("x")
         # ReLU saves its result alone.

@@ -1,15 +1,78 @@
-"""A plan as text."""
+"""A plan, as values and as text."""
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
+from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
 
-if TYPE_CHECKING:
-    from deepfast.memory.plan import Plan, WhatFits
+
+@dataclass(frozen=True, kw_only=True)
+class WhatFits:
+    """What would fit where a plan does not: other policies, or else smaller sizes."""
+
+    policies: tuple[str, ...] = ()
+    """Of the encoder's layers; empty where no policies save enough."""
+    decoder_policies: tuple[str, ...] = ()
+    layers: int | None = None
+    """The most that fit with the other sizes unchanged. None: not even one fits, or policies do."""
+    tokens: int | None = None
+    width: int | None = None
+    budget: int
+    """Bytes that the unchanged sizes need under the policies with the lowest peak."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a training step."""
+
+    sizes: Sizes
+    budget: int
+    """Bytes."""
+    policies: tuple[str, ...]
+    """Of the encoder's layers, from the bottom."""
+    decoder_policies: tuple[str, ...]
+    table: dict[str, int]
+    """Category to bytes at the highest point of the step."""
+    time: float
+    """Predicted time of a step over that of `keep` everywhere, by floating-point operations."""
+    what_fits: WhatFits | None
+    """None where the plan fits."""
+    solved: str | None
+    """Which of budget, layers, width and tokens was not given and has been found."""
+
+    @property
+    def peak(self) -> int:
+        """Predicted bytes at the highest point of a step."""
+        return sum(self.table.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.budget
+
+    @property
+    def advice(self) -> str:
+        """One sentence that says what would fit; empty where the plan fits."""
+        return "" if self.what_fits is None else advise(self.what_fits)
+
+    def to_dict(self) -> dict:
+        """Plain values only."""
+        return {
+            **asdict(self.sizes),
+            "budget": self.budget,
+            "policies": list(self.policies),
+            "decoder_policies": list(self.decoder_policies),
+            "table": dict(self.table),
+            "peak": self.peak,
+            "fits": self.fits,
+            "time": self.time,
+            "solved": self.solved,
+            "advice": self.advice,
+            "what_fits": None if self.what_fits is None else asdict(self.what_fits),
+        }
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
-    """Policies in words: "12 history, 18 lean from the bottom; decoder keep"."""
+    """Policies in words, such as "12 history, 18 lean from the bottom; decoder keep"."""
 
     def side(names: tuple[str, ...]) -> str:
         runs: list[list] = []
@@ -25,9 +88,11 @@ def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
     return side(policies) + (f"; decoder {side(decoder)}" if decoder else "")
 
 
-def advise(found: "WhatFits", *, budget: bool = True) -> str:
-    """One sentence; ``budget``: whether to say what the sizes as they are need, where smaller ones
-    are named too."""
+def advise(found: WhatFits, *, budget: bool = True) -> str:
+    """One sentence that says what fits.
+
+    budget: whether to name the budget of the unchanged sizes beside smaller sizes that fit.
+    """
     if found.policies:
         policies = describe(found.policies, found.decoder_policies)
         return f"it fits with memory policies {policies}"
@@ -40,9 +105,8 @@ def advise(found: "WhatFits", *, budget: bool = True) -> str:
     return f"{smaller}, and as it is a budget of {needed}" if budget else smaller
 
 
-def lines(plan: "Plan") -> list[str]:
-    """Sizes, policies, the table by category, and whether it fits; where no budget was given, what
-    it needs."""
+def lines(plan: Plan) -> list[str]:
+    """Sizes, policies, the table by category, and whether the plan fits or what it needs."""
     sizes = plan.sizes
     decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
     peak = max(plan.peak, 1)

@@ -1,7 +1,6 @@
 """Multi-head attention over packed sentences."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
-from deepfast.nn.bare import bare, gated
+from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
-from deepfast.nn.recompute import Again, Kept, remade
+from deepfast.nn.recompute import Kept, Recompute, not_saved, plain
 from deepfast.ops import common
 
 
@@ -36,48 +35,30 @@ class KeyValueCache:
             self.key, self.value = self.key[index], self.value[index]
 
 
-class _Unkept:
-    """Inputs and results of projections that backward makes again, in place of keeping them."""
+def _projected(
+    linear: nn.Linear,
+    x: Tensor | Recompute,
+    y: Tensor,
+    padded: Packing | None,
+    unsaved: list[tuple[Tensor, Recompute]] | None,
+) -> Tensor:
+    """``y = W x + b``, on padded sentences where ``padded`` is given.
 
-    def __init__(self, recompute: bool):
-        self.eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        self.recompute = recompute and self.eager
-        self.makers: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    A list ``unsaved`` is given the result and how backward computes it again.
+    """
+    dtype = y.dtype
+    y = y if padded is None else padded.unpack(y)
+    if unsaved is not None and plain(linear, nn.Linear):
+        operands = [x.function if isinstance(x, Recompute) else Kept(x), Kept(linear.weight)]
+        if linear.bias is not None:
+            operands.append(Kept(linear.bias))
 
-    def project(
-        self,
-        linear: nn.Linear,
-        x: Tensor,
-        again: Again | None,
-        packing: Packing | None,
-    ) -> Tensor:
-        """``W x + b``; padded where there is a packing to tell how."""
-        # Decoding has nothing to make again, and need not look.
-        plain = self.eager and bare(linear, nn.Linear)
-        if again is not None and not (plain and again.makes(x)):
-            again = None
-        if again is None:
-            y = linear(x)
-        else:
-            with remade([(x, again)]):
-                y = linear(x)
-        dtype = y.dtype
-        y = y if packing is None else packing.unpack(y)
-        if self.recompute and plain:
-            parts = [again or Kept(x), Kept(linear.weight)]
-            if linear.bias is not None:
-                parts.append(Kept(linear.bias))
+        def function() -> Tensor:
+            y = F.linear(*(operand().to(dtype) for operand in operands))
+            return y if padded is None else padded.unpack(y)
 
-            def make() -> Tensor:
-                y = F.linear(*(part().to(dtype) for part in parts))
-                return y if packing is None else packing.unpack(y)
-
-            self.makers.append((y, make))
-        return y
-
-    def context(self) -> contextlib.AbstractContextManager:
-        """In which attention keeps none of them."""
-        return remade(self.makers) if self.makers else contextlib.nullcontext()
+        unsaved.append((y, Recompute(y, function)))
+    return y
 
 
 class MultiheadAttention(nn.Module):
@@ -139,13 +120,15 @@ class MultiheadAttention(nn.Module):
         padded = packing.indices is None and packing.padding is not None
         return padded or name in backends.SDPA
 
-    def project_memory(
-        self, memory_TD: Tensor, packing: Packing, *, decoding: bool = False
+    def project_encoded(
+        self, encoded_TD: Tensor, packing: Packing, *, decoding: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sequence attended to, made once for a decoder: (B, H, S, d) where
-        attention runs over padded sentences, as it does in ``decoding``, else (T, H, d)."""
-        kv = self.key_value(memory_TD)
-        padded = decoding or self._pads(memory_TD, packing)
+        """Keys and values of the encoder's output, made once for all steps of decoding.
+
+        (B, H, S, d) where attention runs over padded sentences, as in ``decoding``; else (T, H, d).
+        """
+        kv = self.key_value(encoded_TD)
+        padded = decoding or self._pads(encoded_TD, packing)
         return self._split(packing.unpack(kv) if padded else kv, 2)
 
     def forward(
@@ -154,81 +137,93 @@ class MultiheadAttention(nn.Module):
         packing: Packing,
         *,
         causal: bool = False,
-        memory: Tensor | tuple[Tensor, Tensor] | None = None,
-        memory_packing: Packing | None = None,
+        encoded: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        again: Again | None = None,
-        recompute: bool = False,
-        gate: Tensor | float | None = None,
+        recompute_x: Recompute | None = None,
+        recompute_qkv: bool = False,
+        gate: Gate | None = None,
     ) -> Tensor:
-        """Attends from x to itself, or to ``memory``.
+        """Attends from x to itself, or to ``encoded``.
 
         Args:
             x_TD: packed tokens (T, D).
             packing: of x.
             causal: a position sees itself and earlier ones. Padding must then be on the right.
-            memory: the sequence attended to, packed, or what `project_memory` made of it.
-            memory_packing: its packing.
+            encoded: the encoder's output, packed, or what `project_encoded` made of it.
+            encoded_packing: its packing.
             cache: x holds one new position per sentence; earlier ones are in the cache.
-            again: makes x again in backward, which then does not keep it.
-            recompute: backward makes queries, keys and values again; without, it keeps them.
-            gate: scales the result; a tensor must be a scalar, and may learn.
+            recompute_x: how backward computes x again; autograd then does not save x.
+            recompute_qkv: whether backward computes queries, keys and values again; otherwise
+                autograd saves them.
+            gate: scales the result. A tensor must be a scalar, and may require a gradient.
 
         Returns:
             (T, D), before dropout and residual.
         """
-        memory_packing = memory_packing or packing
-        if isinstance(memory, tuple):
-            padded = memory[0].dim() == 4
+        encoded_packing = encoded_packing or packing
+        if isinstance(encoded, tuple):
+            padded = encoded[0].dim() == 4
         else:
             padded = cache is not None or self._pads(x_TD, packing)
-        unkept = _Unkept(recompute)
+        # Decoding has no backward, and a compiler chooses itself what to recompute.
+        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        unsaved = [] if recompute_qkv and backward else None
         linear = self.query if self.cross else self.query_key_value
-        qkv = unkept.project(linear, x_TD, again, packing if padded else None)
+        source = x_TD
+        if recompute_x is not None and backward and plain(linear, nn.Linear):
+            source = recompute_x if recompute_x.gives(x_TD) else x_TD
+        if source is x_TD:
+            qkv = linear(x_TD)
+        else:
+            with not_saved([(x_TD, recompute_x)]):
+                qkv = linear(x_TD)
+        qkv = _projected(linear, source, qkv, packing if padded else None, unsaved)
         q, *kv = self._split(qkv, 1 if self.cross else 3)
-        if isinstance(memory, Tensor):
-            made = unkept.project(self.key_value, memory, None, memory_packing if padded else None)
+        if isinstance(encoded, Tensor):
+            layout = encoded_packing if padded else None
+            made = _projected(self.key_value, encoded, self.key_value(encoded), layout, unsaved)
             kv = self._split(made, 2)
-        elif memory is not None:
-            kv = memory
+        elif encoded is not None:
+            kv = encoded
         del qkv
         run = self._padded if padded else self._packed
-        with unkept.context():
-            o = run(q, *kv, packing, causal, memory_packing, cache)
+        with not_saved(unsaved) if unsaved else contextlib.nullcontext():
+            o = run(q, *kv, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
 
     def weights(
-        self, x_TD: Tensor, packing: Packing, memory_TD: Tensor, memory_packing: Packing
+        self, x_TD: Tensor, packing: Packing, encoded_TD: Tensor, encoded_packing: Packing
     ) -> Tensor:
         """(B, T, S): what each position of x attends to, the mean over heads, 0 on padding.
 
-        To look at: `forward` never holds it. Cross attention only.
+        For pictures: `forward` never computes it. Cross attention only.
         """
         (q,) = self._split(packing.unpack(self.query(x_TD)), 1)
-        k, _ = self.project_memory(memory_TD, memory_packing, decoding=True)
+        k, _ = self.project_encoded(encoded_TD, encoded_packing, decoding=True)
         scores = q @ k.transpose(2, 3) * (self.dim // self.heads) ** -0.5
-        if memory_packing.padding is not None:
-            scores = scores.masked_fill(memory_packing.padding[:, None, None, :], -torch.inf)
+        if encoded_packing.padding is not None:
+            scores = scores.masked_fill(encoded_packing.padding[:, None, None, :], -torch.inf)
         return scores.softmax(-1).mean(1)
 
-    def _packed(self, q, k, v, packing, causal, memory_packing, _cache) -> Tensor:
+    def _packed(self, q, k, v, packing, causal, encoded_packing, _cache) -> Tensor:
         o = ops.attention(
             q,
             k,
             v,
             cu_seqlens_q=packing.cu_seqlens(q.device),
-            cu_seqlens_k=memory_packing.cu_seqlens(q.device),
+            cu_seqlens_k=encoded_packing.cu_seqlens(q.device),
             max_seqlen_q=packing.length,
-            max_seqlen_k=memory_packing.length,
+            max_seqlen_k=encoded_packing.length,
             causal=causal,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         return o.reshape(q.shape[0], self.dim)
 
-    def _padded(self, q, k, v, packing, causal, memory_packing, cache) -> Tensor:
+    def _padded(self, q, k, v, packing, causal, encoded_packing, cache) -> Tensor:
         # With padding on the right no real query sees a padded key of the future.
-        padding = None if causal else memory_packing.padding
+        padding = None if causal else encoded_packing.padding
         if cache is not None and not self.cross:
             k, v = cache.append(k, v)
         mask = None if padding is None else ~padding[:, None, None, :]

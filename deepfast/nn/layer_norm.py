@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from deepfast import checks, ops
 from deepfast.depth.boundary import OutNorm
-from deepfast.nn.recompute import Again, Kept
+from deepfast.nn.recompute import Kept, Recompute
 from deepfast.ops.layer_norm import compute
 
 
@@ -36,20 +36,23 @@ class LayerNorm(nn.Module):
         )
 
     def as_output(self) -> OutNorm:
-        """For a DLCL boundary that applies this norm in its own pass."""
+        """The parameters, for a DLCL boundary that applies this norm in its own pass."""
         return OutNorm(self.weight, self.bias, self.eps)
 
-    def again(self, n: Tensor, x: Tensor) -> Again:
-        """What makes n = LN(x) again, the same bits as in a forward that gave x as its sum; not of
-        a DLCL boundary in 16 bits (the policy "states"), which made n before it rounded x."""
+    def recompute(self, n: Tensor, x: Tensor) -> Recompute:
+        """How backward computes n = LN(x) again. It keeps x.
+
+        The bits are those of a forward that returned x as its sum. They differ where a DLCL
+        boundary made n in 16 bits (policy "states"), because it normalises before it rounds x.
+        """
         x, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
         eps, backend = self.eps, self.backend
 
         @torch.no_grad()
-        def make() -> Tensor:
+        def function() -> Tensor:
             return compute(x(), None, weight(), bias(), eps, 0.0, None, backend)[0]
 
-        return Again(n, make)
+        return Recompute(n, function)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

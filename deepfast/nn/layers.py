@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
-from deepfast.nn.bare import bare, gated, gated_parameters
-from deepfast.nn.connections.latent import Gate
+from deepfast.nn.connections.latent import Gate, gated, gated_parameters
 from deepfast.nn.layer_norm import LayerNorm
 from deepfast.nn.packing import Packing, packed, packed_pair
-from deepfast.nn.recompute import Again
+from deepfast.nn.recompute import Recompute, plain
 from deepfast.ops.activation import KINDS
 
 
@@ -60,15 +59,15 @@ class FeedForward(nn.Module):
         want_norm: bool = False,
         gate: Gate | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``s = residual + dropout(x)`` and the branch of n = LN(s); n in place of s if wanted.
+        """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``want_norm``.
 
-        Neither n nor masks are kept for backward, and the hidden activation by ``memory``. The
-        branch is scaled by ``gate``.
+        The branch is ``gate * feed_forward(n)`` with n = LN(s). Autograd saves neither n nor masks;
+        ``memory`` decides whether it saves the hidden activation.
         """
-        plain = bare(norm, LayerNorm) and bare(self.up, nn.Linear)
-        if memory in RERUN or not (plain and bare(self.down, nn.Linear)):
-            # When this runs again, it stops in front of the last product: one op could not.
-            if want_norm or not plain:
+        fused = plain(norm, LayerNorm) and plain(self.up, nn.Linear)
+        if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
+            # A rerun stops in front of the last product, which it could not do inside one op.
+            if want_norm or not fused:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
                 return (n if want_norm else s), self(n, gate)
             h, s = ops.norm_linear(
@@ -146,25 +145,31 @@ class _Layer(nn.Module):
         self,
         attention: nn.Module,
         *inputs: Tensor | Packing,
-        again: Again | None,
+        recompute_n: Recompute | None,
         gate: Gate | None,
         **options,
     ) -> Tensor:
-        """The branch of ``attention``; one of another make is told nothing of memory and gate."""
+        """The branch of ``attention``. A foreign module is told nothing of memory and gate."""
         if isinstance(attention, MultiheadAttention):
-            recompute = self.memory == "leaner"
-            return attention(*inputs, again=again, recompute=recompute, gate=gate, **options)
+            return attention(
+                *inputs, recompute_x=recompute_n, recompute_qkv=self.memory == "leaner", gate=gate,
+                **options,
+            )  # fmt: skip
         branch = attention(*inputs, **options)
         return branch if gate is None else branch * gate
 
-    def norms_alone(self, x: Tensor) -> Tensor:
-        """A post-norm layer whose branches are 0."""
+    def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
+        """What a stack calls in place of a post-norm layer whose branches are 0."""
         x = self.attention_norm(x)
         return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
 
-    def _end(self, norm: LayerNorm, branch: Tensor, residual: Tensor, gate: Gate | None):
-        """From the last attention's branch to the layer's last residual and branch; in post-norm
-        to the layer's output. ``norm`` is the one between attention and the feed-forward block."""
+    def _end(
+        self, norm: LayerNorm, branch: Tensor, residual: Tensor, gate: Gate | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """From the last attention's branch to what the layer returns to its stack.
+
+        ``norm`` is the one between attention and the feed-forward block.
+        """
         post = self.norm == "post"
         x, f = self.feed_forward.after_norm(
             norm, branch, residual, self.dropout, memory=self.memory, want_norm=post, gate=gate
@@ -173,6 +178,13 @@ class _Layer(nn.Module):
             return x, f
         y, _ = self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)
         return y
+
+    def _alone(self, out: Tensor | tuple[Tensor, Tensor], packing: Packing) -> Tensor:
+        """What a layer on its own returns, (B, S, D)."""
+        if self.norm == "pre":
+            residual, branch = out
+            out = residual + F.dropout(branch, self.dropout, self.training)
+        return packing.unpack(out)
 
 
 class TransformerEncoderLayer(_Layer):
@@ -186,28 +198,10 @@ class TransformerEncoderLayer(_Layer):
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
         first_norm: False where the surrounding stack owns and applies the first pre-norm LN.
-        memory: the policy, see `deepfast.memory`; "states" and "history" are carried out by the
-            stack around the layer.
+        memory: the policy, see `deepfast.memory`. The stack around the layer carries out "states"
+            and "history".
         backend: see `deepfast.backend`.
     """
-
-    def body(
-        self,
-        x: Tensor,
-        n: Tensor | None,
-        packing: Packing,
-        again: Again | None = None,
-        gate: Gate | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output.
-
-        again: makes n again in backward, which then does not keep it.
-        gate: scales every branch; None is 1.
-        """
-        source = x if n is None else n
-        a = self._attend(self.attention, source, packing, again=again, gate=gate)
-        norm = self.feed_forward_norm if n is not None else self.attention_norm
-        return self._end(norm, a, x, gate)
 
     def forward(
         self,
@@ -216,23 +210,27 @@ class TransformerEncoderLayer(_Layer):
         *,
         normed: Tensor | None = None,
         packing: Packing | None = None,
-        again: Again | None = None,
+        recompute_n: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer on its own: (B, S, D) to (B, S, D); True in the mask is padding.
 
-        In a stack, with the packing of its tokens: x (T, D) and, in pre-norm, ``normed``, LN(x), to
-        the layer's last residual and branch; in post-norm to its output. ``again`` makes LN(x)
-        again, and every branch is scaled by ``gate``. A stack calls the module, so that whatever
-        hangs on it (hooks, compilation, sharding) is met.
+        A stack gives the packing of its tokens: x is then (T, D). In pre-norm it gives ``normed``,
+        LN(x), and the layer returns its last residual and branch; in post-norm, its output.
+
+        Args:
+            recompute_n: how backward computes ``normed`` again; autograd then does not save it.
+            gate: scales every branch; None is 1.
         """
-        if packing is not None:
-            return self.body(x, normed, packing, again, gate)
-        x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
-        if self.norm == "post":
-            return packing.unpack(self.body(x, None, packing))
-        residual, branch = self.body(x, self.attention_norm(x), packing)
-        return packing.unpack(residual + F.dropout(branch, self.dropout, self.training))
+        alone = packing is None
+        if alone:
+            x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
+            normed = None if self.norm == "post" else self.attention_norm(x)
+        source = x if normed is None else normed
+        a = self._attend(self.attention, source, packing, recompute_n=recompute_n, gate=gate)
+        norm = self.attention_norm if normed is None else self.feed_forward_norm
+        out = self._end(norm, a, x, gate)
+        return self._alone(out, packing) if alone else out
 
 
 class TransformerDecoderLayer(_Layer):
@@ -240,63 +238,51 @@ class TransformerDecoderLayer(_Layer):
 
     crosses = True
 
-    def body(
-        self,
-        x: Tensor,
-        n: Tensor | None,
-        packing: Packing,
-        memory: Tensor | tuple[Tensor, Tensor],
-        memory_packing: Packing,
-        cache: KeyValueCache | None = None,
-        again: Again | None = None,
-        gate: Gate | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """(x, LN(x)) to the layer's last residual and branch; in post-norm x to its output."""
-        source = x if n is None else n
-        a = self._attend(
-            self.attention, source, packing, causal=True, cache=cache, again=again, gate=gate
-        )
-        pre = self.norm == "pre"
-        norm = self.cross_attention_norm if pre else self.attention_norm
-        n, s = norm(a, residual=x, dropout_p=self.dropout)
-        # What runs again makes n with everything else; a maker would keep s for it.
-        made = bare(norm, LayerNorm) and self.memory not in RERUN and torch.is_grad_enabled()
-        again = norm.again(n, s) if made else None
-        c = self._attend(
-            self.cross_attention, n, packing, memory=memory, memory_packing=memory_packing,
-            again=again, gate=gate,
-        )  # fmt: skip
-        if pre:
-            return self._end(self.feed_forward_norm, c, s, gate)
-        return self._end(self.cross_attention_norm, c, n, gate)
-
     def forward(
         self,
         x: Tensor,
-        memory: Tensor | tuple[Tensor, Tensor],
+        encoded: Tensor | tuple[Tensor, Tensor],
         key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        encoded_key_padding_mask: Tensor | None = None,
         *,
         normed: Tensor | None = None,
         packing: Packing | None = None,
-        memory_packing: Packing | None = None,
+        encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        again: Again | None = None,
+        recompute_n: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D). Padding of x
-        stands on the right, see `TransformerDecoder`.
+        """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 
-        In a stack, with the packing of its tokens: as the encoder layer, with the packed memory, or
-        the keys and values that `MultiheadAttention.project_memory` made of it.
+        Padding of x must be on the right, see `TransformerDecoder`. A stack gives packed tokens as
+        to the encoder layer, and as ``encoded`` the packed output of the encoder, or the keys and
+        values that `MultiheadAttention.project_encoded` made of it.
         """
-        if packing is not None:
-            return self.body(x, normed, packing, memory, memory_packing, cache, again, gate)
-        x, packing, memory, memory_packing = packed_pair(
-            "TransformerDecoderLayer", x, memory, self.dim, key_padding_mask,
-            memory_key_padding_mask,
+        alone = packing is None
+        if alone:
+            x, packing, encoded, encoded_packing = packed_pair(
+                "TransformerDecoderLayer", x, encoded, self.dim, key_padding_mask,
+                encoded_key_padding_mask,
+            )  # fmt: skip
+            normed = None if self.norm == "post" else self.attention_norm(x)
+        a = self._attend(
+            self.attention, x if normed is None else normed, packing, causal=True, cache=cache,
+            recompute_n=recompute_n, gate=gate,
         )  # fmt: skip
-        if self.norm == "post":
-            return packing.unpack(self.body(x, None, packing, memory, memory_packing))
-        residual, branch = self.body(x, self.attention_norm(x), packing, memory, memory_packing)
-        return packing.unpack(residual + F.dropout(branch, self.dropout, self.training))
+        pre = self.norm == "pre"
+        norm = self.cross_attention_norm if pre else self.attention_norm
+        n, s = norm(a, residual=x, dropout_p=self.dropout)
+        again = None
+        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        # A layer that runs again computes n with everything else: nothing is gained by keeping s.
+        if backward and plain(norm, LayerNorm) and self.memory not in RERUN:
+            again = norm.recompute(n, s)
+        c = self._attend(
+            self.cross_attention, n, packing, encoded=encoded, encoded_packing=encoded_packing,
+            recompute_n=again, gate=gate,
+        )  # fmt: skip
+        if pre:
+            out = self._end(self.feed_forward_norm, c, s, gate)
+        else:
+            out = self._end(self.cross_attention_norm, c, n, gate)
+        return self._alone(out, packing) if alone else out

@@ -17,10 +17,10 @@ class Packing:
 
     Args:
         batch, length: B and S.
-        indices: (T,) positions of real tokens in the flattened batch; None where there is no
-            padding and packing is a view.
-        padding: (B, S) bool, True is padding; None where there is none. Without indices the padding
-            is among the packed tokens.
+        indices: (T,) positions of the real tokens in the flattened batch. None: there is no
+            padding, and packing is a view.
+        padding: (B, S) bool, True is padding; None where there is none. Where it is given without
+            indices, the packed tokens include the padding.
     """
 
     batch: int
@@ -48,9 +48,9 @@ class Packing:
                 f"{tuple(padding.shape)}"
             )
         if torch.compiler.is_compiling():
-            # The number of real tokens is not known to a compiler: padding is computed, and zeroed.
+            # A compiler does not know the number of real tokens: padding is computed and zeroed.
             return cls(batch, length, None, padding)
-        # A copy: backward reads it again, and whoever made it may write the next batch into it.
+        # A copy: backward reads it again, and the caller may write the next batch into the mask.
         padding = padding.clone()
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
@@ -73,8 +73,10 @@ class Packing:
         return x
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """(B + 1,) int32 where each sentence begins among the packed tokens, and their number;
-        made on ``device``, where a copy would wait, and once."""
+        """(B + 1,) int32: where each sentence begins among the packed tokens, then their number.
+
+        Made once, on ``device``: a copy from another device would wait.
+        """
         if torch.compiler.is_compiling():
             return self._cu_seqlens(device)
         made = self.__dict__.setdefault("_made", {})
@@ -118,24 +120,24 @@ def packed(
 def packed_pair(
     op: str,
     x_BSD: Tensor,
-    memory_BSD: Tensor,
+    encoded_BSD: Tensor,
     dim: int,
     padding: Tensor | None,
-    memory_padding: Tensor | None,
+    encoded_padding: Tensor | None,
 ) -> tuple[Tensor, Packing, Tensor, Packing]:
-    """`packed` of a decoder's input and of what it attends to.
+    """`packed` of a decoder's input and of the encoder's output.
 
     Raises:
-        ValueError: also where the batches differ, and, of a mask on the CPU, for padding of x that
-            does not stand on the right.
+        ValueError: also where the batches differ, and where a mask on the CPU has padding of x
+            that is not on the right.
     """
     x, packing = packed(op, x_BSD, dim, padding)
-    memory, memory_packing = packed(
-        op, memory_BSD, dim, memory_padding, name="memory", argument="memory_key_padding_mask"
+    encoded, encoded_packing = packed(
+        op, encoded_BSD, dim, encoded_padding, name="encoded", argument="encoded_key_padding_mask"
     )
-    if memory_packing.batch != packing.batch:
+    if encoded_packing.batch != packing.batch:
         raise ValueError(
-            f"{op}: memory must have x's batch of {packing.batch}, got {memory_packing.batch}"
+            f"{op}: encoded must have x's batch of {packing.batch}, got {encoded_packing.batch}"
         )
     # Reading a mask would wait for a GPU.
     if padding is not None and padding.device.type == "cpu" and not watched(padding):
@@ -145,4 +147,4 @@ def packed_pair(
                 f"{op}: expected padding of x on the right of its tokens, got it in front of a "
                 f"token in sentence {late[0]}"
             )
-    return x, packing, memory, memory_packing
+    return x, packing, encoded, encoded_packing

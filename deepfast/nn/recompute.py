@@ -1,46 +1,69 @@
-"""Recomputation: forward run again in backward, or single tensors made again where they are read.
+"""Recompute in backward what forward does not save.
 
-Both stand on autograd's hooks on saved tensors, so whatever the code between consists of (modules,
-hooks on them, compiled layers, torch's attention) is served alike, and parameters' gradients reach
-them as ever, as DDP and FSDP expect.
+`rerun` runs a whole layer again in backward. `not_saved` keeps autograd from saving single tensors:
+a `Recompute` computes each of them again when backward reads it.
+
+Both use autograd's hooks on saved tensors, so they serve modules, hooks on modules, compiled layers
+and torch's attention alike. Gradients reach parameters as usual, as DDP and FSDP expect. Backward
+uses the values that forward used: `LayerState` puts back what a layer's attributes were, and a
+tensor that was modified in place since forward is an error.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import NoneType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from deepfast.nn.packing import Packing
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Attributes of a module that decide which hooks its forward runs."""
+
+ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+"""Types of tensors that have data of their own. FSDP's shards are of another type: while a layer
+runs, FSDP puts whole parameters in their place."""
+
+SIMPLE = (bool, int, float, str, NoneType)
+"""Types of the attributes that `LayerState` restores, such as ``training`` or ``dropout``."""
+
+
+def plain(module: nn.Module, kind: type) -> bool:
+    """Whether a fused op may replace ``module``: its exact type is ``kind`` and it has no hooks."""
+    changed = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        module._compiled_call_impl,
+        "forward" in vars(module),
+        _global_forward_hooks,
+        _global_forward_pre_hooks,
+    )
+    return type(module) is kind and not any(changed)
 
 
 class Kept:
-    """A tensor kept for backward, where autograd does not: as it was, or an error."""
+    """A tensor that backward reads. It is an error to modify it in place before that."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor):
-        # Not the tensor itself: an output that is saved would refer to its own node.
+        # Detached: a saved output would otherwise refer to its own node in the graph.
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def __call__(self) -> Tensor:
         _check_version(self.tensor, self.version)
         return self.tensor
-
-
-class Again:
-    """Makes a certain tensor again: valid for that one alone, as it was when this was made."""
-
-    def __init__(self, tensor: Tensor, make: Callable[[], Tensor]):
-        # Not the tensor, which is not to be kept.
-        self.tensor, self.version, self.make = weakref.ref(tensor), tensor._version, make
-
-    def makes(self, x: Tensor) -> bool:
-        """A hook or a module of another make may have put something else in its place."""
-        return self.tensor() is x and x._version == self.version
-
-    def __call__(self) -> Tensor:
-        return self.make()
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
@@ -52,29 +75,168 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def _words(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{dtype} {tuple(shape)}"
+class Recompute:
+    """Computes one tensor again in backward, once for all of its readers.
+
+    Args:
+        tensor: the one that autograd will not save. It is not kept here either.
+        function: () to a tensor with the same elements, dtype and strides. It runs without grad
+            and without autocast. Its result lives until the last reader has read it.
+    """
+
+    def __init__(self, tensor: Tensor, function: Callable[[], Tensor]):
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.function = function
+        self.device, self.dtype = tensor.device.type, tensor.dtype
+        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+        self.readers = self.left = 0
+        self.value: Tensor | None = None
+
+    def gives(self, x: Tensor) -> bool:
+        """Whether x is that tensor, unchanged. A hook may have replaced it."""
+        return self.tensor() is x and x._version == self.version
+
+    def read(self) -> Tensor:
+        if self.value is None:
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                self.value = self.function()
+            if self.value.stride() != self.stride or self.value.dtype != self.dtype:
+                raise RuntimeError("memory policy: a tensor was recomputed with another layout")
+            self.left = self.readers
+        value = self.value
+        self.left -= 1
+        if self.left == 0:
+            self.value = None
+        return value
 
 
-class _Enough(BaseException):
-    """Everything that backward needs has been made again."""
+class not_saved(saved_tensors_hooks):
+    """Inside the block autograd saves neither these tensors nor views of them."""
+
+    def __init__(self, tensors: list[tuple[Tensor, Recompute]]):
+        storages = {_storage(tensor): recompute for tensor, recompute in tensors}
+
+        def pack(tensor: Tensor):
+            recompute = storages.get(_storage(tensor))
+            if recompute is None:
+                return Kept(tensor)
+            recompute.readers += 1
+            return recompute, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        super().__init__(pack, _unpack)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _unpack(packed) -> Tensor:
+    if isinstance(packed, Kept):
+        return packed()
+    recompute, size, stride, offset = packed
+    value = recompute.read()
+    return value.as_strided(size, stride, offset - recompute.offset + value.storage_offset())
+
+
+class LayerState:
+    """What a layer reads beside its inputs, as it is when this is made.
+
+    These are parameters, buffers, hooks, submodules, attributes of a `SIMPLE` type, and the tensors
+    among the layer's keyword arguments.
+    """
+
+    def __init__(self, layer: nn.Module, options: dict):
+        self.tensors = [(name, t, Kept(t)) for name, t in _tensors(options)]
+        self.entries: list[tuple[dict, str, object]] = []
+        self.types = []
+        for part in layer.modules():
+            attributes = vars(part)
+            self.types.append((part, type(part)))
+            for table in (part._parameters, part._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and not tensor.is_inference():
+                        self.tensors.append((name, tensor, Kept(tensor)))
+                    if tensor is None or type(tensor) in ORDINARY:
+                        self.entries.append((table, name, tensor))
+            self.entries += [(part._modules, name, child) for name, child in part._modules.items()]
+            self.entries += [
+                (attributes, name, value)
+                for name, value in attributes.items()
+                if type(value) in SIMPLE
+            ]
+            self.entries += [(attributes, name, attributes[name].copy()) for name in HOOKS]
+
+    def check(self) -> None:
+        """Raises where a value that forward read is gone."""
+        for name, tensor, kept in self.tensors:
+            kept()
+            if type(tensor) in ORDINARY and tensor.data_ptr() != kept.tensor.data_ptr():
+                raise RuntimeError(
+                    f"memory policy: backward needs {name} {tuple(tensor.shape)} as it was in "
+                    "forward, but its data has been replaced since"
+                )
+        for part, kind in self.types:
+            if type(part) is not kind:
+                raise RuntimeError(
+                    f"memory policy: backward needs a {kind.__name__} as it was in forward, got "
+                    f"{type(part).__name__}"
+                )
+        for table, name, _ in self.entries:
+            if name not in table:
+                raise RuntimeError(
+                    f"memory policy: backward needs {name!r} of a layer as it was in forward, but "
+                    "it has been deleted since"
+                )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside the block the layer has the values that it had in forward."""
+        self.check()
+        changed = [
+            (table, name, table[name], value)
+            for table, name, value in self.entries
+            if table[name] is not value
+            # Hooks are a copy of a dictionary.
+            and not (isinstance(value, dict) and table[name] == value)
+        ]
+        for table, name, _, value in changed:
+            table[name] = value
+        try:
+            yield
+        finally:
+            for table, name, now, _ in reversed(changed):
+                table[name] = now
+
+
+def _tensors(options: dict) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among a layer's keyword arguments, by name."""
+    for name, value in options.items():
+        if isinstance(value, Packing):
+            value = value.indices, value.padding
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if isinstance(tensor, Tensor) and not tensor.is_inference():
+                yield name, tensor
+
+
+class _AllSaved(BaseException):
+    """The rerun has computed every tensor that backward needs."""
 
 
 class _Slot:
-    """Stands in the graph for a tensor that was not kept."""
+    """What the graph holds in place of a tensor that was not saved."""
 
-    __slots__ = ("__weakref__", "kind", "rerun", "value", "version")
+    __slots__ = ("__weakref__", "kind", "run", "value", "version")
 
-    def __init__(self, rerun: "_Rerun", tensor: Tensor):
-        self.rerun, self.value = rerun, None
+    def __init__(self, run: "_Run", tensor: Tensor):
+        self.run, self.value = run, None
         self.kind = tensor.shape, tensor.dtype
-        # A weight, or a view of one. What is made on the way may be changed on the way.
+        # Of a weight or a view of one. A layer may change its own intermediate results in place.
         source = tensor if tensor._base is None else tensor._base
         self.version = tensor._version if source.is_leaf and source.requires_grad else None
 
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The states of the generators that code on ``device`` may draw from."""
+    """The states of the random generators that code on ``device`` may use, and their setters."""
     states = [(torch.set_rng_state, torch.get_rng_state())]
     if device.type == "cuda":
         put = torch.cuda.set_rng_state
@@ -82,12 +244,13 @@ def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Te
     return states
 
 
-class _Rerun:
-    """One run of ``body`` whose saved tensors are made again when backward first asks for one."""
+class _Run:
+    """One forward of a layer. Backward runs it again when it first asks for a saved tensor."""
 
-    def __init__(self, body: Callable, remake: Callable, device: torch.device):
-        self.body, self.remake, self.device = body, remake, device
-        # The graph holds the slots, and they hold this: the other way round would be a circle.
+    def __init__(self, layer: nn.Module, options: dict, inputs: Callable, device: torch.device):
+        self.layer, self.options, self.inputs, self.device = layer, options, inputs, device
+        self.state = LayerState(layer, options)
+        # Weak references: the graph holds the slots, and the slots hold this object.
         self.slots: list[weakref.ref[_Slot]] = []
         self.generators = _generators(device)
         kind = device.type
@@ -100,30 +263,30 @@ class _Rerun:
         }
         self.task = None
 
-    def pack(self, tensor: Tensor) -> "_Slot":
+    def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
     @staticmethod
     def unpack(slot: _Slot) -> Tensor:
-        return slot.rerun.take(slot)
+        return slot.run.take(slot)
 
     def take(self, slot: _Slot) -> Tensor:
-        """The tensor of ``slot``, each once in a backward pass."""
+        """The tensor of ``slot``, which a backward pass may ask for once."""
         task = torch._C._current_graph_task_id()
         if slot.value is None:
             if self.task == task and task != -1:
                 raise RuntimeError(
                     "memory policy: a saved tensor was asked for twice in one backward pass"
                 )
-            self.run()
+            self.again()
             self.task = task
         value, slot.value = slot.value, None
         return value
 
-    def run(self) -> None:
-        """Forward again, as far as the last tensor that was saved."""
+    def again(self) -> None:
+        """Runs forward again, up to the last tensor that autograd saved."""
         found = 0
 
         def pack(tensor: Tensor) -> None:
@@ -141,23 +304,22 @@ class _Rerun:
                 slot.value = tensor.detach()
             found += 1
             if found == len(self.slots):
-                raise _Enough
+                raise _AllSaved
 
         before = _generators(self.device)
         for (put, state), _ in zip(self.generators, before, strict=True):
             put(state)
         try:
             with torch.no_grad():
-                inputs = [
-                    None if x is None else x.requires_grad_(need) for x, need in self.remake()
-                ]
+                x, n = self.inputs()
             with (
                 torch.enable_grad(),
                 torch.autocast(**self.autocast),
+                self.state.restored(),
                 saved_tensors_hooks(pack, lambda _: None),
-                contextlib.suppress(_Enough),
+                contextlib.suppress(_AllSaved),
             ):
-                self.body(*inputs)
+                self.layer(x, normed=n, **self.options)
         finally:
             for put, state in before:
                 put(state)
@@ -168,78 +330,27 @@ class _Rerun:
             )
 
 
-def rerun(body: Callable, inputs: tuple[Tensor | None, ...], remake: Callable):
-    """``body(*inputs)``, of which nothing is kept: backward runs it again, with dropout and
-    autocast as they were, up to the last tensor that autograd saves (a last product is spared).
+def _words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{dtype} {tuple(shape)}"
+
+
+def rerun(
+    layer: nn.Module, x: Tensor, n: Tensor | None, recompute_inputs: Callable, options: dict
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``layer(x, normed=n, **options)``, of which autograd saves nothing.
+
+    Backward runs the layer again, with the same dropout and autocast, up to the last tensor that
+    autograd would have saved. So the layer's last matrix product does not run again.
 
     Args:
-        body: of tensors; what it draws must come from torch's generators.
-        inputs: tensors or None.
-        remake: () to the same tensors, detached.
-
-    Returns:
-        What ``body`` returns.
+        recompute_inputs: () to x and n, without gradient.
     """
-    if not torch.is_grad_enabled():
-        return body(*inputs)
-    needs = [x is not None and x.requires_grad for x in inputs]
-    device = next(x.device for x in inputs if x is not None)
-    run = _Rerun(body, lambda: zip(remake(), needs, strict=True), device)
+    needs = x.requires_grad, n is not None and n.requires_grad
+
+    def inputs() -> list[Tensor | None]:
+        found = zip(recompute_inputs(), needs, strict=True)
+        return [None if t is None else t.requires_grad_(need) for t, need in found]
+
+    run = _Run(layer, options, inputs, x.device)
     with saved_tensors_hooks(run.pack, run.unpack):
-        return body(*inputs)
-
-
-class remade(saved_tensors_hooks):
-    """Inside the block, autograd keeps no view of certain tensors: they are made again.
-
-    Args:
-        makers: (tensor, () to a tensor with the same elements) each. A maker runs without grad
-            and autocast when backward first reads the tensor; its result lives until the last read.
-    """
-
-    def __init__(self, makers: list[tuple[Tensor, Callable[[], Tensor]]]):
-        made = {_storage(tensor): _Made(tensor, make) for tensor, make in makers}
-
-        def pack(tensor: Tensor):
-            source = made.get(_storage(tensor))
-            if source is None:
-                return Kept(tensor)
-            source.readers += 1
-            return source, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-        super().__init__(pack, _unpack)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _unpack(packed) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed()
-    source, size, stride, offset = packed
-    value = source.read()
-    return value.as_strided(size, stride, offset - source.offset + value.storage_offset())
-
-
-class _Made:
-    """A tensor that is made again, once for all of its readers."""
-
-    def __init__(self, tensor: Tensor, make: Callable[[], Tensor]):
-        self.make, self.readers, self.left = make, 0, 0
-        self.device, self.dtype = tensor.device.type, tensor.dtype
-        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
-        self.value: Tensor | None = None
-
-    def read(self) -> Tensor:
-        if self.value is None:
-            with torch.no_grad(), torch.autocast(self.device, enabled=False):
-                self.value = self.make()
-            if self.value.stride() != self.stride or self.value.dtype != self.dtype:
-                raise RuntimeError("memory policy: a tensor was made again with another layout")
-            self.left = self.readers
-        value = self.value
-        self.left -= 1
-        if self.left == 0:
-            self.value = None
-        return value
+        return layer(x, normed=n, **options)

@@ -1,29 +1,24 @@
 """Transformer encoder and decoder of any depth."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.memory.policies import resolve
 from deepfast.nn.attention import KeyValueCache
-from deepfast.nn.connections.connection import Body, Connection
-from deepfast.nn.connections.latent import Gate, LatentDepth
+from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
+from deepfast.nn.connections.residual import Connection, LayerCall
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, packed, packed_pair
-
-
-def _is(gate: Gate, value: float) -> bool:
-    """Whether a gate is chosen and has this value; what is drawn is not looked at."""
-    return isinstance(gate, float) and gate == value
 
 
 class _Stack(nn.Module):
     """What encoder and decoder share: layers of one kind, a connection, memory policies, gates."""
 
     planned: str
-    """Where a plan has this side's policies."""
+    """The attribute of a plan that holds this side's policies."""
 
     layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
 
@@ -79,32 +74,28 @@ class _Stack(nn.Module):
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         self.set_memory(memory)
 
-    def gates(self, language: int = 0) -> list[Gate] | None:
-        """What scales the branches of each layer in one forward pass: drawn while training, chosen
-        in evaluation; None without latent depth."""
-        return None if self.latent is None else self.latent(language)
+    def gates(self, language: int = 0) -> list[Gate | None]:
+        """What scales the branches of each layer in one forward pass.
 
-    def _connect(
-        self,
-        x: Tensor,
-        call: Callable[..., Tensor | tuple[Tensor, Tensor]],
-        gates: Sequence[Gate] | None,
-        states: list[Tensor] | None,
-    ) -> Tensor:
-        """Runs the layers that are used; ``call`` is of a layer's index and keywords."""
+        They are drawn in training and chosen in evaluation; None without latent depth.
+        """
+        return [None] * len(self.layers) if self.latent is None else self.latent(language)
+
+    def _calls(
+        self, options: Sequence[dict], gates: Sequence[Gate | None]
+    ) -> list[LayerCall | None]:
+        """How each layer is called; None in pre-norm for a layer that is not used."""
+        calls: list[LayerCall | None] = []
         post = self.connection.norm == "post"
-
-        def body(index: int, gate: Gate | None) -> Body:
-            if gate is None or _is(gate, 1.0):
-                return lambda x, n, again=None: call(index, x, normed=n, again=again)
-            if post and _is(gate, 0.0):
-                return lambda x, n: self.layers[index].norms_alone(x)
-            return lambda x, n, again=None: call(index, x, normed=n, again=again, gate=gate)
-
-        gates = gates or [None] * len(self.layers)
-        bodies = [body(index, gate) for index, gate in enumerate(gates)]
-        skipped = () if post else [i for i, gate in enumerate(gates) if _is(gate, 0.0)]
-        return self.connection(x, bodies, self.policies, states=states, skipped=skipped)
+        for *call, gate in zip(self.layers, self.policies, options, gates, strict=True):
+            layer, policy, given = call
+            if is_chosen(gate, 0.0):
+                calls.append(LayerCall(layer.norms_alone, "keep", {}) if post else None)
+            elif gate is None or is_chosen(gate, 1.0):
+                calls.append(LayerCall(layer, policy, given))
+            else:
+                calls.append(LayerCall(layer, policy, given | {"gate": gate}))
+        return calls
 
     def set_memory(self, memory: str | Sequence[str] | object) -> None:
         """Chooses what each layer keeps for backward, from the next forward on.
@@ -119,12 +110,11 @@ class _Stack(nn.Module):
                 without DLCL.
         """
         connection = "residual" if self.connection.dlcl is None else "dlcl"
-        # Of a plan its own side.
         memory = getattr(memory, self.planned, memory)
         self.policies = resolve(memory, len(self.layers), connection)
         """The memory policy of each layer."""
         for layer, policy in zip(self.layers, self.policies, strict=True):
-            # A layer may stand inside a wrapper.
+            # A layer may be inside a wrapper.
             for part in layer.modules():
                 if isinstance(part, self.layer):
                     part.memory = policy
@@ -136,7 +126,7 @@ class TransformerEncoder(_Stack):
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
-        connection: one of `deepfast.nn.connections.connection.CONNECTIONS`: "dlcl"; "residual";
+        connection: one of `deepfast.nn.connections.residual.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "latent": residual, and learned which layers are used.
         norm: "pre" (with a final LN) or "post".
@@ -148,8 +138,8 @@ class TransformerEncoder(_Stack):
             ``{"norm": None}`` mixes states without layer-norms.
         block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
-            In evaluation a pre-norm layer that is not used costs nothing, and of a post-norm one
-            the layer-norms are left, which hold its input's scale.
+            In evaluation a pre-norm layer that is not used costs nothing. Of a post-norm layer
+            that is not used only the layer-norms run, because they keep its input's scale.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
             "lean", "leaner", "states", "history"), one for each layer, or a plan.
         backend: see `deepfast.backend`.
@@ -175,42 +165,40 @@ class TransformerEncoder(_Stack):
         states: list[Tensor] | None = None,
         language: int = 0,
     ) -> Tensor:
-        """Real tokens (T, D) to (T, D); a list ``states`` is given those between the layers.
+        """Real tokens (T, D) to (T, D).
 
-        ``language`` is what latent depth chooses layers for.
+        Args:
+            states: a list that is given the states between the layers.
+            language: the language that latent depth uses layers for.
         """
-
-        def call(index, x, **options):
-            return self.layers[index](x, packing=packing, **options)
-
-        return self._connect(x_TD, call, self.gates(language), states)
+        options = [{"packing": packing}] * len(self.layers)
+        return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
 
 @dataclass
 class DecoderCache:
     """What decoding one position at a time keeps, per layer."""
 
-    memory: list[tuple[Tensor, Tensor] | None]
-    """None for a layer that is not used."""
-    memory_packing: Packing
-    layers: list[KeyValueCache] = field(default_factory=list)
-    gates: list[Gate] | None = None
+    encoded: list[tuple[Tensor, Tensor] | None]
+    """Keys and values of the encoder's output; None for a layer that is not used."""
+    encoded_packing: Packing
+    layers: list[KeyValueCache]
+    gates: list[Gate | None]
     """Of latent depth, the same for all steps."""
 
-    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
-        """Keeps hypotheses ``index`` (B',) of the batch, with ``memory`` the encoder's side too."""
+    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
+        """Keeps hypotheses ``index`` (B',) of the batch.
+
+        encoded: whether the encoder's side is reordered too.
+        """
         for cache in self.layers:
             cache.reorder(index)
-        if not memory:
+        if not encoded:
             return
-        self.memory = [kv and (kv[0][index], kv[1][index]) for kv in self.memory]
-        padding = self.memory_packing.padding
-        self.memory_packing = Packing(
-            index.numel(),
-            self.memory_packing.length,
-            None,
-            None if padding is None else padding[index],
-        )
+        self.encoded = [kv and (kv[0][index], kv[1][index]) for kv in self.encoded]
+        length, padding = self.encoded_packing.length, self.encoded_packing.padding
+        padding = None if padding is None else padding[index]
+        self.encoded_packing = Packing(index.numel(), length, None, padding)
 
 
 class TransformerDecoder(_Stack):
@@ -221,24 +209,24 @@ class TransformerDecoder(_Stack):
     def forward(
         self,
         x_BSD: Tensor,
-        memory_BSD: Tensor,
+        encoded_BSD: Tensor,
         key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        encoded_key_padding_mask: Tensor | None = None,
         *,
         language: int = 0,
     ) -> Tensor:
         """(B, T, D) and the encoder's output (B, S, D) to (B, T, D), zero at padding.
 
-        True in a mask is padding. Padding of x must stand on the right: elsewhere a token would
-        attend to the padding in front of it. A mask on the CPU that has it elsewhere is refused;
-        one on a GPU is trusted, since reading it would wait for the device.
+        True in a mask is padding. Padding of x must be on the right: a token would otherwise attend
+        to the padding before it. A mask on the CPU is checked for this. A mask on a GPU is trusted,
+        since reading it would wait for the device.
 
         Raises:
             TypeError, ValueError: for operands that do not fit.
         """
         operands = packed_pair(
-            "TransformerDecoder", x_BSD, memory_BSD, self.dim, key_padding_mask,
-            memory_key_padding_mask,
+            "TransformerDecoder", x_BSD, encoded_BSD, self.dim, key_padding_mask,
+            encoded_key_padding_mask,
         )  # fmt: skip
         return operands[1].unpack(self.forward_packed(*operands, language=language))
 
@@ -246,68 +234,66 @@ class TransformerDecoder(_Stack):
         self,
         x_TD: Tensor,
         packing: Packing,
-        memory_TD: Tensor | Sequence[Tensor],
-        memory_packing: Packing,
+        encoded_TD: Tensor | Sequence[Tensor],
+        encoded_packing: Packing,
         *,
         states: list[Tensor] | None = None,
         language: int = 0,
     ) -> Tensor:
         """Real tokens (T, D) to (T, D).
 
-        memory_TD: what all layers attend to, or one for each layer.
-        states: a list that is given those between the layers.
-        language: what latent depth chooses layers for.
+        Args:
+            encoded_TD: what all layers attend to, or one tensor for each layer.
+            states: a list that is given the states between the layers.
+            language: the language that latent depth uses layers for.
         """
-        # Each layer projects it, so that it decides whether keys and values are kept.
-        memory, gates = self._each(memory_TD), self.gates(language)
+        # Each layer projects it, and so decides whether keys and values are kept.
+        options = [
+            {"encoded": encoded, "packing": packing, "encoded_packing": encoded_packing}
+            for encoded in self._each(encoded_TD)
+        ]
+        return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
-        def call(index, x, **options):
-            return self.layers[index](
-                x, memory[index], packing=packing, memory_packing=memory_packing, **options
-            )
-
-        return self._connect(x_TD, call, gates, states)
-
-    def _each(self, memory_TD: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _each(self, encoded_TD: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """What each layer attends to."""
-        if isinstance(memory_TD, Tensor):
-            return [memory_TD] * len(self.layers)
-        if len(memory_TD) != len(self.layers):
+        if isinstance(encoded_TD, Tensor):
+            return [encoded_TD] * len(self.layers)
+        if len(encoded_TD) != len(self.layers):
             raise ValueError(
-                f"TransformerDecoder: expected one memory for each of {len(self.layers)} layers, "
-                f"got {len(memory_TD)}"
+                f"TransformerDecoder: expected one encoder output for each of {len(self.layers)} "
+                f"layers, got {len(encoded_TD)}"
             )
-        return memory_TD
+        return encoded_TD
 
     def start(
         self,
-        memory_TD: Tensor | Sequence[Tensor],
-        memory_packing: Packing,
+        encoded_TD: Tensor | Sequence[Tensor],
+        encoded_packing: Packing,
         *,
         language: int = 0,
     ) -> DecoderCache:
         """Projects the encoder's output, or one for each layer, once for all steps of decoding."""
-        gates = self.gates(language)
-        memory = [
+        gates, each = self.gates(language), self._each(encoded_TD)
+        encoded = [
             None
-            if gates and _is(gates[index], 0.0)
-            else layer.cross_attention.project_memory(one, memory_packing, decoding=True)
-            for index, (layer, one) in enumerate(
-                zip(self.layers, self._each(memory_TD), strict=True)
-            )
+            if is_chosen(gate, 0.0)
+            else layer.cross_attention.project_encoded(one, encoded_packing, decoding=True)
+            for layer, one, gate in zip(self.layers, each, gates, strict=True)
         ]
-        return DecoderCache(memory, memory_packing, [KeyValueCache() for _ in self.layers], gates)
+        return DecoderCache(encoded, encoded_packing, [KeyValueCache() for _ in self.layers], gates)
 
     def step(
         self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
     ) -> Tensor:
         """One new position per sentence, (B, D) to (B, D)."""
         packing = Packing(x_BD.shape[0], 1)
-
-        def call(index, x, **options):
-            return self.layers[index](
-                x, cache.memory[index], packing=packing, memory_packing=cache.memory_packing,
-                cache=cache.layers[index], **options,
-            )  # fmt: skip
-
-        return self._connect(x_BD, call, cache.gates, states)
+        options = [
+            {
+                "encoded": encoded,
+                "packing": packing,
+                "encoded_packing": cache.encoded_packing,
+                "cache": layer,
+            }
+            for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
+        ]
+        return self.connection(x_BD, self._calls(options, cache.gates), states)

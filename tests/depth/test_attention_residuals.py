@@ -18,7 +18,7 @@ from deepfast.nn import (
     TransformerDecoder,
     TransformerEncoder,
 )
-from deepfast.nn.connections.connection import ATTENTION_RESIDUALS
+from deepfast.nn.connections.residual import ATTENTION_RESIDUALS
 from deepfast.reference import attention_residuals as reference
 from tests.nn.written_out import DIM, HEADS, decoder_layer, encoder_layer, norm_of, shaken
 

@@ -202,7 +202,7 @@ def test_recomputation_is_that_of_the_design():
         ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
         ({"policies": "history", "connection": "residual"}, "'history' mixes inputs again"),
         ({"connection": "attnres"},
-         r"^connection: expected one of dlcl, residual, got 'attnres'; .* memory=lean$"),
+         r"^connection: expected one of dlcl, residual, latent, got 'attnres'; .* memory=lean$"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
         ({"layers": None, "budget": "1MiB"}, r"budget: expected at least .* for layers 1, got 1\."),
     ],

@@ -59,7 +59,7 @@ def drawn(seed, layers):
     width = heads * draw.choice([11, 12, 15] if layers > 10 else [12, 17, 32, 40])
     tokens = LENGTH * draw.choice([8, 13, 24])
     ffn = draw.choice([width, 2 * width + 1, 4 * width])
-    options = {"connection": draw.choice(["dlcl", "residual"]),
+    options = {"connection": draw.choice(["dlcl", "residual", "latent"]),
                "norm": draw.choice(["pre", "post"]),
                "activation": draw.choice(["relu", "gelu"])}  # fmt: skip
     return (layers, width, heads, ffn, tokens, options), draw.choice(["float32", "bfloat16"])
@@ -98,6 +98,18 @@ def test_mixed_policies_are_predicted_within_5_percent(seed):
     check_encoder(sizes, [bottom] * 6 + [top] * 4, dtype)
 
 
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_scaled_weights_of_latent_depth_are_counted(policy, dtype):
+    """They outweigh the activations of few tokens."""
+    options = {"connection": "latent", "norm": "pre"}
+    check_encoder((8, 64, 2, 256, 64, options), policy, dtype)
+
+
+def test_latent_depth_is_predicted_within_5_percent_at_25_layers():
+    check_encoder((25, 128, 2, 512, 128, {"connection": "latent"}), "keep", "float32")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_wide_encoder_is_predicted_within_5_percent(policy):
     check_encoder(*((6, 256, 4, 1024, 384, {"connection": "dlcl"}), policy), dtype="float32")
@@ -130,6 +142,14 @@ MODELS = {
     "a long target": {"decoder_policies": "leaner", "target": 3 * LENGTH},
     "two micro-batches": {"accumulate": 2, "policies": "lean"},
     "a vocabulary that outweighs the rest": {"vocabulary": 6000, "policies": "states"},
+    "latent on both sides": {"connection": "latent", "decoder_connection": "latent"},
+    "latent, leaner, bfloat16": {
+        "connection": "latent",
+        "decoder_connection": "latent",
+        "policies": "leaner",
+        "dtype": "bfloat16",
+        "batch": 8,
+    },
     "one weight per channel": {"weight": "vector", "policies": "lean"},
 }
 
@@ -200,7 +220,8 @@ def test_sizes_at_random_are_predicted_within_5_percent(seed):
     width = heads * draw.choice([d for d in (2, 4, 6, 10, 16, 32, 64) if 16 <= d * heads <= 128])
     ffn = draw.choice([draw.randint(3, width), width, 2 * width + 1, 4 * width])
     batch = draw.choice([4, 5, 8, 13, 24])
-    connection, decoder = draw.choice(["dlcl", "residual"]), draw.choice(["dlcl", "residual"])
+    kinds = ["dlcl", "residual", "latent"]
+    connection, decoder = draw.choice(kinds), draw.choice(kinds)
     weight = draw.choice(["scalar", "vector"])
     kinds = {"connection": connection, "norm": draw.choice(["pre", "post"]),
              "activation": draw.choice(["relu", "gelu"]),

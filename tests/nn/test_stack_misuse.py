@@ -12,7 +12,7 @@ from deepfast.nn import (
 )
 
 DIM, HEADS, FFN = 8, 2, 16
-X, MEMORY = torch.randn(2, 3, DIM), torch.randn(2, 4, DIM)
+X, ENCODED = torch.randn(2, 3, DIM), torch.randn(2, 4, DIM)
 RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
 LEFT = RIGHT.flip(1)
 
@@ -58,7 +58,7 @@ def test_layers_refuse_options(kind, options, message):
     ("args", "error", "message"),
     [
         ((X[0],), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
-        ((MEMORY[..., :7],), ValueError, r"x must be \(B, S, 8\), got \(2, 4, 7\)"),
+        ((ENCODED[..., :7],), ValueError, r"x must be \(B, S, 8\), got \(2, 4, 7\)"),
         (([1.0],), TypeError, "x must be a tensor, got list"),
         ((X, [[0]]), TypeError, "key_padding_mask must be a tensor or None, got list"),
         ((X, RIGHT[:1]), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
@@ -73,14 +73,14 @@ def test_encoders_refuse(args, error, message):
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((X[0], MEMORY), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
-        ((X, MEMORY[0]), ValueError, r"memory must be \(B, S, 8\), got \(4, 8\)"),
-        ((X, MEMORY[..., :7]), ValueError, r"memory must be \(B, S, 8\), got \(2, 4, 7\)"),
-        ((X, MEMORY[:1]), ValueError, "memory must have x's batch of 2, got 1"),
-        ((X, None), TypeError, "memory must be a tensor, got NoneType"),
-        ((X, MEMORY, None, RIGHT), ValueError, r"memory_key_padding_mask must be bool \(2, 4\)"),
-        ((X, MEMORY, LEFT), ValueError, "padding of x on the right.*in sentence 1"),
-        ((X, MEMORY, RIGHT.roll(1, 1)), ValueError, "padding of x on the right.*in sentence 1"),
+        ((X[0], ENCODED), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
+        ((X, ENCODED[0]), ValueError, r"encoded must be \(B, S, 8\), got \(4, 8\)"),
+        ((X, ENCODED[..., :7]), ValueError, r"encoded must be \(B, S, 8\), got \(2, 4, 7\)"),
+        ((X, ENCODED[:1]), ValueError, "encoded must have x's batch of 2, got 1"),
+        ((X, None), TypeError, "encoded must be a tensor, got NoneType"),
+        ((X, ENCODED, None, RIGHT), ValueError, r"encoded_key_padding_mask must be bool \(2, 4\)"),
+        ((X, ENCODED, LEFT), ValueError, "padding of x on the right.*in sentence 1"),
+        ((X, ENCODED, RIGHT.roll(1, 1)), ValueError, "padding of x on the right.*in sentence 1"),
     ],
 )
 def test_decoders_refuse(args, error, message):
@@ -90,10 +90,10 @@ def test_decoders_refuse(args, error, message):
 
 
 def test_padding_on_the_right_and_of_whole_sentences_is_taken():
-    """The tokens get what they get without it; memory may be padded anywhere."""
+    """The tokens get what they get without it; the encoder's output may be padded anywhere."""
     whole = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
     left = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]).bool()
     for m in decoders(dropout=0.0):
         for padding in (RIGHT, whole):
-            out = m(X, MEMORY, padding, left)
-            torch.testing.assert_close(out[1:, :1], m(X[1:, :1], MEMORY[1:, 2:]))
+            out = m(X, ENCODED, padding, left)
+            torch.testing.assert_close(out[1:, :1], m(X[1:, :1], ENCODED[1:, 2:]))

@@ -58,12 +58,12 @@ def test_encoder_layer_alone(backend, norm, padding):
 @pytest.mark.parametrize("padding", [None, PADDING])
 def test_decoder_layer_alone(backend, norm, padding):
     m = shaken(TransformerDecoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
-    x, memory = leaf(3, 5, DIM), leaf(3, 7, DIM)
-    memory_padding = None if padding is None else F.pad(padding, (2, 0))
+    x, encoded = leaf(3, 5, DIM), leaf(3, 7, DIM)
+    encoded_padding = None if padding is None else F.pad(padding, (2, 0))
     n = norm_of(m.attention_norm, x) if norm == "pre" else x
-    want = decoder_layer(m, x, n, memory, padding, memory_padding)
+    want = decoder_layer(m, x, n, encoded, padding, encoded_padding)
     keep = None if padding is None else ~padding
-    assert_same(m(x, memory, padding, memory_padding), want, m, [x, memory], keep)
+    assert_same(m(x, encoded, padding, encoded_padding), want, m, [x, encoded], keep)
 
 
 # ---- stacks --------------------------------------------------------------------------------------
@@ -89,11 +89,11 @@ def test_decoder_equals_the_naive_loop(backend, norm, options):
         LAYERS, DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend, **options
     )
     shaken(m)
-    x, memory = leaf(3, 5, DIM), leaf(3, 7, DIM)
-    memory_padding = F.pad(PADDING, (2, 0))
-    want = naive_decoder(m, x, memory, PADDING, memory_padding)
-    got = m(x, memory, PADDING, memory_padding)
-    assert_same(got, want, m, [x, memory], ~PADDING)
+    x, encoded = leaf(3, 5, DIM), leaf(3, 7, DIM)
+    encoded_padding = F.pad(PADDING, (2, 0))
+    want = naive_decoder(m, x, encoded, PADDING, encoded_padding)
+    got = m(x, encoded, PADDING, encoded_padding)
+    assert_same(got, want, m, [x, encoded], ~PADDING)
 
 
 def test_which_backend_runs(ran, backend):
@@ -140,11 +140,11 @@ def test_a_padded_batch_equals_each_sentence_alone(backend, norm, connection):
     encoder.eval()
     decoder.eval()
     x, y = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
-    memory = encoder(x, PADDING)
-    out = decoder(y, memory, PADDING, PADDING)
+    encoded = encoder(x, PADDING)
+    out = decoder(y, encoded, PADDING, PADDING)
     for i, length in enumerate((~PADDING).sum(1).tolist()):
         alone = encoder(x[i : i + 1, :length])
-        torch.testing.assert_close(memory[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(encoded[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
         alone = decoder(y[i : i + 1, :length], alone)
         torch.testing.assert_close(out[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
 
@@ -214,8 +214,8 @@ def test_an_input_of_another_shape(shape):
 def test_every_parameter_gets_a_gradient(norm, connection):
     encoder = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
     decoder = TransformerDecoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
-    memory = encoder(torch.randn(3, 5, DIM))
-    decoder(torch.randn(3, 4, DIM), memory).square().sum().backward()
+    encoded = encoder(torch.randn(3, 5, DIM))
+    decoder(torch.randn(3, 4, DIM), encoded).square().sum().backward()
     for module in (encoder, decoder):
         for name, p in module.named_parameters():
             assert p.grad is not None, name
@@ -262,7 +262,7 @@ def test_activation_and_attention_dropout_follow_the_mode():
 @NORMS
 @pytest.mark.parametrize("connection", ["dlcl", "residual"])
 def test_autocast(monkeypatch, norm, connection):
-    from deepfast.nn.connections import connection as module
+    from deepfast.nn.connections import residual as module
 
     made = []
     plain = module.DepthHistory
@@ -302,11 +302,11 @@ def test_a_step_learns():
 def test_decoding_step_by_step_equals_the_whole(norm, connection):
     decoder = TransformerDecoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection=connection)
     shaken(decoder).eval()
-    x, memory = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
-    want = decoder(x, memory, None, PADDING)
+    x, encoded = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
+    want = decoder(x, encoded, None, PADDING)
     packing = Packing.of(3, 5, PADDING)
     with torch.no_grad():
-        cache = decoder.start(packing.pack(memory), packing)
+        cache = decoder.start(packing.pack(encoded), packing)
         assert isinstance(cache, DecoderCache)
         for t in range(5):
             got = decoder.step(x[:, t], cache)
@@ -315,23 +315,23 @@ def test_decoding_step_by_step_equals_the_whole(norm, connection):
 
 def test_reordering_hypotheses():
     decoder = shaken(TransformerDecoder(2, DIM, HEADS, FFN)).eval()
-    x, memory = torch.randn(3, 3, DIM), torch.randn(3, 5, DIM)
+    x, encoded = torch.randn(3, 3, DIM), torch.randn(3, 5, DIM)
     packing, index = Packing.of(3, 5, PADDING), torch.tensor([2, 0, 0])
     with torch.no_grad():
-        cache = decoder.start(packing.pack(memory), packing)
+        cache = decoder.start(packing.pack(encoded), packing)
         decoder.step(x[:, 0], cache)
         cache.reorder(index)
         got = decoder.step(x[index, 1], cache)
-        want = decoder(x[index, :2], memory[index], None, PADDING[index])[:, 1]
+        want = decoder(x[index, :2], encoded[index], None, PADDING[index])[:, 1]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_later_positions_are_not_seen():
     decoder = TransformerDecoder(2, DIM, HEADS, FFN).eval()
-    x, memory = torch.randn(2, 5, DIM), torch.randn(2, 4, DIM)
+    x, encoded = torch.randn(2, 5, DIM), torch.randn(2, 4, DIM)
     changed = x.clone()
     changed[:, 3:] += 1
-    assert torch.equal(decoder(x, memory)[:, :3], decoder(changed, memory)[:, :3])
+    assert torch.equal(decoder(x, encoded)[:, :3], decoder(changed, encoded)[:, :3])
 
 
 # ---- misuse --------------------------------------------------------------------------------------

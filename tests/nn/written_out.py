@@ -20,11 +20,11 @@ def norm_of(m, x):
     return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)
 
 
-def attend(m, x, memory=None, padding=None, causal=False):
+def attend(m, x, encoded=None, padding=None, causal=False):
     """Multi-head attention written out on (B, S, D)."""
     if m.cross:
         q = m.query(x)
-        k, v = m.key_value(memory).chunk(2, -1)
+        k, v = m.key_value(encoded).chunk(2, -1)
     else:
         q, k, v = m.query_key_value(x).chunk(3, -1)
 
@@ -54,12 +54,12 @@ def encoder_layer(m, x, n, padding=None, z=1.0):
     return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
 
 
-def decoder_layer(m, x, n, memory, padding=None, memory_padding=None, z=1.0):
+def decoder_layer(m, x, n, encoded, padding=None, encoded_padding=None, z=1.0):
     def own(n):
         return z * attend(m.attention, n, padding=padding, causal=True)
 
     def cross(n):
-        return z * attend(m.cross_attention, n, memory, memory_padding)
+        return z * attend(m.cross_attention, n, encoded, encoded_padding)
 
     if m.norm == "pre":
         x = x + own(n)
@@ -105,10 +105,10 @@ def naive_encoder(m, x, padding=None, gates=None):
     return stack_and_sum(m.connection, x, bodies)
 
 
-def naive_decoder(m, x, memory, padding=None, memory_padding=None, gates=None):
+def naive_decoder(m, x, encoded, padding=None, encoded_padding=None, gates=None):
     gates = [1.0] * len(m.layers) if gates is None else gates
     bodies = [
-        lambda x, n, f=f, z=z: decoder_layer(f, x, n, memory, padding, memory_padding, z)
+        lambda x, n, f=f, z=z: decoder_layer(f, x, n, encoded, padding, encoded_padding, z)
         for f, z in zip(m.layers, gates, strict=True)
     ]
     return stack_and_sum(m.connection, x, bodies)

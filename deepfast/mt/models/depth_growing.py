@@ -20,7 +20,7 @@ from deepfast.nn import (
     TransformerDecoder,
     TransformerEncoder,
 )
-from deepfast.nn.connections.connection import CONNECTIONS
+from deepfast.nn.connections.residual import CONNECTIONS
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class DepthGrowingConfig(TransformerConfig):
     top_decoder_layers: int = 2
     """M of the decoder."""
     top_encoder_connection: str = "residual"
-    """One of deepfast.nn.connections.connection.CONNECTIONS except "latent". The top has its own
+    """One of deepfast.nn.connections.residual.CONNECTIONS except "latent". The top has its own
     depth history."""
     top_decoder_connection: str = "residual"
     """The same for the top's decoder."""
@@ -82,10 +82,10 @@ class GrowingState:
     bottom: DecodeState
     top: DecoderCache
 
-    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index``; see `DecodeState.reorder`."""
-        self.bottom.reorder(index, memory=memory)
-        self.top.reorder(index, memory=memory)
+        self.bottom.reorder(index, encoded=encoded)
+        self.top.reorder(index, encoded=encoded)
 
 
 class DepthGrowing(TranslationModel):

@@ -137,14 +137,14 @@ class DecodeState:
     """(B, H) for each layer."""
     position: int = 0
 
-    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
 
-        ``memory=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
+        ``encoded=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
         on its own sentence.
         """
         self.h, self.c = [x[index] for x in self.h], [x[index] for x in self.c]
-        if memory:
+        if encoded:
             self.source.reorder(index)
 
 

@@ -27,7 +27,7 @@ class TranslationModel(nn.Module):
                                                       each summed over the target's tokens
         start(source_BS) -> state                     encodes a batch of sentences
         step(tokens_B, state) -> logits (B, V)        decodes one position more
-        state.reorder(index, memory=...)              keeps some hypotheses of the batch
+        state.reorder(index, encoded=...)             keeps some hypotheses of the batch
         describe() -> str                             sizes and choices in one line
 
     and may define

@@ -51,13 +51,13 @@ class DecodeState:
     cache: DecoderCache
     position: int = 0
 
-    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
 
-        ``memory=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
+        ``encoded=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
         on its own sentence.
         """
-        self.cache.reorder(index, memory=memory)
+        self.cache.reorder(index, encoded=encoded)
 
 
 def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
@@ -84,7 +84,7 @@ def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Te
             f"all {len(decoder.layers)}"
         )
     attention, (x, packing), given = call
-    return attention.weights(x, packing, given["memory"], given["memory_packing"])
+    return attention.weights(x, packing, given["encoded"], given["encoded_packing"])
 
 
 class Transformer(TranslationModel):

@@ -9,14 +9,14 @@ import torch
 
 from deepfast import checks
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
-from deepfast.nn.connections.connection import (
+from deepfast.nn.connections.fusion import FUSIONS
+from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
+from deepfast.nn.connections.residual import (
     ATTENTION_RESIDUALS,
     CONNECTIONS,
     PRESETS,
     dlcl_options,
 )
-from deepfast.nn.connections.fusion import FUSIONS
-from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
@@ -66,7 +66,7 @@ class TransformerConfig:
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """One of deepfast.nn.connections.connection.CONNECTIONS."""
+    """One of deepfast.nn.connections.residual.CONNECTIONS."""
     decoder_connection: str = "residual"
     """The same for the decoder."""
     attnres_block: int | None = None

@@ -140,7 +140,7 @@ def _search(
             if parents != list(range(row)):
                 # A row that stays with its sentence attends to the same encoder output.
                 index = torch.tensor(parents, device=device)
-                state.reorder(index, memory=before != after)
+                state.reorder(index, encoded=before != after)
             tokens_R = torch.tensor(chosen, device=device)
 
 

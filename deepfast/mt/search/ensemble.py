@@ -17,10 +17,10 @@ class EnsembleState:
 
     states: list[Any]
 
-    def reorder(self, index: Tensor, *, memory: bool = True) -> None:
+    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` in each; see `deepfast.mt.models.interface`."""
         for state in self.states:
-            state.reorder(index, memory=memory)
+            state.reorder(index, encoded=encoded)
 
 
 class Ensemble(nn.Module):

@@ -17,7 +17,7 @@ from deepfast.memory.units import format_bytes
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.trainer import Trainer
-from deepfast.nn.connections.connection import PRESETS
+from deepfast.nn.connections.residual import PRESETS
 
 TRIES = 3
 """How many plans are tried. Each budget is smaller by the error of the plan before."""
@@ -132,9 +132,10 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 
 
 def _planned(connection: str) -> str:
-    """The planner's name of a connection. Every form of DLCL keeps the same states; latent depth
-    keeps what the residual connection keeps."""
-    return "dlcl" if connection in PRESETS else "residual"
+    """The planner's name of a connection. Every form of DLCL keeps the same states."""
+    if connection in PRESETS:
+        return "dlcl"
+    return "latent" if connection == "latent" else "residual"
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:

@@ -22,7 +22,7 @@ from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.data_section import DataSection
 from deepfast.mt.training.errors import RecipeError, expect
-from deepfast.nn.connections.connection import ATTENTION_RESIDUALS, PRESETS
+from deepfast.nn.connections.residual import ATTENTION_RESIDUALS, PRESETS
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.nn.recompute import plain
 
 PRIORS = ("uniform", "beta", "mean")
 EVALUATIONS = ("threshold", "mean")
@@ -19,7 +20,34 @@ FORWARDS = 1024
 """How many forwards of a step can still be run again in backward."""
 
 Gate = Tensor | float
-"""z of one layer: drawn, a scalar tensor with a gradient; chosen, a float, 0.0 to leave it out."""
+"""z of one layer. In training it is drawn: a scalar tensor with a gradient. In evaluation it is
+chosen: a float, and 0.0 leaves the layer out."""
+
+
+def is_chosen(gate: Gate | None, value: float) -> bool:
+    """Whether a gate is chosen and has this value. Drawn gates are not read."""
+    return isinstance(gate, float) and gate == value
+
+
+def gated(linear: nn.Module, x: Tensor, gate: Gate | None) -> Tensor:
+    """``gate * linear(x)``; None is 1."""
+    if gate is None:
+        return linear(x)
+    if not plain(linear, nn.Linear):
+        return linear(x) * gate
+    return F.linear(x, *gated_parameters(linear, gate))
+
+
+def gated_parameters(linear: nn.Linear, gate: Gate | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of ``gate * linear(x)``.
+
+    The parameters are scaled, not the product. Autograd would keep the product for the gate's
+    gradient, which is one more state for each branch.
+    """
+    weight, bias = linear.weight, linear.bias
+    if gate is None:
+        return weight, bias
+    return weight * gate, None if bias is None else bias * gate
 
 
 class LatentDepth(nn.Module):

@@ -177,7 +177,7 @@ def test_reordered_hypotheses_keep_both_encoders(case):
         # Sentence 1 twice, sentence 0 once, sentence 2 gone.
         state.reorder(torch.tensor([1, 1, 0]))
         model.step(torch.tensor([5, 6, 7]), state)
-        state.reorder(torch.tensor([1, 0, 2]), memory=False)
+        state.reorder(torch.tensor([1, 0, 2]), encoded=False)
         state.reorder(torch.tensor([2, 0]))
         got = model.step(torch.tensor([9, 4]), state)
         expected = model(SOURCE[[0, 1]], torch.tensor([[2, 7, 9], [2, 6, 4]]))

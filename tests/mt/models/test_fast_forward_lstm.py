@@ -108,7 +108,7 @@ def test_reordered_hypotheses(attention):
             model.step(given[index, 1], state), model.step(given[index, 1], other)
         )
         swap = torch.tensor([0, 2, 1])
-        state.reorder(swap, memory=False)
+        state.reorder(swap, encoded=False)
         other.reorder(swap)
 
 

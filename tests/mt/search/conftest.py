@@ -60,7 +60,7 @@ class Table(torch.nn.Module):
         def __init__(self, count):
             self.prefixes = [(index, None) for index in range(count)]
 
-        def reorder(self, index, *, memory=True):
+        def reorder(self, index, *, encoded=True):
             self.prefixes = [self.prefixes[i] for i in index.tolist()]
 
     def start(self, source_BS):

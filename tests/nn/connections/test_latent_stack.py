@@ -60,10 +60,10 @@ def test_a_training_encoder_equals_one_written_out(norm, hard, padding):
 @NORMS
 def test_a_training_decoder_equals_one_written_out(norm):
     m = decoder(norm)
-    x, memory = leaf(3, 5, DIM), leaf(3, 4, DIM)
+    x, encoded = leaf(3, 5, DIM), leaf(3, 4, DIM)
     twin = copy.copy(m.latent)
-    got, want = m(x, memory, language=2), naive_decoder(m, x, memory, gates=twin(2))
-    assert_same(got, want, m, [x, memory])
+    got, want = m(x, encoded, language=2), naive_decoder(m, x, encoded, gates=twin(2))
+    assert_same(got, want, m, [x, encoded])
 
 
 @NORMS
@@ -74,9 +74,9 @@ def test_evaluation_equals_the_same_gates_written_out(norm):
         want = naive_encoder(m, x, PADDING, gates=m.latent.choose(language))
         assert_same(m(x, PADDING, language=language), want, m, [x], ~PADDING)
         m = decoder(norm, evaluation="mean").eval()
-        memory = leaf(3, 4, DIM)
-        want = naive_decoder(m, x, memory, gates=m.latent.choose(language))
-        assert_same(m(x, memory, language=language), want, m, [x, memory])
+        encoded = leaf(3, 4, DIM)
+        want = naive_decoder(m, x, encoded, gates=m.latent.choose(language))
+        assert_same(m(x, encoded, language=language), want, m, [x, encoded])
 
 
 def called(module, run):
@@ -94,7 +94,7 @@ def called(module, run):
 
 @NORMS
 def test_a_layer_that_is_not_used_is_not_run(norm):
-    x, memory = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
+    x, encoded = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
     m = encoder(norm)
     assert called(m, lambda: m(x))[0] == list(range(LAYERS))
     m.eval()
@@ -102,7 +102,7 @@ def test_a_layer_that_is_not_used_is_not_run(norm):
     assert called(m, lambda: m(x, language=1))[0] == [1, 2, 3, 4]
     assert called(m, lambda: m(x, language=2))[0] == list(range(LAYERS))
     m = decoder(norm).eval()
-    assert called(m, lambda: m(x, memory))[0] == [0, 2, 3]
+    assert called(m, lambda: m(x, encoded))[0] == [0, 2, 3]
 
 
 @NORMS
@@ -110,18 +110,18 @@ def test_a_layer_that_is_not_used_is_not_run(norm):
 def test_decoding_step_by_step(norm, evaluation):
     """As the whole forward; of layers that are not used neither keys nor values are kept."""
     m = decoder(norm, evaluation=evaluation).eval()
-    x, memory = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
+    x, encoded = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
     with torch.no_grad():
-        want = m(x, memory)
-        cache = m.start(memory.flatten(0, 1), Packing(2, 3))
+        want = m(x, encoded)
+        cache = m.start(encoded.flatten(0, 1), Packing(2, 3))
         for position in range(4):
             seen, y = called(m, lambda at=position: m.step(x[:, at], cache))
             assert seen == [0, 2, 3]
             torch.testing.assert_close(y, want[:, position], rtol=1e-4, atol=1e-5)
-    assert [kv is None for kv in cache.memory] == [False, True, False, False, True]
+    assert [kv is None for kv in cache.encoded] == [False, True, False, False, True]
     assert [kv.key is None for kv in cache.layers] == [False, True, False, False, True]
     cache.reorder(torch.tensor([1, 0, 0]))
-    assert cache.memory[0][0].shape[0] == cache.layers[3].value.shape[0] == 3
+    assert cache.encoded[0][0].shape[0] == cache.layers[3].value.shape[0] == 3
 
 
 def test_a_stack_without_any_layer_left_is_its_last_norm():

@@ -48,14 +48,14 @@ def test_gradients_flow_from_every_state(connection, norm):
     torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-5, atol=1e-6)
 
 
-def test_a_memory_for_each_layer():
+def test_one_encoder_output_for_each_layer():
     torch.manual_seed(2)
     decoder = TransformerDecoder(*SIZES).eval()
-    x, memory = torch.randn(8, 12), torch.randn(8, 12)
-    same = decoder.forward_packed(x, PACKING, memory, PACKING)
-    one_each = decoder.forward_packed(x, PACKING, [memory] * 3, PACKING)
+    x, encoded = torch.randn(8, 12), torch.randn(8, 12)
+    same = decoder.forward_packed(x, PACKING, encoded, PACKING)
+    one_each = decoder.forward_packed(x, PACKING, [encoded] * 3, PACKING)
     torch.testing.assert_close(same, one_each, rtol=0, atol=0)
-    other = decoder.forward_packed(x, PACKING, [memory, memory, memory + 1], PACKING)
+    other = decoder.forward_packed(x, PACKING, [encoded, encoded, encoded + 1], PACKING)
     assert not torch.equal(same, other)
-    with pytest.raises(ValueError, match="one memory for each of 3 layers, got 2"):
-        decoder.forward_packed(x, PACKING, [memory] * 2, PACKING)
+    with pytest.raises(ValueError, match="one encoder output for each of 3 layers, got 2"):
+        decoder.forward_packed(x, PACKING, [encoded] * 2, PACKING)

@@ -1,0 +1,245 @@
+"""How the layers of a stack are joined, and one plain loop for pre-norm and one for post-norm.
+
+The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attention residuals, and
+latent depth, which is a residual connection whose layers scale their own branches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepfast import checks
+from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
+from deepfast.depth.boundary import OutNorm, recompute_row
+from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
+from deepfast.memory.policies import RERUN
+from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.recompute import Kept, plain, rerun
+from deepfast.ops import common
+
+PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
+"""Connection that is a DLCL -> its arguments where they are not DLCL's defaults.
+
+"denseformer": depth-weighted averages begin as the identity and mix states without layer-norms of
+their own; ``dilation`` and ``period`` are the paper's (Pagliardini et al., DenseFormer, 2024). The
+paper takes no average on the embedding and between periods; a learned scale of one stands there.
+"""
+
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
+
+BLOCKS = 8
+"""Blocks of layers under "block_attnres" where their size is not given, as published."""
+
+
+def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
+    """The arguments of `DLCL` in a stack, but for sizes: the preset's, then the user's.
+
+    Args:
+        connection: a name of `PRESETS`.
+        norm: "pre" or "post", of the stack.
+        dlcl: the user's; its key "norm" may only leave the layer-norms of the mixture out (None).
+
+    Raises:
+        ValueError: for layer-norms where the stack has none.
+    """
+    options = {"norm": norm} | PRESETS[connection] | (dlcl or {})
+    if options["norm"] not in (norm, None):
+        raise ValueError(
+            f"dlcl: norm must be None or the stack's {norm!r}, got {options['norm']!r}"
+        )
+    return options
+
+
+class LayerCall(NamedTuple):
+    """How a stack calls one of its layers: ``layer(x, normed=n, **options)``.
+
+    In pre-norm x is the layer's input, n = LN(x), and the layer returns its last residual and its
+    last branch. In post-norm n is None and the layer returns its output.
+    """
+
+    layer: Callable
+    """A module; in place of one that latent depth does not use, a method of it."""
+    policy: str
+    """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
+    options: dict
+
+
+class Connection(nn.Module):
+    """Runs the layers of a stack; what lies between two of them is one pass over memory.
+
+    pre-norm, residual   ``x_{l+1} = y_l``; the same with latent depth, whose layers scale their
+                         own branches
+    pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
+    pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, layer k adding v_k
+    then ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last.
+    post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
+
+    DLCL does not keep the mixed inputs x for backward. It recomputes them from the states, block by
+    block, so the stack needs no more memory than the plain residual one.
+
+    The pre-norm layer-norms between layers belong to this module, not to the layers, so that a
+    sharding wrapper around a layer never hides them.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        *,
+        connection: str,
+        norm: str,
+        dropout: float,
+        backend: str | None,
+        dlcl: dict | None = None,
+        block: int | None = None,
+    ):
+        super().__init__()
+        checks.whole("Connection", num_layers=num_layers, dim=dim)
+        checks.probability("Connection", dropout, argument="dropout")
+        if connection not in CONNECTIONS:
+            raise ValueError(f"connection must be one of {CONNECTIONS}, got {connection!r}")
+        if dlcl and connection not in PRESETS:
+            raise ValueError(f"dlcl options need connection='dlcl', got {connection!r}")
+        if block is not None and connection != "block_attnres":
+            raise ValueError(f"block needs connection='block_attnres', got {connection!r}")
+        if connection in ATTENTION_RESIDUALS and norm != "pre":
+            raise ValueError(f"connection {connection!r} needs norm='pre', got {norm!r}")
+        self.norm, self.dropout = norm, dropout
+        self.residuals = None
+        if connection in ATTENTION_RESIDUALS:
+            if connection == "block_attnres" and block is None:
+                block = -(-num_layers // BLOCKS)
+            self.residuals = AttentionResiduals(num_layers, dim, block=block, backend=backend)
+        self.dlcl = None
+        if connection in PRESETS:
+            options = dlcl_options(connection, norm, dlcl)
+            self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
+        # Pre-norm: entry l is layer l's first LN, the last one the stack's final LN.
+        self.norms = None
+        if norm == "pre":
+            self.norms = nn.ModuleList(
+                LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
+            )
+
+    def forward(
+        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+    ) -> Tensor:
+        """From the embedding (T, D) to the stack's output (T, D).
+
+        Args:
+            calls: one for each layer; None leaves the layer, its norm and its state out (pre-norm
+                without DLCL only).
+            states: a list that is given the L + 1 states (T, D): the embedding and the input of
+                each next layer, under DLCL row l's mixture. It keeps them alive.
+        """
+        (x,) = common.autocast(x)
+        if self.norm == "post":
+            return self._post_norm(x, calls, states)
+        history = None if self.dlcl is None else DepthHistory()
+        sublayers = None if self.residuals is None else ResidualHistory()
+        branch, residual, p = x, None, 0.0
+        used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
+        for call, norm in (*used, (None, self.norms[-1])):
+            if history is not None:
+                x, n = self.dlcl(
+                    branch,
+                    history,
+                    residual=residual,
+                    dropout_p=p,
+                    out_norm=norm.as_output(),
+                    want_x=call is not None or states is not None,
+                )
+            elif sublayers is not None:
+                # What all sublayers add: the last residual has the input and all but the last one.
+                v = x if residual is None else residual - x + F.dropout(branch, p, self.training)
+                x = self.residuals(v, sublayers)
+                n = norm(x)
+            elif residual is None:
+                x, n = branch, norm(branch)
+            else:
+                n, x = norm(branch, residual=residual, dropout_p=p)
+            if states is not None:
+                states.append(x)
+            if call is None:
+                return n
+            # From here on only the layer needs its input.
+            branch = residual = v = None
+            residual, branch = run_layer(call, x, n, norm, history)
+            p = self.dropout
+
+    def _post_norm(
+        self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
+    ) -> Tensor:
+        history = None if self.dlcl is None else DepthHistory()
+        for call in (None, *calls):
+            if call is not None:
+                x = run_layer(call, x, None, None, history)
+            if history is not None:
+                x = self.dlcl(x, history)
+            if states is not None:
+                states.append(x)
+        return x
+
+
+def run_layer(
+    call: LayerCall,
+    x: Tensor,
+    n: Tensor | None,
+    norm: LayerNorm | None,
+    history: DepthHistory | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One layer under its memory policy.
+
+    Args:
+        norm: what made n from x; None in post-norm, as n.
+        history: of DLCL; None under other connections.
+    """
+    layer, policy, options = call
+    if not torch.is_grad_enabled():
+        return layer(x, normed=n, **options)
+    if torch.compiler.is_compiling():
+        if policy not in RERUN:
+            return layer(x, normed=n, **options)
+        # A compiler sees through torch's checkpointing, and decides itself what else to keep.
+        return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
+    # Below the lowest layer that learns, the states may be gone when this layer runs again.
+    learns = x.requires_grad or (n is not None and n.requires_grad)
+    if policy == "history" and learns:
+        return rerun(layer, x, n, _from_states(norm, history), options)
+    if policy in RERUN:
+        return rerun(layer, x, n, _from_input(x, n, norm), options)
+    # DLCL keeps n and not x. Without DLCL the layer-norm keeps x, and n is computed from it.
+    if n is not None and history is None and plain(norm, LayerNorm):
+        return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
+    return layer(x, normed=n, **options)
+
+
+def _from_states(norm: LayerNorm | None, history: DepthHistory):
+    """How the policy "history" recomputes x and n: it mixes the states again."""
+    # Not the history itself: its token belongs to the graph that will hold this function.
+    state, k = history.state, history.state.pushed - 1
+    weight, bias = (None, None) if norm is None else (Kept(norm.weight), Kept(norm.bias))
+
+    def inputs() -> tuple[Tensor, Tensor | None]:
+        if norm is not None:
+            return recompute_row(state, k, OutNorm(weight(), bias(), norm.eps))
+        x, normed = recompute_row(state, k, None)
+        # In post-norm a row may have a norm of its own, whose result is the layer's input.
+        return (x if normed is None else normed), None
+
+    return inputs
+
+
+def _from_input(x: Tensor, n: Tensor | None, norm: LayerNorm | None):
+    """How the policy "states" recomputes x and n: it keeps x, and computes n from it."""
+    x_kept = Kept(x)
+    if n is None:
+        return lambda: (x_kept(), None)
+    n_again = norm.recompute(n, x).function if plain(norm, LayerNorm) else Kept(n)
+    return lambda: (x_kept(), n_again())
