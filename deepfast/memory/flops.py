@@ -1,11 +1,11 @@
-"""What a training step computes, and what each policy computes again.
+"""What a training step computes, and what each policy recomputes.
 
 Floating-point operations of a whole step, forward and backward, T tokens of sentences S long:
 
     matrix products   forward 2 per weight and token, backward twice that
     attention         forward 4 S D per token, half of it where causal; backward 2.5 times that
-    mixing over depth forward 2 D per token, row and source; backward the input of every row again,
-                      the gradients of the states, and those of the weights
+    mixing over depth forward 2 D per token, row and source; backward recomputes the input of every
+                      row, and computes the gradients of the states and of the weights
 """
 
 from deepfast.memory.policies import POLICIES
@@ -13,12 +13,12 @@ from deepfast.memory.sizes import Sizes
 
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:
-    """One attention, forward, per token that asks."""
+    """Forward of one attention, per query."""
     return 4 * sizes.length * sizes.width * (0.5 if causal else 1)
 
 
 def _mix(sizes: Sizes, decoder: bool) -> float:
-    """One row, forward, per token: over all rows half of the sources are read."""
+    """Forward of one row, per token; the mean over rows, which read half of the sources."""
     kind = sizes.decoder_connection if decoder else sizes.connection
     rows = (sizes.decoder_layers if decoder else sizes.layers) + 1
     return sizes.width * (rows + 1) if kind == "dlcl" else 0.0
@@ -37,7 +37,7 @@ def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
 
 
 def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
-    """What one layer's backward computes again under a policy."""
+    """What one layer's backward recomputes under a policy."""
     d, f = sizes.width, sizes.ffn
     tokens = sizes.target_tokens if decoder else sizes.tokens
     level = POLICIES.index(policy)
@@ -69,7 +69,7 @@ def step_flops(sizes: Sizes) -> float:
 def relative_time(
     sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
 ) -> float:
-    """Predicted time of a step over that of `keep`: 1 and what is computed again, by FLOPs."""
+    """Predicted time of a step over that of `keep`: 1 and the share of recomputed FLOPs."""
     extra = sum(
         side.count(policy) * recomputed_flops(sizes, policy, decoder)
         for decoder, side in enumerate((policies, decoder_policies))

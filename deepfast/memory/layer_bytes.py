@@ -10,8 +10,8 @@ layer-norms) are fp32, everything else is in the storage dtype:
               history  nothing
     decoder   keep     and q, o, s of its second attention, and k v: 2 D per source token
 
-GELU and what runs again keep more while backward runs: `steps` walks through both directions. Held
-to measured steps, of sizes drawn at random too, by `tests/memory/test_plan_measured.py`.
+GELU and a rerun keep more while backward runs: `steps` walks through both directions.
+`tests/memory/test_plan_measured.py` compares with measured steps, of random sizes too.
 """
 
 from dataclasses import dataclass
@@ -29,26 +29,26 @@ class LayerBytes:
     kept: int
     """From its forward to its backward: activations."""
     copies: int
-    """From its forward to its backward: copies of its weights in the dtype of autocast."""
+    """From its forward to its backward: copies of its weights, in autocast's dtype or scaled."""
     cached: int
-    """The same from its forward to the end of the whole forward."""
+    """Copies from its forward to the end of the whole forward."""
     forward: tuple[Step, Step]
-    """The highest while its forward runs, and the boundary behind it; what it keeps included."""
+    """The highest step of its forward, and the boundary after it; with what the layer keeps."""
     backward: tuple[Step, ...]
-    """While its backward runs, likewise; those that a later one outweighs are left out."""
+    """Steps of its backward, without those that a later step exceeds."""
     gradients: int
-    """Of its parameters, from its backward on."""
+    """Gradients of its parameters, from its backward on."""
 
 
 @lru_cache(maxsize=64)
 def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
-    """One layer; ``decoder`` says of which stack."""
+    """One layer of the encoder, or of the decoder."""
     layer = Layer(sizes, policy, decoder)
     cached = sum(layer.cached().values())
     *steps, boundary = layer.forward()
     return LayerBytes(
         kept=sum(layer.kept().values()),
-        # What runs again casts again, and autocast's own cache goes with its context.
+        # A rerun makes its copies again, and autocast's cache ends with its context.
         copies=0 if policy in RERUN else cached,
         cached=cached,
         forward=(max(steps, key=lambda step: step.alive), boundary),
@@ -58,7 +58,7 @@ def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
 
 
 def _highest(steps: list[Step]) -> tuple[Step, ...]:
-    """Gradients only grow: a step below a later one is never the peak."""
+    """Without the steps that are never the peak: gradients grow, and a later step is higher."""
     found: list[Step] = []
     for step in reversed(steps):
         if not found or step.alive > found[-1].alive:
@@ -71,18 +71,18 @@ class HeadBytes:
     """Embedding and projection to the vocabulary."""
 
     kept: int
-    """From the embedding to its backward, of one side."""
+    """Of one side, from the embedding's forward to its backward."""
     working: int
     """While the loss and its gradients are made."""
     gradients: int
     """Of the shared weight, from the loss on."""
     embedding: int
-    """While an embedding's gradient is added to the one that is there, beside those of tokens."""
+    """While an embedding's gradient is added to the existing one, beside the tokens' gradients."""
 
 
 SHARE, LEAST_ROWS, WIDENED = 32, 256, 2048
-"""Chunks of `deepfast.ops.linear_cross_entropy`: a share of all tokens, and at least so many; and
-the columns of a chunk that a CPU widens at once."""
+"""A chunk of `deepfast.ops.linear_cross_entropy` has 1 / SHARE of the tokens and at least LEAST_ROWS.
+A CPU widens WIDENED of its columns at once."""
 
 
 def head_bytes(sizes: Sizes) -> HeadBytes:

@@ -33,11 +33,10 @@ def plan(
     chooses what every layer keeps for backward.
 
     Of ``budget``, ``layers``, ``width`` and ``tokens`` three are given, and the fourth is found:
-    the most layers, the widest model or the most tokens that fit under the policies with the lowest
-    peak, or the smallest budget that these policies need. A width that is found is a multiple of
-    64. With all four, the plan tells whether they fit. Within the budget the policies with the
-    least recomputation are chosen. The bottom layers of a stack may recompute more than its top:
-    backward frees what the top layers keep first, while gradients grow.
+    the largest that fits under the policies with the lowest peak (a width is a multiple of 64), or
+    the smallest budget that they need. With all four, the plan tells whether they fit. Then the
+    policies with the least recomputation within the budget are chosen. The bottom layers may
+    recompute more than the top: backward frees what the top keeps first, while gradients grow.
 
     Args:
         budget: bytes, or text such as "24GiB".
@@ -51,16 +50,13 @@ def plan(
 
     Raises:
         TypeError: for an option that `Sizes` does not have.
-        ValueError: for a wrong size or choice; for two or more of the four not given; for a budget
-            in which not even the smallest model fits; for policies of a decoder that is not there.
+        ValueError: for a wrong size or choice, or a budget that not even the smallest model fits.
     """
     given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) > 1:
-        raise ValueError(
-            f"{', '.join(FREE)}: expected at least three of them, got none for "
-            f"{' and '.join(missing)}"
-        )
+        got = " and ".join(missing)
+        raise ValueError(f"{', '.join(FREE)}: expected at least three of them, got none for {got}")
     if decoder_policies is not None and options.get("decoder_layers") == 0:
         raise ValueError(
             f"decoder_policies: expected none without a decoder, got {decoder_policies!r} for "
@@ -68,8 +64,7 @@ def plan(
         )
     limit = None if budget is None else parse_bytes(budget)
     search = _Search(policies, decoder_policies)
-    fixed = {name: given[name] for name in ("layers", "width", "tokens")}
-    sized = partial(_sized, fixed, options)
+    sized = partial(_sized, {"layers": layers, "width": width, "tokens": tokens}, options)
     free = missing[0] if missing else None
     heads = options.get("heads") or 1
     if free in (None, "budget"):

@@ -1,15 +1,17 @@
 """Memory policies: what a layer of a stack keeps from forward for backward.
 
-Elements per token, D wide, F = 4 D, beside one state y per layer:
+Beside one state y per layer:
 
-    keep      n or x, q k v, attention's output, s, h   everything but layer-norms and masks
-    lean      without h                                 the first feed-forward product again
-    leaner    without h and q k v                       and the projections of attention
-    states    x                                         the layer again, but for its last product
-    history   nothing                                   and x mixed again from the states
+              keeps                                     recomputes
+    keep      n or x, q k v, attention's output, s, h   layer-norms and masks
+    lean      without h                                 + the first feed-forward product
+    leaner    without h and q k v                       + the projections of attention
+    states    x                                         the layer, without its last product
+    history   nothing                                   + x, mixed from the states
 
 x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
-hidden activation. Every policy gives the same losses and gradients, to the bit in fp32 on a CPU.
+hidden activation. Every policy gives the same losses and gradients; on a CPU in fp32, the same
+bits.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ def resolve(
 
     Raises:
         ValueError: for an unknown policy, another number of them than layers, or "history" where
-            nothing can be mixed again.
+            there are no states to mix.
     """
     if isinstance(memory, str):
         memory = (memory,) * num_layers

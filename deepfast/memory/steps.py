@@ -1,4 +1,4 @@
-"""A layer's forward and backward step by step: the tensors that each makes and lets go of.
+"""A layer's forward and backward step by step: the tensors that each step makes and frees.
 
 Sizes are those of a micro-batch. In the names of tensors:
 
@@ -23,17 +23,17 @@ class Step:
     """One point of a layer's forward or backward, in bytes."""
 
     alive: int
-    """All tensors of the layer, but for its weights and their gradients."""
+    """All tensors of the layer, except its weights and their gradients."""
     gradients: int
-    """Of its weights, that have reached them."""
+    """Gradients that have reached the layer's weights."""
 
 
 class _Walk:
-    """Tensors by name that are alive, and every moment so far.
+    """The tensors that are alive, by name, and every step so far.
 
     Args:
-        kept: names that outlive their use, and their bytes.
-        alive: what is there at first.
+        kept: names of tensors that are kept for backward, and their bytes.
+        alive: the tensors at the start.
     """
 
     def __init__(self, kept: dict[str, int], **alive: int):
@@ -56,7 +56,7 @@ class _Walk:
             self.alive.pop(name, None)
 
     def leave(self, *names: str) -> None:
-        """These go where backward does not need them."""
+        """Frees those of these tensors that backward does not need."""
         self.drop(*(name for name in names if name not in self.kept))
 
     def learn(self, *names: str) -> None:
@@ -96,7 +96,7 @@ class Layer:
         # Mean and standard deviation of a layer-norm.
         self.statistics = 2 * tokens * FP32
         self.lse = tokens * sizes.heads * FP32
-        # What is packed or unpacked is there twice, and of an attention's result both are kept.
+        # A tensor that is packed or unpacked exists twice; of an attention's result both are kept.
         self.twice = 2 if sizes.padding else 1
         self.pre, self.gelu = sizes.norm == "pre", sizes.activation == "gelu"
         self.rerun = policy in RERUN
@@ -108,12 +108,12 @@ class Layer:
     # ---- what is kept --------------------------------------------------------------------------
 
     def saved(self) -> dict[str, int]:
-        """What autograd saves of a layer that keeps everything, in the order in which it is made.
+        """What autograd saves of a layer that keeps everything, in the order of forward.
 
-        The fused ops of a layer that is not run again save less.
+        The fused ops of a layer that does not run again save less.
         """
         d, st = self.d, self.statistics
-        # Under DLCL n is kept, without it x, of which n is made again.
+        # Under DLCL n is kept. Without DLCL x is kept, and n is recomputed from it.
         names = {"n" if self.pre and (self.dlcl or self.rerun) else "x": d}
         names |= {"qkv": 3 * d, "o": self.twice * d + self.lse}
         if self.decoder:
@@ -128,7 +128,7 @@ class Layer:
 
     def kept(self) -> dict[str, int]:
         """From forward to backward."""
-        # Of the connection's own layer-norms DLCL has the statistics.
+        # DLCL counts the statistics of the connection's layer-norms as its own.
         norm = {"norm": self.statistics} if self.pre and not self.dlcl else {}
         if self.policy == "history":
             return norm
@@ -184,7 +184,7 @@ class Layer:
         if self.gelu or self.rerun:
             walk.make(act=self.f)
         if self.rerun and not self.pre:
-            # What ReLU gave is h from here on.
+            # ReLU's result takes the place of h.
             walk.leave("h") if self.gelu else walk.drop("act")
 
     def forward(self) -> list[Step]:
@@ -199,7 +199,7 @@ class Layer:
             walk.make(y=self.d, s2=self.d + self.statistics)
             walk.leave("out", "s2")
         walk.leave("a", "n2", "s1", "c", "n3")
-        # Last the boundary: the next layer's input and its layer-norm.
+        # Then the boundary: the next layer's input and its layer-norm.
         walk.make(next=2 * self.d if self.pre else self.d if self.dlcl else 0)
         return walk.steps
 
@@ -211,10 +211,10 @@ class Layer:
         walk = _Walk(kept, **self.kept(), **own)
         walk.low = self.sizes.dtype == "bfloat16"
         walk.gated = ("w_out", "w_down") if self.latent else ()
-        # Of what the boundary above made: the gradients of branch and residual, in post-norm of y.
+        # From the boundary above: the gradients of branch and residual, in post-norm of y.
         walk.alive |= {"d_out": self.branch, "d_s": self.d} if self.pre else {"d_y": self.d}
         if self.rerun:
-            self._again(walk)
+            self._rerun(walk)
         if not self.pre:
             walk.make(d_out=self.branch, d_s=self.d)
             walk.drop("d_y", "s2")
@@ -224,8 +224,8 @@ class Layer:
         self._attention(walk)
         return walk.steps
 
-    def _again(self, walk: _Walk) -> None:
-        """Forward again, up to the last tensor that is saved."""
+    def _rerun(self, walk: _Walk) -> None:
+        """Runs forward again, up to the last tensor that autograd saves."""
         walk.make(x=self.d, **({"n": self.d} if self.pre else {}), **self.copies())
         self.walk_forward(walk)
         if not self.pre:
@@ -234,7 +234,7 @@ class Layer:
         walk.drop("a", "c", "out", "y", "scaled")
         if self.pre and "x" not in self.kept():
             walk.drop("x")
-        # ReLU saves its result alone.
+        # ReLU saves only its result.
         walk.leave("n2", "n3", *([] if self.gelu else ["act"]))
 
     def _fused(self, walk: _Walk) -> None:
@@ -273,7 +273,7 @@ class Layer:
             walk.learn("w_up")
 
     def _cross_attention(self, walk: _Walk) -> None:
-        """From d_a and d_x, which are those of its branch and its residual, to the same below."""
+        """From the gradients d_a of its branch and d_x of its residual to those below it."""
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
         if self.policy == "leaner":

@@ -1,9 +1,9 @@
 """The highest point of a training step, by category.
 
-A step is walked through as it runs: up through the layers, which leave what their policy keeps; the
-head; down again, where each layer gives back what it kept and leaves its gradients. Between two
-layers of one policy every sum is linear in depth, so the peak lies at an end of a run of equal
-policies, or where a buffer comes or goes, and only these layers are looked at.
+The walk goes as a step runs: up through the layers, which keep what their policy says; the head;
+and down again, where each layer frees what it kept and leaves its gradients. Between two layers of
+one policy every sum is linear in depth. So the peak is at an end of a run of equal policies, or
+where a buffer is made or freed, and only these layers are computed.
 """
 
 from itertools import groupby
@@ -33,7 +33,8 @@ CATEGORIES = (
 
 
 MARGIN, CONTEXT = 0.04, 300 * 2**20
-"""What a CUDA allocator loses to fragments, and what the device's context and libraries hold."""
+"""The share that a CUDA allocator loses to fragments, and the bytes of CUDA's context and
+libraries."""
 
 
 def block_rows(rows: int) -> int:
@@ -47,7 +48,7 @@ def slot_bytes(tokens: int, width: int, element: int) -> int:
 
 
 class Moment(NamedTuple):
-    """Bytes alive at one point of a step, beside what is there throughout."""
+    """Bytes alive at one point of a step, beside those of the whole step."""
 
     gradients: int = 0
     copies: int = 0
@@ -88,11 +89,11 @@ class Stack:
 
         Args:
             slots: of partial and pulled sums.
-            learning: whether the gradients of its weights are there.
+            learning: whether the gradients of its weights exist.
         """
         if not self.dlcl:
             return 0
-        # W and the norms as they are applied.
+        # Copies of W and of the norms.
         weights = FP32 * self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
         # A row's norm has a mean and a standard deviation, a state's norm the latter.
         statistics = (3 if self.sizes.norm == "pre" else 2) * self.rows * self.tokens * FP32
@@ -101,8 +102,8 @@ class Stack:
         return states + statistics + weights * (2 if learning else 1)
 
     def entered(self) -> int:
-        """The stack's input, held by its caller, and its copy in the dtype of autocast, as far as
-        no layer keeps it."""
+        """The stack's input, which its caller holds, and its copy in autocast's dtype, unless a
+        layer keeps them."""
         embedding = FP32 * self.tokens * self.sizes.width
         copied = self.sizes.dtype == "bfloat16"
         if self.dlcl:
