@@ -81,7 +81,7 @@ class HeadBytes:
 
 
 SHARE, LEAST_ROWS, WIDENED = 32, 256, 2048
-"""A chunk of `deepfast.ops.linear_cross_entropy` has 1 / SHARE of the tokens and at least LEAST_ROWS.
+"""A chunk of `deepfast.ops.linear_cross_entropy` has 1 / SHARE of the tokens, at least LEAST_ROWS.
 A CPU widens WIDENED of its columns at once."""
 
 
