@@ -1,11 +1,14 @@
-"""Who reads what, and when: depth weights in blocks of rows."""
+"""Which states each row reads, and in which pass over them: depth weights in blocks of rows."""
 
 from collections import defaultdict
 
 
 def default_block(rows: int) -> int:
-    """Rows per block, by measurement: traffic falls until near sqrt(rows), but a pass over more
-    than 8 rows is bound by arithmetic, not by memory."""
+    """Rows per block, chosen by measurement.
+
+    Traffic falls until a block has about sqrt(rows) rows. But a pass for more than 8 rows is
+    limited by arithmetic, not by memory.
+    """
     return 4 if rows <= 32 else 8
 
 
@@ -16,7 +19,7 @@ def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
 
 
 class Schedule:
-    """Who reads what, and in which pass, for a pattern of depth weights in blocks of rows.
+    """Which states each row reads, and in which pass, for blocks of rows.
 
     Args:
         pattern: pattern[l], the states that row l reads, ascending.
@@ -27,16 +30,16 @@ class Schedule:
         self.rows, self.block = len(pattern), block
         self.reads = tuple(frozenset(reads) for reads in pattern)
         self.blocks = tuple(near_rows(block, row, self.rows) for row in range(self.rows))
-        """For every row the block [s, e) that it belongs to."""
+        """For every row, the block [s, e) that it belongs to."""
         self.near = tuple(
             [k for k in reads if k >= start]
             for reads, (start, _) in zip(pattern, self.blocks, strict=True)
         )
-        """For every row the states of its own block that it reads."""
+        """For every row, the states of its own block that it reads."""
         self._groups: dict[tuple, dict[tuple[int, ...], list[int]]] = {}
 
     def far_reads(self, start: int, end: int) -> dict[tuple[int, ...], list[int]]:
-        """Rows of [start, end) to the states before the block that just these rows read."""
+        """Groups of rows of [start, end) to the states before start that just those rows read."""
         key = start, end
         if key not in self._groups:
             groups = defaultdict(list)
@@ -44,14 +47,14 @@ class Schedule:
                 readers = tuple(r for r in range(start, end) if k in self.reads[r])
                 if readers:
                     groups[readers].append(k)
-            # Whole before it is seen: other threads may run this stack.
+            # Stored only when it is complete: other threads may run this stack.
             self._groups[key] = groups
         return self._groups[key]
 
     def far_readers(
         self, start: int, stop: int, later: tuple[int, ...]
     ) -> dict[tuple[int, ...], list[int]]:
-        """States of [start, stop) to the rows of ``later`` that read just these of them."""
+        """Groups of states of [start, stop) to the rows of ``later`` that read just those."""
         key = start, stop, later
         if key not in self._groups:
             groups = defaultdict(list)

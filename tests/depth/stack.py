@@ -21,7 +21,7 @@ class Stack(nn.Module):
         self.dlcl = DLCL(layers, dim, **options)
         self.scales = nn.Parameter(1 + 0.1 * torch.randn(layers, dim))
         with torch.no_grad():
-            # With gains of one the sum over a layer-norm is constant and its gradient zero.
+            # With norm weights of one the sum over a layer-norm is constant and its gradient zero.
             for p in self.dlcl.parameters():
                 p.mul_(1 + 0.3 * torch.randn_like(p))
 
@@ -61,7 +61,7 @@ def history(inplace=True):
 
 @contextlib.contextmanager
 def no_gc():
-    """Reference counts alone must free things."""
+    """Turns the garbage collector off: reference counts alone must free things."""
     gc.collect()
     gc.disable()
     try:

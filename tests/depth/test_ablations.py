@@ -42,7 +42,7 @@ def _one_thread(threads):
 
 
 def encoder(name, norm, **changes):
-    """The encoder of a recipe, its norms and matrices away from their init."""
+    """The encoder of a recipe, with norms and matrices away from their init."""
     sizes = [f"model.dim={DIM}", f"model.heads={HEADS}", f"model.ffn_dim={FFN}",
              f"model.encoder_layers={LAYERS}", f"model.norm={norm}", "model.dropout=0"]  # fmt: skip
     recipe = load_recipe("phrases-small", [*sizes, *ABLATIONS[name]])
@@ -118,7 +118,7 @@ def test_denseformer_is_the_paper_s(dilation, period):
     averaged = [row for row in range(1, LAYERS + 1) if row % period == 0]
     torch.testing.assert_close(weight.detach(), torch.eye(LAYERS + 1))
     with torch.no_grad():
-        # The paper has weights after the blocks that average alone.
+        # The paper has weights only after the blocks that average.
         weight[averaged] += 0.3 * torch.randn(len(averaged), LAYERS + 1)
     blocks = [
         lambda x, f=f, m=m: encoder_layer(f, x, norm_of(m, x))

@@ -35,7 +35,7 @@ def specified(m, v, row):
 
 
 def learned(block, backend=None, dtype=torch.float64):
-    """With queries away from zero."""
+    """An AttentionResiduals with queries away from zero."""
     m = AttentionResiduals(LAYERS, DIM, block=block, backend=backend).to(dtype)
     with torch.no_grad():
         m.query.normal_()
@@ -102,7 +102,7 @@ def test_half_precision(block, tolerances):
 
 @pytest.mark.parametrize("block", [None, 4])
 def test_sources_are_read_once_for_a_block_of_rows(block, monkeypatch):
-    """The full form reads the triangle; blocks read each finished sum once a block."""
+    """The full form reads all sources for every row, the block form once for a block of rows."""
     counts, attend = [], ops.depth_attention
 
     def counted(sources, *args, **options):
@@ -116,8 +116,8 @@ def test_sources_are_read_once_for_a_block_of_rows(block, monkeypatch):
     if block is None:
         assert sum(counts) == (layers + 1) * (layers + 2) // 2
     else:
-        # Four blocks over 1, 2, 3 and 4 sums; and for three of their four rows the sum at hand,
-        # scored and joined.
+        # Four blocks read 1, 2, 3 and 4 sums. Three of the four rows of each also read the sum of
+        # the current block, once for its score and once to join it.
         assert sum(counts) == 1 + 2 + 3 + 4 + 4 * 3 * (1 + 2)
 
 

@@ -15,7 +15,7 @@ SEEDS = [11 * k for k in range(LAYERS + 1)]
 
 
 def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
-    """A pre-norm chain through boundaries that do everything at once."""
+    """A pre-norm chain; each boundary does everything in one pass."""
     history, total = DepthHistory(block=BLOCK), 0.0
     branch, rest = y, None
     for k in range(LAYERS + 1):
@@ -147,7 +147,7 @@ def test_post_norm_refuses_a_second_norm():
 
 
 def test_input_may_be_changed_in_place_after_the_push(kernel_backend):
-    """States are copies: an in-place activation behind the boundary does no harm."""
+    """States are copies, so the caller may overwrite what it pushed."""
     dlcl = DLCL(2, 6, norm=None, backend=kernel_backend)
 
     def run(change):

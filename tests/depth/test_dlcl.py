@@ -11,7 +11,7 @@ NORMS = ["pre", "post", None]
 WEIGHTS = ["scalar", "group", "vector"]
 FORMS = list(itertools.product(NORMS, WEIGHTS))
 DEPTHS, WIDTHS = [1, 2, 7, 33, 100], [1, 17, 64, 255, 512]
-# Each depth meets each width, and the forms take turns.
+# Each depth with each width; the form changes from one pair to the next.
 GRID = [
     (layers, dim, *FORMS[i % len(FORMS)])
     for i, (layers, dim) in enumerate(itertools.product(DEPTHS, WIDTHS))
@@ -97,7 +97,7 @@ def test_agrees_with_a_normalised_embedding(tolerances, chain, backend, norm, we
 
 
 def test_agrees_over_many_tokens(tolerances, chain):
-    """Several chunks of tokens, each with partial sums of its own."""
+    """Kernels take tokens in chunks, each with its own partial sums."""
     for norm, weight in FORMS:
         options = form(norm, weight, 37) | {"tokens": 333, "block": 3}
         chain(7, 37, **options).compare(tolerances, torch.float32)
@@ -290,14 +290,15 @@ def test_no_tokens(backend, norm, weight, shape):
 KINDS = ["large mean", "huge", "tiny", "constant rows", "zero"]
 
 
-# In post-norm a large embedding drowns all other states and its weights' gradients are zero but for
-# rounding; that of a constant row's norm is rounding times 1 / sqrt(eps). Nothing to compare.
+# Left out are cases of post-norm where nothing can be compared. A large embedding hides all other
+# states, and the gradients of its weights are zero up to rounding. The gradient of a constant row's
+# norm is rounding times 1 / sqrt(eps).
 EXTREMES = [("pre", kind) for kind in KINDS] + [("post", kind) for kind in ("tiny", "zero")]
 
 
 @pytest.mark.parametrize(("norm", "kind"), EXTREMES)
 def test_agrees_on_extreme_values(tolerances, chain, backend, norm, kind):
-    # Many tokens, so that the rounding of a few means decides nothing.
+    # Many tokens, so that the rounding of a few means has little weight.
     c = chain(6, 65, tokens=60, block=2, norm=norm, normalize_embedding=True, backend=backend)
     n = c.embedding
     c.embedding = {

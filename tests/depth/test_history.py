@@ -1,4 +1,4 @@
-"""What must hold of a DepthHistory: several passes at once, passes that end early, memory."""
+"""DepthHistory: several passes at once, passes that end early, and what memory they hold."""
 
 import contextlib
 import weakref
@@ -76,7 +76,7 @@ def test_a_backward_that_never_comes(backend, inplace):
 
 
 def test_a_history_does_not_hold_the_graph(backend):
-    """Whoever keeps the history of a finished pass keeps its states, not its activations."""
+    """A caller who keeps the history of a finished pass keeps its states, not its activations."""
     stack, y = Stack(backend=backend), leaf()
     with no_gc():
         h = history()
@@ -152,7 +152,7 @@ def test_an_exception_in_a_layer(backend, inplace, checkpointed):
 
     with no_gc():
         h = history(inplace)
-        # A checkpointed function refers to h and h to the graph: leaving the block parts them.
+        # A checkpointed function refers to h and h to the graph. Leaving the block closes h.
         with pytest.raises(KeyError), h if checkpointed else contextlib.nullcontext():
             broken(h)
         alive = weakref.ref(h.state.states)
@@ -191,7 +191,7 @@ def test_an_exception_in_backward(backend, inplace):
 
 
 def test_threads_that_share_a_stack(backend):
-    """Schedules are made when first needed: by whichever thread comes first, whole."""
+    """The first thread that needs a schedule makes it; no thread sees an unfinished one."""
     import sys
     from concurrent.futures import ThreadPoolExecutor
 
@@ -245,7 +245,7 @@ def test_nothing_is_alive_after_the_step(backend):
 
 @pytest.mark.parametrize("frozen", ["embedding", "embedding and W", "all below layer 3"])
 def test_nothing_is_alive_after_the_step_of_a_frozen_bottom(backend, frozen):
-    """Without a gradient to give, the first boundaries have no node that could free anything."""
+    """The first boundaries need no gradient, so no autograd node of theirs can free the states."""
     stack, y = Stack(norm=None, backend=backend), leaf().detach()
     if frozen != "embedding":
         stack.dlcl.weight.requires_grad_(False)
@@ -262,7 +262,7 @@ def test_nothing_is_alive_after_the_step_of_a_frozen_bottom(backend, frozen):
 
 
 def test_the_bytes_of_a_step_are_its_gradients(meter):
-    """Loss and history are still referenced; only gradients are left."""
+    """The caller keeps loss and history; only gradients are left in memory."""
     stack, y = Stack(dim=128, backend="cpu"), leaf(64, 128)
     stack(y, history()).sum().backward()
     for p in (y, *stack.parameters()):
@@ -276,8 +276,7 @@ def test_the_bytes_of_a_step_are_its_gradients(meter):
 
 
 def peak_of(meter, layers, block, *, backward):
-    """Bytes at the highest, in states. The layer saves nothing: a detached copy with a gradient
-    through an addition."""
+    """Peak bytes, counted in states. The layers are additions, which save nothing."""
     tokens, dim = 64, 256
     dlcl = DLCL(layers, dim, backend="cpu")
     y = leaf(tokens, dim)

@@ -19,7 +19,7 @@ class Layer(nn.Module):
 
 
 def checkpointed(dlcl, layers, y, h, p, wrap):
-    """Each segment makes a layer's input from the states and runs the layer."""
+    """Each checkpointed function pushes a state and runs the next layer."""
     for k, layer in enumerate(layers):
         y = wrap(lambda y, k=k, f=layer: f(dlcl(y, h, index=k, dropout_p=p)), y)
     return dlcl(y, h, index=len(layers))
@@ -61,7 +61,7 @@ def test_checkpointing_keeps_one_state_per_layer(meter):
 
     plain = peak(lambda f, y: f(y))
     saved = peak(lambda f, y: checkpoint(f, y, use_reentrant=False))
-    # The states, each segment's input y_k, and the output; statistics are 1/128 of a state each.
+    # The states, each function's input y_k, and the output. Statistics are 1/128 of a state each.
     assert saved <= 22 + 21 + 4
     assert saved < plain / 2
 
@@ -106,7 +106,7 @@ def test_a_repeated_push_outside_recomputation_is_an_error(backend):
 
 
 def test_reentrant_checkpointing_around_a_push_is_an_error(backend):
-    """Its repeated push would take part in backward, with the wrong gradients."""
+    """The graph would contain the repeated push, with the wrong gradients."""
     dlcl, layer = DLCL(1, DIM, norm=None, learnable=False, backend=backend), Layer(DIM)
     h, y = history(), leaf()
     y = checkpoint(lambda y: layer(dlcl(y, h, index=0)), y, use_reentrant=True)

@@ -1,4 +1,4 @@
-"""Gradients through a pass: parts of them, one after the other, past odd layers."""
+"""Gradients through a pass: a part of it, twice, and with unusual layers."""
 
 import weakref
 
@@ -63,7 +63,7 @@ def test_full_backward_after_a_part_without_inplace(backend):
 
 @pytest.mark.parametrize("row", [0, 2, 3, 6])
 def test_backward_of_a_part_after_a_full_one(backend, row):
-    """Gradients of rows that the second pass never reaches must not show in it."""
+    """Rows that the second backward never reaches must give it nothing."""
     stack, y = Stack(backend=backend), leaf()
     leaves = (y, stack.dlcl.weight)
     want = torch.autograd.grad(plain_xs(stack, y)[row].square().sum(), leaves)
@@ -73,7 +73,7 @@ def test_backward_of_a_part_after_a_full_one(backend, row):
 
 
 def test_two_parts_in_place_that_do_not_meet(backend):
-    """x_9 to x_6, then x_6 to the leaves: allowed in place, and nothing of the first shows."""
+    """x_9 to x_6, then x_6 to the leaves: allowed in place, and right."""
     stack, y = Stack(backend=backend), leaf()
     leaves = (y, stack.dlcl.weight)
     want = torch.autograd.grad(plain_xs(stack, y)[6].square().sum(), leaves)
@@ -84,7 +84,7 @@ def test_two_parts_in_place_that_do_not_meet(backend):
 
 @pytest.mark.parametrize("first", [2, 5])
 def test_a_part_below_then_the_whole_in_place_is_an_error(backend, first):
-    """The upper rows would be made again from states that are gradients by now."""
+    """The upper rows would be recomputed from slots that hold gradients by now."""
     stack, y = Stack(backend=backend, norm="post"), leaf()
     xs = stack.xs(y, history())
     torch.autograd.grad(xs[first].sum(), y, retain_graph=True)
@@ -165,7 +165,7 @@ def test_double_backward_is_an_error(backend, inplace, linear):
 
 
 def test_forward_mode_is_an_error(backend):
-    """Never a tangent of zero, whether or not anything learns."""
+    """It is refused with and without gradients; the tangent is never a silent zero."""
     stack, y = Stack(backend=backend), leaf().detach()
     for learning in (True, False):
         with forward_ad.dual_level(), torch.set_grad_enabled(learning):
@@ -195,7 +195,7 @@ def test_parameters_changed_before_backward(backend, name, normalize_embedding):
         assert torch.equal(got, want)
 
 
-# ---- odd layers ----------------------------------------------------------------------------------
+# ---- unusual layers ------------------------------------------------------------------------------
 
 
 @MODES

@@ -1,4 +1,4 @@
-"""Mistakes with a DepthHistory are told, and leave it as it was."""
+"""Mistakes with a DepthHistory raise an error and leave it as it was."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_block_of_no_rows():
 
 
 def test_a_refused_first_push_leaves_the_history_fresh(backend):
-    """A history whose first push failed serves another try."""
+    """A history whose first push failed can be used for another try."""
     stack, h = Stack(backend=backend), history()
     with pytest.raises(ValueError, match="expected"):
         stack.dlcl(torch.randn(3, DIM + 1), h)

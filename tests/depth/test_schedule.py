@@ -1,4 +1,4 @@
-"""The engine's schedule: what it reads, how often, and in which blocks."""
+"""The schedule: which states are read, how often, and in which blocks."""
 
 from types import SimpleNamespace
 
