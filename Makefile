@@ -14,7 +14,7 @@ help:
 	@echo "make test     run the tests, of many parameters the cases of a day's run"
 	@echo "make test-all run them with every case"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
-	@echo "make report   measure, train a 30-layer model, write report/index.html"
+	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
 	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
 	@echo "make lint     check style"

@@ -2,9 +2,9 @@
 
     python -m bench.gradients --output bench/results
 
-writes `gradients.svg` and `gradients.md`. In post-norm what reaches a layer has passed the
-layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2); in DLCL
-a state is read by every row above it, so that the lowest layers are reached on short ways.
+writes `gradients.svg` and `gradients.md`. In post-norm the gradient of a layer has passed the
+layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2). In DLCL
+every row above a state reads it, so gradients reach the lowest layers on short paths.
 """
 
 import argparse
@@ -34,8 +34,7 @@ STACKS: dict[str, dict] = {
     "DLCL, pre-norm": {"connection": "dlcl", "norm": "pre"},
     "latent depth, pre-norm": {"connection": "latent", "norm": "pre"},
 }
-"""Name -> arguments of `TransformerEncoder`. Another way to join layers is another line here, and a
-colour below."""
+"""Name -> arguments of `TransformerEncoder`; its colour is below."""
 
 STACK_COLORS = {
     "post-norm": COLORS["stack and sum"],

@@ -1,7 +1,7 @@
-"""What memory policies save and cost: `python -m bench.memory --output FILE`.
+"""What memory policies save at full size: `python -m bench.memory --output FILE`.
 
-Bytes are counted, without parameters and their gradients. Times are medians of rounds in which the
-policies take turns, on 2 threads.
+Bytes are counted, without parameters and their gradients. What policies cost in time is a chapter
+of `deepfast report`.
 """
 
 import argparse
@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench.numbers import times
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.rows import claim
-from deepfast.memory import POLICIES, LiveBytes, plan
+from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, STACK
-from deepfast.nn import Packing, TransformerEncoder
+from deepfast.nn import TransformerEncoder
 
 GIB = 1 << 30
 LENGTH, DIM, HEADS = 32, 512, 8
@@ -46,9 +45,9 @@ def per_token(module: nn.Module, tokens: int) -> float:
     return (more - less) / (tokens - tokens // 2)
 
 
-def encoder(layers: int, dim: int = DIM, heads: int = HEADS, memory: str = "history") -> nn.Module:
-    """A DLCL encoder of this package."""
-    return TransformerEncoder(layers, dim, heads, 4 * dim, dropout=DROPOUT, memory=memory)
+def encoder(layers: int) -> nn.Module:
+    """A DLCL encoder of this package under the most frugal policy."""
+    return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history")
 
 
 def history_row(layers: int, tokens: int) -> dict:
@@ -75,43 +74,18 @@ def ratio_rows(layers: int, tokens: int) -> list[dict]:
     return rows
 
 
-def time_rows(layers: int, tokens: int, dim: int, rounds: int) -> list[dict]:
-    """Steps of every policy over those of keep, fp32."""
-    model = encoder(layers, dim, dim // 64)
-    packing, x = Packing(tokens // LENGTH, LENGTH), torch.randn(tokens, dim)
-
-    def step(policy: str):
-        def run():
-            model.set_memory(policy)
-            model.forward_packed(x, packing).sum().backward()
-            model.zero_grad(set_to_none=True)
-
-        return run
-
-    variants = {policy: step(policy) for policy in POLICIES}
-    where = f"L={layers}, T={tokens}, D={dim}, fp32"
-    return [
-        times(f"step of {policy} over keep, {where}", variants, policy, "keep",
-              1.15 if policy == "lean" else 1.4, rounds=rounds, at_most=True)
-        for policy in POLICIES[1:]
-    ]  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--fewer", type=int, default=512, help="tokens of the plain forms")
-    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    torch.set_num_threads(2)
     deepest = plan(budget="24GiB", width=DIM, tokens=8192).sizes.layers
     what = "deepest encoder in 24 GiB by plan, D=512, T=8192, Adam, 6 decoder layers, V=32000"
     rows = [
         claim(what, deepest, 340),
-        *time_rows(60, 2048, 256, args.rounds),
         history_row(args.layers, args.tokens),
         *ratio_rows(args.layers, args.fewer),
     ]

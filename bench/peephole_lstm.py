@@ -14,8 +14,8 @@ WHO = ("deepfast", "loop of ops", "deepfast, lengths", "loop of ops, lengths")
 def loop_of_ops(
     f: Tensor, weight: Tensor, peephole: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """One product and the cell, step by step: h (T, B, H). Behind the end of a sentence, of whose
-    ``lengths`` (B,) none is needed where all are T, h is 0 and the state stays."""
+    """One product and the cell, step by step: h (T, B, H). Behind the end of a sentence h is 0 and
+    the state stays. Without ``lengths`` (B,) all sentences have T words."""
     h = c = f.new_zeros(f.shape[1], f.shape[2] // 4)
     out = []
     for t, f_t in enumerate(f):

@@ -88,7 +88,7 @@ def clocks() -> str | None:
 
 
 class Results:
-    """The results file, written anew after every step."""
+    """The results file, written again after every step."""
 
     def __init__(self, folder: Path, name: str, facts: dict):
         self.start = time.perf_counter()
@@ -117,16 +117,16 @@ def child_environment(dry: bool, **more: str) -> dict[str, str]:
     changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"} | more
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    # What the shell may have set would stand in for what is measured.
+    # A variable of the shell must not change what is measured.
     ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET")
     return {k: v for k, v in os.environ.items() if k not in ours} | changed
 
 
 def build(results: Results) -> None:
-    """Builds deepfast._C in place where there is none, or none with CUDA; without it the rest goes
-    on."""
+    """Builds deepfast._C in place where there is none, or none with CUDA. After a failure the rest
+    goes on."""
     if results.data["dry_run"]:
-        # The emulator of the CUDA kernels, where it is at hand: a section has no time for it.
+        # The emulator of the CUDA kernels is built here: a section's time is too short for that.
         program = ROOT / "tests" / "cuda" / "build.py"
         if program.exists():
             subprocess.run([sys.executable, str(program)], stdout=subprocess.DEVNULL, check=True)

@@ -53,7 +53,7 @@ def _linear_cross_entropy(bench: Bench, vocabulary: int) -> None:
             def run():
                 return torch.autograd.grad(loss(hidden, weight, target), (hidden, weight))
 
-            # The processor's part is small beside the products; Liger's reads a count back.
+            # No graph: Liger's form reads a count back to the host. Python's part is small here.
             return Variant(run=run, graph=False)
 
         return make

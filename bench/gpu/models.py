@@ -10,7 +10,7 @@ from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
 from deepfast import ops
 from deepfast.measure.clock import timed
-from deepfast.measure.encoders import PlainEncoder
+from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.measure.rows import Row
 from deepfast.nn import (
@@ -95,8 +95,8 @@ def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
 def _training(bench: Bench) -> None:
     """A step of a DLCL encoder and of the plain residual one, compiled, on the same tokens.
 
-    Sentences are equally long, so that no form computes padding; the stream between layers is
-    bf16 in both.
+    Sentences are equally long, so that no form computes padding. The stream between layers is bf16
+    in both.
     """
     layers, sentences, length, D, H, FFN = bench.size(
         (30, 256, 32, 512, 8, 2048), (1, 2, 3, 16, 2, 32)
@@ -106,29 +106,23 @@ def _training(bench: Bench) -> None:
     padding = torch.zeros(sentences, length, dtype=torch.bool, device=bench.device)
     positions = torch.arange(sentences * length, device=bench.device)
     packing = Packing(sentences, length, positions, padding)
-    flat = x.flatten(0, 1)
 
-    def deepfast(compiled, graph):
+    def maker(residual, compiled, graph):
         def make():
-            encoder = TransformerEncoder(layers, D, H, FFN, dropout=0.1, backend="triton")
+            if residual:
+                encoder = PlainEncoder(layers, D, H, FFN)
+                forward, operands = encoder, (x.to(BF16), target)
+            else:
+                encoder = TransformerEncoder(layers, D, H, FFN, dropout=DROPOUT, backend="triton")
+                operands = x.flatten(0, 1), target.flatten(0, 1)
+
+                def forward(x):
+                    return encoder.forward_packed(x, packing)
+
             if compiled:
                 for layer in encoder.layers:
                     layer.forward = peers.compiled(layer.forward, bench.toy)
-
-            def forward(x):
-                return encoder.forward_packed(x, packing)
-
-            step = _step(bench, encoder, forward, flat, target.flatten(0, 1))
-            return Variant(run=step, graph=graph, graph_only=graph)
-
-        return make
-
-    def residual(graph):
-        def make():
-            encoder = PlainEncoder(layers, D, H, FFN, 0.1)
-            for layer in encoder.layers:
-                layer.forward = peers.compiled(layer.forward, bench.toy)
-            step = _step(bench, encoder, encoder, x.to(BF16), target)
+            step = _step(bench, encoder, forward, *operands)
             return Variant(run=step, graph=graph, graph_only=graph)
 
         return make
@@ -137,9 +131,9 @@ def _training(bench: Bench) -> None:
     # Toys have no graphs: those would be the same forms again.
     suffixes = bench.size({"": False, ", CUDA graph": True}, {"": False})
     for suffix, graph in suffixes.items():
-        forms[f"residual, layers compiled{suffix}"] = residual(graph)
-        forms[f"deepfast{suffix}"] = deepfast(False, graph)
-        forms[f"deepfast, layers compiled{suffix}"] = deepfast(True, graph)
+        forms[f"residual, layers compiled{suffix}"] = maker(True, True, graph)
+        forms[f"deepfast{suffix}"] = maker(False, False, graph)
+        forms[f"deepfast, layers compiled{suffix}"] = maker(False, True, graph)
     what = (
         f"training step, {layers} layers, {sentences} sentences of {length}, D={D}, F={FFN}, "
         "bf16 autocast, Adam"

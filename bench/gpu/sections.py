@@ -42,9 +42,9 @@ SECTIONS = {
 
 
 def _emulate_cuda() -> None:
-    """Has the CUDA kernels run on the CPU, where the tests that emulate them are at hand.
+    """Lets the CUDA kernels run on the CPU, in the emulator of tests/cuda where it is there.
 
-    `bench.gpu` has compiled them before a section's time runs.
+    `bench.gpu` has compiled it before the time of a section begins.
     """
     path = Path(__file__).resolve().parents[2] / "tests" / "cuda" / "build.py"
     if not path.exists():
@@ -59,7 +59,7 @@ def _emulate_cuda() -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("output", type=Path, help="written anew after every case")
+    parser.add_argument("output", type=Path, help="written again after every case")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Writes what a run on a GPU decides into deepfast/backend.py: defaults, and the faster kernels.
+"""Writes into deepfast/backend.py what a run on a GPU decides: defaults, and the faster kernels.
 
     python -m bench.gpu.table bench/results/RUN.json
 
@@ -56,9 +56,9 @@ def proved(results: dict) -> dict[str, tuple[str, ...]]:
             if not fine or found["status"] not in ("ok", "failed, exit status 1"):
                 return False
             other = {"cuda": "triton", "triton": "cuda"}[name]
-            told = found["failed"] + found["skipped"]
+            not_passed = found["failed"] + found["skipped"]
             # A test of the other kernels has their name in its parameters.
-            if any(other not in line["test"].partition("[")[2] for line in told):
+            if any(other not in line["test"].partition("[")[2] for line in not_passed):
                 return False
             if not found["passed"]:
                 return False
@@ -101,7 +101,7 @@ def text(results: dict) -> str:
 
 
 def rewrite(source: str, results: dict) -> str:
-    """backend.py with the lines between the markers made anew."""
+    """backend.py with the lines between the markers replaced."""
     before, rest = source.split(BEGIN)
     return before + BEGIN + text(results) + END + rest.split(END)[1]
 

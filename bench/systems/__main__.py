@@ -1,4 +1,4 @@
-"""Trains every system small on the same sentences and writes one table; picks up where it stopped.
+"""Trains every system small on the same sentences and writes one table; keeps runs that are done.
 
 python -m bench.systems --seeds 3                      # or make systems SEEDS=3
 python -m bench.systems --data train.en train.de --large
@@ -87,14 +87,14 @@ def main(argv: list[str] | None = None) -> int:
         shared += text_files(*args.data, args.output / "data")
     shared += tuple(args.overrides)
     for row in rows:
-        # What cannot be trained is told before hours of the others.
+        # A row that cannot be trained is an error now, not after hours of training the others.
         load_recipe(row.recipe, row.settings(shared))
     results: dict[Row, list[dict]] = {row: [] for row in rows}
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
     command += f" SET={shlex.quote(' '.join(args.overrides))}" if args.overrides else ""
     path, failed = args.write or args.output / "systems.md", []
-    # All rows once before any of them twice: a table that was interrupted has every row.
+    # Every row runs once before any row runs twice, so an interrupted table has all rows.
     for seed in range(1, args.seeds + 1):
         for row in rows:
             try:

@@ -1,4 +1,4 @@
-"""One run of one row, in a process of its own: its peak memory is nobody else's.
+"""One run of one row, in a process of its own, so that the peak memory is that of this run.
 
 python -m bench.systems.one RECIPE FOLDER SEED key=value ...
 """
@@ -57,7 +57,7 @@ def after(result) -> dict:
         "bleu": result.test_bleu,
         "curve": curve,
         "nll": min(x for x in (result.best_nll, result.average_nll) if x is not None),
-        # Of the last stage; other work on the machine only ever slows a line down.
+        # Of the last stage. The fastest line is the one that other work disturbed least.
         "target_tokens_per_second": max(trained),
         "parameters": sum(p.numel() for p in model.parameters()),
     }

@@ -14,7 +14,7 @@ INTERRUPTED = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="report", type=Path, help="folder of the page")
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--full", action="store_true", help="the sizes of the README, for an hour")
+    sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
 

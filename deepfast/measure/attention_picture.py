@@ -11,7 +11,7 @@ from deepfast.measure.pictures import STYLE, save
 
 INCHES_PER_WORD, INCHES_PER_LAYER = 0.42, 0.24
 NOT_OF_LETTERS = ("Last Resort", "STIXSize", "STIXNonUnicode", "cm")
-"""Fonts of matplotlib's own whose characters are boxes, or others than their codes say."""
+"""Fonts of matplotlib whose characters are boxes, or not those that their codes name."""
 
 
 def draw(
@@ -27,8 +27,8 @@ def draw(
         across: name of the lower axis.
 
     Returns:
-        The characters of the words that no font here has. An SVG holds them all the same, for the
-        fonts of whoever looks at it; in a PNG each is its code, such as U+4E2D.
+        The characters of the words that no font of this machine has. An SVG keeps them, for the
+        fonts of the machine that shows it. A PNG shows the code of each, such as U+4E2D.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -59,15 +59,15 @@ def draw(
         figure.colorbar(image, ax=list(panels), label="weight", shrink=0.7)
         figure.suptitle(title, fontsize=10)
     with warnings.catch_warnings():
-        # The caller is told.
+        # The caller gets these characters.
         warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
         save(figure, path)
     return missing
 
 
 def fonts_for(text: str) -> tuple[list[str], str]:
-    """Families in the order in which they are asked for a character, so that as much of a text as
-    can be has letters, and the characters that none of this machine's fonts has."""
+    """Font families, in the order in which a character is looked up, that together have as many
+    characters of the text as possible; and the characters that none of this machine's fonts has."""
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     families = ["sans-serif"]
@@ -94,7 +94,7 @@ def fonts_for(text: str) -> tuple[list[str], str]:
 
 @cache
 def _characters(font: str) -> frozenset[str]:
-    """What a font's file has a glyph for."""
+    """The characters that a font's file has a glyph for."""
     from matplotlib.font_manager import get_font
 
     return frozenset(map(chr, get_font(font).get_charmap()))

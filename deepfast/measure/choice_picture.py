@@ -101,7 +101,7 @@ def show_choices(choices: list[SideChoices]) -> None:
     console = Console()
     for side in choices:
         layers = side.kept.shape[1]
-        # A title of its own would be as narrow as the table.
+        # rich would wrap a title of the table to the width of the table.
         console.print(f"Choice of layers of the {side.name}; {side.rule}", highlight=False)
         for start in range(0, len(side.languages), COLUMNS):
             some = slice(start, start + COLUMNS)

@@ -221,9 +221,9 @@ def heat_map(axes, matrix, *, hidden, limit: float | None = None):
 
     Args:
         matrix: (L+1, L+1) array.
-        hidden: bool array of that shape, True where nothing is drawn; what a row may read and is
-            hidden all the same is left grey.
-        limit: the weight of the strongest colour; None: such that few weights are beyond it.
+        hidden: bool array of that shape, True where no colour is drawn. A hidden weight of a source
+            that the row may read is grey.
+        limit: the weight of the strongest colour; None: only 3% of the weights are beyond it.
     """
     import numpy as np
 

@@ -74,8 +74,8 @@ def policies(settings: Settings, rows: list[Row]) -> list[Job]:
 
 
 def chapter(settings: Settings, rows: list[Row]) -> dict:
-    """Sizes, and the rows with what they stand for: ratios of predicted to measured peaks, with
-    parameters and without; times relative to `keep`."""
+    """Sizes, and the rows with ratios: of predicted to measured peaks, with parameters and without,
+    and of times to the time of `keep`."""
     sizes = predicted(settings, 1, POLICIES[0]).sizes
     keep = next((r for r in rows if r.seconds and r.variant == POLICIES[0]), None)
     found = []

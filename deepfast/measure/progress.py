@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PRIOR = 20.0
-"""So many seconds of estimates are believed before a machine's own speed counts as much."""
+"""After so many seconds of work the measured speed counts as much as the estimates."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Progress:
         progress = self
 
         class Left(ProgressColumn):
-            """The time left, anew whenever the bar is drawn."""
+            """The time left, computed whenever the bar is drawn."""
 
             def render(self, task) -> Text:
                 return Text(progress.left())
