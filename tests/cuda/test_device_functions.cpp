@@ -4,9 +4,9 @@
 // Compiled as plain C++: neither for a GPU nor over the emulator.
 #include <torch/csrc/stable/library.h>
 
+#include "common/tensor.h"
 #include "cuda/dropout.h"
 #include "cuda/row.h"
-#include "common/tensor.h"
 
 namespace deepfast {
 namespace {
