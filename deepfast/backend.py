@@ -119,10 +119,10 @@ def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_capability(i)
         if found < CAPABILITY:
-            needed, found = (".".join(map(str, c)) for c in (CAPABILITY, found))
+            has, needed = (".".join(map(str, c)) for c in (found, CAPABILITY))
             name = torch.cuda.get_device_name(i)
             return (
-                f"cuda:{i} ({name}) has compute capability {found}, kernels need {needed}; "
+                f"cuda:{i} ({name}) has compute capability {has}, kernels need {needed}; "
                 "CUDA_VISIBLE_DEVICES can leave it out"
             )
     return None
@@ -134,7 +134,7 @@ def _too_wide(op: str, device_type: str, dim: int) -> str | None:
     if op != "layer_norm" and device_type == "cuda":
         # 160 KB of shared memory hold the sums of wider rows; some cards have 99.
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):
+        if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):  # type: ignore[attr-defined]
             most = 4096
     return None if dim <= most else f"its rows have at most {most} channels here, not {dim}"
 
@@ -315,7 +315,7 @@ def chosen(op: str, requested: str | None, device_type: str, dtype: torch.dtype)
 
 
 # What torch.compiler.assume_constant_result does, without importing all of torch's compiler.
-chosen._dynamo_marked_constant = True
+chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -50,8 +50,8 @@ def _operand(line: str) -> Operand:
     name, kind, *rest = line.split(maxsplit=3)
     if not rest:
         return Operand(name, kind, False)
-    dtype, shapes = rest
-    entries = (shape.strip()[1:-1].split(",") for shape in shapes.split(" or "))
+    dtype, choices = rest
+    entries = (shape.strip()[1:-1].split(",") for shape in choices.split(" or "))
     shapes = tuple(tuple(e.strip() for e in shape if e.strip()) for shape in entries)
     return Operand(name, kind.replace("!", ""), "!" in kind, dtype, shapes)
 
@@ -111,7 +111,7 @@ def _lstm(gates, **_) -> int:
 
 
 # Backward has two products for each one of forward.
-_FLOPS = {
+_FLOPS: dict[str, Callable[..., int]] = {
     "boundary_forward": lambda near, states, **_: 2 * len(near) * math.prod(states[1:]),
     "boundary_backward": _boundary_backward,
     "mix_rows": _mix_rows,

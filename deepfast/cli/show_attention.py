@@ -13,6 +13,7 @@ import torch
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.errors import require
 from deepfast.mt.data.vocabulary import BOS, EOS, SPACE
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search import load_translator, translate_lines
 from deepfast.nn.connections.fusion import WITH_ATTENTION
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fused_side(model: torch.nn.Module) -> str:
+def _fused_side(model: SearchModel) -> str:
     for side in SIDES:
         if getattr(model.config, f"{side}_fusion", None) in WITH_ATTENTION:
             return side
@@ -73,7 +74,7 @@ def _fused_side(model: torch.nn.Module) -> str:
 
 @torch.inference_mode()
 def layer_weights(
-    model: torch.nn.Module, vocabulary: Vocabulary, side: str, text: str, translation: str | None
+    model: SearchModel, vocabulary: Vocabulary, side: str, text: str, translation: str | None
 ) -> tuple[torch.Tensor, list[str]]:
     """(N, hops, L + 1) and the N words; of a weight for each channel their mean, as one hop."""
     source = vocabulary.encode(text)

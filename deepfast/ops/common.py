@@ -25,7 +25,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def bare_apply(node: type[torch.autograd.Function]):
     """``node.apply`` past the Python layer of autograd.Function, which is there for torch.func and
     for setup_context and costs a third of the call."""
-    return super(torch.autograd.Function, node).apply
+    return super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
 
 def first_order(name: str):
@@ -80,15 +80,15 @@ def draw_seed(
     device: `torch.manual_seed`, checkpointing and CUDA graphs replay it."""
     if seed is None:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
-    given = isinstance(seed, Tensor)
-    if given and seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
-        return seed
-    if isinstance(seed, bool) or checks.is_whole(seed):
+    if isinstance(seed, Tensor):
+        if seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
+            return seed
+    elif isinstance(seed, bool) or checks.is_whole(seed):
         # Any int serves: it is taken modulo 2^64.
-        seed = (operator.index(seed) + 2**63) % 2**64 - 2**63
-        return torch.tensor(seed, dtype=torch.int64, device=device)
+        number = (operator.index(seed) + 2**63) % 2**64 - 2**63
+        return torch.tensor(number, dtype=torch.int64, device=device)
     expected = f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}"
-    if given:
+    if isinstance(seed, Tensor):
         raise ValueError(f"{expected}, got {seed.dtype} {tuple(seed.shape)} on {seed.device}")
     raise TypeError(f"{expected}, got {seed!r}")
 

@@ -11,6 +11,7 @@ the operands' names: no function counts positions.
 
 from collections import namedtuple
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +60,16 @@ def _as_tuple(results) -> tuple[Tensor, ...]:
 
 def _dtype(x) -> torch.dtype | None:
     return x.dtype if isinstance(x, Tensor) else None
+
+
+class Op(Protocol):
+    """What `register` returns."""
+
+    operands: Any
+    """The named tuples of its operands and of its results."""
+    results: Any
+
+    def __call__(self, *args: Any, **named: Any) -> tuple: ...
 
 
 class _Autograd:
@@ -137,9 +148,9 @@ def _node(forward: Callable, autograd: _Autograd, public: int):
     return common.bare_apply(Node)
 
 
-def _autocast(given: tuple, names: tuple[str, ...]) -> tuple:
+def _autocast(given, names: tuple[str, ...]) -> tuple:
     """``given`` with the operands ``names`` as autocast wants them."""
-    changed = {}
+    changed: dict[str, Any] = {}
     for name in names:
         x = getattr(given, name)
         if isinstance(x, list):
@@ -168,8 +179,9 @@ def _define(schema: str) -> tuple:
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     packet = getattr(torch.ops.deepfast, name)
     found = packet.default._schema
-    operands = namedtuple(name, [argument.name for argument in found.arguments])
-    results = namedtuple(f"{name}_results", [result.name or "out" for result in found.returns])
+    # mypy wants to read the names in the source.
+    operands = namedtuple(name, [argument.name for argument in found.arguments])  # type: ignore[misc]
+    results = namedtuple(f"{name}_results", [result.name or "out" for result in found.returns])  # type: ignore[misc]
     return packet, operands, results
 
 
@@ -184,7 +196,7 @@ def register(
     backward: Callable | None = None,
     public: int | None = None,
     raw_flops: bool = False,
-) -> Callable:
+) -> Op:
     """Defines ``deepfast::<schema>`` and returns the function that calls it, which gives a tuple.
 
     The function takes the operands by position or by name. Its ``operands`` and ``results`` are
@@ -208,7 +220,7 @@ def register(
     """
     packet, operands, results = _define(schema)
     op, name = packet.default, operands.__name__
-    autograd = backward and _Autograd(name, operands, results, setup, backward)
+    autograd = _Autograd(name, operands, results, setup, backward) if backward else None
 
     def on_operands(function: Callable) -> Callable:
         return lambda *args: function(operands._make(args))
@@ -228,9 +240,9 @@ def register(
     return call
 
 
-def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, public) -> Callable:
+def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, public) -> Any:
     """What calls the op: the bare node in plain eager code, else the registered op."""
-    node = autograd and _node(forward, autograd, public)
+    node = _node(forward, autograd, public) if autograd else None
 
     def eager(given) -> tuple[Tensor, ...]:
         if node is None or not torch.is_grad_enabled():
@@ -271,7 +283,7 @@ def _register_autograd(autograd: _Autograd, public: int | None) -> None:
     )
 
 
-def gradients(op: Callable, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:
+def gradients(op: Op, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:
     """The gradients of an op's operands by name, from ``op``, which computes them.
 
     op: registered, takes ``kept``, ``grads`` and ``wants``, whether each of its results is wanted.

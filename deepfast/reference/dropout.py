@@ -71,5 +71,5 @@ def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
     """``x`` (T, D) times its mask. A dropped element is 0, even where it was infinite or NaN."""
     if p == 0:
         return x
-    mask = dropout_mask(seed, *x.shape, p, device=x.device).to(x.dtype)
+    mask = dropout_mask(seed, x.shape[0], x.shape[1], p, device=x.device).to(x.dtype)
     return torch.where(mask > 0, x * mask, 0)

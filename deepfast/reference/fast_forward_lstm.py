@@ -17,7 +17,7 @@ def layer(p: dict[str, Tensor], name: str, inputs: list[Tensor], step: int) -> l
         p[f"{name}.{part}"] for part in ("feed_forward.weight", "recurrent", "peephole")
     )
     h = c = matrix.new_zeros(recurrent.shape[0])
-    out = [()] * len(inputs)
+    out: list[tuple] = [()] * len(inputs)
     for t in range(len(inputs))[::step]:
         f = matrix @ inputs[t]
         h, c, _ = cell(f + h @ recurrent, c, peephole)

@@ -58,7 +58,9 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors = {k: function(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            k: function(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)
+        }
         return replace(self, **tensors)
 
 

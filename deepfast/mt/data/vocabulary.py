@@ -13,6 +13,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from deepfast.mt.data.errors import DataError, require
 from deepfast.mt.data.text import write_atomically
@@ -271,9 +272,10 @@ def _user_defined(model: bytes) -> dict[str, int]:
     return found
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Number and value of every field of a protobuf message."""
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value, bytes or an int, of every field of a protobuf message."""
     position = 0
+    value: bytes | int
     while position < len(message):
         tag, position = _varint(message, position)
         if tag & 7 == 0:

@@ -109,6 +109,7 @@ class DepthGrowing(TranslationModel):
     """
 
     Config = DepthGrowingConfig
+    bottom: Transformer
 
     def __init__(self, config: DepthGrowingConfig):
         super().__init__()

@@ -201,7 +201,9 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
         share = "none"
     elif source.shape == target.shape and torch.equal(source, target):
         share = "all"
-    connections, dlcl = _connections(args, weights, source.shape[1])
+    sides, dlcl = _connections(args, weights, source.shape[1])
+    for side in SIDES:
+        sides[f"{side}_layers"] = len(weights.indices(rf"{side}\.layers\.(\d+)\."))
     return TransformerConfig(
         vocab_size=source.shape[0],
         target_vocab_size=None if share == "all" else target.shape[0],
@@ -211,8 +213,7 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
         dim=source.shape[1],
         heads=_one(args, "attention_heads"),
         ffn_dim=_one(args, "ffn_embed_dim"),
-        **{f"{side}_layers": len(weights.indices(rf"{side}\.layers\.(\d+)\.")) for side in SIDES},
-        **connections,
+        **sides,
         norm="pre" if _one(args, "normalize_before") else "post",
         dropout=getattr(args, "dropout", 0.1),
         attention_dropout=getattr(args, "attention_dropout", 0.0),
@@ -223,7 +224,7 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
 
 def _connections(
     args: argparse.Namespace, weights: _Weights, dim: int
-) -> tuple[dict[str, str], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The connection of each side, and the options of DLCL, which must be the same on both."""
     connections, options = {}, {}
     for side in SIDES:

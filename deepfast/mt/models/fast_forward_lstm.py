@@ -22,6 +22,7 @@ the paper, source and target share one vocabulary, and the alignment model is as
 The paper's columns have nine layers; in a column with an even number m is the first position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +157,9 @@ class FastForwardLSTM(TranslationModel):
     """
 
     Config = FastForwardLSTMConfig
+    # Each is a ModuleList, which does not tell the type of its elements.
+    columns: Sequence[Sequence[Layer]]
+    decoder: Sequence[Layer]
 
     def __init__(self, config: FastForwardLSTMConfig):
         super().__init__()
@@ -169,13 +173,13 @@ class FastForwardLSTM(TranslationModel):
 
         self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
         self.target_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(2))
-        self.decoder = stack(self.context_dim + width, c.decoder_layers)
+        self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(2))  # type: ignore[assignment]
+        self.decoder = stack(self.context_dim + width, c.decoder_layers)  # type: ignore[assignment]
         if c.attention:
             self.quarter = nn.Linear(top, self.context_dim, bias=False)
             self.attention = Attention(c.dim, self.context_dim, c.dim)
         else:
-            self.alignment = None
+            self.alignment = None  # type: ignore[method-assign]  # A model without has None.
         self.softmax = nn.Linear(c.dim, c.vocab_size, bias=False)
         recurrent = {id(p) for p in self._recurrent()}
         for p in self.parameters():
@@ -213,7 +217,7 @@ class FastForwardLSTM(TranslationModel):
         """The input of the layer above, ``[Half(f), Dropout(h)]``."""
         return torch.cat((f.chunk(2, -1)[0], F.dropout(h, self.config.dropout, self.training)), -1)
 
-    def _column(self, x: Tensor, column: nn.ModuleList, lengths: Tensor, first: int):
+    def _column(self, x: Tensor, column: Sequence[Layer], lengths: Tensor, first: int):
         """f, h and the last step's h of the top layer; ``first`` is 1 for the column whose first
         layer runs backwards."""
         for k, layer in enumerate(column):
@@ -301,11 +305,12 @@ class FastForwardLSTM(TranslationModel):
         loss is label-smoothed; the likelihood is not, and has no gradient.
         """
         real_TB = (target_in_BT != self.config.padding_idx).T
-        return ops.linear_cross_entropy(
+        loss, nll = ops.linear_cross_entropy(
             self._decode(source_BS, target_in_BT)[real_TB], self.softmax.weight,
             target_out_BT.T[real_TB], label_smoothing=label_smoothing, ignore_index=IGNORED,
             reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
+        return loss, nll
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

@@ -28,7 +28,11 @@ class Fusions(nn.Module):
                     backend=c.backend, **c.fusion,
                 )  # fmt: skip
             setattr(self, side, fusion)
-        attending = [f.num_states for f in self.children() if f.kind in WITH_ATTENTION]
+        attending = [
+            f.num_states
+            for f in self.children()
+            if isinstance(f, LayerFusion) and f.kind in WITH_ATTENTION
+        ]
         self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
 
     def forward(self, side: str, states: list[Tensor], output: Tensor) -> Tensor:

@@ -1,22 +1,35 @@
 """What every model of the toolkit has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class ParameterGroup(TypedDict, total=False):
     """Parameters that learn in the same way."""
 
-    params: list[nn.Parameter]
+    params: Sequence[Tensor]
     lr_scale: float
     """Their learning rate as a multiple of the schedule's; 1 where it is absent."""
     decays: bool
     """Whether weight decay applies to them; False where it is absent."""
 
 
-class TranslationModel(nn.Module):
+class SearchModel(nn.Module):
+    """What `deepfast.mt.search` uses of a `TranslationModel` or of an ensemble of them."""
+
+    config: Any
+    start: Callable[[Tensor], Any]
+    step: Callable[[Tensor, Any], Tensor]
+    group: Callable[[Sequence[int]], int]
+    alignment: Callable[[Tensor, Tensor], Tensor]
+    layer_attention: Callable[..., Tensor]
+    describe: Callable[[], str]
+    bottom: "TranslationModel"
+
+
+class TranslationModel(SearchModel):
     """A model that `deepfast.mt.training` trains and `deepfast.mt.search` decodes with.
 
     Each model defines
@@ -43,7 +56,7 @@ class TranslationModel(nn.Module):
 
     Config: type
     """The dataclass of its sizes and choices."""
-    config: Any
+    loss: Callable[..., tuple[Tensor, Tensor]]
 
     def set_step(self, step: int) -> None:
         """Told before each training step, counted from 1."""

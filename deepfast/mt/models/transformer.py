@@ -77,7 +77,7 @@ def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple 
 def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
     """(B, T, S): how the last decoder layer of those that ``run()`` uses attends to the source, the
     mean over its heads."""
-    call = last_call([layer.cross_attention for layer in decoder.layers], run)
+    call = last_call([layer.get_submodule("cross_attention") for layer in decoder.layers], run)
     if call is None:
         raise ValueError(
             "alignment: expected a decoder layer that is used, got none: latent depth leaves out "
@@ -155,7 +155,7 @@ class Transformer(TranslationModel):
     def metrics(self) -> dict[str, float | list[int]]:
         """Of latent depth: the expected number of layers, the KL in nats, and the layers that each
         language uses in evaluation."""
-        row = {}
+        row: dict[str, float | list[int]] = {}
         for side, latent in self._latent.items():
             row[f"{side}_depth"] = latent.depth().item()
             row[f"{side}_kl"] = latent.kl().item()

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.mt.data.vocabulary import BOS, EOS, UNK
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 
 
@@ -37,7 +38,7 @@ def length_divisor(length: int, alpha: float) -> float:
 
 
 def beam_search(
-    model: nn.Module,
+    model: SearchModel,
     source_BS: Tensor,
     options: DecodingOptions = DEFAULTS,
     *,
@@ -105,7 +106,7 @@ def _lengths(source_BS: Tensor, pad_id: int) -> list[int]:
 
 
 def _search(
-    model: nn.Module,
+    model: SearchModel,
     source_BS: Tensor,
     sentences: list["_Sentence"],
     bos_id: int,
@@ -139,8 +140,8 @@ def _search(
             # Reordering copies the cache; greedy search mostly needs no reordering.
             if parents != list(range(row)):
                 # A row that stays with its sentence attends to the same encoder output.
-                index = torch.tensor(parents, device=device)
-                state.reorder(index, encoded=before != after)
+                kept = torch.tensor(parents, device=device)
+                state.reorder(kept, encoded=before != after)
             tokens_R = torch.tensor(chosen, device=device)
 
 
@@ -281,7 +282,7 @@ def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: SearchModel) -> Iterator[None]:
     """Evaluation mode; afterwards every module is in the mode in which it was."""
     training = [module for module in model.modules() if module.training]
     for module in training:

@@ -14,11 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.mt.data import TokenVocabulary, Vocabulary
 from deepfast.mt.data.vocabulary import BOS, EOS, UNK
 from deepfast.mt.models import kind_of
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import beam_search
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.forced import score_hypotheses
@@ -77,7 +78,7 @@ class Candidates:
 
 
 def deep_shallow_candidates(
-    model: nn.Module,
+    model: SearchModel,
     source_BS: Tensor,
     options: DecodingOptions = DEFAULTS,
     *,
@@ -107,7 +108,7 @@ def deep_shallow_candidates(
     options = replace(options, nbest=options.beam)
     ids = {"bos_id": bos_id, "eos_id": eos_id}
 
-    def found(own: nn.Module, other: nn.Module) -> list[list[Candidate]]:
+    def found(own: SearchModel, other: SearchModel) -> list[list[Candidate]]:
         hypotheses = beam_search(own, source_BS, options, unk_id=unk_id, **ids)
         tokens = [[h.tokens for h in best] for best in hypotheses]
         scores = score_hypotheses(other, source_BS, tokens, **ids)
@@ -121,7 +122,7 @@ def deep_shallow_candidates(
 
 
 def line_candidates(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     options: DecodingOptions,
@@ -151,7 +152,7 @@ class Tuned:
 
 
 def tune_deep_shallow(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     references: Sequence[str],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepfast.mt.models.interface import target_vocab_size
+from deepfast.mt.models.interface import SearchModel, target_vocab_size
 
 
 @dataclass
@@ -23,7 +23,7 @@ class EnsembleState:
             state.reorder(index, encoded=encoded)
 
 
-class Ensemble(nn.Module):
+class Ensemble(SearchModel):
     """Models of any kinds over one vocabulary, with the interface of one model for search.
 
     ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` returns its logarithm, which is normalised already.
@@ -36,11 +36,14 @@ class Ensemble(nn.Module):
         ValueError: no model, or models of different vocabularies.
     """
 
-    def __init__(self, models: Sequence[nn.Module]):
+    # A ModuleList, which does not tell the type of its elements.
+    models: Sequence[SearchModel]
+
+    def __init__(self, models: Sequence[SearchModel]):
         super().__init__()
         if not models:
             raise ValueError("Ensemble: expected at least one model, got none")
-        self.models = nn.ModuleList(models)
+        self.models = nn.ModuleList(models)  # type: ignore[assignment]
         self.config = models[0].config
         configs = [model.config for model in models]
         for name, values in (

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.mt.data.vocabulary import BOS, EOS
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import evaluating
 
 
 def score_hypotheses(
-    model: nn.Module,
+    model: SearchModel,
     source_BS: Tensor,
     hypotheses: Sequence[Sequence[Sequence[int]]],
     *,

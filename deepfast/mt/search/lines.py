@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.mt.data import (
     TokenVocabulary,
@@ -12,13 +12,13 @@ from deepfast.mt.data import (
     evaluation_batches,
     restore_order,
 )
-from deepfast.mt.models.interface import target_vocab_size
+from deepfast.mt.models.interface import SearchModel, target_vocab_size
 
 Found = TypeVar("Found")
 
 
 def decode_lines(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     decode: Callable[[Tensor], list[Found]],
@@ -68,7 +68,7 @@ def decode_lines(
 
 
 def _groups(
-    model: nn.Module, lines: Sequence[str], encoded: dict[int, list[int]]
+    model: SearchModel, lines: Sequence[str], encoded: dict[int, list[int]]
 ) -> list[int] | None:
     """A number for each line; lines of one batch must share it. None: any lines may."""
     if not hasattr(model, "group"):

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.mt.data import TokenVocabulary, Vocabulary
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
 from deepfast.mt.search.deep_shallow import line_candidates
 from deepfast.mt.search.lines import decode_lines
@@ -13,7 +14,7 @@ from deepfast.mt.search.unknown import check_aligns, replace_unknown
 
 
 def translate_nbest(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
@@ -36,9 +37,10 @@ def translate_nbest(
             without attention over the source, or ``deep_shallow`` with one that has not grown.
         RuntimeError: see `beam_search`.
     """
+    subwords = check_aligns(model, vocabulary) if options.replace_unknown else None
     if options.deep_shallow:
         found = [
-            best and best.ranked(options.alpha, options.gamma)[: options.nbest]
+            None if best is None else best.ranked(options.alpha, options.gamma)[: options.nbest]
             for best in line_candidates(model, vocabulary, lines, options)
         ]
     else:
@@ -46,8 +48,8 @@ def translate_nbest(
     results = []
     for line, best in zip(lines, found, strict=True):
         scores, tokens = zip(*(best or [(0.0, ())]), strict=True)
-        if options.replace_unknown:
-            texts = replace_unknown(model, vocabulary, line, tokens)
+        if subwords is not None:
+            texts = replace_unknown(model, subwords, line, tokens)
         else:
             texts = [vocabulary.decode(ids) for ids in tokens]
         results.append(list(zip(scores, texts, strict=True)))
@@ -55,25 +57,23 @@ def translate_nbest(
 
 
 def _searched(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     options: DecodingOptions,
 ) -> list[list[tuple[float, tuple[int, ...]]] | None]:
     """Scores and token ids of every line by beam search; None for a line without text."""
-    if options.replace_unknown:
-        check_aligns(model, vocabulary)
     ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
 
     def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
         return beam_search(model, source_BS, options, **ids)
 
     found = decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
-    return [best and [(h.score, h.tokens) for h in best] for best in found]
+    return [None if best is None else [(h.score, h.tokens) for h in best] for best in found]
 
 
 def translate_lines(
-    model: nn.Module,
+    model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,

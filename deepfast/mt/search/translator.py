@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from deepfast import checks
 from deepfast.mt.data import (
@@ -18,6 +17,7 @@ from deepfast.mt.data import (
     tag_of,
 )
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.ensemble import Ensemble
 
 PRECISIONS = ("float32", "bfloat16")
@@ -32,7 +32,7 @@ class Translator:
     translate_lines(translator.model, translator.vocabulary, lines)
     """
 
-    model: nn.Module
+    model: SearchModel
     """One model, or an `Ensemble`, in evaluation mode."""
     vocabulary: Vocabulary | TokenVocabulary
     lowercase: bool

@@ -7,15 +7,15 @@ attention is the alignment, and the source word is copied.
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from deepfast.mt.data import Vocabulary
+from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import evaluating
 
 
-def check_aligns(model: nn.Module, vocabulary: object) -> None:
-    """Refuses a model without attention over the source, alone or in an `Ensemble`, and a
-    vocabulary that has no words.
+def check_aligns(model: SearchModel, vocabulary: object) -> Vocabulary:
+    """The vocabulary. Refuses one that has no words, and a model without attention over the source,
+    alone or in an `Ensemble`.
 
     Raises:
         ValueError: names the model or the vocabulary.
@@ -30,10 +30,11 @@ def check_aligns(model: nn.Module, vocabulary: object) -> None:
             raise ValueError(
                 f"replace_unknown: expected a model with attention over the source, got {name}"
             )
+    return vocabulary
 
 
 def replace_unknown(
-    model: nn.Module, vocabulary: Vocabulary, line: str, hypotheses: Sequence[Sequence[int]]
+    model: SearchModel, vocabulary: Vocabulary, line: str, hypotheses: Sequence[Sequence[int]]
 ) -> list[str]:
     """The texts of a line's hypotheses; each unk becomes the source word with most attention.
 

@@ -133,10 +133,15 @@ def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
 
 def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
     """Phrases of all languages, one language after the other; also writes them to files."""
-    sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
-    parts: dict[str, list[Pair]] = {part: [] for part in sizes}
+    parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
     for language in section.generated:
-        corpus = phrases(language, seed=section.seed, **sizes)
+        corpus = phrases(
+            language,
+            seed=section.seed,
+            train=section.train_size,
+            dev=section.dev_size,
+            test=section.test_size,
+        )
         # A folder for each language, because their English files have the same name.
         write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
         tag = f"{tag_of(language)} " if section.tagged else ""

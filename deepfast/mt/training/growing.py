@@ -12,9 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
+from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, TranslationModel
 from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.training.checkpoint import (
     BEST,
@@ -143,7 +141,7 @@ def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
     return None if recipe.grow is None else load_checkpoint(recipe.grow["from"])
 
 
-def load_bottom(recipe: Recipe, model: nn.Module, content: dict[str, Any]) -> None:
+def load_bottom(recipe: Recipe, model: TranslationModel, content: dict[str, Any]) -> None:
     """Puts a trained Transformer under a `DepthGrowing`.
 
     Raises:

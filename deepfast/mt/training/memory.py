@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
+from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.trainer import Trainer
@@ -77,17 +77,19 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def set_policy(model: nn.Module, policy: str) -> None:
+def set_policy(model: TranslationModel, policy: str) -> None:
     """Sets one policy for all layers. A side without DLCL gets "states" in place of "history"."""
-    for stack in (model.encoder, model.decoder):
+    transformer = cast(Transformer, model)
+    for stack in (transformer.encoder, transformer.decoder):
         mixes = stack.connection.dlcl is not None or policy != "history"
         stack.set_memory(policy if mixes else "states")
 
 
 def _trial(trainer: Trainer, planned: Plan) -> float:
     """Bytes of a step under a plan's policies, on the rank that needs the most."""
-    trainer.model.encoder.set_memory(planned.policies)
-    trainer.model.decoder.set_memory(planned.decoder_policies)
+    model = cast(Transformer, trainer.model)
+    model.encoder.set_memory(planned.policies)
+    model.decoder.set_memory(planned.decoder_policies)
     return _largest_of_ranks(trainer.measure(), trainer.device)
 
 
@@ -103,11 +105,10 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         # As in `set_policy`.
         mixes = config.decoder_connection in PRESETS or recipe.memory != "history"
         decoder = recipe.memory if mixes else "states"
-    if budget is None and not named:
-        budget = recipe.memory
+    limit = recipe.memory if budget is None and not named else budget
     scalar = config.dlcl.get("weight", "scalar") == "scalar"
     return plan(
-        budget=budget,
+        budget=limit,
         layers=config.encoder_layers,
         width=config.dim,
         tokens=recipe.data.max_tokens,

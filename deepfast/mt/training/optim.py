@@ -22,7 +22,7 @@ def learning_rate(step: int, section: OptimSection) -> float:
     return section.lr * ((warmup / step) ** 0.5 if section.schedule == "inverse_sqrt" else 1.0)
 
 
-def build_optimizer(model: TranslationModel, section: OptimSection) -> torch.optim.AdamW:
+def build_optimizer(model: TranslationModel, section: OptimSection) -> torch.optim.Adam:
     """AdamW, which is Adam where the decay is 0; with ``l2`` Adam on the penalised loss.
 
     The model says which parameters decay, and how fast each learns.

@@ -148,7 +148,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
     """Nested keys to dotted ones; refuses unknown keys and values of a wrong type."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in NESTED:
@@ -188,8 +188,8 @@ def _build(flat: dict[str, Any]) -> Recipe:
     # Short keys first: an empty section comes before the keys that an override puts into it.
     for key in sorted(flat, key=lambda key: key.count(".")):
         place = tree
-        *sections, name = key.split(".")
-        for section in sections:
+        *path, name = key.split(".")
+        for section in path:
             place = place.setdefault(section, {})
         place[name] = flat[key]
     sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}

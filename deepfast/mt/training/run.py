@@ -16,6 +16,7 @@ import torch
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import write_atomically
+from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training.checkpoint import (
     AVERAGE,
@@ -290,7 +291,7 @@ class _Run:
         self.saved = self._step_path()
         prune(self.folder, self.section.keep_last, self.section.save_every)
 
-    def _bleu(self, model: torch.nn.Module, pairs: list[tuple[str, str]]) -> dict[str, float]:
+    def _bleu(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> dict[str, float]:
         """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""
         # Only here: training without BLEU needs no search.
         from deepfast.mt.search import bleu, translate_lines

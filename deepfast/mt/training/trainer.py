@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import time
@@ -195,7 +196,7 @@ class Trainer:
         module = None
         for batch in batches:
             module = module or first_nonfinite_module(
-                self.model, lambda batch=batch: self._loss(batch, 0.0)
+                self.model, functools.partial(self._loss, batch, 0.0)
             )
         where = f"the output of {module}" if module else "the loss, every module's output is finite"
         return NotFiniteError(
