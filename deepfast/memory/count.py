@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive inside a block of code, now and at the highest."""
+"""Counts the bytes of the tensors that are alive inside a block of code, and their peak."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 class _Watch(TorchDispatchMode):
     """Sees every op, in forward, in backward and inside autograd functions."""
 
-    # deepfast.ops: show what an op is made of, for its scratch memory counts.
+    # Asks deepfast.ops to show the ops inside each op, so that their temporary tensors count too.
     sees_through = True
 
     def __init__(self, count: "LiveBytes"):
@@ -20,7 +20,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # A storage first met as an input was there before the block; its views are not new.
+        # A storage that first appears as an input existed before the block, so it is not counted.
         before = self.count._storages((args, kwargs))
         out = func(*args, **kwargs)
         self.count._see(out, before)
@@ -28,19 +28,21 @@ class _Watch(TorchDispatchMode):
 
 
 class LiveBytes:
-    """Counts the bytes of tensor storages that are made inside a block and still alive.
+    """Counts the bytes of tensor storages that are created inside a block and still alive.
 
-    ``with LiveBytes() as live: step()`` and then ``live.peak``. What was alive before the block
-    counts as zero, and counts nothing when it goes. Views and in-place results share a storage
-    and count once. On the CPU every op is watched: a storage counts from the op that returns it
-    until the last tensor on it is gone, which is what the allocator sees too, but for scratch
-    memory inside a single op of torch and for the inside of a compiled graph; deepfast's own ops
-    are looked into. On a GPU the numbers are the caching allocator's and include all of these.
+    Use ``with LiveBytes() as live: step()``, then read ``live.peak``. Storages from before the
+    block do not count, also when they are freed inside it. Views and in-place results share a
+    storage, which counts once.
 
-    The CPU's watch costs some microseconds per op: take times in another run.
+    On the CPU every op is intercepted. A storage counts from the op that returns it until its last
+    tensor is freed. Not counted are temporary buffers inside a single op of torch and inside a
+    compiled graph; those inside deepfast's ops are. On a GPU the numbers are the caching
+    allocator's and include everything.
+
+    On the CPU this costs some microseconds per op, so measure time in a separate run.
 
     Args:
-        device: "cpu" or "cuda"; tensors elsewhere are not counted.
+        device: "cpu" or "cuda"; tensors on other devices do not count.
     """
 
     def __init__(self, device: str | torch.device = "cpu"):
@@ -54,7 +56,7 @@ class LiveBytes:
 
     @property
     def current(self) -> int:
-        """Bytes alive now; after the block, bytes that were alive at its end."""
+        """Bytes alive now; after the block, the bytes that were alive at its end."""
         if self._open and self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - self._start
         return self._current
@@ -68,7 +70,7 @@ class LiveBytes:
 
     def __enter__(self) -> "LiveBytes":
         if self._open:
-            raise RuntimeError("LiveBytes: this count is already running; make another one")
+            raise RuntimeError("LiveBytes: this counter is already running; use another LiveBytes")
         self._current = self._peak = 0
         self._alive.clear()
         if self.device.type == "cuda":
@@ -106,7 +108,7 @@ class LiveBytes:
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
             if key in self._alive:
-                # resize_ changes a storage that is known.
+                # resize_ changes the size of a storage that is already counted.
                 reference, known = self._alive[key]
                 self._alive[key] = (reference, nbytes)
                 self._add(nbytes - known)

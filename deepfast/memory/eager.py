@@ -1,9 +1,14 @@
-"""The same models in plain PyTorch, to compare with: what their training steps keep alive.
+"""Predicts the peak memory of the same models in plain PyTorch, for comparison.
 
-A layer in plain PyTorch keeps, for each token, in fp32 its input, the sum before its feed-forward
-block and what layer-norm reads, and in the storage dtype the operands of its matrix products, and
-the masks of dropout. DLCL adds y_k and LN_k(y_k), in fp32; stacking adds all states below, for each
-layer again. Under autocast the residual stream stays in fp32, as layer-norm returns it.
+For each token, a layer in plain PyTorch saves
+
+    in fp32                 its input, the sum before its feed-forward block, and what layer-norms
+                            read
+    in the storage dtype    the operands of its matrix products
+    and                     the masks of dropout
+
+DLCL adds y_k and LN_k(y_k), in fp32. "stack and sum" also saves a stack of all lower states for
+each layer. Under autocast the residual stream is in fp32, because layer-norm returns fp32.
 """
 
 from deepfast.memory.layer_bytes import FP32
@@ -14,14 +19,14 @@ STACK, LOOP, RESIDUAL, CHECKPOINTED = (
     "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"
 )  # fmt: skip
 EAGER = (STACK, LOOP, RESIDUAL, CHECKPOINTED)
-"""DLCL as the paper's code has it; DLCL as a sum of terms; no depth connection; the same with
-`torch.utils.checkpoint` around each layer."""
+"""In this order: DLCL as in the paper's code; DLCL as a loop of adds; no depth connection; no depth
+connection and `torch.utils.checkpoint` around each layer."""
 
 
 def _layer(sizes: Sizes, decoder: bool) -> int:
-    """Bytes per token of one layer, all of it kept."""
+    """Bytes per token that autograd saves for one layer."""
     d, b = sizes.width, sizes.bytes
-    # CUDA keeps a byte for an element's mask; on the CPU a mask is a factor in its dtype.
+    # A dropout mask has one byte per element on CUDA, and the tensor's dtype on the CPU.
     mask = (1 if sizes.device == "cuda" else b) if sizes.dropout else 0
     attention = FP32 * d + 2 * FP32 + b * 5 * d + FP32 * sizes.heads + mask * d
     block = FP32 * d + 2 * FP32 + b * (d + sizes.ffn) + mask * d
@@ -29,7 +34,7 @@ def _layer(sizes: Sizes, decoder: bool) -> int:
 
 
 def _low(sizes: Sizes, form: str) -> int:
-    """Autocast's copies of weights that are alive after forward."""
+    """Bytes of autocast's copies of weights that are alive after forward."""
     if sizes.dtype != "bfloat16":
         return 0
     weights = sizes.vocabulary * sizes.width
@@ -42,7 +47,10 @@ def eager_peak(sizes: Sizes, form: str) -> int:
     """Peak bytes of a training step in plain PyTorch.
 
     Args:
-        form: one of `EAGER`; the decoder is plain residual in each.
+        form: one of `EAGER`, for the encoder. The decoder is always plain residual.
+
+    Raises:
+        ValueError: for an unknown form.
     """
     if form not in EAGER:
         raise ValueError(f"form: expected one of {', '.join(EAGER)}, got {form!r}")
@@ -60,14 +68,14 @@ def eager_peak(sizes: Sizes, form: str) -> int:
             FP32 * d if checkpointed else _layer(sizes, True)
         )  # fmt: skip
         predicted = target
-    # Embedding, its mask, the final norm and the operand of the projection.
+    # The embedding, its dropout mask, the final norm, and the operand of the output projection.
     kept += (3 * FP32 * d) * (t + (target if sizes.decoder_layers else 0))
     logits = FP32 * predicted * sizes.vocabulary
     decoder = bool(sizes.decoder_layers)
     top = (target if decoder else t) * _layer(sizes, decoder) if checkpointed else 0
     working = 2 * sizes.bytes * sizes.ffn * predicted
     if form == STACK:
-        # The gradient of the largest stack, and its product with a weight.
+        # The gradient of the largest stack, and the product of the stack and its weights.
         working = max(working, 2 * FP32 * d * t * (sizes.layers + 1))
     gradients = FP32 * sizes.parameters
     copies = _low(sizes, form)

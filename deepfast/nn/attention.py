@@ -30,7 +30,7 @@ class KeyValueCache:
         return key, value
 
     def reorder(self, index: Tensor) -> None:
-        """Keeps sentences ``index`` (B',) of the batch."""
+        """Selects sentences ``index`` (B',) of the batch, in that order."""
         if self.key is not None:
             self.key, self.value = self.key[index], self.value[index]
 
@@ -42,9 +42,9 @@ def _projected(
     padded: Packing | None,
     unsaved: list[tuple[Tensor, Recompute]] | None,
 ) -> Tensor:
-    """``y = W x + b``, on padded sentences where ``padded`` is given.
+    """y, which is ``linear(x)``, unpacked to padded sentences where ``padded`` is given.
 
-    A list ``unsaved`` is given the result and how backward computes it again.
+    Where ``unsaved`` is a list, the result and the way to recompute it in backward are appended.
     """
     dtype = y.dtype
     y = y if padded is None else padded.unpack(y)
@@ -65,12 +65,12 @@ class MultiheadAttention(nn.Module):
     """Scaled dot-product attention with H heads of width D / H.
 
     ``softmax(Q K^T / sqrt(d)) V`` per head, with one projection each for queries, keys and values
-    and one for the output. Tokens are packed: no matrix product runs over padding.
+    and one for the output. Tokens are packed, so no projection runs over padding.
 
     Args:
         dim: D.
         heads: H, a divisor of D.
-        dropout: probability of dropping an attention weight while training.
+        dropout: probability that an attention weight becomes 0, in training.
         cross: whether keys and values come from another sequence.
         backend: see `deepfast.backend`.
 
@@ -102,7 +102,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform init for each D x D block on its own; biases zero."""
+        """Initialises each D x D block separately with Glorot's uniform; biases are 0."""
         for linear in self.children():
             for block in linear.weight.data.split(self.dim):
                 nn.init.xavier_uniform_(block)
@@ -123,9 +123,10 @@ class MultiheadAttention(nn.Module):
     def project_encoded(
         self, encoded_TD: Tensor, packing: Packing, *, decoding: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the encoder's output, made once for all steps of decoding.
+        """Keys and values of the encoder's output; decoding computes them once for all steps.
 
-        (B, H, S, d) where attention runs over padded sentences, as in ``decoding``; else (T, H, d).
+        (B, H, S, d) where attention runs over padded sentences, as ``decoding`` does; else
+        (T, H, d).
         """
         kv = self.key_value(encoded_TD)
         padded = decoding or self._pads(encoded_TD, packing)
@@ -149,12 +150,13 @@ class MultiheadAttention(nn.Module):
         Args:
             x_TD: packed tokens (T, D).
             packing: of x.
-            causal: a position sees itself and earlier ones. Padding must then be on the right.
-            encoded: the encoder's output, packed, or what `project_encoded` made of it.
-            encoded_packing: its packing.
-            cache: x holds one new position per sentence; earlier ones are in the cache.
-            recompute_x: how backward computes x again; autograd then does not save x.
-            recompute_qkv: whether backward computes queries, keys and values again; otherwise
+            causal: a position attends to itself and to earlier ones. Padding must then be on the
+                right.
+            encoded: the encoder's output, packed, or the result of `project_encoded`.
+            encoded_packing: packing of ``encoded``.
+            cache: keys and values of earlier positions; x holds one new position per sentence.
+            recompute_x: recomputes x in backward; autograd then does not save x.
+            recompute_qkv: whether backward recomputes queries, keys and values; otherwise
                 autograd saves them.
             gate: scales the result. A tensor must be a scalar, and may require a gradient.
 
@@ -195,9 +197,9 @@ class MultiheadAttention(nn.Module):
     def weights(
         self, x_TD: Tensor, packing: Packing, encoded_TD: Tensor, encoded_packing: Packing
     ) -> Tensor:
-        """(B, T, S): what each position of x attends to, the mean over heads, 0 on padding.
+        """(B, T, S) attention weights of each position of x, the mean over heads; 0 on padding.
 
-        For pictures: `forward` never computes it. Cross attention only.
+        For pictures only: `forward` does not compute them. Cross-attention only.
         """
         (q,) = self._split(packing.unpack(self.query(x_TD)), 1)
         k, _ = self.project_encoded(encoded_TD, encoded_packing, decoding=True)
@@ -222,7 +224,7 @@ class MultiheadAttention(nn.Module):
         return o.reshape(q.shape[0], self.dim)
 
     def _padded(self, q, k, v, packing, causal, encoded_packing, cache) -> Tensor:
-        # With padding on the right no real query sees a padded key of the future.
+        # Padding is on the right, so the causal mask already hides it from every real query.
         padding = None if causal else encoded_packing.padding
         if cache is not None and not self.cross:
             k, v = cache.append(k, v)

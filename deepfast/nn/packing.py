@@ -13,14 +13,14 @@ from deepfast.ops.register import watched
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the real tokens of a (B, S) batch stand.
+    """The positions of the real tokens in a (B, S) batch.
 
     Args:
         batch, length: B and S.
-        indices: (T,) positions of the real tokens in the flattened batch. None: there is no
-            padding, and packing is a view.
-        padding: (B, S) bool, True is padding; None where there is none. Where it is given without
-            indices, the packed tokens include the padding.
+        indices: (T,) positions of the real tokens in the flattened batch. With None packing is a
+            view, and every position is a packed token.
+        padding: (B, S) bool, True is padding; None where there is no padding. With padding and
+            without indices, the packed tokens include the padding.
     """
 
     batch: int
@@ -37,7 +37,7 @@ class Packing:
         *,
         argument: str = "key_padding_mask",
     ) -> "Packing":
-        """From a key padding mask (B, S), True is padding; ``argument`` is what errors call it."""
+        """From a key padding mask (B, S), True is padding; errors call the mask ``argument``."""
         if padding is None:
             return cls(batch, length)
         if not isinstance(padding, Tensor):
@@ -48,9 +48,9 @@ class Packing:
                 f"{tuple(padding.shape)}"
             )
         if torch.compiler.is_compiling():
-            # A compiler does not know the number of real tokens: padding is computed and zeroed.
+            # A compiler needs a fixed number of tokens, so padding is computed and then set to 0.
             return cls(batch, length, None, padding)
-        # A copy: backward reads it again, and the caller may write the next batch into the mask.
+        # A copy, because backward reads it and the caller may write the next batch into the mask.
         padding = padding.clone()
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
@@ -73,9 +73,9 @@ class Packing:
         return x
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """(B + 1,) int32: where each sentence begins among the packed tokens, then their number.
+        """(B + 1,) int32: the first packed token of each sentence, then the number of tokens.
 
-        Made once, on ``device``: a copy from another device would wait.
+        Computed once per device: copying it from another device would wait for that device.
         """
         if torch.compiler.is_compiling():
             return self._cu_seqlens(device)
@@ -100,12 +100,12 @@ def packed(
     name: str = "x",
     argument: str = "key_padding_mask",
 ) -> tuple[Tensor, Packing]:
-    """The real tokens (T, D) of a batch, and where they stand; errors name ``op``.
+    """Packs a batch: its real tokens (T, D), and their positions. Errors name ``op``.
 
     Args:
         x_BSD: (B, S, ``dim``).
         padding: (B, S) bool, True is padding, or None.
-        name, argument: what errors call x_BSD and its mask.
+        name, argument: the names of x_BSD and of its mask in errors.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -128,8 +128,8 @@ def packed_pair(
     """`packed` of a decoder's input and of the encoder's output.
 
     Raises:
-        ValueError: also where the batches differ, and where a mask on the CPU has padding of x
-            that is not on the right.
+        TypeError, ValueError: as `packed`; ValueError also where the batch sizes differ, and where
+            a mask on the CPU has padding of x that is not on the right.
     """
     x, packing = packed(op, x_BSD, dim, padding)
     encoded, encoded_packing = packed(
@@ -137,14 +137,14 @@ def packed_pair(
     )
     if encoded_packing.batch != packing.batch:
         raise ValueError(
-            f"{op}: encoded must have x's batch of {packing.batch}, got {encoded_packing.batch}"
+            f"{op}: encoded must have x's batch size {packing.batch}, got {encoded_packing.batch}"
         )
     # Reading a mask would wait for a GPU.
     if padding is not None and padding.device.type == "cpu" and not watched(padding):
         late = (padding[:, :-1] & ~padding[:, 1:]).any(1).nonzero().flatten().tolist()
         if late:
             raise ValueError(
-                f"{op}: expected padding of x on the right of its tokens, got it in front of a "
+                f"{op}: padding of x must be on the right of its tokens, got padding in front of a "
                 f"token in sentence {late[0]}"
             )
     return x, packing, encoded, encoded_packing

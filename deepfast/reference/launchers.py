@@ -1,9 +1,9 @@
 """Every kernel launch of the package in plain PyTorch, with the signatures of deepfast._C.
 
-Serves where nothing is compiled, on any device and dtype; it is what each backend is tested
-against. Results go into tensors that the caller allocates. T tokens, D channels, storage dtype
-for states, compute dtype (fp32, or fp64) for weights, statistics and weight gradients; ``seed`` is
-a 0-dim int64 tensor, or None without dropout.
+These functions run where nothing is compiled, on any device and dtype, and every backend is tested
+against them. They write results into tensors that the caller allocates. There are T tokens and D
+channels. States have the storage dtype; weights, statistics and weight gradients have the compute
+dtype (fp32, or fp64 for fp64). ``seed`` is a 0-dim int64 tensor, or None without dropout.
 """
 
 import torch
@@ -57,7 +57,7 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
 def layer_norm_backward(
     sum, dy, dsum, weight, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
 ):
-    """Gradients of layer_norm_forward from those of ``y`` and, if given, of ``sum``."""
+    """Gradients of layer_norm_forward from ``dy`` and, unless it is None, ``dsum``."""
     n = (_load(sum) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     g = _load(dy)
     _put(dweight, (g * n).sum(0))
@@ -74,8 +74,8 @@ def activation_forward(h, kind, dropout_p, seed, out):
 
 
 def activation_backward(dout, saved, kind, dropout_p, seed, dh):
-    """Gradient of activation_forward from ``saved``, its ``out`` for relu and ``h`` for gelu;
-    ``dh`` may be ``dout`` or ``saved``."""
+    """Gradient of activation_forward. ``saved`` is ``out`` for relu and ``h`` for gelu; ``dh`` may
+    be ``dout`` or ``saved``."""
     dh.copy_(activation_grad(dout, saved, kind, dropout_p=dropout_p, seed=seed))
 
 
@@ -88,11 +88,11 @@ def _source(states, k, norm_weight, norm_bias):
 
 
 def advise_states(states):
-    """A hint to the memory system about a fresh buffer of states; nothing here."""
+    """Advises the memory system about a new buffer of states. The reference does nothing."""
 
 
 def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
-    """``out[b] (+)= sum_k weight[rows[b], k] * z_k`` over the given sources k."""
+    """``out[b] = sum_k weight[rows[b], k] * z_k`` over ``sources`` k, added if ``accumulate``."""
     for b, row in zip(out_rows, rows, strict=True):
         total = _load(out[b]) if accumulate else 0
         for k in sources:
@@ -104,7 +104,8 @@ def pull_rows(
     grads, grad_slots, rows, states, sources, weight, norm_weight, norm_bias, out, out_rows,
     accumulate, dweight,
 ):  # fmt: skip
-    """``out[j] (+)= sum_l weight[l, j] * g_l`` and ``dweight[l, j] = <g_l, z_j>``."""
+    """``out[j] = sum_l weight[l, j] * g_l``, added if ``accumulate``, and
+    ``dweight[l, j] = <g_l, z_j>``."""
     for b, j in zip(out_rows, sources, strict=True):
         z = _source(states, j, norm_weight, norm_bias)
         total = _load(out[b]) if accumulate else 0
@@ -128,10 +129,10 @@ def boundary_forward(
     source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
     out_rstd,
 ):  # fmt: skip
-    """Pushes ``y = residual + dropout(branch)`` into its slot and makes the next layer's input.
+    """Stores ``y = residual + dropout(branch)`` in slot k and computes the next layer's input.
 
-    ``x = partial + sum over near``; ``out = LN(x)``. Without ``branch`` the slot is left as it
-    is: this recomputes the input of a layer from the states.
+    ``x = partial + sum_{j in near} weight[k, j] * z_j`` and ``out = LN(x)``. Where ``branch`` is
+    None, slot k is only read: the launch recomputes a layer's input from the states.
     """
     if branch is not None:
         y = dropout(_load(branch), dropout_p, seed)
@@ -155,7 +156,11 @@ def boundary_backward(
     pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
     dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
-    """Stores the row's gradient g, pulls the pushed state's gradient, and goes on below it."""
+    """Stores g, the gradient of row k, and computes the gradient of the pushed state.
+
+    ``dz_k = pulled + sum_{l in pull_rows} weight[l, k] * g_l``, and from it, through the state's
+    layer-norm and dropout, ``dbranch`` and ``dresidual``.
+    """
     g = 0 if dx is None else _load(dx)
     if dout is not None:
         mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
@@ -197,7 +202,7 @@ def depth_mix_backward(
     sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
     dnorm_weight, dnorm_bias,
 ):  # fmt: skip
-    """Gradients of depth_mix_forward; ``dsources`` is empty where none is wanted."""
+    """Gradients of depth_mix_forward; ``dsources`` is empty where no source needs one."""
     g = _load(dout)
     for k, source in enumerate(sources):
         n = _load(source)
@@ -217,17 +222,18 @@ def depth_mix_backward(
 
 
 def _depth_scores(sources, query, scores, norm, eps):
-    """Sources (K, T, D), the factor of each one's norm (K, T, 1), and the scores (T, K, H)."""
+    """The sources (K, T, D), the factors of their norms (K, T, 1), and the scores (T, K, H)."""
     v = torch.stack([_load(x) for x in sources])
     r = (v.square().mean(-1, keepdim=True) + eps).rsqrt() if norm else torch.ones_like(v[..., :1])
     return v, r, torch.einsum("ktd,hd->tkh", v * r, query) if scores is None else scores
 
 
 def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
-    """``out = sum_k softmax_k(s)_k v_k``, (T * H, D) with row t * H + h, and (T, H) each: the
-    largest score ``most``, ``total = sum_k exp(s_k - most)``, ``lse = most + log(total)``.
+    """``out = sum_k softmax_k(s)_k v_k``, (T * H, D): row t * H + h has token t and hop h.
 
-    With query (H, D) ``s_kh = query_h . v_k``, with ``norm`` of RMSNorm(v_k); else ``scores``.
+    Also, (T, H) each: ``most``, the largest score, ``total = sum_k exp(s_k - most)`` and
+    ``lse = most + log(total)``. With a query (H, D), ``s_kh = query_h . v_k``, where ``norm``
+    replaces v_k by RMSNorm(v_k). Without a query s is ``scores``.
     """
     v, _, s = _depth_scores(sources, query, scores, norm, eps)
     out.copy_(torch.einsum("tkh,ktd->thd", s.softmax(1), v).flatten(0, 1))
@@ -239,8 +245,8 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
 def depth_attention_backward(
     sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
 ):
-    """Gradients of depth_attention_forward from those of ``out`` and, if given, of ``lse``;
-    ``dsources`` is empty where none is wanted."""
+    """Gradients of depth_attention_forward from ``dout`` and, unless it is None, ``dlse``;
+    ``dsources`` is empty where no source needs one."""
     v, r, s = _depth_scores(sources, query, scores, norm, eps)
     g = _load(dout).unflatten(0, most.shape)
     delta = (g * _load(out).unflatten(0, most.shape)).sum(-1)
@@ -292,7 +298,7 @@ def attention_backward(
 
 
 def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):
-    """Each row's ``loss`` and ``nll``; ``write_grad`` puts the loss's gradient over the logits.
+    """``loss`` and ``nll`` of each row; with ``write_grad`` the gradient overwrites the logits.
 
     logits (T, V), target (T,) int64, loss and nll (T,) in the compute dtype. The gradient is
     ``softmax - (1 - label_smoothing) * onehot - label_smoothing / V``, 0 where ignored.
@@ -310,7 +316,7 @@ def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, los
 
 
 def _running(steps, batch, lengths, device):
-    """The lengths, all of them ``steps`` without any, and for each sentence its number."""
+    """The lengths (``steps`` for every sentence where None), and the indices of the sentences."""
     if lengths is None:
         lengths = torch.full((batch,), steps, device=device)
     return lengths.clamp(0, steps), torch.arange(batch, device=device)
@@ -321,8 +327,8 @@ def peephole_lstm_forward(
 ):
     """``z = f_t + h_{t-1} W`` and the cell of `deepfast.reference.peephole_lstm`, step by step.
 
-    f and gates (T, B, 4H), h and c (T, B, H), c in the compute dtype; c and gates are there both or
-    none. Results are 0 behind a sentence's length. h0 and c0 (B, H), or None for zeros.
+    f and gates (T, B, 4H), h and c (T, B, H), c in the compute dtype. c and gates are both given or
+    both None. After a sentence's length h, c and gates are 0. h0 and c0 (B, H), or None for zeros.
     """
     length, row = _running(*f.shape[:2], lengths, f.device)
     w = _load(weight)
@@ -346,9 +352,9 @@ def peephole_lstm_forward(
 def peephole_lstm_backward(
     dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
 ):
-    """Gradients of peephole_lstm_forward but for the weight's, ``sum_t h_{t-1}^T df_t``.
+    """Gradients of peephole_lstm_forward, except the weight's, ``sum_t h_{t-1}^T df_t``.
 
-    df is 0 behind a sentence's length; dh, dh_last and dc_last may be None.
+    df is 0 after a sentence's length; dh, dh_last and dc_last may be None.
     """
     length, row = _running(*df.shape[:2], lengths, df.device)
     w = _load(weight)

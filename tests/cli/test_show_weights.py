@@ -241,4 +241,4 @@ def test_logits_that_are_no_numbers_are_refused(save, capsys):
     weights["encoder.latent.logits"][0, 2] = float("nan")
     save_checkpoint(path, {"config": vars(model.config), "model": weights, "vocabulary": b"none"})
     assert main(["show-weights", str(path)]) == 1
-    assert "model.pt: LatentDepth: expected logits that are numbers" in capsys.readouterr().err
+    assert "model.pt: LatentDepth: logits must be numbers" in capsys.readouterr().err

@@ -76,11 +76,15 @@ def test_encoders_refuse(args, error, message):
         ((X[0], ENCODED), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
         ((X, ENCODED[0]), ValueError, r"encoded must be \(B, S, 8\), got \(4, 8\)"),
         ((X, ENCODED[..., :7]), ValueError, r"encoded must be \(B, S, 8\), got \(2, 4, 7\)"),
-        ((X, ENCODED[:1]), ValueError, "encoded must have x's batch of 2, got 1"),
+        ((X, ENCODED[:1]), ValueError, "encoded must have x's batch size 2, got 1"),
         ((X, None), TypeError, "encoded must be a tensor, got NoneType"),
         ((X, ENCODED, None, RIGHT), ValueError, r"encoded_key_padding_mask must be bool \(2, 4\)"),
-        ((X, ENCODED, LEFT), ValueError, "padding of x on the right.*in sentence 1"),
-        ((X, ENCODED, RIGHT.roll(1, 1)), ValueError, "padding of x on the right.*in sentence 1"),
+        ((X, ENCODED, LEFT), ValueError, "padding of x must be on the right.*in sentence 1"),
+        (
+            (X, ENCODED, RIGHT.roll(1, 1)),
+            ValueError,
+            "padding of x must be on the right.*in sentence 1",
+        ),
     ],
 )
 def test_decoders_refuse(args, error, message):

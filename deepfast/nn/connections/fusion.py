@@ -1,4 +1,4 @@
-"""Multi-layer representation fusion: one representation of a token from those of all layers."""
+"""Multi-layer representation fusion: combines the states of all layers into one state."""
 
 from collections.abc import Sequence
 
@@ -17,46 +17,48 @@ OPTIONS = {
     "attention": ("hops", "attention_dim", "hidden_dim", "activation", "shared"),
     "channel_attention": ("attention_dim", "activation", "shared"),
 }
-"""Kind of fusion -> those of `LayerFusion`'s arguments that not all kinds read, but this one."""
+"""Kind of fusion -> the arguments of `LayerFusion` that this kind reads and some others do not."""
 FUSIONS = tuple(OPTIONS)
 WITH_ATTENTION = ("attention", "channel_attention")
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
 
 
 class LayerFusion(nn.Module):
-    """One representation from the states z_0 .. z_L of all layers, z_0 the embedding.
+    """Combines the states z_0 .. z_L of all layers into one state y; z_0 is the embedding.
 
     average             ``y = 1 / (L + 1) sum_l z_l``
     feed_forward        ``y = W_b max(0, W_a [z_0; ...; z_L])``
     attention           ``a_lh = softmax_l(W_2 s(W_1 z~_l))_h`` with ``z~_l = z_l + E_l``,
                         ``m_h = sum_l a_lh z~_l`` and ``y = W_b max(0, W_a [m_1; ...; m_hops])``
-    channel_attention   ``a_l = softmax_l(W_2 s(W_1 z~_l))``, a weight of each channel, and
+    channel_attention   ``a_l = softmax_l(W_2 s(W_1 z~_l))``, one weight per channel, and
                         ``y = sum_l a_l * z~_l``
 
-    with biases in W_a and W_b, and LN(y) in every case. The softmax over layers and its sum are one
-    pass (`deepfast.ops.depth_attention`): no stack of states is made, and no z~.
+    W_a and W_b have biases. Every kind returns LN(y). In "attention" the softmax over layers and
+    the weighted sum are one pass (`deepfast.ops.depth_attention`), which allocates neither a stack
+    of the states nor z~.
 
     Args:
         num_states: L + 1.
         dim: D.
         kind: one of `FUSIONS`.
-        hops: of "attention"; this and what follows to ``shared`` is read by some kinds alone, see
-            `OPTIONS`.
+        hops: number of softmaxes in "attention". Not every kind reads hops, attention_dim,
+            hidden_dim, activation and shared; see `OPTIONS`.
         attention_dim: rows of W_1.
-        hidden_dim: of the feed-forward layer.
+        hidden_dim: width of the feed-forward layer.
         activation: s, "tanh" or "relu".
-        shared: one W_1 for all layers; False: one for each.
-        source_norm: the states come from a pre-norm stack: each but the last, which has passed the
-            stack's final LN, is read through an LN of its own.
-        own_embedding: False where E is given to `forward`, as an encoder and a decoder share it.
+        shared: True for one W_1 for all layers, False for one W_1 per layer.
+        source_norm: True for the states of a pre-norm stack. Every state except the last then
+            passes through its own LN; the last has already passed the stack's final LN.
+        own_embedding: False where the caller passes E to `forward`, for example when an encoder
+            and a decoder share it.
         backend: see `deepfast.backend`.
 
     Attributes:
-        layer_embedding: E (L + 1, D), uniform within 0.1 of 0 at first, or None.
+        layer_embedding: E (L + 1, D), initialised uniformly in [-0.1, 0.1], or None.
 
     Source: Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, COLING
-    2018; s = tanh is that of the self-attention it builds on (Lin et al., A Structured
-    Self-attentive Sentence Embedding, ICLR 2017).
+    2018; s = tanh comes from the self-attention that it extends (Lin et al., A
+    Structured Self-attentive Sentence Embedding, ICLR 2017).
     """
 
     def __init__(
@@ -118,12 +120,13 @@ class LayerFusion(nn.Module):
         *,
         return_attention: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """L + 1 states (..., D) to one.
+        """Combines L + 1 states (..., D) into one.
 
         Args:
             states: z_0 .. z_L of one shape and dtype.
-            layer_embedding: E, (at least L + 1, D), where the module has none of its own.
-            return_attention: whether the weights of "attention" or "channel_attention" are wanted.
+            layer_embedding: E, (at least L + 1, D); only where ``own_embedding`` is False.
+            return_attention: whether to return the weights too ("attention" and
+                "channel_attention" only).
 
         Returns:
             (..., D); with ``return_attention`` also the weights over layers, (..., hops, L + 1) or
@@ -168,8 +171,10 @@ class LayerFusion(nn.Module):
     def _embedding(self, given: Tensor | None) -> Tensor:
         own = self.layer_embedding
         if (own is None) == (given is None):
-            need = "its own" if given is not None else "one, as it has none of its own"
-            raise ValueError(f"LayerFusion: expected no layer_embedding but {need}")
+            raise ValueError(
+                "LayerFusion: layer_embedding must be given exactly when own_embedding=False, got "
+                f"{'none' if given is None else 'one beside its own'}"
+            )
         embedding = given if own is None else own
         checks.tensor("LayerFusion", "layer_embedding", embedding)
         shape = tuple(embedding.shape)
@@ -181,7 +186,7 @@ class LayerFusion(nn.Module):
         return embedding[: self.num_states]
 
     def _score(self, z: Tensor, index: int, e: Tensor) -> Tensor:
-        """(..., hops) or (..., D): ``W_2 s(W_1 (z + e))``, the embedding as a bias of W_1's."""
+        """(..., hops) or (..., D): ``W_2 s(W_1 (z + e))``, where W_1 e is the bias of W_1 z."""
         w1 = self.w1[index % len(self.w1)].weight
         hidden = F.linear(z, w1, F.linear(e, w1).to(w1.dtype))
         return self.w2(ACTIVATIONS[self.activation](hidden))
@@ -194,7 +199,7 @@ class LayerFusion(nn.Module):
 
 
 def layer_embedding(num_states: int, dim: int) -> nn.Parameter:
-    """E, (L + 1, D), uniform between -0.1 and 0.1."""
+    """E, (L + 1, D), initialised uniformly in [-0.1, 0.1]."""
     return nn.Parameter(torch.empty(num_states, dim).uniform_(-0.1, 0.1))
 
 

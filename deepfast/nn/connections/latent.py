@@ -1,4 +1,4 @@
-"""Latent depth: a stack that learns which of its layers to use, each language its own."""
+"""Latent depth: a stack that learns which of its layers each language uses."""
 
 import math
 from collections.abc import Iterable
@@ -17,20 +17,20 @@ GRID = 4096
 """Points of the midpoint rule for the mean of a soft z, which has no closed form."""
 
 FORWARDS = 1024
-"""How many forwards of a step can still be run again in backward."""
+"""How many forward passes of one step checkpointing can still recompute in backward."""
 
 Gate = Tensor | float
 """z of one layer. In training it is drawn: a scalar tensor with a gradient. In evaluation it is
-chosen: a float, and 0.0 leaves the layer out."""
+chosen: a float, and 0.0 skips the layer."""
 
 
 def is_chosen(gate: Gate | None, value: float) -> bool:
-    """Whether a gate is chosen and has this value. Drawn gates are not read."""
+    """Whether a gate was chosen (a float) and has this value. Drawn gates are not read."""
     return isinstance(gate, float) and gate == value
 
 
 def gated(linear: nn.Module, x: Tensor, gate: Gate | None) -> Tensor:
-    """``gate * linear(x)``; None is 1."""
+    """``gate * linear(x)``; a gate of None counts as 1."""
     if gate is None:
         return linear(x)
     if not plain(linear, nn.Linear):
@@ -41,8 +41,8 @@ def gated(linear: nn.Module, x: Tensor, gate: Gate | None) -> Tensor:
 def gated_parameters(linear: nn.Linear, gate: Gate | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of ``gate * linear(x)``.
 
-    The parameters are scaled, not the product. Autograd would keep the product for the gate's
-    gradient, which is one more state for each branch.
+    The gate scales the parameters, not the product: autograd would save the product for the gate's
+    gradient, one more (T, D) tensor for each branch.
     """
     weight, bias = linear.weight, linear.bias
     if gate is None:
@@ -51,44 +51,48 @@ def gated_parameters(linear: nn.Linear, gate: Gate | None) -> tuple[Tensor, Tens
 
 
 class LatentDepth(nn.Module):
-    """The choice of layers as a random variable: ``x_{l+1} = x_l + z_l SubLayer(x_l)``.
+    """Random gates z that decide which layers are used: ``x_{l+1} = x_l + z_l SubLayer(x_l)``.
 
-    While training every forward draws ``z = sigma((a + g_1 - g_2) / tau)`` for all languages and
-    layers, g Gumbel noise; every layer runs. In evaluation nothing is drawn: a layer is used where
-    ``sigma(a)``, the probability that z is above 1/2, is at least ``threshold``, and costs nothing
-    elsewhere. Draws depend on ``seed``, the step (`set_step`) and how many came before in the step,
-    not on the state of torch's default generator: all ranks choose alike. Of that one each forward
-    draws a mark: run again from the same state, as checkpointing does in backward, it gets the same
-    z again. Checkpointing with ``preserve_rng_state=False`` is an error.
+    In training every forward pass draws ``z = sigma((a + g_1 - g_2) / tau)`` for all languages and
+    layers, where g is Gumbel noise, and every layer runs. In evaluation nothing is drawn: a layer
+    is used where ``sigma(a)``, the probability that z is above 1/2, is at least ``threshold``. A
+    layer that is not used costs nothing.
 
-    `penalty` is, over p = sigma(a) and its mean u over languages, in closed form:
+    A draw depends on ``seed``, on the step (`set_step`) and on the number of earlier draws in the
+    step, not on the state of torch's default generator. So all ranks draw the same z. When
+    checkpointing runs a forward pass again in backward, it must get the same z. To recognise it,
+    each forward pass draws one number from torch's CPU generator, whose state checkpointing
+    restores. Checkpointing with ``preserve_rng_state=False`` is therefore an error.
+
+    With p = sigma(a) and u, the mean of p over languages, `penalty` is in closed form:
 
         kl_weight * KL(p || prior) + entropy_weight * -sum u log u
                                    + target_weight * (sum u - target_layers)^2
 
-    From step ``soft_steps`` on the KL's weight rises from 0 over ``anneal_steps``, and after that
-    those of the two other terms over as many.
+    From step ``soft_steps`` on, the KL's weight rises from 0 over ``anneal_steps`` steps. The
+    weights of the other two terms then rise over the next ``anneal_steps`` steps.
 
     Args:
         num_layers: L.
-        languages: N, each with logits of its own.
+        languages: N. Each language has its own logits.
         tau: temperature of the soft z, above 0.
-        hard: z is 0 or 1 from step ``soft_steps`` on, with the gradient of the soft one
-            (straight-through).
-        soft_steps, anneal_steps: steps of training.
-        prior: "uniform" (1/2); "beta": z of a probability that is Beta(a, b), hence a / (a + b);
-            "mean": p averaged over languages.
-        beta: (a, b), each above 0, for the prior "beta"; (1, 1) is the uniform one.
+        hard: from step ``soft_steps`` on, z is rounded to 0 or 1 and has the gradient of the soft
+            z (straight-through).
+        soft_steps, anneal_steps: numbers of training steps.
+        prior: probability that a layer is used. "uniform": 1/2. "beta": a / (a + b), the mean of
+            Beta(a, b). "mean": p averaged over languages.
+        beta: (a, b), each above 0, for the prior "beta". (1, 1) equals "uniform".
         kl_weight, entropy_weight, target_weight: at least 0, in nats per target token.
-        target_layers: K, layers wanted; None: no such term.
-        evaluation: "threshold": z is 1 where a layer is used; "mean": the mean of what training
-            draws in the end, sigma(a) where ``hard``.
+        target_layers: K, how many layers should be used; None for no such term.
+        evaluation: z of a layer that is used. "threshold": 1. "mean": the mean of z at the end of
+            training, which is sigma(a) where ``hard``.
         threshold: in (0, 1).
-        lr_scale: learning rate of the logits over that of other parameters, for whoever builds the
-            optimizer: a choice of layers has to be made within the run.
-        seed: of the draws.
+        lr_scale: learning rate of the logits, as a multiple of the rate of other parameters. The
+            code that builds the optimizer applies it. Logits need a higher rate, because the
+            choice of layers must settle within the run.
+        seed: seed of the draws.
 
-    The authors' code puts drawn z where p stands here, and of the KL it has the half for z = 1.
+    The authors' code uses the drawn z in place of p, and only the z = 1 term of the KL.
 
     Source: Li et al., Deep Transformers with Latent Depth, 2020.
     """
@@ -163,24 +167,24 @@ class LatentDepth(nn.Module):
         expect(within, "threshold", "a number between 0 and 1")
 
     def set_step(self, step: int) -> None:
-        """Which step of training comes, counted from 1; 0 where nobody says."""
+        """Sets the number of the next training step, from 1; 0 where no trainer sets it."""
         checks.whole("LatentDepth", 0, step=step)
         self.step, self.draws = step, 0
         self._numbers: dict[int, int] = {}
-        """Mark of a forward of this step -> how many draws came before."""
+        """Mark of a forward pass of this step -> the number of its draw."""
 
     def draw(self) -> Tensor:
-        """z (N, L) of one forward pass, with a gradient to the logits."""
+        """Draws z (N, L) for one forward pass, with a gradient to the logits."""
         noise = self._noise().to(self.logits.device, self.logits.dtype)
         soft = torch.sigmoid((self.logits + noise) / self.tau)
         if not (self.hard and self.step >= self.soft_steps):
             return soft
-        # In this order z is 0 or 1 without a rounding error.
+        # In this order of operations z is exactly 0 or 1.
         return (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
 
     def _noise(self) -> Tensor:
         """g_1 - g_2 (N, L) of the next draw, fp64 on the CPU."""
-        # One seed for each draw: to go on where a run stopped, the step is all there is to know.
+        # Each draw has its own seed, so a resumed run needs only the step to continue.
         seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + self._number()
         generator = torch.Generator().manual_seed(seed % 2**63)
         shape = 2, self.languages, self.num_layers
@@ -189,15 +193,15 @@ class LatentDepth(nn.Module):
         return e[1].log() - e[0].log()
 
     def _number(self) -> int:
-        """How many draws came before in the step, for one that is made again its own number."""
-        # Checkpointing puts this generator back to where it was.
+        """The number of this draw in the step; a recomputed forward pass keeps its number."""
+        # Checkpointing restores this generator: a recomputed forward pass draws the same mark.
         mark = int(torch.randint(2**62, (), device="cpu"))
         if mark not in self._numbers:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    "LatentDepth: expected backward to run a forward of this step again from the "
-                    "same state of torch's CPU generator, got another one: checkpointing needs "
-                    "preserve_rng_state=True, and backward comes before the next set_step"
+                    "LatentDepth: expected backward to recompute a forward pass of this step from "
+                    "the same state of torch's CPU generator, got another state: checkpointing "
+                    "needs preserve_rng_state=True, and backward must run before the next set_step"
                 )
             self._numbers[mark] = self.draws
             self.draws += 1
@@ -206,45 +210,45 @@ class LatentDepth(nn.Module):
         return self._numbers[mark]
 
     def choose(self, language: int = 0) -> list[float]:
-        """z of each layer in evaluation, a function of the logits alone; 0.0: not used.
+        """z of each layer in evaluation, from the logits alone; 0.0 for a layer that is not used.
 
         Raises:
-            ValueError: logits that are not a number.
+            ValueError: where a logit is nan.
         """
         least = math.log(self.threshold / (1 - self.threshold))
         logits = self.logits[language].detach().double().cpu()
         wrong = logits.isnan().nonzero().flatten().tolist()
         if wrong:
             raise ValueError(
-                f"LatentDepth: expected logits that are numbers, got nan for layer {wrong[0]} of "
+                f"LatentDepth: logits must be numbers, got nan for layer {wrong[0]} of "
                 f"language {language}"
             )
         used = (logits >= least).double()
         return (used if self.evaluation == "threshold" else used * self._mean(logits)).tolist()
 
     def _mean(self, logits: Tensor) -> Tensor:
-        """The mean of z (L,) over the noise."""
+        """(L,) the mean of z over the noise."""
         if self.hard:
             return torch.sigmoid(logits)
         u = (torch.arange(GRID, dtype=logits.dtype) + 0.5) / GRID
         return torch.sigmoid((logits.unsqueeze(1) + torch.logit(u)) / self.tau).mean(1)
 
     def forward(self, language: int = 0) -> list[Gate]:
-        """z of each layer for a batch of one language, its index from 0."""
+        """z of each layer for a batch of one language; ``language`` is its index, from 0."""
         if not 0 <= language < self.languages:
             raise ValueError(
-                f"LatentDepth: expected a language from 0 to {self.languages - 1}, got {language}"
+                f"LatentDepth: language must be from 0 to {self.languages - 1}, got {language}"
             )
         return list(self.draw()[language].unbind()) if self.training else self.choose(language)
 
     def kl(self) -> Tensor:
-        """KL of p to the prior in nats, summed over layers, mean over languages."""
+        """``KL(p || prior)`` in nats, the sum over layers and the mean over languages."""
         # In logits: log p and log(1 - p) stay finite where p is 0 or 1 in fp32.
         a = self.logits
         log_on, log_off = F.logsigmoid(a), F.logsigmoid(-a)
         on, off = a.sigmoid(), (-a).sigmoid()
         if self.prior == "mean":
-            # The mean of the logarithms' arguments, without leaving them.
+            # The logarithm of the mean of p over languages, computed in log space.
             count = math.log(self.languages)
             prior_on, prior_off = log_on.logsumexp(0) - count, log_off.logsumexp(0) - count
         else:
@@ -259,11 +263,11 @@ class LatentDepth(nn.Module):
         return -(log_use.exp() * log_use).sum()
 
     def depth(self) -> Tensor:
-        """``sum_l u_l``, the layers that are used, in expectation."""
+        """``sum_l u_l``, the expected number of layers that are used."""
         return self.logits.sigmoid().mean(0).sum()
 
     def penalty(self) -> Tensor:
-        """What is added to the loss of a target token at this step, in nats."""
+        """The penalty to add to the loss per target token at this step, in nats."""
         first = self._weight(self.soft_steps)
         second = self._weight(self.soft_steps + self.anneal_steps)
         total = self.logits.new_zeros(())

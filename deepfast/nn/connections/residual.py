@@ -23,30 +23,32 @@ from deepfast.nn.recompute import Kept, plain, rerun
 from deepfast.ops import common
 
 PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
-"""Connection that is a DLCL -> its arguments where they are not DLCL's defaults.
+"""Connection that is a DLCL -> the arguments of `DLCL` that it changes from their defaults.
 
-"denseformer": depth-weighted averages begin as the identity and mix states without layer-norms of
-their own; ``dilation`` and ``period`` are the paper's (Pagliardini et al., DenseFormer, 2024). The
-paper takes no average on the embedding and between periods; a learned scale of one stands there.
+"denseformer": depth-weighted averages start as the identity and mix the states without
+layer-norms; ``dilation`` and ``period`` are those of the paper (Pagliardini et al., DenseFormer,
+2024). The paper takes no average at the embedding and between periods. Here such a row has one
+learned scale, which starts at 1.
 """
 
 ATTENTION_RESIDUALS = ("attnres", "block_attnres")
 CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
 
 BLOCKS = 8
-"""Blocks of layers under "block_attnres" where their size is not given, as published."""
+"""How many blocks of layers "block_attnres" has where ``block`` is None, as in the paper."""
 
 
 def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
-    """The arguments of `DLCL` in a stack, but for sizes: the preset's, then the user's.
+    """The arguments of `DLCL` in a stack, except its sizes. The user's replace the preset's.
 
     Args:
         connection: a name of `PRESETS`.
         norm: "pre" or "post", of the stack.
-        dlcl: the user's; its key "norm" may only leave the layer-norms of the mixture out (None).
+        dlcl: the user's arguments. Its "norm" may only be the stack's norm, or None for no
+            layer-norms in the mixture.
 
     Raises:
-        ValueError: for layer-norms where the stack has none.
+        ValueError: for another "norm".
     """
     options = {"norm": norm} | PRESETS[connection] | (dlcl or {})
     if options["norm"] not in (norm, None):
@@ -64,20 +66,21 @@ class LayerCall(NamedTuple):
     """
 
     layer: Callable
-    """A module; in place of one that latent depth does not use, a method of it."""
+    """The layer; for a layer that latent depth skips, one of its methods (`norms_alone`)."""
     policy: str
     """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
     options: dict
 
 
 class Connection(nn.Module):
-    """Runs the layers of a stack; what lies between two of them is one pass over memory.
+    """Runs the layers of a stack; all work between two layers is one pass over memory.
 
     pre-norm, residual   ``x_{l+1} = y_l``; the same with latent depth, whose layers scale their
                          own branches
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
-    pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, layer k adding v_k
-    then ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last.
+    pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, where v_k is what
+                         layer k adds
+    pre-norm, always     ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last one
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
 
     DLCL does not keep the mixed inputs x for backward. It recomputes them from the states, block by
@@ -133,10 +136,10 @@ class Connection(nn.Module):
         """From the embedding (T, D) to the stack's output (T, D).
 
         Args:
-            calls: one for each layer; None leaves the layer, its norm and its state out (pre-norm
+            calls: one for each layer. None skips the layer, its norm and its state (pre-norm
                 without DLCL only).
-            states: a list that is given the L + 1 states (T, D): the embedding and the input of
-                each next layer, under DLCL row l's mixture. It keeps them alive.
+            states: a list to append the L + 1 states (T, D) to: the embedding, then the input of
+                each next layer (under DLCL, the mixture of row l). The list keeps them alive.
         """
         (x,) = common.autocast(x)
         if self.norm == "post":
@@ -156,7 +159,8 @@ class Connection(nn.Module):
                     want_x=call is not None or states is not None,
                 )
             elif sublayers is not None:
-                # What all sublayers add: the last residual has the input and all but the last one.
+                # v is what all sublayers of the layer have added. The last residual already holds
+                # the input and every sublayer but the last.
                 v = x if residual is None else residual - x + F.dropout(branch, p, self.training)
                 x = self.residuals(v, sublayers)
                 n = norm(x)
@@ -168,7 +172,7 @@ class Connection(nn.Module):
                 states.append(x)
             if call is None:
                 return n
-            # From here on only the layer needs its input.
+            # Freed here, so that only the layer holds its input.
             branch = residual = v = None
             residual, branch = run_layer(call, x, n, norm, history)
             p = self.dropout
@@ -194,11 +198,11 @@ def run_layer(
     norm: LayerNorm | None,
     history: DepthHistory | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One layer under its memory policy.
+    """Runs one layer under its memory policy.
 
     Args:
-        norm: what made n from x; None in post-norm, as n.
-        history: of DLCL; None under other connections.
+        norm: the layer-norm with n = norm(x); None in post-norm, where n is None too.
+        history: the pass of DLCL; None under other connections.
     """
     layer, policy, options = call
     if not torch.is_grad_enabled():
@@ -206,7 +210,7 @@ def run_layer(
     if torch.compiler.is_compiling():
         if policy not in RERUN:
             return layer(x, normed=n, **options)
-        # A compiler sees through torch's checkpointing, and decides itself what else to keep.
+        # A compiler understands torch's checkpointing, and chooses itself what else to save.
         return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
     # Below the lowest layer that learns, the states may be gone when this layer runs again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
@@ -214,15 +218,16 @@ def run_layer(
         return rerun(layer, x, n, _from_states(norm, history), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
-    # DLCL keeps n and not x. Without DLCL the layer-norm keeps x, and n is computed from it.
+    # DLCL keeps n and not x. Without DLCL the layer-norm keeps x, and backward recomputes n.
     if n is not None and history is None and plain(norm, LayerNorm):
         return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
     return layer(x, normed=n, **options)
 
 
 def _from_states(norm: LayerNorm | None, history: DepthHistory):
-    """How the policy "history" recomputes x and n: it mixes the states again."""
-    # Not the history itself: its token belongs to the graph that will hold this function.
+    """Returns the function that recomputes x and n from the states (policy "history")."""
+    # The function must not hold the history: the history's token holds the graph, and the graph
+    # holds this function.
     state, k = history.state, history.state.pushed - 1
     weight, bias = (None, None) if norm is None else (Kept(norm.weight), Kept(norm.bias))
 
@@ -230,14 +235,14 @@ def _from_states(norm: LayerNorm | None, history: DepthHistory):
         if norm is not None:
             return recompute_row(state, k, OutNorm(weight(), bias(), norm.eps))
         x, normed = recompute_row(state, k, None)
-        # In post-norm a row may have a norm of its own, whose result is the layer's input.
+        # In post-norm a row may have its own norm. Its result is then the layer's input.
         return (x if normed is None else normed), None
 
     return inputs
 
 
 def _from_input(x: Tensor, n: Tensor | None, norm: LayerNorm | None):
-    """How the policy "states" recomputes x and n: it keeps x, and computes n from it."""
+    """Returns the function that gives x, which it keeps, and recomputes n (policy "states")."""
     x_kept = Kept(x)
     if n is None:
         return lambda: (x_kept(), None)

@@ -10,25 +10,25 @@ from deepfast import checks, ops
 
 
 class TransparentAttention(nn.Module):
-    """What each of M decoder layers attends to: its own softmax mixture of L + 1 encoder states.
+    """Gives each of M decoder layers its own softmax mixture of L + 1 encoder states.
 
     ``z_j = sum_k dropout(softmax(W[j]))[k] * h_k``, with h_0 the embedding and h_k the output of
-    encoder layer k. In pre-norm h_k is LN_k of what layer k leaves behind; the last of these norms
-    is the encoder's final one.
+    encoder layer k. In pre-norm h_k is LN_k of that output; the last of these norms is the
+    encoder's final LN.
 
-    The states are read where they are; neither a stack of them nor normalised copies are made.
+    The op reads the states in place. It allocates neither a stack of them nor normalised copies.
 
     Args:
         encoder_layers: L.
         decoder_layers: M.
         dim: D.
         norm: "pre" or "post", of the encoder.
-        dropout: probability of dropping a weight of a mixture while training.
+        dropout: probability that a weight of a mixture becomes 0, in training.
         eps: of the layer-norms.
         backend: see `deepfast.backend`.
 
     Attributes:
-        weight: (M, L+1) logits; zeros at first, so that every layer has an equal share.
+        weight: (M, L+1) logits. They start at 0, so that every state has the same weight.
         norm_weight, norm_bias: (L, D) in pre-norm, else None.
 
     Source: Bapna et al., Training Deeper Neural Machine Translation Models with Transparent
@@ -66,12 +66,12 @@ class TransparentAttention(nn.Module):
             self.norm_bias = nn.Parameter(torch.zeros(encoder_layers, dim))
 
     def forward(self, states: Sequence[Tensor], output: Tensor) -> list[Tensor]:
-        """The memory (T, D) of each decoder layer.
+        """The mixture (T, D) that each decoder layer attends to.
 
         Args:
-            states: L + 1 tensors (T, D), what `TransformerEncoder.forward_packed` puts into its
-                list of that name.
-            output: (T, D), what it returns: the last state, in pre-norm under the final LN.
+            states: L + 1 tensors (T, D), the list that `TransformerEncoder.forward_packed` fills.
+            output: (T, D), what `forward_packed` returns: the last state, in pre-norm after the
+                final LN.
         """
         if len(states) != self.encoder_layers + 1:
             raise ValueError(
@@ -92,7 +92,7 @@ class TransparentAttention(nn.Module):
             eps=self.eps,
             backend=self.backend,
         )
-        # Another pass, because the encoder has normalised its output already.
+        # A second op, because the encoder has already normalised its output.
         both = torch.stack((torch.ones_like(share[-1]), share[-1]))
         return ops.depth_mix([below, output], both, backend=self.backend)
 

@@ -142,10 +142,10 @@ def test_refuses_what_does_not_fit():
         LayerFusion(STATES, DIM)(z[:2])
     with pytest.raises(ValueError, match="'average' has no attention"):
         LayerFusion(STATES, DIM, "average")(z, return_attention=True)
-    with pytest.raises(ValueError, match="no layer_embedding but its own"):
+    with pytest.raises(ValueError, match="exactly when own_embedding=False, got one"):
         LayerFusion(STATES, DIM)(z, torch.zeros(STATES, DIM))
     shared = LayerFusion(STATES, DIM, own_embedding=False)
-    with pytest.raises(ValueError, match="but one, as it has none"):
+    with pytest.raises(ValueError, match="exactly when own_embedding=False, got none"):
         shared(z)
     with pytest.raises(ValueError, match=r"\(at least 3, 6\), got \(2, 6\)"):
         shared(z, torch.zeros(2, DIM))

@@ -177,7 +177,7 @@ def test_a_step_before_the_first():
 
 
 def test_an_unknown_language():
-    with pytest.raises(ValueError, match="expected a language from 0 to 2, got 3"):
+    with pytest.raises(ValueError, match="language must be from 0 to 2, got 3"):
         latent()(3)
 
 
