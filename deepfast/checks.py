@@ -62,11 +62,11 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
 
 
-def number(op: str, least: float = 0.0, **values: float) -> None:
-    """Finite numbers of at least ``least``, each under the name of its argument."""
+def number(op: str, **values: float) -> None:
+    """Finite numbers of at least 0, each under the name of its argument."""
     for name, value in values.items():
-        if not (isinstance(value, NUMBER) and least <= value < math.inf):
-            raise ValueError(f"{op}: {name} must be a number of at least {least:g}, got {value!r}")
+        if not (isinstance(value, NUMBER) and 0.0 <= value < math.inf):
+            raise ValueError(f"{op}: {name} must be a number of at least 0, got {value!r}")
 
 
 def eps(op: str, eps: float) -> None:

@@ -126,13 +126,6 @@ class Deepfast(_Connection):
         return self.dlcl(y, self.history)
 
 
-class Plain(_Connection):
-    """No depth connection: the layer's output is the next layer's input."""
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return y
-
-
 FORMS = {
     "stack and sum": StackAndSum,
     "DenseFormer form": DenseFormerForm,

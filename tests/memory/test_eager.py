@@ -6,13 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.measure.forms import AddLoop, Plain, StackAndSum
+from deepfast.measure.forms import FORMS
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, EAGER, eager_peak
 from deepfast.nn import DLCL
 
 WIDTH, HEADS, FFN, BATCH, LENGTH = 64, 2, 256, 32, 16
-CONNECTIONS = dict(zip(EAGER, (StackAndSum, AddLoop, Plain, Plain), strict=True))
 
 
 class Norm(nn.LayerNorm):
@@ -60,7 +59,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(vocabulary, WIDTH)
         self.encoder = nn.ModuleList(Layer(False) for _ in range(layers))
         self.decoder = nn.ModuleList(Layer(True) for _ in range(decoder_layers))
-        self.dlcl = DLCL(layers, WIDTH) if CONNECTIONS[form] is not Plain else None
+        self.dlcl = DLCL(layers, WIDTH) if form in FORMS else None
         self.norms = nn.ModuleList([Norm(WIDTH), Norm(WIDTH)])
 
     def run(self, layer, x, memory=None):
@@ -70,7 +69,7 @@ class Model(nn.Module):
 
     def forward(self, tokens):
         x = F.dropout(self.embedding(tokens) * 8.0, 0.1)
-        connect = (lambda y: y) if self.dlcl is None else CONNECTIONS[self.form](self.dlcl)
+        connect = (lambda y: y) if self.dlcl is None else FORMS[self.form](self.dlcl)
         x = connect(x)
         for layer in self.encoder:
             x = connect(self.run(layer, x))

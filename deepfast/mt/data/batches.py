@@ -51,15 +51,10 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """The batch with its tensors in page-locked memory, for `to(..., non_blocking=True)`."""
-        return self._map(torch.Tensor.pin_memory)
-
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         tensors: dict[str, Any] = {
-            k: function(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)
+            name: x.to(device, non_blocking=non_blocking)
+            for name, x in vars(self).items()
+            if isinstance(x, torch.Tensor)
         }
         return replace(self, **tensors)
 

@@ -231,15 +231,6 @@ class Vocabulary:
         tag, rest = split_tag(sentence)
         return ([tag], rest) if tag in self.tags else ([], sentence)
 
-    def unknown_rate(self, sentences: Iterable[str]) -> float:
-        """The share of unk among all pieces of the sentences; 0.0 without pieces."""
-        unknown = total = 0
-        for sentence in sentences:
-            ids = self.encode(sentence)
-            unknown += ids.count(UNK)
-            total += len(ids)
-        return unknown / total if total else 0.0
-
 
 def tag_of(language: str) -> str:
     """`<de>` for `de`: the tag in front of a source sentence names the language to translate to."""

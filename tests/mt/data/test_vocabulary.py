@@ -31,7 +31,7 @@ def vocabulary():
 
 
 def test_ids_are_fixed(vocabulary):
-    assert (len(vocabulary), vocabulary.unknown_rate(SENTENCES)) == (100, 0.0)
+    assert len(vocabulary) == 100
     ids = vocabulary.pad_id, vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id
     assert ids == (0, 1, 2, 3)
     assert min(min(vocabulary.encode(sentence)) for sentence in SENTENCES) >= 4
@@ -63,11 +63,8 @@ def test_text_that_looks_like_a_special_is_text(vocabulary):
         assert not {0, 2, 3} & set(vocabulary.encode(f"the {special} dog"))
 
 
-def test_unknown_rate(vocabulary):
-    pieces = vocabulary.encode("dog 漢")
-    assert pieces.count(1) == 1
-    assert vocabulary.unknown_rate(["dog 漢"]) == 1 / len(pieces)
-    assert vocabulary.unknown_rate([]) == vocabulary.unknown_rate([""]) == 0.0
+def test_an_unknown_character_is_one_piece(vocabulary):
+    assert vocabulary.encode("dog 漢").count(1) == 1
 
 
 def test_training_is_deterministic_and_silent(vocabulary, capfd):
@@ -132,7 +129,7 @@ def test_nothing_to_learn_from(nothing):
 
 def test_long_sentences_and_line_ends_take_part():
     long = "ab " * 3000 + "ß\nq"
-    assert Vocabulary.train(["ab ab", long], 12, at_most=True).unknown_rate(["ß q"]) == 0.0
+    assert 1 not in Vocabulary.train(["ab ab", long], 12, at_most=True).encode("ß q")
 
 
 def test_save_and_load(vocabulary, tmp_path):
@@ -225,7 +222,7 @@ def test_phrases_have_no_unknown_pieces():
     corpus = phrases("de", train=3000, dev=0, test=300)
     vocabulary = Vocabulary.train([text for pair in corpus.train for text in pair], 500)
     texts = [text for pair in corpus.test for text in pair]
-    assert vocabulary.unknown_rate(texts) == 0.0
+    assert not any(1 in vocabulary.encode(text) for text in texts)
     assert all(vocabulary.decode(vocabulary.encode(text)) == text for text in texts)
 
 
