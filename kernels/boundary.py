@@ -35,6 +35,7 @@ from .common import (
     sum_partials,
 )
 from .near_sum import (
+    add_dot,
     add_own,
     entry,
     index_at,
@@ -68,7 +69,9 @@ def loads_at_once(D: int, itemsize: int) -> int:
     return 2 if wide(D, itemsize) else 4
 
 
-FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
+# k, row and column are the same number. Where a kernel takes it once, ptxas shares addresses that
+# it then has to spill: 6 accesses in forward on sm_100, 3 in backward on sm_80.
+FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
 def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
-    T, R, k, first, step, count, source_eps, out_eps, threshold, scale,
+    T, R, k, row, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -101,7 +104,7 @@ def boundary_fwd_kernel(
     o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
     m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    k = k.to(tl.int64)
+    k, row = k.to(tl.int64), row.to(tl.int64)
     p_own = p_states + k * s_n
     b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
     b_r = load_tile(p_residual if p_branch is not None else None, s_residual, o_row, o_d, m)
@@ -109,7 +112,7 @@ def boundary_fwd_kernel(
     if p_partial is not None:
         b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
     b_x = near_sum(
-        b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, T, R,
+        b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
         begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
@@ -127,7 +130,9 @@ def boundary_fwd_kernel(
     elif READS_OWN:
         b_n = load_tile(p_own, s_state, o_row, o_d, m)
     if READS_OWN:
-        b_x = add_own(b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR)
+        b_x = add_own(
+            b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
+        )
     b_x = tl.where(m, b_x, 0.0)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
     if p_out is not None:
@@ -149,33 +154,9 @@ def _output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D):
 
 
 @triton.jit
-def _add_dot(
-    b_dots, p_dots, i, fresh, b_g, b_z, o_d, m_d, D,
-    VECTOR: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Adds <g, z> of a tile to entry i of the program's dW.
-
-    A scalar is summed by each thread for itself until the end. A vector is too much for the
-    registers and is summed in memory of this program alone. ``fresh``: it holds no sum yet.
-    """
-    if VECTOR:
-        p = p_dots + i * D + o_d
-        b_dot = tl.sum(b_g * b_z, axis=1)[:, None, :]
-        # Another thread may have written these elements for the tile before.
-        tl.debug_barrier()
-        b_dot += tl.load(p, mask=m_d & ~fresh, other=0.0)
-        tl.store(p, b_dot, mask=m_d)
-    else:
-        b_dot = tl.reshape(tl.sum(b_g * b_z, axis=0), (1, BT, BC // 8, 8))
-        o_i = tl.arange(0, b_dots.shape[0])[:, None, None]
-        b_dots += tl.where(o_i == i, tl.sum(b_dot, axis=3), 0.0)
-    return b_dots
-
-
-@triton.jit
 def _pull(
     b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
-    k, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
+    row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
     o_grad, o_d, o_tile, m_d, m,
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -186,10 +167,10 @@ def _pull(
     (NP, BT, BC // 8).
     """
     if PULLS_OWN:
-        pair = entry(k * R + k)
+        pair = entry(row * R + column)
         b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
         if p_dots is not None:
-            b_dots = _add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
+            b_dots = add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
     for start in range(0, pulls, UNROLL):
         for j in tl.static_range(UNROLL):
             i = entry(start + j)
@@ -197,10 +178,10 @@ def _pull(
             slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
             b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
             b_gl = b_gl.to(tl.float32)
-            pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + k
+            pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + column
             b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
             if p_dots is not None:
-                b_dots = _add_dot(
+                b_dots = add_dot(
                     b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
                     BT, BC,
                 )  # fmt: skip
@@ -218,7 +199,7 @@ def _state_backward(
 
 
 BACKWARD_NUMBERS = [
-    "T", "threshold", "k", "grad_slot", "first", "step", "count", "first_row",
+    "T", "threshold", "k", "row", "column", "grad_slot", "first", "step", "count", "first_row",
     "row_step", "first_slot", "slot_step", "pulls",
 ]  # fmt: skip
 
@@ -228,7 +209,7 @@ def boundary_bwd_kernel(
     p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
     p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows,
     p_pull_slots, p_pulled, p_dbranch, p_dresidual, p_dots, p_sums,
-    T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot,
+    T, R, k, row, column, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
     NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
@@ -238,7 +219,7 @@ def boundary_bwd_kernel(
     o_d = row_channels(BA, BC)  # (BA, 1, BC)
     m_d = o_d < D
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    k = k.to(tl.int64)
+    k, row, column = k.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     program = tl.program_id(0).to(tl.int64)
     if p_dots is not None:
@@ -267,12 +248,12 @@ def boundary_bwd_kernel(
             if p_partial is not None:
                 b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
             b_x = near_sum(
-                b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count,
-                T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
+                b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step,
+                count, T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
                 b_x = add_own(
-                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR
+                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
                 )
             b_d, b_dw, b_db = _output_backward(
                 b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D
@@ -294,13 +275,15 @@ def boundary_bwd_kernel(
         fresh = entry(begin) < tl.num_programs(0) * BT
         b_u, b_dots = _pull(
             b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
-            k, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
+            row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
             o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, UNROLL, D, BT, BC,
         )  # fmt: skip
         if p_sums is not None:
             b_dnorm_weight += b_u * b_n
             b_dnorm_bias += b_u
-        b_y = _state_backward(b_u, b_n, b_source_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE, D)
+        b_y = _state_backward(
+            b_u, b_n, b_source_rstd, p_norm_weight, column, o_tile, m, NORM_SOURCE, D
+        )
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
             b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
@@ -333,7 +316,7 @@ def boundary_forward(
     boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
         branch, residual, seed if dropout_p > 0 else None, states, table, weight, norm_weight,
         norm_bias, partial, out_norm_weight, out_norm_bias, x, out, source_rstd, out_mean, out_rstd,
-        T, weight.shape[0], k, first, step, count, source_eps, out_eps, threshold,
+        T, weight.shape[0], k, k, first, step, count, source_eps, out_eps, threshold,
         scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
@@ -375,7 +358,7 @@ def boundary_backward(
             states, near_table, weight, norm_weight, norm_bias, partial, out_norm_weight,
             source_rstd, out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads,
             row_table, slot_table, pulled, dbranch, dresidual, dots, sums,
-            T, weight.shape[0], k, grad_slot, first, step, count, first_row,
+            T, weight.shape[0], k, k, k, grad_slot, first, step, count, first_row,
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),

@@ -103,9 +103,33 @@ def near_sum(
 
 @triton.jit
 def add_own(
-    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, R, D, o_tile, m, VECTOR: tl.constexpr
+    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR: tl.constexpr
 ):
-    """``x + W[k, k] * (n_k * norm_weight_k + norm_bias_k)`` with n_k (BA, BT, BC) in registers."""
+    """``x + W[row, k] * (n_k * norm_weight_k + norm_bias_k)`` of n_k, a tile in registers."""
     b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
-    pair = entry(k * R + k)
+    pair = entry(row * R + k)
     return b_x + load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+
+
+@triton.jit
+def add_dot(
+    b_dots, p_dots, i, fresh, b_g, b_z, o_d, m_d, D,
+    VECTOR: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Adds <g, z> of a tile to entry i of the program's dW.
+
+    A scalar is summed by each thread for itself until the end. A vector is too much for the
+    registers and is summed in memory of this program alone. ``fresh``: it holds no sum yet.
+    """
+    if VECTOR:
+        p = p_dots + i * D + o_d
+        b_dot = tl.sum(b_g * b_z, axis=1)[:, None, :]
+        # Another thread may have written these elements for the tile before.
+        tl.debug_barrier()
+        b_dot += tl.load(p, mask=m_d & ~fresh, other=0.0)
+        tl.store(p, b_dot, mask=m_d)
+    else:
+        b_dot = tl.reshape(tl.sum(b_g * b_z, axis=0), (1, BT, BC // 8, 8))
+        o_i = tl.arange(0, b_dots.shape[0])[:, None, None]
+        b_dots += tl.where(o_i == i, tl.sum(b_dot, axis=3), 0.0)
+    return b_dots
