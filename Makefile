@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
+SOURCES := setup.py pyproject.toml constraints.txt deepfast/launches.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 
 # What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -11,8 +11,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
-	@echo "make test     run the tests, of many parameters the cases of a day's run"
-	@echo "make test-all run them with every case"
+	@echo "make test     run the tests: of many parameters each pair of values"
+	@echo "make test-all run the tests with every combination of parameters"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
