@@ -1,7 +1,7 @@
-"""Installs deepfast and has csrc/build.py compile its ops.
+"""Installs deepfast; csrc/build.py compiles its ops.
 
-Environment: CXX names the compiler, MAX_JOBS bounds parallel compiles, DEEPFAST_BUILD_CUDA=0 leaves
-CUDA out and =1 demands it.
+Environment: CXX names the compiler, MAX_JOBS limits parallel compiles, DEEPFAST_BUILD_CUDA=0 leaves
+CUDA out and =1 makes a build without CUDA an error.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ if importlib.util.find_spec("torch") is None:
         "first, then run `pip install --no-build-isolation .` (or `make setup`)"
     )
 
-# By its path: a build front end does not put this folder on the path of imports.
+# Loaded by path, because a build front end does not put this folder on sys.path.
 spec = importlib.util.spec_from_file_location("build", Path(__file__).parent / "csrc" / "build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
@@ -30,7 +30,7 @@ class BuildOps(build_ext):
         if build.compiler() is None:
             print(
                 "deepfast: no C++ compiler was found (set CXX to name one); installing without "
-                "the compiled ops, the reference backend will serve",
+                "the compiled ops; the reference backend will run instead",
                 file=sys.stderr,
             )
             ext.optional = True

@@ -1,4 +1,4 @@
-"""The activation and the dropout behind it, forward and backward, beside torch's two ops."""
+"""The activation and the dropout after it, forward and backward, beside torch's two ops."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def make(kind: str, dtype: torch.dtype, tokens: int = TOKENS, width: int = WIDTH
     h = torch.randn(tokens, width).to(dtype).requires_grad_()
     grad = torch.randn(tokens, width).to(dtype)
 
-    # torch.autograd.grad, not backward: inside a model h is no leaf, and nothing is accumulated.
+    # torch.autograd.grad, not backward: inside a model h is no leaf and no gradient is accumulated.
     def deepfast():
         out = ops.activation(h, kind, dropout_p=DROPOUT, training=True)
         torch.autograd.grad(out, h, grad)

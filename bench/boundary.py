@@ -1,4 +1,4 @@
-"""One boundary between two layers, forward and backward, and its cost when tokens are few."""
+"""One boundary between two layers, forward and backward, and its overhead with few tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Benchmarks run with `python -m pytest bench`: rows carry bytes, GB/s and fraction of a copy."""
+"""Benchmarks: `python -m pytest bench`. Rows carry bytes, GB/s and the fraction of a copy."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def copy_gb_per_second() -> float:
-    """Bandwidth of a plain copy, measured in this run; read plus written bytes."""
+    """Bandwidth of a plain copy, measured in this run; bytes read plus bytes written."""
     return copy_bandwidth()
 
 
 @pytest.fixture
 def measure(benchmark, copy_gb_per_second):
-    """Times ``run``, which has to move ``nbytes``, and notes its bandwidth in the row."""
+    """Times ``run``, which has to move ``nbytes``, and adds its bandwidth to the row."""
 
     def timed(run, nbytes: int, rounds: int = 5):
         benchmark.pedantic(run, rounds=rounds, warmup_rounds=1)

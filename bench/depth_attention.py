@@ -9,7 +9,7 @@ COUNT, TOKENS, DIM = 31, 2048, 512
 
 
 def stacked(sources, query, eps=1e-6):
-    """Stack, normalise, score, softmax, sum: as published."""
+    """Stack, normalise, score, softmax, sum: the published form."""
     v = torch.stack(sources, 1)
     weights = (torch.nn.functional.rms_norm(v, v.shape[-1:], eps=eps) @ query.mT).softmax(1)
     return weights.mT @ v

@@ -1,4 +1,4 @@
-"""Depth mixing alone: a whole stack's connection with layers that do nothing between."""
+"""Depth mixing alone: the connection of a whole stack whose layers do nothing."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from deepfast.nn import DLCL
 def blocked_bytes(layers: int, tokens: int, dim: int, size: int = 4, backward: bool = True) -> int:
     """Bytes the blocked algorithm has to move: reads of far and near states, sums, results.
 
-    Forward, per row: its share of the block's pass over older states, its own block's states,
-    the partial sum written and read, the new state and the row written. Backward mirrors it.
+    Forward, per row: its share of the block's pass over older states, its own block's states, the
+    partial sum written and read, the new state and the row written. Backward moves as much.
     """
     block, rows = default_block(layers + 1), layers + 1
     far = sum(k for k in range(0, rows, block))
@@ -22,7 +22,7 @@ def blocked_bytes(layers: int, tokens: int, dim: int, size: int = 4, backward: b
 
 
 def make(layers: int, tokens: int, dim: int, *, backward: bool = True) -> dict:
-    """Each form as a function of no arguments, on the same weights and input."""
+    """Each form as a function without arguments, on the same weights and input."""
     dlcl = DLCL(layers, dim)
     y = torch.randn(tokens, dim, requires_grad=backward)
     grad = torch.randn(tokens, dim) if backward else None

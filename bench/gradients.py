@@ -1,10 +1,10 @@
-"""Gradients of each layer at initialisation, of stacks that are joined in different ways.
+"""Gradients of each layer at initialisation, for stacks with different connections.
 
     python -m bench.gradients --output bench/results
 
 writes `gradients.svg` and `gradients.md`. In post-norm the gradient of a layer has passed the
 layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2). In DLCL
-every row above a state reads it, so gradients reach the lowest layers on short paths.
+every later row reads a state, so gradients reach the lowest layers on short paths.
 """
 
 import argparse
@@ -50,7 +50,7 @@ TOLD = (1, 2, 5, 10, 25, 50, 75, 90, 99, 100)
 
 
 def layer_gradients(encoder: TransformerEncoder, x_BSD: Tensor, labels: Tensor) -> Tensor:
-    """(L,): the norm of the gradient of each layer's parameters, its layer-norms' among them.
+    """(L,): the norm of the gradient of each layer's parameters, its layer-norms included.
 
     The loss is the mean cross-entropy of ``labels`` (B * S,) under a random projection, in nats.
     """
@@ -84,7 +84,7 @@ def measure(
 
 
 def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Writes the norms over layers, on a logarithmic axis, as SVG or PNG by the file's ending."""
+    """Draws the norms over the layers, on a logarithmic axis, to an SVG or PNG file."""
     matplotlib = require("matplotlib", "the picture of gradients")
     curves = {name: list(enumerate(values, 1)) for name, values in norms.items()}
     figure, axes = figure_of()
@@ -102,7 +102,7 @@ def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 def table(norms: Mapping[str, Sequence[float]]) -> str:
-    """The numbers as a page of Markdown."""
+    """The numbers as Markdown."""
     layers = len(next(iter(norms.values())))
     told = [k for k in TOLD if k <= layers]
     lines = [
@@ -129,7 +129,7 @@ def table(norms: Mapping[str, Sequence[float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the two files")
     args = parser.parse_args(argv)
     norms = measure()
     draw(norms, args.output / "gradients.svg")

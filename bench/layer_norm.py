@@ -14,10 +14,10 @@ def make(dtype: torch.dtype, tokens: int = TOKENS, dim: int = DIM) -> dict:
     x = torch.randn(tokens, dim).to(dtype).requires_grad_()
     grad = torch.randn(tokens, dim).to(dtype)
     weight, bias = torch.ones(dim, requires_grad=True), torch.zeros(dim, requires_grad=True)
-    # torch on the CPU wants parameters in the dtype of x, or in fp32; x's is its faster path.
+    # On a CPU torch takes parameters in the dtype of x or in fp32; the dtype of x is faster.
     own = [p.detach().to(dtype).requires_grad_() for p in (weight, bias)]
 
-    # torch.autograd.grad, not backward: inside a model x is no leaf, and nothing is accumulated.
+    # torch.autograd.grad, not backward: inside a model x is no leaf and no gradient is accumulated.
     def deepfast():
         torch.autograd.grad(ops.layer_norm(x, weight, bias), (x, weight, bias), grad)
 

@@ -1,4 +1,4 @@
-"""The loss of a projection to the vocabulary, forward and backward, beside torch's forms of it."""
+"""The loss of a projection to the vocabulary, forward and backward, beside torch's forms."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def make(
 ) -> dict:
     """A step of each implementation on the same numbers; torch's own op where it has one.
 
-    Its chunks know no label smoothing: "torch, chunked" goes without.
+    torch's chunked op has no label smoothing, so "torch, chunked" runs without it.
     """
     hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, dim) / dim**0.5).to(dtype).requires_grad_()
@@ -46,7 +46,8 @@ def make(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("who", ["deepfast", "torch", "torch, chunked"])
 def test_linear_cross_entropy(benchmark, dtype, who):
-    """Time, and the highest live bytes, of results outside of ops: scratch inside one is hidden."""
+    """Time, and peak live bytes of the tensors between ops: scratch memory inside an op is
+    hidden."""
     variants = make(dtype)
     if who not in variants:
         pytest.skip(f"torch {torch.__version__} has no linear_cross_entropy")

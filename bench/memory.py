@@ -1,7 +1,7 @@
 """What memory policies save at full size: `python -m bench.memory --output FILE`.
 
-Bytes are counted, without parameters and their gradients. What policies cost in time is a chapter
-of `deepfast report`.
+Bytes are counted without parameters and their gradients. `deepfast report` measures what policies
+cost in time.
 """
 
 import argparse
@@ -23,8 +23,8 @@ LENGTH, DIM, HEADS = 32, 512, 8
 
 
 def activations(module: nn.Module, tokens: int, autocast: bool = False) -> int:
-    """Peak bytes of a step on ``tokens``, in bf16 or under its autocast. Parameters and their
-    gradients are there before, and are not counted."""
+    """Peak bytes of a step on ``tokens``, in bf16 or under bf16 autocast. Parameters and their
+    gradients exist before the step and are not counted."""
     dtype = torch.float32 if autocast else torch.bfloat16
     module.to(dtype)
     for p in module.parameters():
@@ -39,26 +39,26 @@ def activations(module: nn.Module, tokens: int, autocast: bool = False) -> int:
 
 
 def per_token(module: nn.Module, tokens: int) -> float:
-    """Bytes of activations for each token under autocast: what does not grow with tokens, such as
-    copies of weights, drops out."""
+    """Bytes of activations per token under autocast, from two sizes: bytes that do not grow with
+    the tokens, such as copies of weights, cancel."""
     more, less = (activations(module, n, autocast=True) for n in (tokens, tokens // 2))
     return (more - less) / (tokens - tokens // 2)
 
 
 def encoder(layers: int) -> nn.Module:
-    """A DLCL encoder of this package under the most frugal policy."""
+    """A DLCL encoder under the policy that saves most memory."""
     return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history")
 
 
 def history_row(layers: int, tokens: int) -> dict:
-    """Activations under the most frugal policy."""
+    """Activations under the policy that saves most memory."""
     what = f"GiB of activations under history, L={layers}, T={tokens}, D={DIM}, bf16"
     return claim(what, activations(encoder(layers), tokens) / GIB, 1.1, at_most=True)
 
 
 def ratio_rows(layers: int, tokens: int) -> list[dict]:
-    """Against plain forms, which fit at fewer tokens: bytes of a token under bf16 autocast, where
-    the residual stream of plain PyTorch is fp32; and in pure bf16."""
+    """Ratios to the plain forms, at fewer tokens because these need more memory: per token under
+    bf16 autocast, where plain PyTorch's residual stream is fp32, and in pure bf16."""
     rows = []
     for how, count in (("bf16 autocast", per_token), ("pure bf16", activations)):
         found = {"history": count(encoder(layers), tokens)} | {

@@ -1,7 +1,7 @@
 """The claims, each a ratio between variants of one run: `python -m bench.numbers`.
 
-Every row is measured on 2 threads. The variants take turns, and the ratio quoted is the median of
-the rounds' own ratios.
+Every row is measured on 2 threads. The variants take turns, and a claim is the median of the ratios
+of the rounds.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def times(
 def peaks(
     what: str, variants: dict, above: str, below: str, wanted: float, *, at_most: bool = False
 ) -> dict:
-    """How many times as many bytes of tensors made by ``above`` are alive at once as by
-    ``below``; what lives before them counts as zero."""
+    """How many times as many bytes the tensors of ``above`` have at its peak as those of ``below``;
+    tensors that existed before count as zero."""
     found = {}
     for name in (above, below):
         variants[name]()
@@ -66,8 +66,8 @@ def claims(rounds: int) -> list[dict]:
     what = "training step of a DLCL encoder over the plain residual one, L=100, T=2048, D=256"
     rows.append(times(what, steps, "dlcl", "residual", 1.10, rounds=rounds, at_most=True))
     rows.append(peaks("peak bytes of the same", steps, "dlcl", "residual", 1.05, at_most=True))
-    # From here on freed memory is kept. Other forms with large temporaries gain most from that,
-    # and layer-norm is too short to be measured beside page faults.
+    # From here on freed memory is kept. This helps forms with large temporaries most, and
+    # layer-norm is too short to measure beside page faults.
     if keep_memory():
         suffix = ", freed memory kept"
         rows.append(against("DenseFormer form", 60, 10, rounds, suffix))

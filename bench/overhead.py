@@ -1,10 +1,10 @@
-"""What Python costs: one boundary in eager mode, above the launches inside it, at one token.
+"""The Python overhead of one boundary in eager mode, without its launches, at one token.
 
     python -m bench.overhead
 
-A stack of boundaries runs with its launches and with nothing in their place. The second is the
-cost of checks, allocations and autograd nodes. One thread, freed memory kept, CPU time of the
-thread; the loops take turns.
+A stack of boundaries runs once with its launches and once with empty functions in their place. The
+second is the cost of checks, allocations and autograd nodes. One thread, freed memory kept, CPU
+time of the thread; the variants take turns.
 """
 
 import sys
@@ -21,14 +21,14 @@ LAYERS, DIM, DROPOUT = 200, 16, 0.1
 
 
 def _nothing(*_) -> None:
-    """A launch left out."""
+    """Replaces a launch."""
 
 
 def make(kind: str, *, launches: bool) -> Callable[[], torch.Tensor]:
-    """A forward pass over LAYERS + 1 boundaries, "plain" or "full": with a residual, dropout and
-    the next layer's LN, as a pre-norm encoder has them."""
+    """A forward pass over LAYERS + 1 boundaries, "plain" or "full". A full one has a residual,
+    dropout and the next layer's LN, as in a pre-norm encoder."""
     full = kind == "full"
-    # A window keeps the launch itself as small as it can be.
+    # A window keeps the launch itself as small as possible.
     dlcl, norm = DLCL(LAYERS, DIM, window=1), LayerNorm(DIM)
     x = torch.randn(1, DIM, requires_grad=True)
 
@@ -50,7 +50,7 @@ def make(kind: str, *, launches: bool) -> Callable[[], torch.Tensor]:
 
 
 def measure(kind: str, rounds: int = 25) -> dict[str, float]:
-    """Microseconds of a boundary, forward and both ways, with and without launches."""
+    """Microseconds per boundary, forward alone and with backward, with and without launches."""
     variants = {}
     for launches, name in ((True, "with launches"), (False, "Python alone")):
         forward = make(kind, launches=launches)

@@ -14,8 +14,8 @@ WHO = ("deepfast", "loop of ops", "deepfast, lengths", "loop of ops, lengths")
 def loop_of_ops(
     f: Tensor, weight: Tensor, peephole: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """One product and the cell, step by step: h (T, B, H). Behind the end of a sentence h is 0 and
-    the state stays. Without ``lengths`` (B,) all sentences have T words."""
+    """One product and the cell, step by step: h (T, B, H). After the end of a sentence h is 0 and
+    the state does not change. Without ``lengths`` (B,) all sentences have T words."""
     h = c = f.new_zeros(f.shape[1], f.shape[2] // 4)
     out = []
     for t, f_t in enumerate(f):
@@ -30,8 +30,8 @@ def loop_of_ops(
 
 
 def make(dim: int, dtype: torch.dtype, steps: int = STEPS, batch: int = BATCH) -> dict:
-    """A step of each implementation on the same numbers, on whole sentences and on sentences of
-    half the steps to all."""
+    """A step of each implementation on the same numbers: on full sentences, and on sentences of T /
+    2 to T words."""
     f = torch.randn(steps, batch, 4 * dim).to(dtype).requires_grad_()
     weight = (torch.randn(dim, 4 * dim) / dim**0.5).to(dtype).requires_grad_()
     peephole = torch.randn(3, dim).to(dtype).requires_grad_()

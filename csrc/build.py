@@ -1,7 +1,7 @@
 """Compiles deepfast._C: one library of ops against PyTorch's stable ABI, with ninja.
 
-setup.py says when; here is with which compiler, which flags and for which devices. CUDA kernels are
-built where torch has CUDA and an nvcc that fits it is found.
+setup.py decides when; this file decides the compiler, the flags and the devices. CUDA kernels are
+built if torch has CUDA and a matching nvcc is found.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ KERNEL_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 
 # Machine code for each of these, and PTX of the last one for newer devices.
 CUDA_ARCHITECTURES = ("80", "90", "100")
-# The most memory that one nvcc takes, rounded up.
+# The most memory that one nvcc needs, rounded up.
 GIB_PER_JOB = 2
 
 
@@ -63,7 +63,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_libraries(nvcc: str) -> list[Path]:
-    """The folders of the toolkit's libraries; nvcc itself may be a wrapper elsewhere."""
+    """The folders of the toolkit's libraries, which nvcc names: nvcc may be a wrapper elsewhere."""
     command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     top = next(line for line in said.stderr.splitlines() if line.startswith("#$ TOP="))
@@ -72,7 +72,7 @@ def cuda_libraries(nvcc: str) -> list[Path]:
 
 
 def nvcc_facts(nvcc: str) -> tuple[str, list[str]]:
-    """Its version, such as 13.0, and those of CUDA_ARCHITECTURES that it can compile for."""
+    """The nvcc's version, such as 13.0, and those of CUDA_ARCHITECTURES that it can compile for."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     version = version.split("release ")[1].split(",")[0]
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
@@ -81,7 +81,7 @@ def nvcc_facts(nvcc: str) -> tuple[str, list[str]]:
 
 
 def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
-    """Why this nvcc cannot build for this torch, or None where it can."""
+    """Why this nvcc cannot build for this torch, or None if it can."""
     try:
         version, architectures = nvcc_facts(nvcc)
         runtime = [f for f in cuda_libraries(nvcc) if (f / "libcudart_static.a").exists()]
@@ -98,12 +98,12 @@ def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
 
 
 def cuda_refusal() -> str | None:
-    """Why the CUDA kernels are left out, or None where they are built."""
+    """Why the CUDA kernels are left out, or None if they are built."""
     import torch
 
     wish = os.environ.get("DEEPFAST_BUILD_CUDA", "")
     if wish not in ("", "0", "1"):
-        sys.exit(f"deepfast: DEEPFAST_BUILD_CUDA: expected 0, 1 or nothing, got {wish!r}")
+        sys.exit(f"deepfast: DEEPFAST_BUILD_CUDA: expected 0, 1 or unset, got {wish!r}")
     if wish == "0":
         return "DEEPFAST_BUILD_CUDA=0"
     nvcc = find_nvcc()
@@ -122,7 +122,7 @@ def cuda_refusal() -> str | None:
 
 
 def cuda_flags(architectures: list[str]) -> list[str]:
-    """How a .cu file is compiled."""
+    """The flags of a .cu file."""
     from torch.utils.cpp_extension import include_paths
 
     flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", TARGET_VERSION]
@@ -131,12 +131,12 @@ def cuda_flags(architectures: list[str]) -> list[str]:
 
 
 def op_flags(cxx: str) -> list[str]:
-    """How a .cpp file that includes torch is compiled."""
+    """The flags of a .cpp file that includes torch."""
     import pybind11
     import torch
     from torch.utils.cpp_extension import include_paths
 
-    # pybind11's own headers before torch's copy, which until 2.13 refuses the stable ABI.
+    # pybind11's own headers before torch's copy, which refuses the stable ABI before torch 2.13.
     includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
     return [
         *COMMON_FLAGS, "-O2", "-Wall", "-I.", *(f"-isystem {path}" for path in includes),
@@ -149,7 +149,7 @@ def op_flags(cxx: str) -> list[str]:
 
 
 class Ninja:
-    """The lines of a ninja file, and the objects that they make."""
+    """The lines of a ninja file, and the objects that they build."""
 
     def __init__(self):
         self.lines, self.objects = [], []
@@ -165,14 +165,14 @@ class Ninja:
 
 
 def cuda_objects(ninja: Ninja, cxx: str, nvcc: str, version: str, architectures: list[str]):
-    """Adds the .cu files; returns the flags of the .cpp files and of the link that go with them."""
+    """Adds the .cu files; returns the flags that the .cpp files and the link then need."""
     ninja.rule("cuda", f"{nvcc} -MMD -MF $out.d $flags -c $in -o $out")
     newest = f"compute_{architectures[-1]}"
     flags = [*cuda_flags(architectures), f"-gencode=arch={newest},code={newest}"]
     flags += ["-cudart=static", f"-ccbin={shlex.split(cxx)[-1]}", "--threads=4"]
     for source in sorted((CSRC / "cuda").glob("*.cu")):
         ninja.compile("cuda", source, f"{source.stem}_cuda", flags)
-    # Static, so that the library loads where no driver and no CUDA are.
+    # Static, so that the library loads on machines without a driver or CUDA.
     folders = [f"-L{folder}" for folder in cuda_libraries(nvcc)]
     link = ["-Wl,--no-as-needed", "-ltorch_cuda", *folders, "-lcudart_static"]
     link += ["-ldl", "-lrt", "-lpthread"]
@@ -208,13 +208,13 @@ def ninja_file(cxx: str, target: Path) -> str:
 
 
 def parallel_jobs() -> int:
-    """Compiles at once: as many as cores, and as memory allows."""
+    """How many compilers run at once: as many as there are cores, if memory allows."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(os.cpu_count() or 1, int(gib / GIB_PER_JOB)))
 
 
 def compile_ops(target: Path):
-    """Compiles and links what changed; ends the program where that fails."""
+    """Compiles and links what changed; exits with a message if that fails."""
     missing = [m for m in ("pybind11", "ninja") if importlib.util.find_spec(m) is None]
     if missing:
         sys.exit(f"deepfast: compiling the ops needs `pip install {' '.join(missing)}` first")

@@ -244,7 +244,7 @@ def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, build, says
 
 @pytest.mark.parametrize(
     ("wish", "message"),
-    [("1", "DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA"), ("yes", "expected 0, 1 or nothing")],
+    [("1", "DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA"), ("yes", "expected 0, 1 or unset")],
 )
 def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, build, wish, message):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)

@@ -1,1 +1,1 @@
-"""`make gpu`: tests on a GPU, then benchmarks against peers in the same run."""
+"""`make gpu`: tests on a GPU, then benchmarks beside other packages in the same run."""

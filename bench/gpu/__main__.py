@@ -1,12 +1,12 @@
 """Everything that needs a GPU, in one command under ten minutes: tests, then benchmarks.
 
-`make gpu`, or `python -m bench.gpu` from the repository's root. Each group of tests and
-each section of benchmarks runs in a process of its own, with a limit on its time, so that one that
-crashes or hangs takes no other with it. What is measured is written after every step to
-``bench/results/<gpu>-<date>.json`` and ``.md``, and copied to $OUT where that is set. The exit
-status is 0 only if all tests passed and no benchmark raised.
+`make gpu`, or `python -m bench.gpu` from the repository's root. Each group of tests and each
+section of benchmarks runs in its own process with a time limit, so a crash or a hang stops no other
+one. After every step the measurements are written to ``bench/results/<gpu>-<date>.json`` and
+``.md``, and copied to $OUT if it is set. The exit status is 0 only if all tests passed and no
+benchmark raised.
 
-``--dry-run`` takes every step on the CPU at toy sizes, with Triton's interpreter.
+``--dry-run`` runs every step on the CPU at toy sizes, with Triton's interpreter.
 """
 
 import argparse
@@ -41,15 +41,15 @@ TEST_GROUPS = {
     "stacks": ["tests/gpu/test_stacks.py"],
     "elsewhere": [],
 }
-"""Processes of pytest; a group named as a section tests what that section measures. Elsewhere are
-the files of other folders that have a test marked ``gpu``."""
+"""Processes of pytest. A group with the name of a section tests what that section measures.
+"elsewhere" is every other file with a test marked ``gpu``."""
 TEST_SECONDS, BUILD_SECONDS, SANITIZER_SECONDS = 220, 200, 60
 DRY_PATIENCE = 4
-"""How many times these limits and the sections' a dry run has: its processor may be busy."""
+"""The factor of all these limits in a dry run, whose processor may be busy."""
 
 
 def first_line(*command: str, last: bool = False) -> str | None:
-    """Of a tool's output; None where the tool is not there."""
+    """The first or last line of a tool's output; None if there is no such tool."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -59,7 +59,7 @@ def first_line(*command: str, last: bool = False) -> str | None:
 
 
 def machine(dry: bool) -> dict:
-    """What the page says of the machine: a device, and versions."""
+    """The facts about the machine for the page: its device, and versions."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     version = importlib.metadata.version if importlib.util.find_spec("triton") else lambda _: None
     found = {"device": "dry run" if dry else torch.cuda.get_device_name()}
@@ -82,13 +82,13 @@ def machine(dry: bool) -> dict:
 
 
 def clocks() -> str | None:
-    """As they are: nothing here changes them."""
+    """The clocks, temperature and power of the GPU, which nothing here changes."""
     fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
     return first_line("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
 
 
 class Results:
-    """The results file, written again after every step."""
+    """The results file, rewritten after every step."""
 
     def __init__(self, folder: Path, name: str, facts: dict):
         self.start = time.perf_counter()
@@ -113,7 +113,7 @@ class Results:
 
 
 def child_environment(dry: bool, **more: str) -> dict[str, str]:
-    """Of the processes started here."""
+    """The environment of the processes started here."""
     changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"} | more
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -123,10 +123,10 @@ def child_environment(dry: bool, **more: str) -> dict[str, str]:
 
 
 def build(results: Results) -> None:
-    """Builds deepfast._C in place where there is none, or none with CUDA. After a failure the rest
-    goes on."""
+    """Builds deepfast._C in place if there is none, or none with CUDA. If that fails, the other
+    steps still run."""
     if results.data["dry_run"]:
-        # The emulator of the CUDA kernels is built here: a section's time is too short for that.
+        # The emulator of the CUDA kernels is built here, because a section has too little time.
         program = ROOT / "tests" / "cuda" / "build.py"
         if program.exists():
             subprocess.run([sys.executable, str(program)], stdout=subprocess.DEVNULL, check=True)
@@ -149,11 +149,11 @@ def build(results: Results) -> None:
 
 
 def sanitize(results: Results, seconds: float) -> None:
-    """Every CUDA kernel under compute-sanitizer, where it is."""
+    """Runs every CUDA kernel under compute-sanitizer, if it is installed."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     results.data["sanitizer"] = found = {}
     if not Path(program).exists():
-        found["note"] = "compute-sanitizer is not here"
+        found["note"] = "compute-sanitizer was not found"
         return
     for tool in ("memcheck", "racecheck"):
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
@@ -171,7 +171,7 @@ def sanitize(results: Results, seconds: float) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """What a process wrote; the last line may be cut off by its end."""
+    """The lines that a process wrote; a killed process may leave the last one incomplete."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -184,13 +184,14 @@ def read_lines(path: Path) -> list[dict]:
 def files_of(group: str) -> list[str]:
     if group != "elsewhere":
         return TEST_GROUPS[group]
-    # Collecting every file would take longer, and import those that ask for Triton's interpreter.
+    # Collecting every file would take longer, and would import files that need Triton's
+    # interpreter.
     marked = (p for p in (ROOT / "tests").glob("*/test_*.py") if "mark.gpu" in p.read_text())
     return sorted(str(p.relative_to(ROOT)) for p in marked if p.parent.name != "gpu")
 
 
 def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) -> None:
-    """All groups at once: compiling kernels, which is most of the time, is the processor's work."""
+    """Runs all groups at once: they spend most of their time compiling kernels on the processor."""
     end = time.perf_counter() + seconds
     started = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +205,7 @@ def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) ->
                     command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                     env=child_environment(dry, DEEPFAST_TEST_LOG=str(log)),
                 )  # fmt: skip
-            # A small machine takes them one after another.
+            # A small machine runs the groups one after another.
             alone = (os.cpu_count() or 1) < 2 * len(groups)
             started[name] = process, log, out, alone and _wait(process, end)
         results.data["tests"] = {}
@@ -219,7 +220,7 @@ def run_tests(results: Results, dry: bool, groups: list[str], seconds: float) ->
 
 
 def _wait(process: subprocess.Popen, end: float) -> bool:
-    """Whether it had to be stopped at ``end``."""
+    """Waits for the process; returns whether it had to be stopped at ``end``."""
     try:
         process.wait(max(0.0, end - time.perf_counter()))
     except subprocess.TimeoutExpired:
@@ -248,7 +249,7 @@ def _group(process: subprocess.Popen, stopped: bool, lines: list[dict], out: Pat
 
 
 def run_section(results: Results, name: str, dry: bool, seconds: float) -> None:
-    """One section in a process that writes down what it has after every case."""
+    """One section in its own process, which saves its results after every case."""
     print(f"\n== {name} (at most {seconds:.0f} s)", flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +261,7 @@ def run_section(results: Results, name: str, dry: bool, seconds: float) -> None:
         stopped = _wait(process, start + seconds)
         section = json.loads(part.read_text()) if part.exists() else {}
     if stopped:
-        section["status"] = f"stopped after {seconds:.0f} s; what it had measured is kept"
+        section["status"] = f"stopped after {seconds:.0f} s; its results until then are kept"
     elif process.returncode:
         section["status"] = f"failed, exit status {process.returncode}"
     else:
@@ -291,7 +292,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
     parser.add_argument("--output", type=Path, help="folder of the results file")
-    parser.add_argument("--minutes", type=float, default=9.4, help="for everything")
+    parser.add_argument("--minutes", type=float, default=9.4, help="time for everything")
     names = list(sections.SECTIONS)
     parser.add_argument("--sections", nargs="*", default=names, choices=names)
     groups = list(TEST_GROUPS)
@@ -303,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     dry = args.dry_run
     if not dry and not torch.cuda.is_available():
-        print("no CUDA device: --dry-run takes every step on the CPU", file=sys.stderr)
+        print("no CUDA device: --dry-run runs every step on the CPU", file=sys.stderr)
         return 2
     folder = args.output or (Path(tempfile.mkdtemp()) if dry else ROOT / "bench" / "results")
     facts = machine(dry)

@@ -32,7 +32,7 @@ def _attention(bench: Bench) -> None:
     longest, state = max(lengths), 2 * tokens * heads * width
     cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=bench.device)
     count = bench.sets(8 * state)
-    # Slices of one projection, as a layer hands them over.
+    # Slices of one projection, as a layer passes them.
     packed = [
         [x.detach().requires_grad_() for x in random(bench, tokens, 3, heads, width).unbind(1)]
         for _ in range(count)

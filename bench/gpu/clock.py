@@ -1,9 +1,9 @@
-"""Timing on a GPU: events around each run, L2 emptied before it, variants taking turns.
+"""Timing on a GPU: events around each run, L2 emptied before it; variants take turns.
 
-What is timed is by default the replay of a CUDA graph, which leaves Python's launches out. A run
-calls its function on several sets of operands when one set would fit L2, and its results stay
-alive to its end, so that they are written to memory and not over each other in the cache. On a CPU
-(a dry run) a wall clock stands in, and the function itself for the graph.
+By default the replay of a CUDA graph is timed, which excludes Python's launches. If one set of
+operands would fit L2, a run calls its function on several sets. Its results stay alive to its end,
+so they are written to memory and do not overwrite each other in the cache. On a CPU (a dry run) a
+wall clock replaces the events, and the function itself replaces the graph.
 """
 
 import time
@@ -23,29 +23,29 @@ class Variant:
     """One way to do the work."""
 
     run: Callable[[], object]
-    """Returns what must stay alive until the run ends."""
+    """Runs the calls; what it returns stays alive until the run ends."""
     calls: int = 1
-    """Calls inside a run; seconds are of one."""
+    """Calls in a run; seconds are those of one call."""
     nbytes: int = 0
     """Bytes that one call has to move."""
     graph: bool = True
-    """Whether the replay of a CUDA graph is timed."""
+    """Whether to time the replay of a CUDA graph."""
     graph_only: bool = False
-    """Whether it is an error where it cannot be captured; else it is timed as it is."""
+    """Whether a failed capture is an error; else the function is timed without a graph."""
 
 
 class Clock:
-    """Runs variants in turns on one device."""
+    """Runs variants in turn on one device."""
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
         self.flush_bytes = 0
         if self.cuda:
-            # One stream for everything: autograd runs a backward on its forward's stream, and
-            # the legacy stream cannot be captured.
+            # One stream for everything: autograd runs a backward on its forward's stream, and the
+            # legacy stream cannot be captured.
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)
-            # Its writing also takes longer than queueing the run behind it does.
+            # Writing this much also takes longer than queueing the next run.
             self.flush_bytes = max(1 << 28, 8 * torch.cuda.get_device_properties(0).L2_cache_size)
         self.flush = torch.empty(self.flush_bytes, dtype=torch.uint8, device=device)
 
@@ -56,7 +56,7 @@ class Clock:
         seconds: float,
         rounds: tuple[int, int] = (5, 50),
     ) -> tuple[dict[str, Row], dict[str, str]]:
-        """Rounds over all variants until ``seconds`` have passed, at least and at most so many.
+        """Rounds over all variants until ``seconds`` have passed, from least to most rounds.
 
         Returns:
             A row for each variant, whose note says what was timed; and the traceback of each
@@ -90,7 +90,7 @@ class Clock:
         return rows, errors
 
     def _prepare(self, variant: Variant, row: Row) -> tuple[Callable[[], object], int]:
-        """Compiles, fills caches, and captures the graph."""
+        """Compiles the variant, fills caches, and captures the graph."""
         row.nbytes = variant.nbytes or None
         row.note = "graph" if variant.graph else "eager"
         for _ in range(3 if self.cuda else 1):
@@ -113,7 +113,7 @@ class Clock:
         return graph.replay, variant.calls
 
     def _peak(self, run: Callable[[], object]) -> int | None:
-        """Bytes of the run's own tensors alive at once, at most."""
+        """Peak bytes of the run's own tensors."""
         if not self.cuda:
             return None
         torch.cuda.synchronize()
@@ -137,7 +137,7 @@ class Clock:
 
 
 class Bench:
-    """What a section of benchmarks writes down as it goes."""
+    """The results of a section of benchmarks, saved as they come."""
 
     def __init__(self, device: str, save: Callable[[dict], None]):
         self.device, self.toy, self.save = device, device == "cpu", save
@@ -145,12 +145,11 @@ class Bench:
         self.record: dict = {"rows": [], "targets": [], "errors": [], "notes": []}
 
     def size(self, full, toy):
-        """A size that fills a GPU, or one that is over in an instant."""
+        """The full size, which fills a GPU, or the toy size, which runs in an instant."""
         return toy if self.toy else full
 
     def backends(self, op: str) -> list[str]:
-        """The backends whose kernels for ``op`` are measured side by side; a note says why one is
-        not."""
+        """The backends whose kernels for ``op`` are measured; a note says why one is left out."""
         found = []
         for name in ("triton", "cuda"):
             reason = backend.refusal(op, name, self.device, torch.bfloat16)
@@ -161,11 +160,11 @@ class Bench:
         return found
 
     def sets(self, nbytes: int) -> int:
-        """Sets of operands of ``nbytes`` each that together are far larger than L2."""
+        """How many sets of operands of ``nbytes`` each are together far larger than L2."""
         return self.size(max(1, min(16, (1 << 29) // max(1, nbytes))), 2)
 
     def attempt(self, work: Callable[..., None], *args) -> None:
-        """Runs ``work``; an exception is written down, and the section goes on."""
+        """Runs ``work``; an exception is recorded and the section goes on."""
         try:
             work(self, *args)
         except Exception:
@@ -184,8 +183,8 @@ class Bench:
         self.save(self.record)
 
     def copy(self) -> float:
-        """GB/s of a bf16 copy of a large tensor, read and written bytes; measured in each section,
-        for its own fractions."""
+        """GB/s of a bf16 copy of a large tensor, bytes read plus written. Measured once per
+        section, as the base of its fractions."""
         if "copy_gb_per_second" not in self.record:
             source = torch.randn(self.size(1 << 30, 1 << 12), device=self.device).bfloat16()
             target = torch.empty_like(source)
@@ -202,7 +201,7 @@ class Bench:
     def case(
         self, what: str, makers: dict[str, Callable[[], Variant]], seconds: float = 1.0
     ) -> dict[str, Row]:
-        """Measures the variants in turns and writes a row for each; one that raised has none."""
+        """Measures the variants in turn and records a row for each; one that raised has none."""
         self.copy()
         limits = self.size((5, 50), (1, 1))
         rows, errors = self.clock.measure(makers, seconds=self.size(seconds, 0), rounds=limits)
@@ -217,7 +216,7 @@ class Bench:
         return rows
 
     def row(self, row: Row) -> None:
-        """Writes a row down."""
+        """Records a row."""
         plain = row.as_dict() | {"fraction_of_copy": self.fraction(row)}
         self.record["rows"].append(plain)
         text = f"{row.variant:34} {row.median * 1e6:11.1f} us"
@@ -227,10 +226,10 @@ class Bench:
         self.save(self.record)
 
     def target(self, what: str, value: float | None, wanted: float, *, at_most: bool = False):
-        """Notes whether a number that was aimed at is reached; None where it was not measured."""
+        """Records whether a target was reached; the value is None if it was not measured."""
         self.record["targets"].append(claim(what, value, wanted, at_most=at_most))
         self.save(self.record)
 
     def fraction(self, row: Row | None) -> float | None:
-        """Of the copy's bandwidth."""
+        """The row's fraction of the copy's bandwidth."""
         return row.gb_per_second / self.copy() if row and row.nbytes else None

@@ -1,4 +1,4 @@
-"""Every CUDA kernel once, at small sizes: for a sanitizer, and to see what launches ask for.
+"""Every CUDA kernel once, at small sizes: for a sanitizer, and to list what launches need.
 
 compute-sanitizer --tool racecheck python -m bench.gpu.launches
 """
@@ -11,7 +11,7 @@ from deepfast.depth.state import empty_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYERS = 100
-# The second has rows of no multiple of 16 bytes, which other kernels serve.
+# Rows of the second are no multiple of 16 bytes, so other kernels run.
 SIZES = ((37, 512), (9, 100), (5, 2048))
 
 
@@ -30,7 +30,7 @@ def _layer_norm(ops, x, y, z, channels, stat, seed) -> None:
 def _depth_mix(ops, x, y, weight, norm_weight) -> None:
     count, tokens = len(weight), len(x)
     sources, mean = [x] * count, norm_weight.new_zeros(count, tokens)
-    # Without a bias it is another kernel.
+    # Without a bias another kernel runs.
     for norm_bias in (norm_weight, None):
         ops.depth_mix_forward(
             sources, weight, norm_weight, norm_bias, True, 1e-5, y, mean, mean.clone()
@@ -45,7 +45,7 @@ def _depth_mix(ops, x, y, weight, norm_weight) -> None:
 
 def _far_passes(ops, states, weight, norm_weight, block: int) -> None:
     far, near = list(range(80)), list(range(80, 80 + block))
-    # Sums for rows in no order are scattered.
+    # Rows that are out of order make the launch scatter its sums.
     near[:2] = reversed(near[:2])
     out = _slots(block, *states.shape[1:], dtype=states.dtype, device=states.device)
     places = list(range(block))
@@ -74,7 +74,7 @@ def _boundary(ops, states, x, y, z, weight, norm_weight, channels, stat, seed) -
 
 
 def every_launch(ops, device: str, tokens: int, dim: int) -> None:
-    """All launches of ``ops``, a namespace of `torch.ops`, in every dtype and kind of weight."""
+    """All launches of ``ops``, a namespace of `torch.ops`, with every dtype and kind of weight."""
     f32 = {"device": device}
     channels, stat = torch.ones(dim, **f32), torch.ones(tokens, **f32)
     seed, norm_weight = torch.tensor(1, **f32), torch.ones(LAYERS, dim, **f32)

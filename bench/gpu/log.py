@@ -1,4 +1,4 @@
-"""A pytest plugin that writes each test's outcome as it comes: what ran stays known after a kill.
+"""A pytest plugin that writes each test's outcome at once, so that a kill does not lose it.
 
 ``DEEPFAST_TEST_LOG`` names the file, one JSON object a line.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def pytest_runtest_logreport(report) -> None:
-    # A test that passes or fails says so in its call, one that is skipped or errs in its setup.
+    # A test that runs is reported in its call; one that is skipped, or fails in its setup, is not.
     if report.when == "call" or not report.passed:
         line = {
             "test": report.nodeid,

@@ -1,4 +1,4 @@
-"""GPU benchmark of linear_cross_entropy: a step of the vocabulary's head."""
+"""GPU benchmark of linear_cross_entropy: a step of the vocabulary projection and its loss."""
 
 import importlib.util
 
@@ -53,7 +53,7 @@ def _linear_cross_entropy(bench: Bench, vocabulary: int) -> None:
             def run():
                 return torch.autograd.grad(loss(hidden, weight, target), (hidden, weight))
 
-            # No graph: Liger's form reads a count back to the host. Python's part is small here.
+            # No graph: Liger's form reads a count back to the host. Python's share is small here.
             return Variant(run=run, graph=False)
 
         return make

@@ -1,4 +1,4 @@
-"""GPU benchmarks of whole stacks: mixing, a training step, the cost of launching."""
+"""GPU benchmarks of whole stacks: mixing, a training step, the overhead of launches."""
 
 import copy
 import statistics
@@ -36,7 +36,7 @@ def _mixing(bench: Bench) -> None:
     y = torch.randn(T, D, device=bench.device).to(BF16).requires_grad_()
     grad = torch.randn(T, D, device=bench.device).to(BF16)
 
-    # torch's layer-norm on a GPU takes parameters of its input's dtype alone.
+    # On a GPU torch's layer-norm takes parameters only in the dtype of its input.
     low = copy.deepcopy(dlcl).to(BF16)
 
     def maker(form, module, graph=False):
@@ -49,12 +49,12 @@ def _mixing(bench: Bench) -> None:
     forms = {}
     for by, stack in stacks.items():
         forms[f"deepfast, {by}"] = maker("deepfast", stack)
-        # Toys have no graphs: it would be the same form again.
+        # Toy sizes run without graphs: the form would be measured twice.
         if not bench.toy:
             forms[f"deepfast, {by}, CUDA graph"] = maker("deepfast", stack, graph=True)
     own = list(forms)
     forms["DenseFormer form"] = maker("DenseFormer form", low)
-    # Two bytes for each element of every stack that is saved, and half as much again.
+    # Two bytes for each element of every saved stack, and half as much again.
     needed = 3 * T * D * layers * (layers + 1) // 2
     if bench.toy or torch.cuda.mem_get_info()[0] > needed:
         forms["stack and sum"] = maker("stack and sum", low)
@@ -81,7 +81,7 @@ def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
 
     def step():
         with torch.autocast(bench.device, BF16):
-            # As an embedding's output, which needs a gradient.
+            # Like an embedding's output, it needs a gradient.
             y = forward(x.detach().requires_grad_())
         loss = F.mse_loss(y.float(), target)
         loss.backward()
@@ -95,14 +95,14 @@ def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
 def _training(bench: Bench) -> None:
     """A step of a DLCL encoder and of the plain residual one, compiled, on the same tokens.
 
-    Sentences are equally long, so that no form computes padding. The stream between layers is bf16
-    in both.
+    Sentences are equally long, so that no form computes padding. The residual stream is bf16 in
+    both.
     """
     layers, sentences, length, D, H, FFN = bench.size(
         (30, 256, 32, 512, 8, 2048), (1, 2, 3, 16, 2, 32)
     )
     x, target = torch.randn(2, sentences, length, D, device=bench.device)
-    # As from a padding mask: the layout of the sentences is on the device.
+    # As with a padding mask, the layout of the sentences is on the device.
     padding = torch.zeros(sentences, length, dtype=torch.bool, device=bench.device)
     positions = torch.arange(sentences * length, device=bench.device)
     packing = Packing(sentences, length, positions, padding)
@@ -128,7 +128,7 @@ def _training(bench: Bench) -> None:
         return make
 
     forms = {}
-    # Toys have no graphs: those would be the same forms again.
+    # Toy sizes run without graphs: the forms would be measured twice.
     suffixes = bench.size({"": False, ", CUDA graph": True}, {"": False})
     for suffix, graph in suffixes.items():
         forms[f"residual, layers compiled{suffix}"] = maker(True, True, graph)
@@ -139,7 +139,7 @@ def _training(bench: Bench) -> None:
         "bf16 autocast, Adam"
     )
     timings = bench.case(what, forms, seconds=6.0)
-    # Imported here: it takes seconds, which every section would pay.
+    # Imported here, because it takes seconds and no other section needs it.
     from torch._dynamo.utils import counters
 
     bench.note(f"compiled {counters['stats']['unique_graphs']} graphs for all layers of both "
@@ -158,7 +158,7 @@ def launching(bench: Bench) -> None:
 
 
 def _host_seconds(bench: Bench, run) -> list[float]:
-    """Seconds until Python has queued the work, not until it is done."""
+    """Seconds until Python has queued the work, not until the GPU has done it."""
     seconds = []
     for turn in range(bench.size(30, 2)):
         elapsed = timed(run)
@@ -171,7 +171,7 @@ def _host_seconds(bench: Bench, run) -> list[float]:
 
 def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], calls: int) -> None:
     each = [s / calls for s in seconds]
-    bench.row(Row(what=what, variant=variant, seconds=each, note="eager: until it is queued"))
+    bench.row(Row(what=what, variant=variant, seconds=each, note="eager: time until it is queued"))
 
 
 def _boundary_launch(bench: Bench) -> None:
@@ -180,7 +180,7 @@ def _boundary_launch(bench: Bench) -> None:
 
 
 def _boundary_launch_by(bench: Bench, by: str) -> None:
-    """The host's cost of a boundary where tokens are few: dropout, residual, mixing, both LNs."""
+    """The host time of a boundary with few tokens: dropout, residual, mixing, both LNs."""
     layers, T, D = bench.size((30, 16, 512), (1, 4, 16))
     dlcl = DLCL(layers, D, backend=by).to(bench.device)
     norm = LayerNorm(D, backend=by).to(bench.device)
@@ -204,7 +204,7 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
     what = f"launch cost of one boundary, {by}, T={T}, D={D}"
     for name, run in {"forward": without_grad, "forward + backward": both}.items():
         _launch_row(bench, what, name, _host_seconds(bench, run), layers + 1)
-    # The launch alone, without autograd and modules: the last row's forward again.
+    # The launch alone, without autograd and modules: the forward of the last row again.
     history, residual, n = DepthHistory(), None, branch
     with torch.no_grad():
         for _ in range(layers + 1):

@@ -23,9 +23,9 @@ def _seed(bench: Bench) -> torch.Tensor:
 
 
 def _forward_and_backward(apply, sets, grads, leaves, nbytes):
-    """Makers of a forward and of a backward of ``apply`` over all sets of operands.
+    """Functions that make a forward and a backward of ``apply`` over all sets of operands.
 
-    leaves: what is differentiated by besides the operands. nbytes: of each.
+    leaves: further tensors that need gradients. nbytes: of each direction.
     """
 
     def forward():
@@ -47,7 +47,7 @@ def _forward_and_backward(apply, sets, grads, leaves, nbytes):
     return forward, backward
 
 
-# Fractions of a copy that are aimed at, forward and backward, by width.
+# Target fractions of a copy, forward and backward, by width.
 LAYER_NORM = {
     "triton": {512: (0.80, 0.60), 1024: (0.85, 0.65), 4096: (0.90, 0.70)},
     "cuda": {512: (0.85, 0.70), 1024: (0.85, 0.70), 4096: (0.90, 0.70)},
@@ -57,7 +57,7 @@ BOUNDARY = {"cuda": 0.80}
 
 
 def ours(by: str) -> str:
-    """The name of a variant of deepfast's."""
+    """The name of a variant of deepfast."""
     return f"deepfast, {by}"
 
 
@@ -68,7 +68,7 @@ def layer_norm(bench: Bench) -> None:
 
 
 def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
-    """LN alone; or, fused, with residual and dropout in the same pass."""
+    """LN alone or, fused, with residual and dropout in the same pass."""
     T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
     state, inputs = 2 * T * D, 1 + fused
     sets = [
@@ -124,7 +124,7 @@ def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
 
 
 class _Stack:
-    """States, weights and launches of a deep stack, as the engine holds them."""
+    """States, weights and launches of a deep stack, as a history holds them."""
 
     def __init__(self, bench: Bench, layers: int, T: int, D: int):
         self.device = bench.device
@@ -154,7 +154,7 @@ class _Stack:
             )  # fmt: skip
 
     def mix_by_product(self) -> None:
-        """The same sums as matrix products by torch; without norm_weight and norm_bias."""
+        """The same sums as matrix products in torch, without norm_weight and norm_bias."""
         for start, end in self.blocks()[1:]:
             weight = self.weight[start:end, :start].to(BF16)
             weight @ self.states[:start].flatten(1)
@@ -170,8 +170,8 @@ class _Stack:
             )  # fmt: skip
 
     def nbytes(self, pull: bool) -> int:
-        """Each state or gradient read once in a block's pass, each sum written once; a pull also
-        reads the block's own states."""
+        """Each state or gradient is read once in a block's pass, and each sum is written once. A
+        pull also reads the block's own states."""
         count = 0
         for start, end in self.blocks():
             far = self.rows - end if pull else start
@@ -225,7 +225,7 @@ def _functional_depth_mix(bench: Bench) -> None:
 
 
 def _depth_attention(bench: Bench, hops: int) -> None:
-    """ops.depth_attention over a list of tensors, by queries against their RMSNorm."""
+    """ops.depth_attention over a list of tensors, with queries against the tensors' RMSNorm."""
     count, _, D = bench.size((24, 8192, 512), (3, 8, 16))
     query = torch.randn(hops, D, device=bench.device, requires_grad=True)
 
@@ -240,7 +240,7 @@ def _depth_attention(bench: Bench, hops: int) -> None:
 def _over_sources(bench: Bench, op: str, what: str, apply, leaves, states, hops, more: int) -> None:
     """Forward and backward of an op over a list of tensors.
 
-    states: moved by each of both. hops: an axis of the result. more: bytes moved beside them.
+    states: how many states each direction moves. hops: an axis of the result. more: bytes beside.
     """
     count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
     sets = [[random(bench, T, D, grad=True) for _ in range(count)]]
@@ -263,7 +263,7 @@ def boundary(bench: Bench) -> None:
 
 
 def _boundary(bench: Bench, dim: int) -> None:
-    """Boundaries in the middle of their blocks: half of the block's states are near ones."""
+    """Boundaries in the middle of their blocks: half of the block's states are near states."""
     layers, T, D = bench.size((100, 8192, dim), (9, 8, dim // 32))
     stack = _Stack(bench, layers, T, D)
     place = stack.block // 2 - 1

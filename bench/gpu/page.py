@@ -67,7 +67,7 @@ def targets(data: dict) -> list[str]:
 
 
 def summary(data: dict) -> str:
-    """The short table that ends the command's output."""
+    """The short table at the end of the command's output."""
     return "\n".join([*_tests(data["tests"]), *targets(data)])
 
 
@@ -77,10 +77,10 @@ def page(data: dict) -> str:
     if data["dry_run"]:
         lines += ["A dry run on the CPU at toy sizes: its numbers mean nothing.", ""]
     if not data["complete"]:
-        lines += ["**Not complete:** the run was going on, or was stopped, when this was written.",
+        lines += ["**Not complete:** the run was still going or was stopped when this was written.",
                   ""]  # fmt: skip
     lines += [f"`{data['command']}`, {data['seconds']} s. Medians; variants of a case took turns,",
-              "L2 was emptied before each run. Bytes are those an algorithm has to move.",
+              "L2 was emptied before each run. Bytes are those that an algorithm has to move.",
               ""]  # fmt: skip
     clocks = {"clocks before": data.get("clocks_before"), "clocks after": data.get("clocks_after")}
     known = {k: v for k, v in (facts | clocks).items() if v is not None}

@@ -1,4 +1,4 @@
-"""What GPU benchmarks compare with: torch's own forms, compiled, and other packages where there."""
+"""What GPU benchmarks compare with: torch's own forms, compiled, and other installed packages."""
 
 import importlib.util
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def compiled(function, toy: bool):
-    """torch.compile; a toy run traces without generating code."""
-    # Imported here: torch itself imports it with its compiler.
+    """torch.compile; at toy size it traces without generating code."""
+    # Imported here: torch itself imports it only with its compiler.
     from torch._functorch import config
 
     # The benchmarks run one backward many times over the same saved tensors.
@@ -40,7 +40,7 @@ def _fla():
 
 
 def other_layer_norms() -> dict:
-    """Name to a function that imports the package's LN(x, weight, bias)."""
+    """Package name -> a function that imports the package's LN(x, weight, bias)."""
     packages = {"liger_kernel": ("Liger", _liger), "fla": ("fla", _fla)}
     return {
         name: load
@@ -50,9 +50,9 @@ def other_layer_norms() -> dict:
 
 
 def plain_boundary(branch, residual, partial, states, weight, norm, out_norm, p: float):
-    """A boundary between two layers from torch's ops: push y, mix, LN of the next layer.
+    """A boundary between two layers in torch's ops: push y, mix, LN of the next layer.
 
-    states: the block's earlier ones, as they are mixed; weight: theirs and the new one's.
+    states: the block's earlier ones, normalised; weight: theirs and the new one's.
     """
     y = residual + F.dropout(branch, p)
     z = F.layer_norm(y, y.shape[-1:], *norm)
@@ -63,7 +63,7 @@ def plain_boundary(branch, residual, partial, states, weight, norm, out_norm, p:
 
 
 def padded_attention(q, k, v, mask):
-    """torch's SDPA over sentences (B, H, S, d) padded to the longest; True in the mask is real."""
+    """torch's SDPA over sentences (B, H, S, d) padded to the longest; mask: True at real tokens."""
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
@@ -71,5 +71,5 @@ def varlen_attention(q, k, v, cu_seqlens, longest: int):
     """torch's flash attention over packed sentences (T, H, d)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Without its further arguments, whose names differ between versions of torch.
+    # The further arguments are left out: their names differ between versions of torch.
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)

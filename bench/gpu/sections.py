@@ -1,4 +1,4 @@
-"""The sections of `bench.gpu`, each the work of one process."""
+"""The sections of `bench.gpu`; each runs in its own process."""
 
 import argparse
 import importlib.util
@@ -24,7 +24,7 @@ from deepfast import backend
 class Section(NamedTuple):
     run: Callable[[Bench], object]
     seconds: float
-    """At most, compiling included."""
+    """The time limit, compiling included."""
 
 
 SECTIONS = {
@@ -42,7 +42,7 @@ SECTIONS = {
 
 
 def _emulate_cuda() -> None:
-    """Lets the CUDA kernels run on the CPU, in the emulator of tests/cuda where it is there.
+    """Runs the CUDA kernels on the CPU, in the emulator of tests/cuda, if that exists.
 
     `bench.gpu` has compiled it before the time of a section begins.
     """
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
 
     def save(record: dict) -> None:
-        # Replaced whole: a process that is killed leaves no half of a file.
+        # The file is replaced at once: a process that is killed leaves no half-written file.
         fresh = args.output.with_suffix(".new")
         fresh.write_text(json.dumps(record))
         fresh.replace(args.output)

@@ -1,9 +1,9 @@
-"""Writes into deepfast/backend.py what a run on a GPU decides: defaults, and the faster kernels.
+"""Writes the decisions of a run on a GPU into deepfast/backend.py: defaults and faster kernels.
 
     python -m bench.gpu.table bench/results/RUN.json
 
-``PROVED`` gets the ops whose tests ran and passed there, ``SHAPES`` the faster of cuda and triton
-by width, where both were measured: forward and backward together, as a training step has them.
+``PROVED`` gets the ops whose tests ran and passed there. ``SHAPES`` gets, by width, the faster of
+cuda and triton if both were measured, over forward and backward together, as in a training step.
 """
 
 import argparse
@@ -36,11 +36,11 @@ CASES = {
     "depth_mix": ("functional depth_mix",),
     "boundary": ("boundary forward", "boundary backward", "depth mix forward", "depth mix pull"),
 }
-"""How the benchmarks' cases of an op begin."""
+"""How the names of the benchmark cases of an op begin."""
 
 
 def proved(results: dict) -> dict[str, tuple[str, ...]]:
-    """By backend the ops whose tests all ran and passed."""
+    """For each backend, the ops whose tests all ran and passed."""
     groups = results["tests"] or {}
 
     def passed(name: str, op: str) -> bool:
@@ -51,13 +51,13 @@ def proved(results: dict) -> dict[str, tuple[str, ...]]:
             return False
         for group in TESTS[op]:
             found = groups.get(group)
-            # A process that crashed has a status, and may have no failed test.
+            # A process that crashed has an exit status, but may have no failed test.
             fine = found and (found["status"] == "ok" or found["failed"])
             if not fine or found["status"] not in ("ok", "failed, exit status 1"):
                 return False
             other = {"cuda": "triton", "triton": "cuda"}[name]
             not_passed = found["failed"] + found["skipped"]
-            # A test of the other kernels has their name in its parameters.
+            # The parameters of a test name the kernels that it ran.
             if any(other not in line["test"].partition("[")[2] for line in not_passed):
                 return False
             if not found["passed"]:
@@ -68,7 +68,7 @@ def proved(results: dict) -> dict[str, tuple[str, ...]]:
 
 
 def shapes(results: dict) -> dict[str, tuple[tuple[int, str], ...]]:
-    """By op the faster backend for each width, narrow ones first."""
+    """For each op, the faster backend by width, narrow widths first."""
     seconds: dict = defaultdict(lambda: defaultdict(dict))
     for section in results["sections"].values():
         for row in section.get("rows", []):
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     results = json.loads(args.results.read_text())
     if results["dry_run"] or not results["complete"] or not results["tests"]:
-        print(f"{args.results}: expected a complete run on a GPU with its tests, got another",
-              file=sys.stderr)  # fmt: skip
+        print(f"{args.results}: expected a complete run on a GPU with its tests, got a dry run "
+              "or an incomplete one", file=sys.stderr)  # fmt: skip
         return 1
     BACKEND.write_text(rewrite(BACKEND.read_text(), results))
     print(text(results))

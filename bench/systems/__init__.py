@@ -1,1 +1,1 @@
-"""Every system trained small on the same sentences: `make systems`, one table."""
+"""Trains every system at small size on the same sentences and writes one table: `make systems`."""

@@ -1,4 +1,6 @@
-"""Trains every system small on the same sentences and writes one table; keeps runs that are done.
+"""Trains every system at small size on the same sentences and writes one table.
+
+Finished runs are not run again.
 
 python -m bench.systems --seeds 3                      # or make systems SEEDS=3
 python -m bench.systems --data train.en train.de --large
@@ -28,10 +30,10 @@ from deepfast.mt.training import load_recipe
 
 
 def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
-    """The result of one run: read where it is there, made where it is not.
+    """The result of one run: read if its file exists, else the run is started.
 
     Raises:
-        RuntimeError: for a run that fails, with the end of what it said.
+        RuntimeError: if a run fails, with the end of its output.
     """
     path = folder / row.name / f"seed-{seed}" / RESULT
     overrides = row.settings(shared)
@@ -40,8 +42,8 @@ def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
         if found["overrides"] == overrides:
             return found
         raise RuntimeError(
-            f"{path.parent}: expected a run of the same settings, got one of others; choose "
-            "another folder with --output, or remove it"
+            f"{path.parent}: expected a run with the same settings, got a run with other settings; "
+            "choose another folder with --output, or remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "bench.systems.one", row.recipe, str(path.parent)]
@@ -72,12 +74,18 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--large", action="store_true", default=torch.cuda.is_available(),
-        help="the setting for a GPU, which is the default where there is one",
+        help="the larger settings, for a GPU; the default if there is one",
     )  # fmt: skip
     parser.add_argument("--level", type=float, default=1.0, help="dev NLL to count the steps to")
-    parser.add_argument("--output", type=Path, default=Path("runs/systems"), help="of the runs")
-    parser.add_argument("--write", type=Path, help="file of the table; default: systems.md there")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every row")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/systems"), help="folder for the runs"
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="file for the table; default: systems.md in the folder of the runs",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every row")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds: expected at least 1, got {args.seeds}")
@@ -87,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         shared += text_files(*args.data, args.output / "data")
     shared += tuple(args.overrides)
     for row in rows:
-        # A row that cannot be trained is an error now, not after hours of training the others.
+        # A row with a wrong setting is an error now, not after hours of training other rows.
         load_recipe(row.recipe, row.settings(shared))
     results: dict[Row, list[dict]] = {row: [] for row in rows}
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")

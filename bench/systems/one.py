@@ -1,4 +1,4 @@
-"""One run of one row, in a process of its own, so that the peak memory is that of this run.
+"""One run of one row, in its own process, so that the peak memory is that of this run.
 
 python -m bench.systems.one RECIPE FOLDER SEED key=value ...
 """
@@ -23,7 +23,7 @@ RESULT = "result.json"
 
 
 def before(recipe) -> dict:
-    """What is known before the first step: the peak of a step, and the tokens of the run."""
+    """What is known before the first step: the peak memory of a step, and the tokens of the run."""
     device = resolve_device(recipe.train.device)
     with tempfile.TemporaryDirectory() as folder, settings(recipe.train):
         corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
@@ -40,8 +40,8 @@ def before(recipe) -> dict:
 
 
 def after(result) -> dict:
-    """What the run left: curves, and the model that translates."""
-    # A run in stages has a folder for each.
+    """What the run produced: curves, and the model that translates."""
+    # A run in stages has a folder for each stage.
     stages = sorted(result.output.parent.glob("stage*")) or [result.output]
     curve, steps, seconds = [], 0, 0.0
     for stage in stages:
@@ -57,7 +57,7 @@ def after(result) -> dict:
         "bleu": result.test_bleu,
         "curve": curve,
         "nll": min(x for x in (result.best_nll, result.average_nll) if x is not None),
-        # Of the last stage. The fastest line is the one that other work disturbed least.
+        # Of the last stage. Other work on the machine disturbed the fastest line least.
         "target_tokens_per_second": max(trained),
         "parameters": sum(p.numel() for p in model.parameters()),
     }

@@ -1,4 +1,4 @@
-"""The rows of the table: what each one changes of the recipe that all share."""
+"""The rows of the table: what each row changes in the recipe that all rows share."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LARGE = (
 """The larger setting, for a GPU."""
 
 HELD_OUT = 500
-"""Pairs held out of two text files, for each of dev and test."""
+"""How many pairs are held out of two text files, for each of dev and test."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,23 @@ class Row:
     """One system."""
 
     name: str
-    """Its folder, and what ``--rows`` takes."""
+    """The name of its folder, and for ``--rows``."""
     title: str
-    """In the table."""
+    """The system's name in the table."""
     source: str
     """The paper."""
     overrides: tuple[str, ...] = ()
-    """key=value, on top of the recipe that all share."""
+    """key=value, on top of the shared recipe."""
     grows: bool = False
     """Trained in two stages: two thirds of the layers for half the steps, then all."""
     recipe: str = BASE
-    """Of a model of another kind, whose model and rates are taken; the rest is as for all."""
+    """The recipe of another kind of model: this row takes its model and rates, the rest is
+    shared."""
     large: tuple[str, ...] = ()
-    """Of such a model, key=value on top in the larger setting."""
+    """key=value on top of such a recipe in the larger setting."""
 
     def settings(self, shared: Sequence[str]) -> list[str]:
-        """All overrides of a run, of which ``shared`` are those of every row."""
+        """All overrides of a run; every row has those of ``shared``."""
         overrides = [*shared, *self.overrides]
         if self.recipe != BASE:
             plain = load_recipe(BASE, shared).to_dict()
@@ -128,7 +129,7 @@ def named(names: str | None) -> list[Row]:
     """The rows of a comma-separated list; all of them for None.
 
     Raises:
-        ValueError: for a name that is none of them.
+        ValueError: for an unknown name.
     """
     known = {row.name: row for row in ROWS}
     wanted = list(known) if names is None else names.split(",")
@@ -139,9 +140,9 @@ def named(names: str | None) -> list[Row]:
 
 
 def text_files(source: Path, target: Path, folder: Path) -> tuple[str, ...]:
-    """Overrides that train on two text files, every so many lines of them held out.
+    """Overrides that train on two text files, with lines held out at regular distances.
 
-    What is held out is written into ``folder``, once.
+    The lines held out are written into ``folder``, once.
     """
     pairs = read_parallel(source, target).pairs
     if len(pairs) < 10 * HELD_OUT:
@@ -153,7 +154,7 @@ def text_files(source: Path, target: Path, folder: Path) -> tuple[str, ...]:
     parts: dict[str, list] = {"train": [], "dev": [], "test": []}
     for index, pair in enumerate(pairs):
         at = index % stride
-        # A last piece that is shorter than the others is all for training.
+        # The last part may be shorter than the others; it is only for training.
         held = index < stride * HELD_OUT
         parts["dev" if held and at == 0 else "test" if held and at == 1 else "train"].append(pair)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ COLUMNS = (
 )  # fmt: skip
 
 WORSE = 1.5
-"""A run whose last dev NLL is so many times its best has diverged."""
+"""A run has diverged if its last dev NLL is more than this many times its best."""
 
 
 def diverged(run: dict) -> bool:
@@ -24,7 +24,7 @@ def diverged(run: dict) -> bool:
 
 
 def steps_to(run: dict, level: float) -> int | None:
-    """The first validation whose dev NLL is at most ``level`` nats."""
+    """The step of the first validation whose dev NLL is at most ``level`` nats."""
     return next((step for step, nll in run.get("curve", ()) if nll <= level), None)
 
 
