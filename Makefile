@@ -17,7 +17,7 @@ help:
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
 	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
-	@echo "make lint     check style"
+	@echo "make lint     check style and types"
 
 setup: $(VENV)/.installed
 
@@ -73,6 +73,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror \
 	  $(shell find csrc tests/cuda -name '*.cpp' -o -name '*.cu' -o -name '*.h')
+	$(BIN)/mypy
 
 clean:
 	rm -rf build report runs *.egg-info deepfast/*.so

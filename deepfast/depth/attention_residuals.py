@@ -135,10 +135,10 @@ class AttentionResiduals(nn.Module):
 
     def _check(self, v: Tensor, history: ResidualHistory) -> tuple:
         """Shape, dtype and device of v."""
-        for name, value, kind in (("v", v, Tensor), ("history", history, ResidualHistory)):
-            if not isinstance(value, kind):
+        for name, value, wanted in (("v", v, Tensor), ("history", history, ResidualHistory)):
+            if not isinstance(value, wanted):
                 raise TypeError(
-                    f"AttentionResiduals: {name} must be a {kind.__name__}, got "
+                    f"AttentionResiduals: {name} must be a {wanted.__name__}, got "
                     f"{type(value).__name__}"
                 )
         if v.dim() == 0 or v.shape[-1] != self.dim:
@@ -176,7 +176,7 @@ class AttentionResiduals(nn.Module):
         if place:
             # The lse of a single source is its score.
             _, score = self._attend([partial], self.query[row], return_lse=True)
-            out = ops.depth_attention(
+            out = ops.depth_attention(  # type: ignore[assignment]
                 [out, partial], scores=torch.stack((lse, score), -1), backend=self.backend
             )
             history.partial = partial

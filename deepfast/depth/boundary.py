@@ -8,7 +8,7 @@ their gradients.
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,10 +261,12 @@ def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set
 
     A path ends at the first boundary of this stack. What lies below it may be another pass.
     """
+    # torch's types do not tell what a node of ours has.
+    boundary: Any = _Boundary._backward_cls
     found, seen, queue = set(), {node}, deque([node])
     while queue:
         node = queue.popleft()
-        if isinstance(node, _Boundary._backward_cls) and node.call[0].owner is owner:
+        if isinstance(node, boundary) and node.call[0].owner is owner:
             found.add(node.call[0])
             continue
         for below, _ in () if node is None else node.next_functions:

@@ -9,7 +9,7 @@ from deepfast.depth.history import DepthHistory
 
 
 def check_push(
-    dlcl: nn.Module,
+    dlcl,
     y: Tensor,
     residual: Tensor | None,
     history: DepthHistory,
@@ -61,7 +61,7 @@ def _check_out_norm(dlcl: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
         checks.parameter("DLCL", f"out_norm.{name}", p, (dlcl.dim,), y.device)
 
 
-def _check_index(dlcl: nn.Module, history: DepthHistory, index: int | None) -> int:
+def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
     """The index k of this push: the next one, or in backward one that is recomputed."""
     if history.owner is not None and history.owner is not dlcl:
         raise RuntimeError(

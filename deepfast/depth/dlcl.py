@@ -84,9 +84,9 @@ class DLCL(nn.Module):
             if value not in allowed:
                 raise ValueError(f"DLCL: {name} must be one of {allowed}, got {value!r}")
         checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
-        for name, value in (("window", window), ("groups", groups)):
-            if value is not None:
-                checks.whole("DLCL", **{name: value})
+        for name, size in (("window", window), ("groups", groups)):
+            if size is not None:
+                checks.whole("DLCL", **{name: size})
         checks.flag(
             "DLCL", learnable=learnable, softmax=softmax, normalize_embedding=normalize_embedding
         )

@@ -218,7 +218,7 @@ class DepthState:
         self, k: int, has_out: bool, need_weight: bool, need_bias: bool
     ) -> tuple[Tensor | None, ...]:
         """Where boundary k writes dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias."""
-        rows = None, None
+        rows: tuple[Tensor | None, ...] = None, None
         if self.need_norm_grad and (self.norm_source[k] or self.norm_out[k]):
             rows = self.dnorm_weight[k], self.dnorm_bias[k]
         if self.norm_out[k]:

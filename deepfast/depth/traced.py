@@ -52,7 +52,7 @@ def traced(
     norm = (dlcl.norm_weight[k], dlcl.norm_bias[k], dlcl.eps) if dlcl.has_norm(k) else None
     z = _sum(y, residual, dropout_p if dlcl.training else 0.0, seed, dlcl.backend)
     if dlcl.norm == "pre" and norm is not None:
-        z = ops.layer_norm(z, *norm, backend=dlcl.backend)
+        z = ops.layer_norm(z, *norm, backend=dlcl.backend)  # type: ignore[assignment]
     history.traced.append(z)
     reads = dlcl.pattern[k]
     sources = [history.traced[j] for j in reads]
@@ -67,4 +67,4 @@ def traced(
     if out_norm is None:
         return x
     n = ops.layer_norm(x, *out_norm, backend=dlcl.backend)
-    return x if want_x else None, n
+    return x if want_x else None, n  # type: ignore[return-value]

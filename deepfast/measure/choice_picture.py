@@ -7,10 +7,11 @@ Li et al., Deep Transformers with Latent Depth, 2020: of each language and layer
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.measure.pictures import WIDTH
 from deepfast.mt.data.errors import require
+from deepfast.mt.models.interface import SearchModel
 
 COLUMNS = 5
 """Languages of one table: as many as fit a terminal of 80 columns."""
@@ -45,7 +46,7 @@ class SideChoices:
         return 1.15 + INCHES_PER_LANGUAGE * len(self.languages)
 
 
-def choices_of(model: nn.Module) -> list[SideChoices]:
+def choices_of(model: SearchModel) -> list[SideChoices]:
     """The choices of a model's sides with latent depth; none of a model without.
 
     Raises:

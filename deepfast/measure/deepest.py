@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,12 +18,12 @@ from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.table import describe
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
-MODEL = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
+MODEL: dict[str, Any] = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
 """Of the models that are planned. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
 CUDA."""
 PLANNED = "deepfast"
 
-HELD_MODEL = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
+HELD_MODEL: dict[str, Any] = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
 """Of the models that are counted: an eighth of `MODEL`, its tokens and heads included."""
 HELD_BATCH, HELD_LENGTH = 32, 32
 HELD_POLICIES = {"deepfast, keep": "keep", "deepfast, history": "history"}

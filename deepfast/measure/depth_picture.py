@@ -1,5 +1,6 @@
 """Memory over depth: every policy of a plan's model, and the same model in plain PyTorch."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def _figure(found: dict[str, Curve], title: str, budget: int | None):
+def _figure(found: Mapping[str, Curve], title: str, budget: int | None):
     line = None if budget is None else (f"budget {format_bytes(budget)}", budget / 2**30)
     return depth_figure(
         found, PICTURE_COLORS, title=title, strong=(NAMES["keep"], NAMES["history"]),
@@ -60,6 +61,6 @@ def draw(plan: Plan, path: Path) -> None:
     save(_figure(curves(plan.sizes), title_of(plan.sizes), plan.budget), path)
 
 
-def inline_svg(found: dict[str, Curve], title: str) -> str:
+def inline_svg(found: Mapping[str, Curve], title: str) -> str:
     """The picture of `curves` as text for a page."""
     return inline(_figure(found, title, None), "depth-memory", title)

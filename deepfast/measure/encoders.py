@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,14 +59,17 @@ class StepCase:
     def __init__(self, settings: Settings, depth: int, activation: str = "relu"):
         torch.manual_seed(settings.seed)
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
-        options = {"dropout": 0.0, "activation": activation}
+        options: dict[str, Any] = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
         self._disturb(self.encoder.connection.dlcl)
         with torch.device("meta"):
             plain = TransformerEncoder(*sizes, connection="residual", **options)
         plain.layers = self.encoder.layers
         plain.connection.norms = self.encoder.connection.norms
-        self.models: dict[str, nn.Module] = {RESIDUAL: plain, "deepfast": self.encoder}
+        self.models: dict[str, TransformerEncoder | FormEncoder] = {
+            RESIDUAL: plain,
+            "deepfast": self.encoder,
+        }
         for name, form in FORMS.items():
             self.models.setdefault(name, FormEncoder(self.encoder, form))
         self.x = torch.randn(settings.tokens, settings.dim)
@@ -73,7 +77,7 @@ class StepCase:
         self.packing = Packing(settings.batch, settings.length)
 
     @staticmethod
-    def _disturb(dlcl: nn.Module) -> None:
+    def _disturb(dlcl: DLCL) -> None:
         """Away from the initial averages: equal weights would hide a mix-up of layers."""
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
@@ -173,4 +177,5 @@ class EncoderModel(nn.Module):
         y = self.encoder(F.dropout(self.embedding(tokens_BS), DROPOUT, self.training))
         if self.plain:
             return F.cross_entropy(F.linear(y, weight).flatten(0, 1), target)
-        return ops.linear_cross_entropy(y.flatten(0, 1), weight, target)
+        hidden = y.flatten(0, 1)
+        return ops.linear_cross_entropy(hidden, weight, target)  # type: ignore[return-value]

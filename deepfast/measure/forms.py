@@ -5,6 +5,8 @@ All take the same inputs, share the same pre-norm mathematics
 connection is called like `deepfast.nn.DLCL` with its own history: ``x = connect(y)``.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,9 @@ from deepfast.nn import DLCL, DepthHistory
 
 class _Connection:
     """One forward pass through a stack; shares the parameters of a DLCL module."""
+
+    mix: Callable[[Tensor], Tensor]
+    """From z_k = LN_k(y_k) to x_{k+1}; each form has its own."""
 
     def __init__(self, dlcl: DLCL):
         self.dlcl = dlcl

@@ -6,8 +6,9 @@ letters stay readable there, and grows on a wider one.
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deepfast.memory.eager import RESIDUAL
 
@@ -97,7 +98,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
 
 
 def label_ends(
-    figure, axes, curves: dict[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
+    figure, axes, curves: Mapping[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
 ) -> None:
     """The name of each curve right of its last point, moved apart where they would touch."""
     figure.canvas.draw()
@@ -119,7 +120,7 @@ def label_ends(
 
 
 def depth_figure(
-    curves: dict[str, Curve],
+    curves: Mapping[str, Curve],
     colors: dict[str, str],
     *,
     title: str,
@@ -163,7 +164,7 @@ def depth_figure(
     return figure
 
 
-def over_depth(curves: dict[str, Curve], *, name: str, title: str, unit: str) -> str | None:
+def over_depth(curves: Mapping[str, Curve], *, name: str, title: str, unit: str) -> str | None:
     """Numbers over depth, one curve for each variant, as SVG text."""
     curves = {v: sorted(points) for v, points in curves.items() if points}
     if not curves:
@@ -189,7 +190,7 @@ def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
     figure, axes = figure_of(WIDTH, 3.1)
     names = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
     colors = dict(zip(names.values(), (COLORS["deepfast"], COLORS["stack and sum"]), strict=True))
-    styles = {
+    styles: dict[str, dict[str, Any]] = {
         "train": {"linewidth": 1, "alpha": 0.55},
         "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
     }

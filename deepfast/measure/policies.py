@@ -67,8 +67,8 @@ def policies(settings: Settings, rows: list[Row]) -> list[Job]:
         work = LAYER_WORK * depth * settings.memory_tokens / 1024 * (settings.memory_dim / 128) ** 2
         jobs += turns(
             "memory policies", f"{depth} layers", some, partial(PolicyCase, settings, depth),
-            rounds=lambda _, rounds=rounds: rounds,
-            work=lambda _, work=work: work,
+            rounds=lambda _, rounds=rounds: rounds,  # type: ignore[misc]
+            work=lambda _, work=work: work,  # type: ignore[misc]
         )  # fmt: skip
     return jobs
 

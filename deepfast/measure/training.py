@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -122,7 +123,7 @@ def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
 
 def _load(path: Path) -> tuple[Transformer, Vocabulary]:
     model, vocabulary = load_model(path)
-    return model, Vocabulary.from_bytes(vocabulary)
+    return cast(Transformer, model), Vocabulary.from_bytes(vocabulary)
 
 
 def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
@@ -131,7 +132,7 @@ def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
     for line in (folder / "train.de").read_text("utf-8").splitlines():
         counts.update([*vocabulary.encode(line), vocabulary.eos_id])
     total = sum(counts.values()) + len(vocabulary)
-    nll = tokens = 0
+    nll, tokens = 0.0, 0
     for line in (folder / "dev.de").read_text("utf-8").splitlines():
         for token in [*vocabulary.encode(line), vocabulary.eos_id]:
             # One more of every token: a token that training lacks is not impossible.

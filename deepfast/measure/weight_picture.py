@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast.measure.choice_picture import SideChoices, draw_choices
 from deepfast.measure.pictures import (
@@ -21,6 +21,7 @@ from deepfast.measure.pictures import (
     save,
 )
 from deepfast.mt.data.errors import require
+from deepfast.mt.models.interface import SearchModel
 
 THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
 STRONGEST = 4
@@ -81,7 +82,7 @@ class SideWeights:
         return text
 
 
-def weights_of(model: nn.Module, threshold: float = THRESHOLD) -> list[SideWeights]:
+def weights_of(model: SearchModel, threshold: float = THRESHOLD) -> list[SideWeights]:
     """The depth weights of a model's sides with DLCL; of one that has grown those of bottom and
     top."""
     found = []

@@ -114,7 +114,10 @@ class LiveBytes:
                 self._add(nbytes - known)
             elif key not in before:
                 # The storage's Python object lives as long as the storage itself.
-                reference = weakref.ref(storage, lambda _, key=key: self._gone(key))
+                reference = weakref.ref(
+                    storage,
+                    lambda _, key=key: self._gone(key),  # type: ignore[misc]
+                )
                 self._alive[key] = (reference, nbytes)
                 self._add(nbytes)
 

@@ -43,7 +43,7 @@ def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
     level = POLICIES.index(policy)
     if level == 0:
         return 0.0
-    flops = tokens * 2 * d * f
+    flops: float = tokens * 2 * d * f
     if level >= POLICIES.index("leaner"):
         flops += tokens * 6 * d * d
         if decoder:
@@ -72,7 +72,7 @@ def relative_time(
     """Predicted time of a step over that of `keep`: 1 and the share of recomputed FLOPs."""
     extra = sum(
         side.count(policy) * recomputed_flops(sizes, policy, decoder)
-        for decoder, side in enumerate((policies, decoder_policies))
+        for decoder, side in ((False, policies), (True, decoder_policies))
         for policy in set(side)
     )
     return 1 + extra / step_flops(sizes)

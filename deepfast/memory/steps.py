@@ -156,7 +156,7 @@ class Layer:
         if not self.rerun:
             return copies
         # Autocast's cache has neither the copies that an op makes itself nor those of products.
-        others = ("cast_up",) if self.pre else ()
+        others: tuple[str, ...] = ("cast_up",) if self.pre else ()
         others += ("cast_o", "cast_o2", "cast_down") if self.latent else ()
         return {name: size for name, size in copies.items() if name not in others}
 

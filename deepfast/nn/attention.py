@@ -1,6 +1,7 @@
 """Multi-head attention over packed sentences."""
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,7 @@ def _projected(
     dtype = y.dtype
     y = y if padded is None else padded.unpack(y)
     if unsaved is not None and plain(linear, nn.Linear):
+        operands: list[Callable[[], Tensor]]
         operands = [x.function if isinstance(x, Recompute) else Kept(x), Kept(linear.weight)]
         if linear.bias is not None:
             operands.append(Kept(linear.bias))
@@ -103,7 +105,8 @@ class MultiheadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialises each D x D block separately with Glorot's uniform; biases are 0."""
-        for linear in self.children():
+        linear: nn.Linear
+        for linear in self.children():  # type: ignore[assignment]
             for block in linear.weight.data.split(self.dim):
                 nn.init.xavier_uniform_(block)
             nn.init.zeros_(linear.bias)
@@ -130,7 +133,8 @@ class MultiheadAttention(nn.Module):
         """
         kv = self.key_value(encoded_TD)
         padded = decoding or self._pads(encoded_TD, packing)
-        return self._split(packing.unpack(kv) if padded else kv, 2)
+        key, value = self._split(packing.unpack(kv) if padded else kv, 2)
+        return key, value
 
     def forward(
         self,
@@ -170,9 +174,10 @@ class MultiheadAttention(nn.Module):
             padded = cache is not None or self._pads(x_TD, packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        unsaved: list[tuple[Tensor, Recompute]] | None
         unsaved = [] if recompute_qkv and backward else None
         linear = self.query if self.cross else self.query_key_value
-        source = x_TD
+        source: Tensor | Recompute = x_TD
         if recompute_x is not None and backward and plain(linear, nn.Linear):
             source = recompute_x if recompute_x.gives(x_TD) else x_TD
         if source is x_TD:
@@ -181,6 +186,7 @@ class MultiheadAttention(nn.Module):
             with not_saved([(x_TD, recompute_x)]):
                 qkv = linear(x_TD)
         qkv = _projected(linear, source, qkv, packing if padded else None, unsaved)
+        kv: Sequence[Tensor]
         q, *kv = self._split(qkv, 1 if self.cross else 3)
         if isinstance(encoded, Tensor):
             layout = encoded_packing if padded else None
@@ -189,9 +195,10 @@ class MultiheadAttention(nn.Module):
         elif encoded is not None:
             kv = encoded
         del qkv
+        k, v = kv
         run = self._padded if padded else self._packed
         with not_saved(unsaved) if unsaved else contextlib.nullcontext():
-            o = run(q, *kv, packing, causal, encoded_packing, cache)
+            o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
 
     def weights(

@@ -45,12 +45,12 @@ class LayerNorm(nn.Module):
         The bits are those of a forward that returned x as its sum. They differ where a DLCL
         boundary made n in 16 bits (policy "states"), because it normalises before it rounds x.
         """
-        x, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
+        source, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
         eps, backend = self.eps, self.backend
 
         @torch.no_grad()
         def function() -> Tensor:
-            return compute(x(), None, weight(), bias(), eps, 0.0, None, backend)[0]
+            return compute(source(), None, weight(), bias(), eps, 0.0, None, backend)[0]
 
         return Recompute(n, function)
 

@@ -184,7 +184,7 @@ class _Layer(nn.Module):
         if self.norm == "pre":
             residual, branch = out
             out = residual + F.dropout(branch, self.dropout, self.training)
-        return packing.unpack(out)
+        return packing.unpack(out)  # type: ignore[arg-type]
 
 
 class TransformerEncoderLayer(_Layer):
@@ -261,8 +261,8 @@ class TransformerDecoderLayer(_Layer):
         alone = packing is None
         if alone:
             x, packing, encoded, encoded_packing = packed_pair(
-                "TransformerDecoderLayer", x, encoded, self.dim, key_padding_mask,
-                encoded_key_padding_mask,
+                "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
+                key_padding_mask, encoded_key_padding_mask,
             )  # fmt: skip
             normed = None if self.norm == "post" else self.attention_norm(x)
         a = self._attend(

@@ -113,7 +113,7 @@ def packed(
     checks.tensor(op, name, x_BSD)
     if x_BSD.dim() != 3 or x_BSD.shape[-1] != dim:
         raise ValueError(f"{op}: {name} must be (B, S, {dim}), got {tuple(x_BSD.shape)}")
-    packing = Packing.of(*x_BSD.shape[:2], padding, argument=f"{op}: {argument}")
+    packing = Packing.of(x_BSD.shape[0], x_BSD.shape[1], padding, argument=f"{op}: {argument}")
     return packing.pack(x_BSD), packing
 
 

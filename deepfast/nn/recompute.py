@@ -13,6 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from types import NoneType
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,10 @@ SIMPLE = (bool, int, float, str, NoneType)
 """Types of the attributes that `LayerState` restores, such as ``training`` or ``dropout``."""
 
 
-def plain(module: nn.Module, kind: type) -> bool:
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether a fused op may replace ``module``: its exact type is ``kind`` and it has no hooks."""
     changed = (
         module._forward_hooks,
@@ -226,6 +230,7 @@ class _Slot:
     """What the graph holds in place of a tensor that was not saved."""
 
     __slots__ = ("__weakref__", "kind", "run", "value", "version")
+    value: Tensor | None
 
     def __init__(self, run: "_Run", tensor: Tensor):
         self.run, self.value = run, None
@@ -237,6 +242,7 @@ class _Slot:
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
     """The states of the random generators that code on ``device`` may use, and their setters."""
+    states: list[tuple[Callable[[Tensor], None], Tensor]]
     states = [(torch.set_rng_state, torch.get_rng_state())]
     if device.type == "cuda":
         put = torch.cuda.set_rng_state
@@ -254,14 +260,14 @@ class _Run:
         self.slots: list[weakref.ref[_Slot]] = []
         self.generators = _generators(device)
         kind = device.type
-        self.autocast = {
+        self.autocast: dict[str, Any] = {
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),
             "dtype": torch.get_autocast_dtype(kind),
             # A cache would keep every weight's copy until backward ends.
             "cache_enabled": False,
         }
-        self.task = None
+        self.task: int | None = None
 
     def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)

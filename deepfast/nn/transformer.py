@@ -21,6 +21,8 @@ class _Stack(nn.Module):
     """The attribute of a plan that holds this side's policies."""
 
     layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
+    # A ModuleList, which does not tell the type of its elements.
+    layers: Sequence[TransformerEncoderLayer | TransformerDecoderLayer]
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class _Stack(nn.Module):
         super().__init__()
         checks.whole(type(self).__name__, num_layers=num_layers)
         self.dim = dim
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
                 dim,
                 heads,
@@ -87,8 +89,8 @@ class _Stack(nn.Module):
         """How each layer is called; None in pre-norm for a layer that is not used."""
         calls: list[LayerCall | None] = []
         post = self.connection.norm == "post"
-        for *call, gate in zip(self.layers, self.policies, options, gates, strict=True):
-            layer, policy, given = call
+        used = zip(self.layers, self.policies, options, gates, strict=True)
+        for layer, policy, given, gate in used:
             if is_chosen(gate, 0.0):
                 calls.append(LayerCall(layer.norms_alone, "keep", {}) if post else None)
             elif gate is None or is_chosen(gate, 1.0):
@@ -149,6 +151,7 @@ class TransformerEncoder(_Stack):
     """
 
     layer, planned = TransformerEncoderLayer, "policies"
+    layers: Sequence[TransformerEncoderLayer]
 
     def forward(
         self, x_BSD: Tensor, key_padding_mask: Tensor | None = None, *, language: int = 0
@@ -205,6 +208,7 @@ class TransformerDecoder(_Stack):
     """A stack of decoder layers with a depth history of its own. Args as the encoder."""
 
     layer, planned = TransformerDecoderLayer, "decoder_policies"
+    layers: Sequence[TransformerDecoderLayer]
 
     def forward(
         self,

@@ -160,7 +160,7 @@ def _autocast(given, names: tuple[str, ...]) -> tuple:
     return given._replace(**changed)
 
 
-def _autocast_rule(op, operands: type, names: tuple[str, ...], device_type: str) -> None:
+def _autocast_rule(op, operands, names: tuple[str, ...], device_type: str) -> None:
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
 
     def rule(*args):

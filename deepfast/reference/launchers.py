@@ -330,7 +330,7 @@ def peephole_lstm_forward(
     f and gates (T, B, 4H), h and c (T, B, H), c in the compute dtype. c and gates are both given or
     both None. After a sentence's length h, c and gates are 0. h0 and c0 (B, H), or None for zeros.
     """
-    length, row = _running(*f.shape[:2], lengths, f.device)
+    length, row = _running(f.shape[0], f.shape[1], lengths, f.device)
     w = _load(weight)
     for out in (h, c, gates):
         if out is not None:
@@ -356,7 +356,7 @@ def peephole_lstm_backward(
 
     df is 0 after a sentence's length; dh, dh_last and dc_last may be None.
     """
-    length, row = _running(*df.shape[:2], lengths, df.device)
+    length, row = _running(df.shape[0], df.shape[1], lengths, df.device)
     w = _load(weight)
     c_zero = c.new_zeros(c.shape[1:]) if c0 is None else c0
     dh_in = torch.zeros_like(c_zero) if dh_last is None else _load(dh_last).clone()

@@ -77,7 +77,7 @@ def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple 
 def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
     """(B, T, S): how the last decoder layer of those that ``run()`` uses attends to the source, the
     mean over its heads."""
-    call = last_call([layer.get_submodule("cross_attention") for layer in decoder.layers], run)
+    call = last_call([layer.cross_attention for layer in decoder.layers], run)
     if call is None:
         raise ValueError(
             "alignment: expected a decoder layer that is used, got none: latent depth leaves out "

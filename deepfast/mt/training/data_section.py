@@ -65,7 +65,7 @@ class DataSection:
     def __post_init__(self):
         allowed = ", ".join(LANGUAGES)
         generated = self.generated
-        known = self.phrases is None or (generated and set(generated) <= set(LANGUAGES))
+        known = self.phrases is None or (bool(generated) and set(generated) <= set(LANGUAGES))
         expect(known, "data.phrases", f"one of {allowed} or null", self.phrases)
         once = len(set(generated)) == len(generated)
         expect(once, "data.phrases", "each language once", self.phrases)

@@ -61,6 +61,9 @@ class LayerFusion(nn.Module):
     Structured Self-attentive Sentence Embedding, ICLR 2017).
     """
 
+    # A ModuleList, which does not tell the type of its elements.
+    w1: Sequence[nn.Linear]
+
     def __init__(
         self,
         num_states: int,
@@ -105,7 +108,9 @@ class LayerFusion(nn.Module):
             if own_embedding:
                 self.layer_embedding = layer_embedding(num_states, dim)
             matrices = 1 if shared else num_states
-            self.w1 = nn.ModuleList(_matrix(dim, attention_dim) for _ in range(matrices))
+            self.w1 = nn.ModuleList(  # type: ignore[assignment]
+                _matrix(dim, attention_dim) for _ in range(matrices)
+            )
             self.w2 = _matrix(attention_dim, hops if kind == "attention" else dim)
         if kind in ("feed_forward", "attention"):
             width = dim * (hops if kind == "attention" else num_states)
@@ -158,7 +163,9 @@ class LayerFusion(nn.Module):
         )
         weights = scores.to(dtype).softmax(-2)
         if self.kind == "attention":
-            m = ops.depth_attention(states, scores=scores, backend=self.backend)
+            m: Tensor = ops.depth_attention(  # type: ignore[assignment]
+                states, scores=scores, backend=self.backend
+            )
             m = m + (weights.mT @ embedding.to(dtype)).to(m.dtype)
             y = self._feed_forward(m.flatten(-2))
         else:

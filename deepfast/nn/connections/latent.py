@@ -1,7 +1,7 @@
 """Latent depth: a stack that learns which of its layers each language uses."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,7 @@ class LatentDepth(nn.Module):
                 got = getattr(self, name)
                 raise ValueError(f"LatentDepth: {name}: expected {expected}, got {got!r}")
 
-        def number(value: object, above: float = -math.inf) -> bool:
+        def number(value: float, above: float = -math.inf) -> bool:
             return isinstance(value, checks.NUMBER) and above < value < math.inf
 
         op = "LatentDepth"
@@ -233,7 +233,7 @@ class LatentDepth(nn.Module):
         u = (torch.arange(GRID, dtype=logits.dtype) + 0.5) / GRID
         return torch.sigmoid((logits.unsqueeze(1) + torch.logit(u)) / self.tau).mean(1)
 
-    def forward(self, language: int = 0) -> list[Gate]:
+    def forward(self, language: int = 0) -> Sequence[Gate]:
         """z of each layer for a batch of one language; ``language`` is its index, from 0."""
         if not 0 <= language < self.languages:
             raise ValueError(
@@ -247,6 +247,8 @@ class LatentDepth(nn.Module):
         a = self.logits
         log_on, log_off = F.logsigmoid(a), F.logsigmoid(-a)
         on, off = a.sigmoid(), (-a).sigmoid()
+        prior_on: Tensor | float
+        prior_off: Tensor | float
         if self.prior == "mean":
             # The logarithm of the mean of p over languages, computed in log space.
             count = math.log(self.languages)

@@ -4,8 +4,8 @@ The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attent
 latent depth, which is a residual connection whose layers scale their own branches.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ class LayerCall(NamedTuple):
     last branch. In post-norm n is None and the layer returns its output.
     """
 
-    layer: Callable
+    layer: Any
     """The layer; for a layer that latent depth skips, one of its methods (`norms_alone`)."""
     policy: str
     """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
@@ -124,9 +124,9 @@ class Connection(nn.Module):
             options = dlcl_options(connection, norm, dlcl)
             self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
         # Pre-norm: entry l is layer l's first LN, the last one the stack's final LN.
-        self.norms = None
+        self.norms: Sequence[LayerNorm] | None = None
         if norm == "pre":
-            self.norms = nn.ModuleList(
+            self.norms = nn.ModuleList(  # type: ignore[assignment]
                 LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
             )
 
@@ -176,6 +176,7 @@ class Connection(nn.Module):
             branch = residual = v = None
             residual, branch = run_layer(call, x, n, norm, history)
             p = self.dropout
+        raise AssertionError("the last norm, which has no layer, returns")
 
     def _post_norm(
         self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
@@ -183,7 +184,7 @@ class Connection(nn.Module):
         history = None if self.dlcl is None else DepthHistory()
         for call in (None, *calls):
             if call is not None:
-                x = run_layer(call, x, None, None, history)
+                x = run_layer(call, x, None, None, history)  # type: ignore[assignment]
             if history is not None:
                 x = self.dlcl(x, history)
             if states is not None:
