@@ -34,8 +34,21 @@ def labels(tokens):
     return torch.arange(tokens) % N
 
 
-def case(name, backend, p, tokens=T):
-    """The op's case with dropout p, where it has dropout."""
+VARIANTS = {
+    "layer_norm, alone": "layer_norm", "relu": "activation",
+    "depth_mix, per channel": "depth_mix", "depth_mix, no norm": "depth_mix",
+}  # fmt: skip
+"""Cases that share an operator with another case, and the operator's name."""
+
+
+def case(name, backend, p, tokens=T, dim=D):
+    """The op's case with dropout p, where it has dropout.
+
+    tokens: their count, or the leading dimensions of x in (..., D).
+    """
+    kind = "relu" if name == "relu" else "gelu"
+    channels = (dim,) if name == "depth_mix, per channel" else ()
+    norms = () if name == "depth_mix, no norm" else ("weight", "bias")
     seed = torch.tensor(SEED) if p else None
     options = {"dropout_p": p, "seed": SEED, "backend": backend}
 
@@ -43,10 +56,11 @@ def case(name, backend, p, tokens=T):
         return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
 
     def activation(h):
-        return ops.activation(h, "gelu", training=True, **options)
+        return ops.activation(h, kind, training=True, **options)
 
     def depth_mix(*leaves):
-        sources, (w, nw, nb) = list(leaves[:K]), leaves[K:]
+        sources, (w, *norm) = list(leaves[:K]), leaves[K:]
+        nw, nb = norm or (None, None)
         return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
 
     def depth_attention(*leaves):
@@ -80,41 +94,48 @@ def case(name, backend, p, tokens=T):
             backend=backend,
         )  # fmt: skip
 
-    x = (tokens, D)
-    return {
+    x = (*tokens, dim) if isinstance(tokens, tuple) else (tokens, dim)
+    cases = {
         "layer_norm": lambda: Case(
-            layer_norm, [leaf(*x), leaf(*x), leaf(D), leaf(D)],
+            layer_norm, [leaf(*x), leaf(*x), leaf(dim), leaf(dim)],
             lambda x, r, w, b: (x, r, w, b, 1e-5, p, seed, backend),
         ),
+        "layer_norm, alone": lambda: Case(
+            lambda x, w, b: ops.layer_norm(x, w, b, backend=backend),
+            [leaf(*x), leaf(dim), leaf(dim)],
+            lambda x, w, b: (x, None, w, b, 1e-5, 0.0, None, backend),
+        ),
         "activation": lambda: Case(
-            activation, [leaf(*x)], lambda h: (h, "gelu", p, seed, backend)
+            activation, [leaf(*x)], lambda h: (h, kind, p, seed, backend)
         ),
         "depth_mix": lambda: Case(
-            depth_mix, [*(leaf(*x) for _ in range(K)), leaf(K), leaf(K, D), leaf(K, D)],
+            depth_mix,
+            [*(leaf(*x) for _ in range(K)), leaf(K, *channels), *(leaf(K, dim) for _ in norms)],
             lambda *t: (list(t[:K]), *t[K:], 1e-5, backend),
         ),
         "depth_attention": lambda: Case(
-            depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, D)],
+            depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, dim)],
             lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
         ),
         "norm_linear": lambda: Case(
-            norm_linear, [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N)],
+            norm_linear, [leaf(*x), leaf(*x), leaf(dim), leaf(dim), leaf(N, dim), leaf(N)],
             lambda *t: (*t, 1e-5, p, seed, backend),
         ),
         "feed_forward": lambda: Case(
             feed_forward,
-            [leaf(*x), leaf(*x), leaf(D), leaf(D), leaf(N, D), leaf(N), leaf(D, N), leaf(D)],
+            [leaf(*x), leaf(*x), leaf(dim), leaf(dim), leaf(N, dim), leaf(N), leaf(dim, N),
+             leaf(dim)],
             lambda *t: (*t, 1e-5, p, seed, "gelu", p, seed, True, False, backend),
         ),
         "attention": lambda: Case(
-            attention, [leaf(tokens, 1, D) for _ in range(3)],
+            attention, [leaf(tokens, 1, dim) for _ in range(3)],
             lambda q, k, v: (
-                q, k, v, cu_seqlens(len(q)), cu_seqlens(len(q)), len(q), len(q), True, 0.25, p,
+                q, k, v, cu_seqlens(len(q)), cu_seqlens(len(q)), len(q), len(q), True, dim**-0.5, p,
                 seed, backend,
             ),
         ),
         "linear_cross_entropy": lambda: Case(
-            linear_cross_entropy, [leaf(*x), leaf(N, D)],
+            linear_cross_entropy, [leaf(*x), leaf(N, dim)],
             lambda h, w: (
                 h, w, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
                 w.requires_grad, backend,
@@ -125,18 +146,19 @@ def case(name, backend, p, tokens=T):
             [leaf(tokens, 2, 4 * K), leaf(K, 4 * K), leaf(3, K), leaf(2, K), leaf(2, K)],
             lambda f, *rest: (f, *rest, torch.arange(2) * 2, True, f.requires_grad, backend),
         ),
-    }[name]()  # fmt: skip
+    }  # fmt: skip
+    return cases[name if name in cases else VARIANTS[name]]()
 
 
 def outputs(out):
     return out if isinstance(out, tuple) else (out,)
 
 
-def results(run, leaves):
-    """Outputs of a call, and gradients of a loss over all of them."""
+def results(run, leaves, wanted=None):
+    """Outputs of a call, and the gradients of a loss over all of them, of the leaves ``wanted``."""
     out = outputs(run(*leaves))
     loss = sum((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in out)
-    return [o.detach() for o in out] + list(torch.autograd.grad(loss, leaves))
+    return [o.detach() for o in out] + list(torch.autograd.grad(loss, wanted or leaves))
 
 
 def operator(name):
@@ -152,7 +174,7 @@ DROPOUT = [0.0, 0.3]
 
 def serves(name, backend):
     """On the CPU attention is torch's, which registers itself; some ops have no CUDA kernel."""
-    if name in NO_CUDA and backend == "cuda":
+    if VARIANTS.get(name, name) in NO_CUDA and backend == "cuda":
         pytest.skip(f"{name} has no CUDA kernel")
     if name == "attention" and backend in SDPA:
         pytest.skip(f"attention by {backend} is torch's")

@@ -185,48 +185,6 @@ def test_seeds(backend, kind):
     assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
 
 
-@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 33)])
-def test_no_tokens(backend, kind, shape):
-    h = torch.randn(shape, requires_grad=True)
-    out = fused(h, kind, P, backend)
-    out.sum().backward()
-    assert out.shape == h.grad.shape == shape
-
-
-def views(t, width):
-    """Tensors of equal values with other strides, the last of them with no contiguous channels."""
-    wide = torch.randn(t.shape[0], width + 9)
-    wide[:, 4 : width + 4] = t
-    yield wide[:, 4 : width + 4]
-    every_other = torch.randn(2 * t.shape[0], width)
-    every_other[::2] = t
-    yield every_other[::2]
-    yield t.view(3, -1, width).transpose(0, 1).contiguous().transpose(0, 1)
-    yield t.t().contiguous().t()
-
-
-def test_strides_change_nothing(backend, kind):
-    t, dout = torch.randn(2, 12, 19).unbind()
-    expected = with_gradient(lambda h: fused(h, kind, P, backend), t, dout)
-    for view, g in zip(views(t, 19), views(dout, 19), strict=True):
-        h = view.detach().requires_grad_()
-        out = fused(h, kind, P, backend)
-        (dh,) = torch.autograd.grad(out, h, g)
-        assert torch.equal(out.reshape(12, 19), expected["out"])
-        assert torch.equal(dh.reshape(12, 19), expected["dh"])
-
-
-def test_gradient_that_is_expanded(backend, kind):
-    h = torch.randn(6, 11, requires_grad=True)
-    row = torch.arange(11.0)
-    (expected,) = torch.autograd.grad(fused(h, kind, P, backend), h, row.repeat(6, 1))
-    (got,) = torch.autograd.grad(fused(h, kind, P, backend), h, row.expand(6, 11))
-    assert torch.equal(got, expected)
-    (got,) = torch.autograd.grad(fused(h, kind, P, backend).sum(), h)
-    (expected,) = torch.autograd.grad(fused(h, kind, P, backend), h, torch.ones(6, 11))
-    assert torch.equal(got, expected)
-
-
 # ---- in place ----------------------------------------------------------------------------------
 
 
@@ -294,34 +252,6 @@ def test_relu_keeps_its_result_alone_and_gelu_its_input(backend, kind):
     (tensor,) = (t for t in kept if t.dim() == 2)
     assert tensor.data_ptr() == (out if kind == "relu" else h).data_ptr()
     assert len(seeds) == (kind == "gelu")
-
-
-def test_two_runs_are_alike_to_the_bit_on_any_number_of_threads(threads, kind):
-    h, dout = torch.randn(2, 333, 67).unbind()
-
-    def run():
-        return with_gradient(lambda h: fused(h, kind, P, "cpu"), h, dout)
-
-    with threads(1):
-        one = run()
-    for n in (2, 2, 3):
-        with threads(n):
-            assert all(torch.equal(a, one[name]) for name, a in run().items())
-
-
-def test_gradient_that_never_came(backend, kind):
-    class Silent(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            return None
-
-    h = torch.randn(4, 6, requires_grad=True)
-    Silent.apply(fused(h, kind, P, backend)).sum().backward()
-    assert h.grad is None
 
 
 def test_saved_tensor_changed_in_place_is_an_error(backend, kind):

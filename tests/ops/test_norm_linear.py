@@ -107,25 +107,6 @@ def test_only_what_is_wanted_is_computed(backend):
     assert gw is None or gw.eq(0).all()
 
 
-def test_no_tokens(backend):
-    x = torch.randn(0, 8, requires_grad=True)
-    weight = torch.randn(N, 8, requires_grad=True)
-    out = norm_linear(x, None, None, weight, backend=backend)
-    assert out.shape == (0, N)
-    out.sum().backward()
-    assert weight.grad.eq(0).all()
-
-
-def test_autocast(backend):
-    x = torch.randn(4, 8, requires_grad=True)
-    weight, gain = torch.randn(N, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, s = norm_linear(x, gain, None, weight, residual=x * 2, backend=backend)
-    assert out.dtype == s.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert x.grad.dtype == weight.grad.dtype == gain.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
