@@ -168,7 +168,7 @@ def test_a_draw_that_backward_cannot_make_again_is_an_error():
         loss.backward()
     loss = checkpointed(m, x).sum()
     m.latent.set_step(4)
-    with pytest.raises(RuntimeError, match="backward comes before the next set_step"):
+    with pytest.raises(RuntimeError, match="backward must run before the next set_step"):
         loss.backward()
 
 
