@@ -1,8 +1,9 @@
 """The depth connection: every layer reads a combination of all layers below it.
 
-States are z_0 .. z_L, rows of W are 0 .. L. Row k makes the input of layer k + 1 from the states up
-to k: ``x_{k+1} = sum_{j<=k} W[k,j] z_j``. Rows are taken in blocks. Below is the block of rows 4
-to 7 of a stack with 12 rows. Each state has a slot in one buffer, and there is one slot more.
+The states are z_0 .. z_L, and W has rows 0 .. L. Row k computes the input of layer k + 1 from the
+states up to k: ``x_{k+1} = sum_{j<=k} W[k,j] z_j``. Rows are computed in blocks. The picture shows
+the block of rows 4 to 7 of a stack with 12 rows. One buffer has a slot for each state, and one
+more.
 
 forward     slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
             holds   z0 z1 z2 z3 | z4  .  .  . |  .  .  .  .    .
@@ -19,9 +20,9 @@ forward     slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
 backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
             holds   z0 z1 z2 z3 | z4 z5 z6 z7 | --  g8 g9 g10 g11
 
-    g_k is the gradient of x_{k+1}. Nothing reads z_{k+1} any more when g_k comes, so g_k takes its
-    slot. Row 7 is the first of its block to be reached. One pass over g8 .. g11 and z4 .. z7 pulls
-    what the later rows add to the gradients of all four states (pull_rows):
+    g_k is the gradient of x_{k+1}. When backward computes g_k, nothing reads z_{k+1} any more, so
+    g_k takes its slot. Backward reaches row 7 of this block first. One pass over g8 .. g11 and
+    z4 .. z7 computes what the later rows add to the gradients of all four states (pull_rows):
                                             Q_k = W[8,k] g8 + .. + W[11,k] g11,   k = 4 .. 7
                                             dW[l,k] = <g_l, z_k>,   l = 8 .. 11
     Each boundary then adds the rows of its own block (boundary_backward), with their dW:
@@ -31,8 +32,8 @@ backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
         g5 to slot 6                        dz_5 = Q_5 + W[5,5] g5 + W[6,5] g6 + W[7,5] g7
         g4 to slot 5                        dz_4 = Q_4 + W[4,4] g4 + .. + W[7,4] g7
 
-So the connection takes one buffer of L + 2 states, for forward and backward together, and reads
-each state about sqrt(L) times.
+So the connection needs one buffer of L + 2 states for forward and backward together, and reads each
+state about sqrt(L) times.
 
 To read the code, follow a push: `DLCL.forward` (dlcl.py) checks it (check_push.py), begins the pass
 with the first one, and calls `push` (boundary.py), whose autograd node calls the kernels in both

@@ -15,7 +15,7 @@ class ResidualHistory:
     pushed: int = 0
     """How many of v_0 .. v_L were pushed."""
     owner: nn.Module | None = None
-    """The stack that it serves. This field and the next two are set by the first push."""
+    """The stack of this history. The first push sets this field and the next two."""
     kind: tuple | None = None
     """Shape, dtype and device of every v."""
     task: int = -1
@@ -25,11 +25,11 @@ class ResidualHistory:
     partial: Tensor | None = None
     """The sum over the current block, so far."""
     rows: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
-    """For each row of the current block, what it reads from the sources, and the lse of that."""
+    """For each row of the current block, its attention over the sources and the lse of that."""
 
 
 class AttentionResiduals(nn.Module):
-    """Every layer reads a softmax over what the layers below it have added.
+    """Every layer reads a softmax-weighted sum of what the layers below it have added.
 
     full     ``x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k``
     block    the same over v_0, the sums ``b_n = sum_{k in block n} v_k`` of finished blocks of
@@ -40,23 +40,23 @@ class AttentionResiduals(nn.Module):
         for layer in layers:
             x = residuals(layer(x), history)          # pushes v_l, returns x_{l+1}
 
-    v_0 is the embedding and v_l what layer l adds to its input, all its sublayers together: the
-    paper's equation with a whole layer in the place of a sublayer. The last call returns the
-    stack's output, which has a query of its own. Queries begin at zero, so that a row begins as
-    the mean of its sources. The RMSNorm has no weight: it would only scale the query's channels.
+    v_0 is the embedding. v_l is what all sublayers of layer l together add to its input. (The paper
+    has one v per sublayer.) The last call returns the stack's output, which has its own query.
+    Queries start at 0, so that each row starts as the mean of its sources. The RMSNorm has no
+    weight, because a weight would only scale the query's channels.
 
-    A push cannot be repeated: under `torch.utils.checkpoint` wrap the layer alone,
+    A push cannot be repeated. With `torch.utils.checkpoint` wrap only the layer:
     ``residuals(checkpoint(layer, x, use_reentrant=False), history)``.
 
     The block form reads the finished blocks once for all rows of the current block. Each row then
-    adds the sum of the current block, weighted by the lse of both. So each source is read once for
-    every block of rows, where the full form reads it for every row.
+    adds the sum of the current block, weighted by the lse of both. So each source is read once per
+    block of rows, while the full form reads it once per row.
 
     Args:
         num_layers: L.
         dim: D.
-        block: layers of a block; None for the full form.
-        eps: of the RMSNorm.
+        block: layers per block; None for the full form.
+        eps: added to the mean square in the RMSNorm.
         backend: see `deepfast.backend`.
 
     Attributes:
@@ -92,16 +92,16 @@ class AttentionResiduals(nn.Module):
         """Pushes what a layer adds (v_0: the embedding) and returns the next layer's input.
 
         Args:
-            v: (..., D), all of one pass of one shape and dtype.
-            history: of this forward pass.
+            v: (..., D). Every v of a pass has the same shape, dtype and device.
+            history: the history of this forward pass.
 
         Returns:
             x_{k+1}, shaped like v.
 
         Raises:
-            TypeError, ValueError: for operands that do not fit; the history is as before.
-            RuntimeError: when the history has all states already, or those of another stack, and
-                for a push that checkpointing repeats.
+            TypeError, ValueError: for operands that do not fit; the history is then unchanged.
+            RuntimeError: when the history already has all states or belongs to another stack, and
+                when checkpointing repeats a push.
         """
         kind = self._check(v, history)
         # A compiler cannot trace this call, and a traced push is never repeated.
@@ -113,7 +113,7 @@ class AttentionResiduals(nn.Module):
                 "and this history has them all; make a new one for each forward pass, and "
                 "checkpoint a layer without its push: residuals(checkpoint(layer, x), history)"
             )
-        # A pass that began in this backward is the recomputation of a whole stack.
+        # A pass that began in this backward pass recomputes a whole stack, which is allowed.
         if row and task not in (-1, history.task):
             raise RuntimeError(
                 "AttentionResiduals: a push cannot be repeated during backward; checkpoint a layer "
@@ -134,7 +134,7 @@ class AttentionResiduals(nn.Module):
         return out
 
     def _check(self, v: Tensor, history: ResidualHistory) -> tuple:
-        """Shape, dtype and device of v."""
+        """Checks the operands of a push; returns shape, dtype and device of v."""
         for name, value, wanted in (("v", v, Tensor), ("history", history, ResidualHistory)):
             if not isinstance(value, wanted):
                 raise TypeError(
@@ -165,11 +165,11 @@ class AttentionResiduals(nn.Module):
         place = row % self.block
         partial = v if history.partial is None else history.partial + v
         if place == 0:
-            # The new source is the embedding or the sum of a finished block.
+            # The block before is finished. Its sum (or the embedding) becomes a source.
             sources = [*history.sources, partial]
             queries = self.query[row : row + self.block]
             outs, lses = self._attend(sources, queries, return_lse=True)
-            # unbind, not indexing: its backward joins the gradients of all rows at once.
+            # unbind instead of indexing: its backward combines the gradients of all rows at once.
             rows = list(zip(outs.unbind(-2), lses.unbind(-1), strict=True))
             history.sources, history.partial, history.rows = sources, None, rows
         out, lse = history.rows[place]
@@ -180,7 +180,7 @@ class AttentionResiduals(nn.Module):
                 [out, partial], scores=torch.stack((lse, score), -1), backend=self.backend
             )
             history.partial = partial
-        # Only this row needed it.
+        # No other row reads this entry.
         history.rows[place] = None
         return out
 

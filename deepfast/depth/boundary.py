@@ -1,10 +1,10 @@
 """The boundary between two layers: one autograd node that calls the kernels over a `DepthState`.
 
 In the chain ``boundary_l -> layer -> boundary_{l+1}`` the node of state k runs after everything
-that reads z_k, so it can compute the whole gradient of that state. A token, an empty tensor handed
-from node to node, keeps this order even where a layer ignores its input. The chain of tokens starts
-at the node of the parameters. Backward reaches that node last, when every row has added its part of
-their gradients.
+that reads z_k, so it can compute the whole gradient of that state. A token, which is an empty
+tensor passed from node to node, keeps this order even where a layer ignores its input. The chain of
+tokens starts at the node of the parameters. Backward reaches that node last, when every row has
+added its part of the parameters' gradients.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class _Parameters(torch.autograd.Function):
 def first_token(
     state: DepthState, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
 ) -> Tensor | None:
-    """The token that a pass starts with; None where the connection learns nothing.
+    """The first token of a pass; None where no parameter of the connection needs a gradient.
 
     weight: W masked to its pattern, (L+1, L+1) or (L+1, L+1, D). norm_weight, norm_bias: (L+1, D).
     """
@@ -70,8 +70,8 @@ class _Boundary(torch.autograd.Function):
         recomputed = k < state.pushed
         if not recomputed:
             state.open_slot(k, branch_rows)
-        # Results get the shape of the branch at once. A view of (T, D) could not be changed in
-        # place by the caller.
+        # Results are allocated in the branch's shape. The caller could not modify a view of a
+        # (T, D) tensor in place.
         x = x_rows = out = out_rows = out_mean = out_rstd = None
         source_eps, flat = state.eps, branch_rows is branch
         if want_x:
@@ -101,8 +101,8 @@ class _Boundary(torch.autograd.Function):
             elif indexed:
                 state.needed_below = True
         if indexed:
-            # Checkpointing compares the shapes of what is saved. The last one shows when a
-            # recomputed push comes with another index.
+            # Checkpointing compares the shapes of saved tensors. The last one has another shape
+            # when a recomputed push has another index.
             ctx.save_for_backward(out_norm_weight, out_norm_bias, torch.empty(0, k))
         elif out_norm_weight is not None:
             ctx.save_for_backward(out_norm_weight, out_norm_bias)
@@ -122,7 +122,7 @@ class _Boundary(torch.autograd.Function):
         state.enter(k, torch._C._current_graph_task_id())
         out_norm_weight = out_norm_bias = out_mean = out_rstd = None
         if indexed or out_eps is not None:
-            # Under checkpointing this may recompute the push, while its states are still there.
+            # Under checkpointing this line may recompute the push. Its states still exist.
             out_norm_weight, out_norm_bias = ctx.saved_tensors[:2]
         if out_eps is not None:
             out_mean, out_rstd = state.out_statistics(k)
@@ -135,8 +135,8 @@ class _Boundary(torch.autograd.Function):
         def fresh(need):
             return like.new_empty(ctx.shape) if need else None
 
-        # One tensor for both inputs where their gradients are equal. Two views of it would become
-        # the .grad of two leaves, and share memory ever after.
+        # Where both inputs have the same gradient, both get the same tensor object. Two views of it
+        # would become the .grad of two leaves, which would then share memory.
         shared = dropout_p == 0 and need_branch and need_residual
         dbranch = fresh(need_branch)
         dresidual = None if shared else fresh(need_residual)
@@ -167,7 +167,7 @@ class _Boundary(torch.autograd.Function):
         return None, dbranch, dresidual, dout_norm_weight, dout_norm_bias, None
 
 
-# Without the Python layer of autograd.Function.
+# `apply` without the slow Python layer of autograd.Function.
 _apply = common.bare_apply(_Boundary)
 
 
@@ -185,18 +185,19 @@ def push(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Pushes ``y_k = residual + dropout(branch)`` and reads row k of W.
 
-    ``x = sum_{j<=k} W[k,j] z_j`` and ``out = LN(x)``. Operands are trusted; `DLCL` checks them. A
-    ``k`` that was pushed before is recomputed from the states, and ``branch`` only gives the shape.
+    ``x = sum_{j<=k} W[k,j] z_j`` and ``out = LN(x)``. `DLCL` has checked the operands. Where state
+    k was pushed before, x and out are recomputed from the states, and ``branch`` only gives the
+    shape.
 
     Args:
-        history: of this forward pass, which has begun.
+        history: the history of this forward pass, which has begun.
         k: index of the state and of the row.
         branch, residual: (..., D).
         out_norm: the next layer's first layer-norm. Where row k has a layer-norm of the stack
-            (``state.norm_out``), x is None and out passes through that one.
-        want_x: whether x itself is wanted.
-        dropout_p, seed: of the mask on ``branch``; a 0-dim int64 tensor.
-        indexed: whether the caller gave k, so that checkpointing may push it again.
+            (``state.norm_out``), x is None and out is the result of that one.
+        want_x: whether to return x.
+        dropout_p, seed: probability and seed (a 0-dim int64 tensor) of the mask on ``branch``.
+        indexed: whether the caller gave k; checkpointing may then repeat the push.
 
     Returns:
         (x or None, out or None).
@@ -205,8 +206,8 @@ def push(
     recomputed = k < state.pushed
     token = history.token
     if recomputed:
-        # The node made here is thrown away and only its results are used. Its token is like the
-        # first one's, so that it saves as many tensors.
+        # Only the results of this node are used. Its token requires a gradient exactly where the
+        # first one did, so that the node saves the same number of tensors.
         token = torch.empty(0, requires_grad=state.token_grad(k))
     weight = bias = eps = None
     if state.norm_out[k]:
@@ -227,10 +228,10 @@ def push(
 def recompute_row(
     state: DepthState, k: int, out_norm: OutNorm | None, want_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(x, out) of boundary k, (T, D), with the bits that `push` gave, from the states up to k.
+    """Recomputes (x, out) of boundary k, (T, D), from the states up to k, bit for bit as `push`.
 
-    The first row of a block to ask computes the partial sums of all its rows. Backward asks from
-    the top down, and so reads each state as often as forward did.
+    The first call for a block computes the partial sums of all its rows. Backward goes through the
+    rows from the top down, so it reads each state as often as forward did.
     """
     state.check_readable(k)
     like = state.states[k]
@@ -259,7 +260,8 @@ def recompute_row(
 def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set[DepthState]:
     """The passes of the stack ``owner`` that the gradient of ``node`` flows into.
 
-    A path ends at the first boundary of this stack. What lies below it may be another pass.
+    On each path the search stops at the first boundary of this stack. A boundary below it may
+    belong to another pass.
     """
     # torch's types do not tell what a node of ours has.
     boundary: Any = _Boundary._backward_cls

@@ -17,11 +17,11 @@ def check_push(
     dropout_p: float,
     out_norm: OutNorm | None,
 ) -> int:
-    """Checks a push and returns its index k; nothing is changed yet."""
+    """Checks a push and returns its index k. It changes nothing."""
     if not isinstance(history, DepthHistory):
         raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
     kind = y.shape, y.dtype, y.device
-    # A state like the first one of this pass needs no further look.
+    # A state of the same kind as the first one of this pass needs no further check.
     if history.owner is not dlcl or history.kind != kind:
         _check_state(dlcl, y, history)
     checks.probability("DLCL", dropout_p)
@@ -37,9 +37,9 @@ def check_push(
 
 def _check_state(dlcl: nn.Module, y: Tensor, history: DepthHistory) -> None:
     if y.shape[-1] != dlcl.dim:
-        raise ValueError(f"DLCL: expected (..., {dlcl.dim}), got {tuple(y.shape)}")
+        raise ValueError(f"DLCL: the input must be (..., {dlcl.dim}), got {tuple(y.shape)}")
     if y.device != dlcl.weight.device:
-        raise ValueError(f"DLCL: weights are on {dlcl.weight.device}, the input on {y.device}")
+        raise ValueError(f"DLCL: the input must be on {dlcl.weight.device}, got {y.device}")
     if history.owner is not dlcl or history.kind is None:
         return
     shape, dtype, device = history.kind
@@ -62,7 +62,7 @@ def _check_out_norm(dlcl: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
 
 
 def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
-    """The index k of this push: the next one, or in backward one that is recomputed."""
+    """The index k of this push: the next one or, in backward, a recomputed one."""
     if history.owner is not None and history.owner is not dlcl:
         raise RuntimeError(
             "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
@@ -76,7 +76,7 @@ def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
     pushed, begun = len(history), history.state is not None
     k = pushed if index is None else index
     task = torch._C._current_graph_task_id()
-    # A pass that began in this backward is the recomputation of a whole stack.
+    # A pass that began in this backward pass recomputes a whole stack, which is allowed.
     if k >= pushed and begun and task not in (-1, history.task):
         raise RuntimeError(
             "DLCL: a push during the backward pass of another forward pass; under checkpointing "
@@ -101,20 +101,20 @@ def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
         raise RuntimeError("DLCL: this history's backward has ended; make a new one")
     if begun and history.grad_mode != torch.is_grad_enabled():
         raise RuntimeError(
-            "DLCL: grad mode changed within a pass; push every state under the mode of the "
-            "first (reentrant checkpointing does not: use_reentrant=False), and detach a "
-            "layer's output where it must not learn"
+            "DLCL: grad mode changed within a pass; push every state under the grad mode of the "
+            "first push (reentrant checkpointing changes it: use use_reentrant=False), and "
+            "detach the output of a layer that must not learn"
         )
     return k
 
 
 def _check_recomputed(history: DepthHistory, k: int, task: int) -> None:
-    """Checkpointing pushes k again: the pass must be this history's, and its states still there.
+    """Checks a push that checkpointing repeats: it must belong to the pass of ``history``.
 
-    The checkpointed function may refer to a history that was replaced since, as where a module
-    keeps that of its last pass. So the autograd node that asks for the recomputation is looked up:
-    its gradient must flow into a boundary of this pass. Where it flows into no boundary at all,
-    this pass must at least be in the middle of its backward.
+    The checkpointed function may refer to the wrong history, for example when a module keeps only
+    the history of its last pass. The check takes the autograd node that runs now: its gradient must
+    flow into a boundary of this pass. If it flows into no boundary at all, the backward pass of
+    this forward pass must be running. The states up to k must still exist.
     """
     state = history.state
     passes = nearest_passes(torch._C._current_autograd_node(), history.owner)

@@ -29,8 +29,8 @@ class DLCL(nn.Module):
         for layer in layers:
             x = dlcl(layer(x), history)            # pushes y_l, returns x_{l+1}
 
-    The last call returns the stack's output; a pre-norm stack's final LN is the encoder's own.
-    Memory is one state per layer, gradients included; each state is read about sqrt(L) times.
+    The last call returns the stack's output. DLCL does not apply a pre-norm stack's final LN.
+    Memory is one state per layer, gradients included. Each state is read about sqrt(L) times.
 
     Args:
         num_layers: L. The weights have L + 1 rows: one for each layer's input, one for the output.
@@ -42,11 +42,11 @@ class DLCL(nn.Module):
         init: "average" (1 / (l + 1)), "one" or "identity" (1 on the newest state, 0 elsewhere).
             With ``softmax`` these are the weights after the softmax ("one" becomes "average").
         learnable: False freezes the weights at their init.
-        softmax: rows of W pass through a softmax over the states they read.
+        softmax: each row of W is passed through a softmax over the states that it reads.
         window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
-            the pattern is exactly zero, gets no gradient, and its state is not read.
-        normalize_embedding: False, as the authors have it, leaves out the LN of index 0.
-        eps: of the layer-norms.
+            the pattern is exactly 0 and gets no gradient, and the row does not read its state.
+        normalize_embedding: whether index 0 has an LN; it has none in the authors' code.
+        eps: added to the variance in the layer-norms.
         backend: see `deepfast.backend`.
 
     Attributes:
@@ -104,7 +104,7 @@ class DLCL(nn.Module):
 
         rows = num_layers + 1
         self.pattern = depth_pattern(rows, window, dilation, period)
-        # Made when first needed; every pass uses them.
+        # Computed on first use and shared by all passes.
         self._masks: dict[torch.device, Tensor] = {}
         self._schedules: dict[int, Schedule] = {}
         extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
@@ -133,11 +133,11 @@ class DLCL(nn.Module):
                 self.norm_bias.zero_()
 
     def has_norm(self, k: int) -> bool:
-        """Whether ``norm_weight[k]`` is used: index 0 has no layer-norm unless it is asked for."""
+        """Whether ``norm_weight[k]`` is used; index 0 needs ``normalize_embedding``."""
         return self.norm is not None and (k > 0 or self.normalize_embedding)
 
     def effective_weight(self) -> Tensor:
-        """W as it is applied: masked to the pattern, with a softmax over each row if asked for.
+        """W as it is applied: masked to the pattern and, with ``softmax``, a softmax of each row.
 
         Returns:
             (L+1, L+1) or (L+1, L+1, D), with gradient.
@@ -153,7 +153,7 @@ class DLCL(nn.Module):
         if device in self._masks:
             return self._masks[device]
         mask = pattern_mask(self.pattern, device)
-        # A mask made while tracing, as a fake tensor or for inference is of no use elsewhere.
+        # A mask created while tracing, as a fake tensor or in inference mode cannot be reused.
         if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
             self._masks[device] = mask
         return mask
@@ -179,22 +179,22 @@ class DLCL(nn.Module):
 
         Args:
             y: (..., D), the output of the layer (or, with ``residual``, its last branch).
-            history: of this forward pass.
-            index: k of y_k. Give it where a call may be repeated, as inside
+            history: the history of this forward pass.
+            index: k of y_k. Give it where a call may be repeated, for example inside
                 `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
             residual: added to dropout(y) in the same pass.
-            dropout_p, seed: dropout on ``y``, applied where ``self.training``.
+            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
             out_norm: a pre-norm layer's first LN, applied in the same pass.
-            want_x: with ``out_norm``, whether x itself is wanted too.
+            want_x: with ``out_norm``, whether to return x too.
 
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
 
         Raises:
             TypeError, ValueError: for operands that do not fit.
-            RuntimeError: for a push out of order, into another stack's history or under another
-                grad mode; for one recomputed with the history of another pass; in backward, for a
-                second derivative.
+            RuntimeError: for a push out of order, with another stack's history or under another
+                grad mode; for a push that checkpointing repeats with the history of another pass;
+                in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
         if torch.compiler.is_compiling():
@@ -222,7 +222,7 @@ class DLCL(nn.Module):
         return x if out is None else out
 
     def _begin(self, y: Tensor, history: DepthHistory) -> None:
-        """Begins the pass of which y is the first push: reads the parameters once for all of it."""
+        """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
         weight = self.effective_weight()
         dtype, rows = compute_dtype(y.dtype), self.num_layers + 1
         norms = (self.normalize_embedding,) + (True,) * self.num_layers

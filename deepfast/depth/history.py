@@ -7,19 +7,18 @@ from deepfast.depth.state import DepthState
 
 
 class DepthHistory:
-    """What the layers of one stack have written in one forward pass.
+    """The states that the layers of one stack have produced in one forward pass.
 
-    Make a new one for every forward pass and hand it to every call of the stack's `DLCL`. It
-    owns one buffer with a state per layer, which backward turns into the buffer of gradients. The
-    buffer is freed when backward ends or when the pass's outputs are freed; under
-    `torch.no_grad` with the last push. Several passes may be open at once, each with a history of
-    its own.
+    Make a new history for every forward pass and pass it to every call of the stack's `DLCL`. It
+    owns one buffer with a state per layer; backward writes gradients into the same buffer. The
+    buffer is freed when backward ends or when the pass's outputs are freed. Under `torch.no_grad`
+    the last push frees it. Several passes may be in progress at once, each with its own history.
 
     Args:
-        inplace: whether backward may write gradients over states (no memory beyond one state per
-            layer). False keeps the states, at twice the memory, so that a second backward with
-            ``retain_graph=True`` works.
-        block: rows per look-ahead block; None chooses by depth.
+        inplace: whether backward may overwrite states with gradients, so that it needs no more
+            memory than one state per layer. False keeps the states, at twice the memory, so that a
+            second backward with ``retain_graph=True`` works.
+        block: rows per block, see `deepfast.depth`; None chooses by depth.
     """
 
     def __init__(self, *, inplace: bool = True, block: int | None = None):
@@ -27,19 +26,19 @@ class DepthHistory:
             raise ValueError(f"DepthHistory: block must be at least 1, got {block}")
         self.inplace = inplace
         self.block = block
-        # The stack, and shape, dtype and device of the first push.
+        # The stack; shape, dtype and device of the first push.
         self.owner: object | None = None
         self.kind: tuple[torch.Size, torch.dtype, torch.device] | None = None
-        # Autograd nodes hold the state; the token holds autograd nodes. They are kept apart so
-        # that there is no reference cycle.
+        # Autograd nodes refer to the state, and the token refers to autograd nodes. The state must
+        # not hold the token, which would be a reference cycle.
         self.state: DepthState | None = None
         self.token: Tensor | None = None
-        # Grad mode of the first push, and the backward pass (graph task) that it was part of: -1
-        # outside of backward.
+        # Grad mode of the first push, and the backward pass (graph task) that it ran in; -1 outside
+        # of backward.
         self.grad_mode = False
         self.task = -1
-        # A traced pass keeps these instead of a state: W, and the states as they are mixed. After
-        # the last push the states are None.
+        # A traced pass has no `state`. It keeps W and the states as they are mixed; the last push
+        # replaces the states by None.
         self.traced_weight: Tensor | None = None
         self.traced: list[Tensor | None] = []
         self.closed = False
@@ -54,11 +53,11 @@ class DepthHistory:
         return 0 if self.state is None else self.state.nbytes
 
     def close(self) -> None:
-        """Lets go of the graph; no further state can be pushed. The last push does this itself.
+        """Drops the reference to the graph; no further state can be pushed. The last push does it.
 
-        Needed only where a pass breaks off while `torch.utils.checkpoint` holds a function that
-        refers to this history, which would keep each other alive. ``with DepthHistory() as h:``
-        closes it too.
+        Call it when a pass stops early and a checkpointed function refers to this history: the
+        graph, the function and the history would otherwise keep each other alive.
+        ``with DepthHistory() as history:`` closes it too.
         """
         self.token = self.traced_weight = None
         self.closed = True

@@ -1,4 +1,4 @@
-"""Which states each row reads, and in which pass over them: depth weights in blocks of rows."""
+"""Which states each row reads, and in which pass over the states."""
 
 from collections import defaultdict
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 def default_block(rows: int) -> int:
     """Rows per block, chosen by measurement.
 
-    Traffic falls until a block has about sqrt(rows) rows. But a pass for more than 8 rows is
-    limited by arithmetic, not by memory.
+    Memory traffic falls until a block has about sqrt(rows) rows. But a pass for more than 8 rows is
+    limited by arithmetic, not by memory traffic.
     """
     return 4 if rows <= 32 else 8
 
@@ -22,7 +22,7 @@ class Schedule:
     """Which states each row reads, and in which pass, for blocks of rows.
 
     Args:
-        pattern: pattern[l], the states that row l reads, ascending.
+        pattern: pattern[l] has the states that row l reads, in ascending order.
         block: rows per block.
     """
 
@@ -39,7 +39,7 @@ class Schedule:
         self._groups: dict[tuple, dict[tuple[int, ...], list[int]]] = {}
 
     def far_reads(self, start: int, end: int) -> dict[tuple[int, ...], list[int]]:
-        """Groups of rows of [start, end) to the states before start that just those rows read."""
+        """Rows of [start, end) -> the states before start that exactly these rows read."""
         key = start, end
         if key not in self._groups:
             groups = defaultdict(list)
@@ -47,14 +47,14 @@ class Schedule:
                 readers = tuple(r for r in range(start, end) if k in self.reads[r])
                 if readers:
                     groups[readers].append(k)
-            # Stored only when it is complete: other threads may run this stack.
+            # Stored only when complete, because other threads may run this stack.
             self._groups[key] = groups
         return self._groups[key]
 
     def far_readers(
         self, start: int, stop: int, later: tuple[int, ...]
     ) -> dict[tuple[int, ...], list[int]]:
-        """Groups of states of [start, stop) to the rows of ``later`` that read just those."""
+        """States of [start, stop) -> the rows of ``later`` that read exactly these of them."""
         key = start, stop, later
         if key not in self._groups:
             groups = defaultdict(list)

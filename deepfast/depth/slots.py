@@ -1,4 +1,4 @@
-"""Buffers of (T, D) slots: an empty one, and one that holds the sums of a block of rows."""
+"""Buffers with slots of (T, D): for states, and for the sums of a block of rows."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def empty_slots(count: int, like: Tensor) -> Tensor:
-    """(count, T, D) for tensors like ``like`` (T, D), neighbouring slots one cache line apart.
+    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
 
-    A distance of a whole number of pages would put the same element of every slot into the same
-    few cache sets.
+    The distance from slot to slot is a whole number of pages plus one cache line. Without that line
+    the same element of every slot would map to the same few cache sets.
     """
     line = 64 // like.element_size()
     stride = -(-like.numel() // (64 * line)) * 64 * line + line
@@ -17,10 +17,10 @@ def empty_slots(count: int, like: Tensor) -> Tensor:
 
 
 class BlockSums:
-    """Sums of one block: a (T, D) sum for each of its rows (or states), computed together.
+    """The sums of one block: a (T, D) sum for each of its rows (or states), computed together.
 
     Args:
-        block: rows of a block.
+        block: rows per block.
     """
 
     def __init__(self, block: int):
@@ -40,11 +40,12 @@ class BlockSums:
         like: Tensor,
         launch: Callable[[tuple[int, ...], list[int], Tensor, list[int], bool], None],
     ) -> None:
-        """Entry t - start of ``sums`` becomes the sum for target t, for all t in [start, stop).
+        """Computes ``sums[t - start]``, the sum for target t, for all t in [start, stop).
 
-        groups: targets to the sources that just these of them sum. There is one launch for each
-            group; a full pattern has one.
-        launch: takes targets, sources, where the sums go, their entries, and whether to add.
+        groups: targets -> the sources that are summed for exactly these targets. Each group is one
+            launch; a full pattern has one group.
+        launch: called with the targets, their sources, the buffer of sums, the targets' entries in
+            it, and whether to add to them.
         """
         if self.sums is None:
             self.sums = empty_slots(self.block, like)

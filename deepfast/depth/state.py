@@ -17,33 +17,33 @@ from deepfast.depth.slots import BlockSums, empty_slots
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
-    "have taken their slots; use DepthHistory(inplace=False), or the memory policy 'states'"
+    "have overwritten them; use DepthHistory(inplace=False), or the memory policy 'states'"
 )
 
 
 @dataclass(kw_only=True, eq=False)
 class DepthState:
-    """The memory of one forward pass of a `DLCL`."""
+    """The buffers and the bookkeeping of one forward pass of a `DLCL`."""
 
     owner: object
     """The DLCL."""
     weight: Tensor
     """W: (L+1, L+1) or (L+1, L+1, D), compute dtype, zero outside the pattern."""
     norm_weight: Tensor | None
-    """(L+1, D), compute dtype; row k scales state k. None: states are mixed as they are."""
+    """(L+1, D), compute dtype; row k scales state k. None: states have no layer-norm weights."""
     norm_bias: Tensor | None
     norm_source: tuple[bool, ...]
     """Whether state k is stored normalised."""
     out_norm_weight: Tensor | None
-    """(L+1, D), compute dtype; row l is of the layer-norm that row l's result passes through."""
+    """(L+1, D), compute dtype; row l belongs to the layer-norm of row l's result."""
     out_norm_bias: Tensor | None
     norm_out: tuple[bool, ...]
     """Whether row l's result passes through a layer-norm of this stack."""
     eps: float
-    """Of all these layer-norms."""
+    """Added to the variance in all these layer-norms."""
     schedule: Schedule
     inplace: bool
-    """Whether gradients take the slots of states."""
+    """Whether gradients overwrite states."""
     launch: SimpleNamespace
     need_weight_grad: bool
     need_norm_grad: bool
@@ -60,7 +60,7 @@ class DepthState:
         self._ahead = BlockSums(self.schedule.block)
         # The lowest boundary with an autograd node. Backward reaches it last.
         self.lowest = self.rows
-        # Whether checkpointing may need a state below that one.
+        # Whether checkpointing may read a state below that one.
         self.needed_below = False
         # Backward: the graph task that is running, and the rows whose gradient it has stored.
         self.task: int | None = None
@@ -70,7 +70,7 @@ class DepthState:
         self.dnorm_weight: Tensor | None = None
         self.dnorm_bias: Tensor | None = None
         self._pulled = BlockSums(self.schedule.block)
-        # States whose slot a gradient has taken, and whether the whole buffer is gone.
+        # Which states gradients have overwritten, and whether the whole buffer is freed.
         self._overwritten = [False] * self.rows
         self.released = False
 
@@ -86,11 +86,11 @@ class DepthState:
         """Makes room for state k, shaped like y (T, D)."""
         if self.released or (self.task is not None and any(self._overwritten)):
             raise RuntimeError(
-                "DepthHistory: a backward pass has taken the states' slots, so no further state "
-                "can be pushed; use DepthHistory(inplace=False), or a new history"
+                "DepthHistory: a backward pass has overwritten states, so no further state can be "
+                "pushed; use DepthHistory(inplace=False), or a new history"
             )
         if self.states is None:
-            # In place g_l takes slot l + 1, so the last row needs one slot more.
+            # In place g_l is stored in slot l + 1, so the last row needs one more slot.
             self.states = empty_slots(self.rows + 1 if self.inplace else self.rows, y)
             if any(self.norm_source):
                 self.source_rstd = list(self.weight.new_empty(self.rows, y.shape[0]).unbind(0))
@@ -100,7 +100,7 @@ class DepthState:
     def partial(self, row: int) -> Tensor | None:
         """P_row, the sum over the states before row's block; None in the first block.
 
-        The first row of a block to ask computes the partial sums of all its rows.
+        The first call for a block computes the partial sums of all its rows.
         """
         start, end = self.schedule.blocks[row]
         if self._ahead.start != start:
@@ -117,10 +117,10 @@ class DepthState:
         return self._ahead.sums[row - start]
 
     def seed(self, k: int) -> Tensor:
-        """The seed of the dropout in front of state k.
+        """The seed of the dropout before state k.
 
-        The first boundary that asks draws the seeds of all from the device's generator. When that
-        boundary is recomputed it draws again, which leaves the generator as the first run left it.
+        The first call draws the seeds of all boundaries from the device's generator. When that
+        boundary is recomputed, it draws again, so that the generator advances as in forward.
         """
         if self._seeds is None or self._seeds_drawn_by == k:
             seeds = torch.randint(2**62, (self.rows,), device=self.weight.device)
@@ -140,12 +140,12 @@ class DepthState:
         return self.need_weight_grad or self.need_norm_grad or k > self.lowest
 
     def check_readable(self, k: int) -> None:
-        """Row k can be mixed again: no gradient has taken the slot of a state up to k."""
+        """Raises where row k cannot be recomputed: a gradient has overwritten a state up to k."""
         if self.released or any(self._overwritten[: k + 1]):
             raise RuntimeError(OVERWRITTEN)
 
     def end_forward(self, learning: bool) -> None:
-        """The last state is pushed. Without gradients nobody reads any of them again."""
+        """Called after the last push. Without gradients no state is read again."""
         self._ahead.clear()
         if not learning:
             self.release()
@@ -161,13 +161,13 @@ class DepthState:
     # ---- backward ------------------------------------------------------------------------------
 
     def enter(self, k: int, task: int) -> None:
-        """Backward reaches boundary k in the graph task ``task``."""
+        """Called when backward reaches boundary k in the graph task ``task``."""
         new = task != self.task
-        # A new backward pass recomputes rows from all the states below them.
+        # A new backward pass recomputes rows, and reads all the states below them.
         if self.released or self._overwritten[k] or (new and any(self._overwritten[:k])):
             raise RuntimeError(OVERWRITTEN)
         if new:
-            # What an earlier backward pass has left is no part of this one.
+            # Discards what an earlier backward pass has left.
             self.task, self._pulled.start = task, -1
             self._live.clear()
             self.dweight = self.dnorm_weight = self.dnorm_bias = None
@@ -186,14 +186,14 @@ class DepthState:
     def far_pull(self, k: int) -> Tensor | None:
         """Q_k, what the rows after k's block add to dz_k; None where no such row has a gradient.
 
-        The first state of a block to ask computes it for all, together with their part of dW.
+        The first call for a block computes it for all its states, with their part of dW.
         """
         start, end = self.schedule.blocks[k]
         if end == self.rows:
             return None
         if self._pulled.start != start:
             later = tuple(r for r in range(end, self.rows) if r in self._live)
-            # Backward may have started inside this block. It reaches no state after k then.
+            # Backward may have started inside this block. Then it reaches no state after k.
             groups = self.schedule.far_readers(start, k + 1, later)
             if not groups:
                 return None
@@ -231,10 +231,10 @@ class DepthState:
         )
 
     def leave(self, k: int) -> None:
-        """Boundary k is done: g_k is stored, in place over state k + 1."""
+        """Called after boundary k has stored g_k, in place over state k + 1."""
         self._live.add(k)
         if self.inplace:
-            # State k was read for the last time too: its slot is free for g_{k-1}.
+            # This boundary was the last to read state k: its slot is free for g_{k-1}.
             self._overwritten[k] = True
             if k + 1 < self.rows:
                 self._overwritten[k + 1] = True
@@ -246,7 +246,7 @@ class DepthState:
                 self.release()
 
     def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
-        """Gradients of W, norm weights and norm biases, all rows; they are the caller's now."""
+        """Returns the gradients of W, norm weights and norm biases (all rows) and keeps none."""
         grads = self.dweight, self.dnorm_weight, self.dnorm_bias
         self.dweight = self.dnorm_weight = self.dnorm_bias = None
         return grads

@@ -36,7 +36,7 @@ def traced(
     out_norm: OutNorm | None,
     want_x: bool,
 ) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DLCL.forward` from registered ops alone; the history keeps the states as they are mixed."""
+    """`DLCL.forward` with registered ops only; the history keeps the states as they are mixed."""
     k = len(history.traced)
     if history.owner is not None and history.owner is not dlcl:
         raise RuntimeError("DLCL: this history belongs to another stack")

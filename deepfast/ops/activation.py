@@ -1,4 +1,4 @@
-"""The activation of a feed-forward block and the dropout behind it, in one pass."""
+"""The activation of a feed-forward block and the dropout after it, in one pass."""
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ def compute(
     backend: str | None,
     inplace: bool = False,
 ) -> Tensor:
-    """``dropout(act(h))``, shaped like h; ``inplace`` has it take h's memory where its last
-    dimension is contiguous. Outside autograd."""
+    """``dropout(act(h))``, shaped like h, without autograd. With ``inplace`` the result overwrites
+    h where h's last dimension is contiguous."""
     _, launch = backends.choose("activation", backend, h.device.type, h.dtype, h.shape[-1])
     given, h = h, common.rows(h)
     out = h.view(given.shape) if inplace else common.empty_contiguous(given)
@@ -35,10 +35,10 @@ def compute_grad(
     backend: str | None,
     inplace: bool = False,
 ) -> Tensor:
-    """The gradient of h from that of `compute`'s result, shaped like it.
+    """The gradient of h from dout, the gradient of `compute`'s result, shaped like dout.
 
-    saved: for relu the result itself, and no seed is needed; for gelu h. ``inplace`` has the
-    gradient take dout's memory where its last dimension is contiguous.
+    saved: for relu the result, which needs no seed; for gelu h. With ``inplace`` the gradient
+    overwrites dout where dout's last dimension is contiguous.
     """
     _, launch = backends.choose("activation", backend, dout.device.type, dout.dtype, dout.shape[-1])
     given, dout = dout, common.rows(dout)
@@ -57,7 +57,7 @@ _activation_grad = register(
 
 
 def _setup(ctx, a, results):
-    # A result that is not 0 was neither cut off by relu nor dropped: no mask, and not h.
+    # Relu saves its result and no mask: an element that is not 0 was neither cut off nor dropped.
     relu = a.kind == "relu"
     return {
         "saved": results.out if relu else a.h, "seed": None if relu else a.seed, "kind": a.kind,
@@ -94,18 +94,19 @@ def activation(
     seed: int | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The activation of a feed-forward block and the dropout behind it: ``dropout(act(h))``.
+    """The activation of a feed-forward block and the dropout after it: ``dropout(act(h))``.
 
-    relu(h) = max(h, 0), gelu(h) = h * Phi(h) with the normal distribution Phi itself; computed in
-    fp32 (fp64 for fp64 input) and rounded once. No mask is stored: relu keeps its result, which
-    is not 0 exactly where a gradient passes, and gelu keeps h and replays its mask from ``seed``.
+    relu(h) = max(h, 0); gelu(h) = h * Phi(h) with the exact normal distribution Phi. The result is
+    computed in fp32 (fp64 for fp64 input) and rounded once. No mask is stored. Relu saves its
+    result, which is 0 exactly where no gradient passes. Gelu saves h, and backward regenerates the
+    mask from ``seed``.
 
     Args:
-        h: (..., F), fp32, bf16, fp16 or fp64, which autocast leaves as it is.
+        h: (..., F), fp32, bf16, fp16 or fp64. Autocast does not cast it.
         kind: "relu" or "gelu".
         dropout_p: probability that an element becomes 0, while ``training``.
         training: whether dropout applies.
-        seed: of the dropout mask, an int or a 0-dim int64 tensor on h's device; None draws one
+        seed: seed of the dropout mask, an int or a 0-dim int64 tensor on h's device; None draws one
             from torch's generator of that device.
         backend: see `deepfast.backend`.
 
@@ -114,7 +115,7 @@ def activation(
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

@@ -98,18 +98,18 @@ _attention = register(
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores from a scale above 0. torch's attention masks, or takes the largest score,
-    before it scales, which is wrong for any other scale."""
+    """q and a scale above 0 that give the same scores. torch's attention masks the scores, or takes
+    their maximum, before it scales them, which is wrong for a scale of 0 or below."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p):
-    """Over padded sentences, by torch's scaled_dot_product_attention."""
+    """Attention on padded sentences, by torch's scaled_dot_product_attention."""
     count = cu_seqlens_q.shape[0] - 1
     if 0 in (count, max_q, max_k):
-        # Zeros, joined to every operand's graph.
+        # Zeros that depend on every operand, so that each operand gets a gradient.
         return q * 0 + 0 * (k.sum() + v.sum())
     dense = k.shape[0] == count * max_k
 
@@ -142,7 +142,7 @@ def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, drop
 
 @functools.cache
 def _varlen_options(causal: bool) -> dict:
-    """What torch's varlen_attn calls a causal mask in this version."""
+    """The arguments that make torch's varlen_attn causal or not; they depend on torch's version."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "window_size" in inspect.signature(varlen_attn).parameters:
@@ -151,7 +151,7 @@ def _varlen_options(causal: bool) -> dict:
 
 
 def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
-    """By torch's flash attention over packed sentences."""
+    """Attention on packed sentences, by torch's flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     options = _varlen_options(causal)
@@ -193,7 +193,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
-    """What is only known by reading, which costs nothing on the CPU."""
+    """Checks the values in ``cu_seqlens``, for the CPU only: reading a GPU's tensor would wait."""
     places = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(places)]
     if places[0] != 0 or places[-1] != tokens or min(lengths, default=0) < 0:
@@ -229,15 +229,16 @@ def attention(
 
     Args:
         q: (T_q, H, d), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        k, v: (T_k, H, d). The last stride of each is best 1; slices of one projection are fine.
+        k, v: (T_k, H, d). An operand whose last stride is not 1 is copied; slices of one projection
+            are not.
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 on the same device, from 0 to T_q and to T_k;
-            trusted on a GPU, since reading them would wait for it.
+            not checked on a GPU, since reading them would wait for it.
         max_seqlen_q, max_seqlen_k: at least the longest sentence.
         causal: the last query sees every key, the one before it all but the last, and so on.
-        dropout_p: probability that an attention weight becomes 0. Unlike a module's dropout it has
-            no notion of training: pass 0 in evaluation.
+        dropout_p: probability that an attention weight becomes 0. The op does not know about
+            training and evaluation: pass 0 in evaluation.
         scale: 1 / sqrt(d) where None.
-        seed: of the dropout mask, an int or a 0-dim int64 tensor; None draws one from torch's
+        seed: seed of the dropout mask, an int or a 0-dim int64 tensor; None draws one from torch's
             generator of the device. torch's own backends draw their masks themselves.
         backend: see `deepfast.backend`; "sdpa" and "varlen" are torch's.
 
@@ -246,10 +247,10 @@ def attention(
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
-        RuntimeError: in backward, for a second derivative; torch's own attention has one in places.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`) of deepfast's
-            own kernels; what torch's attention does not support it says itself.
+        BackendError: when the requested backend cannot run the op.
+        RuntimeError: in backward, for a second derivative, except where torch's attention has one.
+        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`) with deepfast's
+            own kernels; torch's attention raises its own errors.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
     """

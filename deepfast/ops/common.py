@@ -12,7 +12,7 @@ from deepfast.reference.layer_norm import compute_dtype
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Under autocast, fp32 activations go to its dtype; sums stay in fp32 inside the kernels."""
+    """Under autocast casts fp32 tensors to its dtype. Kernels still compute sums in fp32."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type
@@ -23,17 +23,17 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def bare_apply(node: type[torch.autograd.Function]):
-    """``node.apply`` past the Python layer of autograd.Function, which is there for torch.func and
-    for setup_context and costs a third of the call."""
+    """``node.apply`` without the Python layer of autograd.Function. That layer serves torch.func
+    and setup_context, which these nodes do not use, and takes a third of the call's time."""
     return super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
 
 def first_order(name: str):
-    """For the backward of an op without a second derivative: asking for one is an error.
+    """Decorates the backward of an op that has no second derivative: asking for one raises.
 
-    The error comes in the first backward, the one with ``create_graph=True``. A node that raised in
-    the second one would not lie on a path to the inputs below the op: `torch.autograd.grad` would
-    leave it out and return what other paths give, which is wrong.
+    The error is raised in the first backward pass, the one with ``create_graph=True``. In the
+    second it would come too late: the node would lie on no path to the inputs below the op, so
+    `torch.autograd.grad` would skip it and return a wrong gradient from the other paths.
     """
 
     def decorate(backward):
@@ -52,19 +52,19 @@ def first_order(name: str):
 
 
 def rows(x: Tensor) -> Tensor:
-    """(..., D) as (T, D) with contiguous channels, without a copy where strides allow."""
+    """(..., D) as (T, D) with contiguous channels; a view where the strides allow it."""
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def empty_contiguous(like: Tensor) -> Tensor:
     """Uninitialised, shaped like ``like``."""
-    # The first form takes half the time.
+    # `torch.empty_like` takes half the time of `new_empty`.
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
 def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A parameter as kernels read it: the compute dtype of activations in ``dtype``, contiguous."""
+    """A parameter as kernels read it: contiguous, in the compute dtype that goes with ``dtype``."""
     if p is None:
         return None
     wanted = compute_dtype(dtype)
@@ -76,15 +76,15 @@ def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def draw_seed(
     op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
 ) -> Tensor:
-    """The given seed on ``device``, 0-dim int64, or one drawn from torch's generator of that
-    device: `torch.manual_seed`, checkpointing and CUDA graphs replay it."""
+    """The seed as a 0-dim int64 tensor on ``device``; for None a seed from torch's generator of
+    that device, so that `torch.manual_seed`, checkpointing and CUDA graphs reproduce it."""
     if seed is None:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
             return seed
     elif isinstance(seed, bool) or checks.is_whole(seed):
-        # Any int serves: it is taken modulo 2^64.
+        # Any int is allowed: it is taken modulo 2^64.
         number = (operator.index(seed) + 2**63) % 2**64 - 2**63
         return torch.tensor(number, dtype=torch.int64, device=device)
     expected = f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}"
@@ -94,7 +94,7 @@ def draw_seed(
 
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors (..., D), as autocast wants them, of one shape, dtype and device; at least 1."""
+    """Checks 1 or more tensors (..., D) of one shape, dtype and device; casts them for autocast."""
     sources = list(sources)
     if not sources:
         raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")
@@ -109,9 +109,9 @@ def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tenso
 def linear_operands(
     op: str, x: Tensor, width: int, names: tuple[str, str, str], weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight (N, width) and bias (N,) of a product in x's dtype, checked, cast under autocast.
+    """Checks weight (N, width) and bias (N,) of a linear map of x, and casts them for autocast.
 
-    names: of the weight, of N and of the bias.
+    names: the names of the weight, of N and of the bias in errors.
     """
     name, rows, bias_name = names
     checks.tensor(op, name, weight)

@@ -161,12 +161,12 @@ def depth_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over layers, ``out_h = sum_k softmax_k(s_kh) v_k`` for each token on its own.
+    """Attention over layers, ``out_h = sum_k softmax_k(s_kh) v_k`` for each token separately.
 
-    ``s_kh = query_h . RMSNorm(v_k)``, or ``scores`` themselves. One pass over the sources: nothing
-    is stacked, and the softmax is computed online. Backward keeps two numbers for each hop beside
-    the result, no weights. ``lse_h = log sum_k exp(s_kh)``. Results over two groups of sources are
-    merged by the op itself::
+    ``s_kh = query_h . RMSNorm(v_k)``, or s is ``scores``. The op reads the sources once, without a
+    stack of them, and computes the softmax online. For backward it saves its operands, its result
+    and two numbers per token and hop, not the softmax weights. ``lse_h = log sum_k exp(s_kh)``. To
+    merge the results over two groups of sources, call the op again::
 
         depth_attention([out_a, out_b], scores=torch.stack((lse_a, lse_b), -1))
 
@@ -176,18 +176,18 @@ def depth_attention(
         scores: instead of a query, (..., K) or (..., K, H), any of these dtypes; -inf leaves a
             source out.
         norm: "rms", or None for ``s_kh = query_h . v_k``.
-        norm_weight: of the norm, (D,), (H, D) for one of each hop, or None.
+        norm_weight: weight of the norm, (D,), or (H, D) with one per hop, or None.
         eps: added to the mean square.
-        return_lse: whether lse is wanted too; it has a gradient.
+        return_lse: whether to return lse too, which is differentiable.
         backend: see `deepfast.backend`.
 
     Returns:
         (..., D), or (..., H, D) with H hops, in the dtype of the sources; with ``return_lse`` also
-        lse, (...) or (..., H), fp32 (fp64 for fp64). Sums are in that dtype.
+        lse, (...) or (..., H), fp32 (fp64 for fp64). Sums are computed in that dtype.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
@@ -205,7 +205,7 @@ def depth_attention(
         out, lse = _depth_attention(sources, None, s, False, eps, backend)
     else:
         one_hop = query.dim() == 1
-        # The query takes the norm's weight: q . (w * n) = (q * w) . n.
+        # The norm's weight is multiplied into the query: q . (w * n) = (q * w) . n.
         if norm_weight is not None:
             dtype = compute_dtype(first.dtype)
             query = query.to(dtype) * norm_weight.to(dtype)

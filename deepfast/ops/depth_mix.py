@@ -1,4 +1,4 @@
-"""Depth mixing in functional form: a list of layer outputs in, their weighted sum out."""
+"""Depth mixing in functional form: the weighted sum of a list of layer outputs."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def _forward(a):
 
 def _fake(a):
     first = a.sources[0]
-    # The second dimension of mean and rstd, and those after it, are the sources' tokens.
+    # mean and rstd have one number for each source and token.
     shape = (len(a.sources), *first.shape[:-1]) if _has_norm(a) else (0,)
     mean = first.new_empty(shape, dtype=compute_dtype(first.dtype))
     return first.new_empty(first.shape), mean, torch.empty_like(mean)
@@ -126,14 +126,14 @@ def depth_mix(
 ) -> Tensor:
     """Weighted sum over layers, ``sum_k weight[k] * LN_k(sources[k])``.
 
-    One pass: every source is read once, nothing is stacked, and backward stores no normalised
-    copy. With neither norm_weight nor norm_bias there is no layer-norm. For a whole stack of
+    The op reads every source once, without a stack of them, and saves no normalised copy for
+    backward. With neither norm_weight nor norm_bias there is no layer-norm. For a whole stack of
     layers `deepfast.nn.DLCL` moves far fewer bytes, because it shares reads between rows.
 
     Args:
         sources: K tensors (..., D) of one shape and dtype (fp32, bf16, fp16, fp64), any K >= 1.
         weight: (K,), or (K, D) for one weight per channel.
-        norm_weight, norm_bias: (K, D), weight and bias of LN_k.
+        norm_weight, norm_bias: (K, D), row k for LN_k, or None.
         eps: added to the variance.
         backend: see `deepfast.backend`.
 
@@ -142,7 +142,7 @@ def depth_mix(
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

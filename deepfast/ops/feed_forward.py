@@ -1,4 +1,4 @@
-"""The feed-forward block with the layer-norm in front of it: one op that decides what it keeps."""
+"""The layer-norm and the feed-forward block as one op, which chooses what to save for backward."""
 
 import math
 
@@ -48,7 +48,7 @@ def _fake(a):
 
 
 def _matrix_grads(dy, x, want_weight, want_bias):
-    """Of ``y = x W^T + b``: dW = dy^T x, db, as torch computes them."""
+    """dW = dy^T x and db of ``y = x W^T + b``, computed as torch does."""
     dy = dy.reshape(-1, dy.shape[-1])
     dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else dy.new_empty(0)
     return dweight, dy.sum(0) if want_bias else dy.new_empty(0)
@@ -61,7 +61,7 @@ def _grad_forward(a):
     else:
         relu, lean, kept, n = a.activation == "relu", a.kept.numel() == 0, a.kept, None
         if lean or want.dup:
-            # The same bits as in forward.
+            # Recomputes n, with the same bits as in forward.
             n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
         if lean:
             kept = F.linear(n, a.up, a.up_bias)
@@ -183,31 +183,33 @@ def feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """``dropout(act(n up^T + up_bias)) down^T + down_bias``, n = LN(s), s = residual + dropout(x).
 
-    Backward keeps s and, with ``keep``, one hidden activation. It recomputes the layer-norm and,
-    from its input, GELU; dropout masks are drawn again from their seeds, and ReLU's mask is where
-    its output is not 0. Without ``keep`` the first product is recomputed too: a sixth more of the
-    block's matrix work, a fifth of its memory at F = 4 D. The matrix products are torch's.
+    Autograd saves s and, with ``keep``, one hidden activation. Backward recomputes the layer-norm
+    and, for GELU, the activation. It regenerates dropout masks from their seeds; ReLU's mask is
+    where its output is not 0. Without ``keep`` backward recomputes the first matrix product too:
+    that is a sixth more matrix work in the block, for a fifth of its memory at F = 4 D. The matrix
+    products are torch's.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        norm_weight, norm_bias: (D,) of the layer-norm, or None.
+        norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
         up, up_bias: (F, D) and (F,) or None, in x's dtype.
         down, down_bias: (N, F) and (N,) or None, in x's dtype.
         eps: added to the variance.
         residual: shaped like x.
-        dropout_p: on x; activation_dropout_p: on the hidden activation; both where ``training``.
+        dropout_p, activation_dropout_p: probability of dropout on x and on the hidden activation,
+            while ``training``.
         activation: "relu" or "gelu".
-        keep: whether the hidden activation is kept for backward.
-        want_norm: return n in place of s, as a post-norm layer needs it.
-        seed, activation_seed: of the two masks, see `layer_norm`.
-        backend: of layer-norm and activation, see `deepfast.backend`.
+        keep: whether to save the hidden activation for backward.
+        want_norm: whether to return n in place of s, for a post-norm layer.
+        seed, activation_seed: seeds of the two dropout masks, see `layer_norm`.
+        backend: backend of layer-norm and activation, see `deepfast.backend`.
 
     Returns:
-        (..., N), and s (x itself where nothing was added or dropped), or n with ``want_norm``.
+        (..., N), and s (x itself without residual and dropout), or n with ``want_norm``.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

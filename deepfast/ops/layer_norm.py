@@ -1,4 +1,4 @@
-"""Layer normalisation, with the residual add and dropout in front of it in the same pass."""
+"""Layer normalisation, with the dropout and residual add before it in the same pass."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from deepfast.reference.layer_norm import compute_dtype
 
 
 def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
-    """y, sum, mean and rstd of the op, outside autograd; sum is empty where it is x itself."""
+    """y, sum, mean and rstd of the op, without autograd; sum is empty where it equals x."""
     _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype, x.shape[-1])
     y, sum, mean, rstd = results = empty_results(x, residual, dropout_p)
     changed = residual is not None or dropout_p > 0
@@ -26,15 +26,15 @@ def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
 
 
 def empty_results(x, residual, dropout_p):
-    # Results have the shape of x from the start: a view could not be changed in place. Without
-    # residual and dropout the sum is x itself, and none is made.
+    # Results are allocated in x's shape: the caller could not modify a view in place. Without
+    # residual and dropout the sum is x itself, and is not allocated.
     s = x.new_empty(0 if residual is None and dropout_p == 0 else x.shape)
     mean = x.new_empty(x.shape[:-1], dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape), s, mean, torch.empty_like(mean)
 
 
 def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
-    """dx, dresidual, dweight and dbias, each empty where ``wants`` says so."""
+    """dx, dresidual, dweight and dbias, each empty where its entry of ``wants`` is False."""
     _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype, s.shape[-1])
     results = empty_grads(s, mean, wants)
     dx, dresidual, dweight, dbias = (
@@ -71,15 +71,15 @@ _layer_norm_grad = register(
 
 
 def kept_sum(ctx, a, results) -> Tensor:
-    """The tensor that backward normalises: x itself where nothing was added or dropped."""
+    """The tensor that backward normalises: x itself without residual and dropout."""
     ctx.changed = a.residual is not None or a.dropout_p > 0
     return results.sum if ctx.changed else a.x
 
 
 def norm_gradients(op, ctx, kept: dict, **grads: Tensor | None) -> dict[str, Tensor]:
     """`gradients` of an op that begins with a layer-norm of ``residual + dropout(x)``."""
-    # Without dropout the gradients of x and residual are one. They are the same tensor object: of
-    # two views each leaf would keep one as a gradient of its own, and share its memory.
+    # Without dropout x and residual have the same gradient, and get the same tensor object. Two
+    # views of it would become the .grad of two leaves, which would then share memory.
     shared = kept["dropout_p"] == 0 and ctx.needs.residual
     wants = {"dx": True, "dresidual": False} if shared else {}
     found = gradients(op, ctx, kept, wants, **grads)
@@ -127,9 +127,9 @@ def check(
     *,
     prefix: str = "",
 ) -> tuple[Tensor, Tensor | None, int]:
-    """x and residual as autocast wants them, and D; the operands of ``op`` fit afterwards.
+    """Checks the operands of ``op``; returns x and residual, cast for autocast, and D.
 
-    prefix: of the op's names for the weight and the bias.
+    prefix: what stands before "weight" and "bias" in the op's names for them.
     """
     checks.tensor(op, "x", x)
     if residual is not None:
@@ -160,17 +160,17 @@ def layer_norm(
     """Layer normalisation of ``s = residual + dropout(x)`` over the last dimension.
 
     ``y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias`` with the biased variance, computed
-    in fp32 (fp64 for fp64 input). One read of each operand, one write of each result; the dropout
-    mask is replayed in backward from ``seed``, never stored.
+    in fp32 (fp64 for fp64 input). The kernel reads each operand once and writes each result once.
+    The dropout mask is not stored: backward regenerates it from ``seed``.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         weight, bias: (D,), any of these dtypes, or None.
         eps: added to the variance.
-        residual: shaped like x. With it the sum is returned too.
+        residual: shaped like x. With a residual the sum s is returned too.
         dropout_p: probability that an element of x becomes 0, while ``training``.
         training: whether dropout applies.
-        seed: of the dropout mask, an int or a 0-dim int64 tensor on x's device; None draws one
+        seed: seed of the dropout mask, an int or a 0-dim int64 tensor on x's device; None draws one
             from torch's generator of that device.
         backend: see `deepfast.backend`.
 
@@ -179,7 +179,7 @@ def layer_norm(
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

@@ -13,21 +13,23 @@ from deepfast.reference.layer_norm import compute_dtype
 
 REDUCTIONS = ("mean", "sum")
 
-# Logits of one chunk, as a share of all; fewer rows than this leave matrix products little to do.
+# A chunk has 1 / SHARE of the tokens, at least LEAST_ROWS: smaller matrix products are slow.
 SHARE, LEAST_ROWS = 32, 256
-# Rows of logits start on 16 bytes, whatever the dtype.
+# Rows of logits are padded to a multiple of 16 elements, so that each starts at a multiple of 16
+# bytes in every dtype.
 ALIGNED = 16
-# Classes at a time where a CPU widens 16 bits to fp32: torch inside its products, and this file.
+# Classes that are converted from 16 bits to fp32 at a time on a CPU, by torch in its products and
+# by this file.
 WIDENED = 2048
 
 
 def chunk_rows(tokens: int) -> int:
-    """Tokens at a time by default: at T = 8192 logits of 3% of all in fp32, 1.6% in 16 bits."""
+    """Tokens per chunk by default. At T = 8192 a chunk has 3% of all logits."""
     return max(LEAST_ROWS, -(-tokens // SHARE))
 
 
 def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """On the CPU alone: reading a device's tensor would wait for the device."""
+    """Checks targets on the CPU only: reading a GPU's tensor would wait for the GPU."""
     if target.device.type != "cpu":
         return
     wrong = target[((target < 0) | (target >= vocabulary)) & (target != ignore_index)]
@@ -46,7 +48,7 @@ def _project(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
 
 
 def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> None:
-    """``total += dlogits^T hidden`` in the dtype of ``total``, which starts at the ``first``."""
+    """``total += dlogits^T hidden`` in the dtype of ``total``; the ``first`` call overwrites it."""
     beta = 0 if first else 1
     if total.dtype == dlogits.dtype:
         total.addmm_(dlogits.mT, hidden, beta=beta)
@@ -86,7 +88,7 @@ def _forward(a):
         if a.want_dweight:
             _add_outer(dweight, logits, h, first=start == 0)
     count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
-    # Where no target counts the loss is nan, and its gradient zero.
+    # Where every target is ignored, the mean loss is nan and its gradient 0.
     scale = count.clamp(min=1).to(losses.dtype).reciprocal()
     return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, scale
 
@@ -94,8 +96,9 @@ def _forward(a):
 def _fake(a):
     dtype = compute_dtype(a.hidden.dtype)
     loss = a.hidden.new_empty((), dtype=dtype)
-    # Gradients of the sum, not of the mean: backward multiplies by the small factor in fp32. That
-    # of the weight stays in fp32 until then: a sum over many tokens could overflow fp16.
+    # These are gradients of the summed loss; backward multiplies them by the small factor of the
+    # mean, in fp32. The weight's gradient is in fp32 until then, because a sum over many tokens
+    # could overflow fp16.
     dhidden = a.hidden.new_empty(a.hidden.shape if a.want_dhidden else 0)
     dweight = a.weight.new_empty(a.weight.shape if a.want_dweight else 0, dtype=dtype)
     return loss, torch.empty_like(loss), dhidden, dweight, torch.empty_like(loss)
@@ -106,8 +109,8 @@ def _flops(a) -> int:
 
 
 def _may_overwrite(ctx) -> bool:
-    """Whether what forward kept may become its gradient in place: nobody else has it, and this is
-    the last backward through the graph."""
+    """Whether backward may scale the gradients that forward saved in place: no other code holds
+    them, and this is the last backward pass through the graph."""
     return (
         ctx.bare
         and not ctx.shared
@@ -119,7 +122,7 @@ def _may_overwrite(ctx) -> bool:
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
     """``x * factor`` in the compute dtype, rounded once to ``dtype``."""
-    # One dimension: a factor without any would be rounded to the dtype of x.
+    # 1-dim, because torch would round a 0-dim factor to the dtype of x.
     factor = factor.view(1)
     if not overwrite:
         return (x * factor).to(dtype)
@@ -130,7 +133,7 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> T
 
 def _setup(ctx, a, results):
     ctx.mark_non_differentiable(*results[1:])
-    # A hook on saved tensors may hold on to them.
+    # A hook on saved tensors may keep references to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return {"hidden": results.dhidden, "weight": results.dweight, "scale": results.scale}
 
@@ -154,7 +157,7 @@ _linear_cross_entropy = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    # The weight is cast inside: its gradient is then summed and kept once, in its own dtype.
+    # The op casts the weight itself, so that the weight's gradient is summed in fp32.
     cast=("hidden",),
     setup=_setup,
     backward=_backward,
@@ -203,35 +206,36 @@ def linear_cross_entropy(
     return_nll: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross entropy of ``hidden weight^T`` against ``target``, without ever holding all logits.
+    """Cross entropy of ``hidden weight^T`` against ``target``, without storing all logits.
 
     ``nll = -log softmax(hidden weight^T)[target]`` and
     ``loss = (1 - s) * nll + s * mean_v(-log softmax(hidden weight^T)[v])`` with s the label
-    smoothing, summed or averaged over the targets that count. The same as torch's linear and
-    cross_entropy on logits in fp32. Forward takes the tokens in chunks and, where gradients are
-    needed, computes them while it has a chunk's logits: three matrix products in all, and only the
-    gradients of ``hidden`` and ``weight`` are kept. The matrix products are
-    torch's.
+    smoothing, summed or averaged over the targets that are not ignored. The loss equals that of
+    torch's linear and cross_entropy with logits in fp32. Forward processes the tokens in chunks.
+    While it has the logits of a chunk, it also computes the gradients that are needed. That takes
+    three matrix products in all, and autograd saves only the gradients of ``hidden`` and
+    ``weight``. The matrix products are torch's.
 
     Args:
         hidden: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        weight: (V, D), in hidden's dtype, or fp32 where that has 16 bits: it is cast for the
-            products, its gradient is summed in fp32 and never rounded. May be the embedding.
+        weight: (V, D), in hidden's dtype, or in fp32 where hidden has 16 bits. An fp32 weight is
+            cast for the products; its gradient is summed in fp32 and not rounded. It may be the
+            embedding.
         target: (...) int64, each in [0, V) or ``ignore_index``. Any other value is an error on a
-            CPU. On a GPU the check would wait for the device; there the loss is nan.
+            CPU. On a GPU, where a check would wait for the device, it makes the loss nan.
         label_smoothing: in [0, 1].
         ignore_index: targets of this value give no loss and no gradient.
-        reduction: "mean" over the targets that count, nan where none does; or "sum".
-        chunk: tokens at a time; by default 1/32 of them and at least 256.
-        return_nll: whether to return the nll too, reduced alike, without gradient.
-        backend: of what is between the matrix products, see `deepfast.backend`.
+        reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
+        chunk: tokens per chunk; by default 1/32 of the tokens, at least 256.
+        return_nll: whether to return the nll too, with the same reduction and without gradient.
+        backend: backend of everything between the matrix products, see `deepfast.backend`.
 
     Returns:
         The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll``, (loss, nll).
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

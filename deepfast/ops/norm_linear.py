@@ -1,4 +1,4 @@
-"""Layer normalisation followed by a linear map, which keeps no normalised copy for backward."""
+"""Layer normalisation and a linear map as one op, which saves no normalised copy for backward."""
 
 import math
 
@@ -41,7 +41,7 @@ def _grad_forward(a):
         dn = a.dout.matmul(a.weight)
         flat = a.dout.reshape(-1, a.dout.shape[-1])
         if want.dweight:
-            # The same bits as in forward.
+            # Recomputes n, with the same bits as in forward.
             n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
             dweight = flat.mT.mm(n.view(-1, n.shape[-1]))
         if want.dbias:
@@ -116,25 +116,25 @@ def norm_linear(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``LN(s) weight^T + bias`` with ``s = residual + dropout(x)``.
 
-    Backward keeps s alone. It recomputes LN's output, which a linear layer would keep for its
-    weight's gradient; that costs one pass over s. The matrix products are torch's.
+    Autograd saves s and not LN(s). Backward recomputes LN(s) for the weight's gradient, which costs
+    one pass over s. The matrix products are torch's.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        norm_weight, norm_bias: (D,) of the layer-norm, or None.
+        norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
         weight: (N, D), in x's dtype.
         bias: (N,), or None.
         eps: added to the variance.
-        residual: shaped like x. With it the sum is returned too.
+        residual: shaped like x. With a residual the sum s is returned too.
         dropout_p, training, seed: as in `layer_norm`.
-        backend: of the layer-norm, see `deepfast.backend`.
+        backend: backend of the layer-norm, see `deepfast.backend`.
 
     Returns:
-        (..., N); with ``residual``, that and s.
+        (..., N); with ``residual``, also s.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

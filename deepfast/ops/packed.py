@@ -1,11 +1,11 @@
-"""Packed sentences, (T, ...) without padding, to and from padded batches (N, S, ...)."""
+"""Converts packed sentences (T, ...), without padding, to padded batches (N, S, ...) and back."""
 
 import torch
 from torch import Tensor
 
 
 class Gather(torch.autograd.Function):
-    """Rows ``indices`` of a matrix; the indices are distinct, so backward only writes."""
+    """Rows ``indices`` of a matrix. The indices are distinct, so backward need not add."""
 
     @staticmethod
     def forward(ctx, x, indices):
@@ -20,7 +20,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """A matrix of ``rows`` rows, zero but for rows ``indices``."""
+    """A matrix of ``rows`` rows with those of x at ``indices``, and 0 elsewhere."""
 
     @staticmethod
     def forward(ctx, x, indices, rows):
@@ -34,7 +34,7 @@ class Scatter(torch.autograd.Function):
 
 
 def places(cu_seqlens: Tensor, tokens: int, length: int) -> Tensor:
-    """(T,) the index of each packed token in the flattened (N, S) batch, S = ``length``."""
+    """(T,) index of each packed token in the flattened (N, S) batch, S = ``length``."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     sentence = torch.bucketize(token, cu_seqlens[1:], right=True)
     return sentence * length + token - cu_seqlens[sentence]

@@ -47,8 +47,7 @@ def _weight_grad(
 ) -> None:
     """``sum_t h_{t-1}^T df_t``, one product over all positions.
 
-    Both are 0 behind a sentence's length, so that the h before its first position is 0 too, but
-    for an h0.
+    h and df are 0 after a sentence's length. h0 multiplies the first df, in a product of its own.
     """
     steps, batch, dim = h.shape
     before, after = (h[1:], df[:-1]) if reverse else (h[:-1], df[1:])
@@ -58,7 +57,7 @@ def _weight_grad(
     if not reverse:
         out.addmm_(h0.T, df[0])
         return
-    # A sentence without a position takes any: df is 0 there.
+    # A sentence of length 0 may take any position, because its df is 0.
     last = lengths.clamp(1, steps) - 1 if lengths is not None else h0.new_full((batch,), steps - 1)
     first = df.gather(0, last.long().view(1, -1, 1).expand(1, -1, 4 * dim))[0]
     out.addmm_(h0.T, first)
@@ -90,7 +89,7 @@ def _grad_fake(a):
 
 
 def _product_flops(gates) -> int:
-    # With the recurrent weight.
+    # The product with the recurrent weight.
     return 2 * math.prod(gates) * (gates[-1] // 4)
 
 
@@ -163,7 +162,7 @@ def _check(f, weight, peephole, h0, c0, lengths) -> None:
         return
     if lengths.dtype != torch.int64:
         raise ValueError(f"{op}: lengths must be int64, got {lengths.dtype}")
-    # Reading a device's tensor would wait for it: there a length out of range is clamped.
+    # Reading a GPU's tensor would wait for the GPU, where kernels clamp the lengths instead.
     if lengths.device.type == "cpu" and not watched(lengths) and batch:
         least, most = lengths.min().item(), lengths.max().item()
         if least < 0 or most > steps:
@@ -181,7 +180,7 @@ def peephole_lstm(
     reverse: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The recurrence of an LSTM layer with peepholes over the input of its gates.
+    """An LSTM layer with peepholes, from the input f of its gates.
 
     With the four parts of f_t in the order z, rho, phi, pi, and sigma the logistic function::
 
@@ -189,29 +188,30 @@ def peephole_lstm(
         c_t = tanh(z) * sigma(rho + p_0 c_{t-1}) + sigma(phi + p_1 c_{t-1}) * c_{t-1}
         h_t = tanh(c_t) * sigma(pi + p_2 c_t)
 
-    All steps are one pass, forward and backward, and the weight's gradient is one product behind
-    it. Kept for backward are the four activations in f's dtype, h, and c in fp32. Arithmetic is in
-    fp32 (fp64 for fp64); h is rounded once and goes round as it was rounded.
+    Forward runs all steps in one pass, and so does backward, which then computes the weight's
+    gradient as one product. Autograd saves the four activations in f's dtype, h, and c in fp32.
+    Arithmetic is in fp32 (fp64 for fp64). Each h is rounded once, and the next step reads the
+    rounded h.
 
     Args:
-        f: (T, B, 4H), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype, and
-            weight and h0 with it.
-        weight: (H, 4H) in f's dtype, W.
-        peephole: (3, H), any of these dtypes: of the input, the forget and the output gate.
+        f: (T, B, 4H), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype, as are
+            weight and h0.
+        weight: W, (H, 4H) in f's dtype.
+        peephole: p, (3, H), any of these dtypes: for the input, the forget and the output gate.
         h0: (B, H) in f's dtype, the first h_{t-1}; None for zeros.
         c0: (B, H), any of these dtypes; None for zeros.
-        lengths: (B,) int64, from 0 to T; None for T. Behind its length a sentence's
-            state does not change, whatever f holds, and h is 0.
-        reverse: from a sentence's own last position to its first.
+        lengths: (B,) int64, from 0 to T; None for T. After a sentence's length its state does not
+            change, whatever f holds, and h is 0.
+        reverse: whether to run from a sentence's last position to its first.
         backend: see `deepfast.backend`.
 
     Returns:
-        h (T, B, H) in f's dtype, and each sentence's last h, and c in fp32 (fp64 for fp64),
-        (B, H); of a sentence of length 0 these are h0 and c0.
+        h (T, B, H) in f's dtype; the last h of each sentence (B, H) in f's dtype; and the last c
+        (B, H) in fp32 (fp64 for fp64). For a sentence of length 0 the last two are h0 and c0.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
-        BackendError: when the backend asked for cannot serve.
+        BackendError: when the requested backend cannot run the op.
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 

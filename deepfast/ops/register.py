@@ -1,12 +1,12 @@
-"""Registers an op with torch, so that its own machinery works on it.
+"""Registers ops with torch, so that torch's tools work on them.
 
-A registered op has a schema, a fake implementation, autograd, an autocast rule and a FLOP formula:
-`torch.compile`, selective checkpointing, FLOP counters and export see one op and no Python. The
-dispatcher's Python wrappers cost tens of microseconds a call, so plain eager code takes a bare
-`torch.autograd.Function` over the same functions. A mode or a tracer gets the registered op.
+A registered op has a schema, a fake implementation, autograd, an autocast rule and a FLOP formula.
+`torch.compile`, selective checkpointing, FLOP counters and export then see one op and no Python.
+The dispatcher's Python wrappers cost tens of microseconds per call. So plain eager code calls a
+bare `torch.autograd.Function` over the same functions; modes and tracers get the registered op.
 
-An op's functions get its operands as one named tuple, made from the schema, and its gradients go by
-the operands' names: no function counts positions.
+An op's functions get its operands as one named tuple, built from the schema, and return gradients
+by the operands' names. No function depends on positions.
 """
 
 from collections import namedtuple
@@ -31,7 +31,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 
 def _intercepted() -> bool:
-    """Whether a mode wants to see our ops; one with ``sees_through`` wants the ops inside them."""
+    """Whether a dispatch mode must see our ops. One with ``sees_through`` sees the ops inside."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and not all(
         getattr(torch._C._get_dispatch_stack_at(i), "sees_through", False) for i in range(depth)
@@ -49,7 +49,7 @@ def watched(x: Tensor) -> bool:
 
 
 def no_flops(_) -> int:
-    """The count of an op without matrix products, as torch counts."""
+    """0: torch counts matrix products only, and the op has none."""
     return 0
 
 
@@ -73,7 +73,7 @@ class Op(Protocol):
 
 
 class _Autograd:
-    """Setup and backward of an op, as both of its autograd nodes call them."""
+    """Setup and backward of an op, shared by the bare node and the registered op."""
 
     def __init__(self, name, operands, results, setup, backward):
         self.name, self.operands, self.results = name, operands, results
@@ -123,8 +123,8 @@ class _Autograd:
 def _node(forward: Callable, autograd: _Autograd, public: int):
     """The op as a bare autograd node.
 
-    A node takes no list of tensors. The list, which comes first in the schema, is passed flat, with
-    its length in front of it.
+    A node cannot take a list of tensors. The list, which comes first in the schema, is passed as
+    single tensors after its length.
     """
 
     class Node(torch.autograd.Function):
@@ -149,7 +149,7 @@ def _node(forward: Callable, autograd: _Autograd, public: int):
 
 
 def _autocast(given, names: tuple[str, ...]) -> tuple:
-    """``given`` with the operands ``names`` as autocast wants them."""
+    """``given`` with the operands ``names`` cast for autocast."""
     changed: dict[str, Any] = {}
     for name in names:
         x = getattr(given, name)
@@ -168,7 +168,7 @@ def _autocast_rule(op, operands, names: tuple[str, ...], device_type: str) -> No
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             return op(*args)
 
-    # For tracing modes, which ask Python for the rule, and for the dispatcher.
+    # Registered twice: tracing modes look the rule up in Python, the dispatcher in its own table.
     op.py_impl(key)(rule)
     LIBRARY.impl(op._schema.name.split("::")[1], rule, key.name)
 
@@ -197,26 +197,26 @@ def register(
     public: int | None = None,
     raw_flops: bool = False,
 ) -> Op:
-    """Defines ``deepfast::<schema>`` and returns the function that calls it, which gives a tuple.
+    """Defines ``deepfast::<schema>`` and returns the function that calls it.
 
-    The function takes the operands by position or by name. Its ``operands`` and ``results`` are
-    the named tuples that the functions below get.
+    The function takes the operands by position or by name and returns a tuple. Its ``operands``
+    and ``results`` are the named tuple types that the functions below get.
 
     Args:
-        schema: functional; a list of tensors may only come first.
-        forward: (operands) to a tuple of tensors, or to the one tensor that the schema has, on real
-            tensors of any device.
-        fake: the same on fake ones.
-        flops: (operands, as shapes) to multiplications and additions, counted as torch counts:
-            matrix products alone. With ``raw_flops`` it gets the operands themselves.
-        cast: the operands that autocast casts.
-        setup: (ctx, operands, results) to what backward needs, by name: tensors, options and at
-            most one list of tensors. ``ctx.bare`` is set in plain eager code, where nobody else
-            has the results that are not public.
-        backward: (ctx, kept, grads) to the gradients by the operands' names; the others have none.
-            ``kept`` is what setup gave, ``grads`` the results' gradients by name, and
-            ``ctx.needs`` tells by name which operands need one. None where it has no autograd.
-        public: results beyond these are for backward only; the returned function leaves them out.
+        schema: a functional schema. Only the first operand may be a list of tensors.
+        forward: (operands) -> a tuple of tensors, or one tensor where the schema has one result.
+            It runs on real tensors of any device.
+        fake: the same for fake tensors.
+        flops: (operands as shapes) -> multiplications and additions of the matrix products, as
+            torch counts them. With ``raw_flops`` it gets the operands themselves.
+        cast: names of the operands that autocast casts.
+        setup: (ctx, operands, results) -> what backward needs, by name: tensors, options and at
+            most one list of tensors. ``ctx.bare`` is True in plain eager code, where no other code
+            holds the results that are not public.
+        backward: (ctx, kept, grads) -> the gradients, by the operands' names; a missing one is
+            None. ``kept`` is what setup returned, ``grads`` has the results' gradients by name, and
+            ``ctx.needs`` says by name which operands need one. None for an op without autograd.
+        public: how many results the returned function returns; the others are for backward only.
     """
     packet, operands, results = _define(schema)
     op, name = packet.default, operands.__name__
@@ -241,7 +241,7 @@ def register(
 
 
 def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, public) -> Any:
-    """What calls the op: the bare node in plain eager code, else the registered op."""
+    """The function that calls the bare node in plain eager code, else the registered op."""
     node = _node(forward, autograd, public) if autograd else None
 
     def eager(given) -> tuple[Tensor, ...]:
@@ -284,11 +284,11 @@ def _register_autograd(autograd: _Autograd, public: int | None) -> None:
 
 
 def gradients(op: Op, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:
-    """The gradients of an op's operands by name, from ``op``, which computes them.
+    """The gradients of an op's operands by name; the registered op ``op`` computes them.
 
-    op: registered, takes ``kept``, ``grads`` and ``wants``, whether each of its results is wanted.
-        Its results are named as the operands are, with a d in front.
-    wants: instead of what ``ctx.needs`` says.
+    op: takes ``kept``, ``grads`` and ``wants``, which says for each result whether to compute it.
+        Its results have the names of the operands with a d in front.
+    wants: replaces entries of what ``ctx.needs`` gives.
     """
     needs = {name: getattr(ctx.needs, name[1:]) for name in op.results._fields}
     needs = {name: any(x) if isinstance(x, list | tuple) else x for name, x in needs.items()}
@@ -304,7 +304,7 @@ def _launch_flops(launch: Launch) -> Callable:
 
 
 def _register_launches() -> None:
-    """What torch knows of the compiled launches: they return nothing, and have their FLOPs."""
+    """Registers the fakes of the compiled launches, which return nothing, and their FLOPs."""
     for name, launch in LAUNCHES.items():
         if launch.compiled and backend.compiled():
             torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)

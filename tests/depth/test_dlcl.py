@@ -374,8 +374,8 @@ def test_refuses_options(change, message):
     ("y", "options", "error", "message"),
     [
         ([1.0], {}, TypeError, "must be a tensor, got list"),
-        (torch.ones(3, 5), {}, ValueError, r"expected \(..., 4\), got \(3, 5\)"),
-        (torch.ones(3, 4, device="meta"), {}, ValueError, "weights are on cpu, the input on meta"),
+        (torch.ones(3, 5), {}, ValueError, r"must be \(..., 4\), got \(3, 5\)"),
+        (torch.ones(3, 4, device="meta"), {}, ValueError, "the input must be on cpu, got meta"),
         (torch.ones(3, 4), {"residual": torch.ones(2, 4)}, ValueError, "residual must have"),
         (torch.ones(3, 4), {"dropout_p": 1.5}, ValueError, "between 0 and 1"),
         (torch.ones(3, 4), {"dropout_p": -0.5}, ValueError, "between 0 and 1"),

@@ -100,7 +100,7 @@ def test_history_after_its_states_are_gone_is_an_error():
     _, y = forward(module)
     weight = module.layers[1].feed_forward.up.weight
     torch.autograd.grad(y.square().sum(), [weight], retain_graph=True)
-    with pytest.raises(RuntimeError, match="gradients have taken their slots"):
+    with pytest.raises(RuntimeError, match="gradients have overwritten them"):
         seen[0][1].square().sum().backward()
 
 
