@@ -1,10 +1,10 @@
-"""The activation of a feed-forward block with the dropout behind it, element by element.
+"""The activation of a feed-forward block and the dropout after it, element by element.
 
     out = dropout(act(h)),  dh = dropout(dout * act'(h))
 
 relu(h) = max(h, 0), gelu(h) = h Phi(h) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
-relu's gradient reads ``out`` alone, which is 0 where relu or dropout made it 0: it draws no mask. A
-program reads its tile before it writes, so that results may take the place of operands.
+relu's gradient reads only ``out``, which is 0 where relu or dropout made it 0, so it needs no mask.
+A program reads its tile before it writes, so a result may overwrite an operand.
 """
 
 import triton
@@ -21,7 +21,7 @@ def tile(F: int, itemsize: int) -> dict[str, int]:
 
 @triton.jit
 def _place(T, F: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr):
-    """Of a program's tile: tokens, channels, mask, the tokens as (BT,), the first channel."""
+    """A program's tile: its tokens, channels and mask, the tokens as (BT,), the first channel."""
     COLUMNS: tl.constexpr = (F + BF - 1) // BF
     o_t = tl.program_id(0) // COLUMNS * BT + tl.arange(0, BT).to(tl.int64)
     first = tl.program_id(0) % COLUMNS * BF
@@ -54,7 +54,7 @@ def activation_fwd_kernel(
     o_row, o_f, m, o_t, first = _place(T, F, BT, BF)
     b_x = tl.load(p_h + o_row * s_h + o_f, mask=m, other=0.0).to(tl.float32)
     if RELU:
-        # Not the larger of x and 0, which would lose a NaN.
+        # tl.maximum(x, 0) would lose a NaN.
         b_x = tl.where(b_x < 0.0, 0.0, b_x)
     else:
         b_x *= _normal(b_x)

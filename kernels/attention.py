@@ -1,12 +1,13 @@
 """Scaled dot-product attention over packed sentences: ``o = dropout(softmax(scale q k^T)) v``.
 
-Sentences whose keys fit one tile keep a whole row of scores on chip: forward needs no running
-maximum, and backward is one kernel that reads each operand once and writes dq, dk and dv once.
-Longer ones take the running softmax of FlashAttention (Dao et al. 2022), and in backward tiles of
-queries for dq, tiles of keys for dk and dv. Scores are taken to the base 2.
+Where the keys of every sentence fit one tile, whole rows of scores stay on chip: forward needs no
+running maximum, and backward is one kernel that reads each operand once and writes dq, dk and dv
+once. Longer sentences use the running softmax of FlashAttention (Dao et al. 2022); backward then
+has a kernel over tiles of queries for dq, and one over tiles of keys for dk and dv. Scores are
+multiplied by log2(e), so that exp2 replaces exp.
 
 N sentences, H heads of width D; one sentence has m queries and n keys; BQ, BK, BD sides of a tile.
-Row strides are constexpr: with them known, a third of the instructions that make addresses go.
+Row strides are constexpr, which removes a third of the instructions that compute addresses.
 """
 
 import math
@@ -24,14 +25,14 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def sentence(p_cu_seqlens, i_n):
-    """The first row of sentence i_n and how many it has."""
+    """The first row of sentence i_n and its number of rows."""
     start = tl.load(p_cu_seqlens + i_n)
     return start.to(tl.int64), tl.load(p_cu_seqlens + i_n + 1) - start
 
 
 @triton.jit
 def sentence_and_head(p_cu_q, p_cu_k, H):
-    """Of a program: its head, then the first row and the number of its queries and of its keys."""
+    """A program's head, and the first row and the number of its queries, then of its keys."""
     i_n, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
     start_q, m = sentence(p_cu_q, i_n)
     start_k, n = sentence(p_cu_k, i_n)
@@ -40,13 +41,13 @@ def sentence_and_head(p_cu_q, p_cu_k, H):
 
 @triton.jit
 def rows_of(p_x, start, s_t: tl.constexpr, i_h, s_h):
-    """One sentence's rows of one head."""
+    """A pointer to the first row of one sentence and head."""
     return p_x + start * s_t + i_h * s_h
 
 
 @triton.jit
 def tile(o_t, m_t, s_t: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Offsets and mask of the rows o_t; heads as wide as the tile need no mask of channels."""
+    """Offsets and mask of the rows o_t. Channels need no mask where D == BD."""
     o_d = tl.arange(0, BD)
     mask = m_t[:, None] if D == BD else m_t[:, None] & (o_d < D)[None, :]
     return o_t.to(tl.int64)[:, None] * s_t + o_d[None, :], mask
@@ -66,7 +67,7 @@ def store_rows(p_x, b_x, o_t, m_t, s_t: tl.constexpr, D: tl.constexpr, BD: tl.co
 
 @triton.jit
 def scores(b_q, b_k, o_q, o_k, m, n, scale, CAUSAL: tl.constexpr):
-    """(BQ, BK) scores to the base 2, -inf where a query does not see a key."""
+    """(BQ, BK) scores times log2(e); -inf where a query does not see a key."""
     b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)
     b_s += tl.where(o_k < n, 0.0, float("-inf"))[None, :]
     if CAUSAL:
@@ -76,22 +77,22 @@ def scores(b_q, b_k, o_q, o_k, m, n, scale, CAUSAL: tl.constexpr):
 
 @triton.jit
 def finite(b_top):
-    """-inf, the maximum of a row without any score, made 0: so that exp2(-inf - top) is 0."""
+    """Replaces -inf, the maximum of a row that sees no key, by 0: exp2(-inf - 0) is 0, not NaN."""
     return tl.where(b_top == float("-inf"), 0.0, b_top)
 
 
 @triton.jit
 def load_lse(p_lse, o_q, m_q):
-    """To the base 2, and inf for -inf: exp2(s - lse) is 0 in a row without any score."""
+    """lse times log2(e). -inf, of a row that sees no key, becomes inf: exp2(-inf - inf) is 0."""
     b_lse = tl.load(p_lse + o_q, mask=m_q, other=float("-inf"))
     return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
 
 
 @triton.jit
 def kept(seed, o_token, first_key, threshold, BQ: tl.constexpr, BK: tl.constexpr):
-    """(BQ, BK) bool: the weights dropout keeps, see `deepfast.reference.dropout`.
+    """(BQ, BK) bool: the weights that dropout keeps, see `deepfast.reference.dropout`.
 
-    The token is ``query * H + head``, the channel the key's place in its sentence.
+    The mask's token is ``query * H + head``; its channel is the key's position in its sentence.
     """
     zeros = tl.zeros((BQ, BK // 8), dtype=tl.uint32)
     groups = (first_key // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :] + zeros
@@ -100,8 +101,9 @@ def kept(seed, o_token, first_key, threshold, BQ: tl.constexpr, BK: tl.constexpr
     w0, w1, w2, w3 = tl.philox(seed, groups, low, high, zeros)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BQ, BK // 8, 8)).to(tl.int32)
-    # A counter's eight draws become the bits of one number: little then moves to the threads that
-    # hold the scores. The sum is of floats: the compiler would compute draws a second time there.
+    # The eight draws of a counter become bits of one number, so that little data moves to the
+    # threads that hold the scores. The bits are summed as floats: with a sum of integers the
+    # compiler would compute the draws a second time.
     bit = (1 << tl.arange(0, 8))[None, None, :]
     bits = tl.sum(tl.where(draws >= threshold, bit.to(tl.float32), 0.0), axis=2).to(tl.int32)
     return tl.reshape((bits[:, :, None] & bit) != 0, (BQ, BK))
@@ -116,7 +118,7 @@ def attention_fwd_kernel(
     D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     WHOLE_ROW: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one sentence and head."""
+    """The output of a tile of queries of one sentence and head."""
     i_h, start_q, m, start_k, n = sentence_and_head(p_cu_q, p_cu_k, H)
     first_query = tl.program_id(1) * BQ
     seed = None if p_seed is None else tl.load(p_seed)
@@ -128,7 +130,7 @@ def attention_fwd_kernel(
     m_q, m_k = o_q < m, o_k < n
     o_token = (start_q + o_q) * H + i_h
 
-    # The first tile of keys, which is all of a whole row.
+    # The first tile of keys. Under WHOLE_ROW there is no other.
     b_q = load_rows(rows_of(p_q, start_q, s_q, i_h, s_qh), o_q, m_q, s_q, D, BD)
     b_k = load_rows(p_k, o_k, m_k, s_k, D, BD)
     b_v = load_rows(p_v, o_k, m_k, s_v, D, BD)
@@ -157,7 +159,7 @@ def attention_fwd_kernel(
             b_o = dot(rounded(b_p, b_v.dtype), b_v, b_o)
             b_top = b_new
 
-    # A query that sees no key: o is 0 / 1, lse its maximum, -inf.
+    # A query that sees no key gets o = 0 / 1 and lse = -inf.
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
     b_o *= (keep_scale / b_sum)[:, None]
     store_rows(rows_of(p_o, start_q, s_o, i_h, s_oh), b_o, o_q, m_q, s_o, D, BD)
@@ -175,9 +177,9 @@ def attention_bwd_kernel(
     D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     WHOLE_ROW: tl.constexpr, ONE_TILE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys of one sentence and head; dq too where it holds a WHOLE_ROW.
+    """dk and dv of a tile of keys of one sentence and head; under WHOLE_ROW dq too.
 
-    ONE_TILE: no sentence has more than BQ queries either.
+    WHOLE_ROW: no sentence has more than BK keys. ONE_TILE: nor more than BQ queries.
     """
     i_h, start_q, m, start_k, n = sentence_and_head(p_cu_q, p_cu_k, H)
     first_key = tl.program_id(1) * BK
@@ -197,11 +199,12 @@ def attention_bwd_kernel(
     b_dv = tl.zeros((BK, BD), dtype=tl.float32)
     ds_scale = scale if p_seed is None else scale * keep_scale
 
-    # The first tile with a query that sees these keys; a whole row must write every dq.
+    # Starts at the first tile with a query that sees these keys. Under WHOLE_ROW every tile runs,
+    # because each must write its dq.
     first = 0
     if CAUSAL and not WHOLE_ROW:
         first = tl.maximum(first_key - (n - m), 0) // BQ * BQ
-    # A loop of one round is no loop: each sum is then stored as soon as it is there.
+    # Under ONE_TILE the loop runs once, and each sum is stored as soon as it is complete.
     for first_query in range(first, BQ if ONE_TILE else m, BQ):
         o_q = first_query + tl.arange(0, BQ)
         m_q = o_q < m
@@ -213,7 +216,7 @@ def attention_bwd_kernel(
         if p_seed is not None:
             o_token = (start_q + o_q) * H + i_h
             m_kept = kept(seed, o_token, first_key, threshold, BQ, BK)
-            # A weight is never negative: its sign remembers the mask.
+            # A weight is never negative, so its sign can hold the mask.
             b_w, b_p = tl.where(m_kept, b_p, 0.0), tl.where(m_kept, b_p, -b_p)
         b_dv = dot(tl.trans(rounded(b_w, b_do.dtype)), b_do, b_dv)
         if ONE_TILE:
@@ -285,7 +288,7 @@ def attention_bwd_dq_kernel(
 
 
 class Launch(NamedTuple):
-    """Sides of a tile, and how Triton is to compile it."""
+    """Sides of a tile, and Triton's options to compile it with."""
 
     BQ: int
     BK: int
@@ -294,14 +297,14 @@ class Launch(NamedTuple):
 
 
 def side(length: int, most: int) -> int:
-    """The side of a tile for sentences up to a length."""
+    """The side of a tile for sentences of at most ``length``."""
     return min(max(16, triton.next_power_of_2(length)), most)
 
 
 def largest_sides(BD: int, itemsize: int) -> tuple[int, int, int]:
-    """The most queries of a tile, the most keys of a whole row, and of a part of a longer one.
+    """The most queries of a tile, the most keys of a whole row, and the keys of a part of one.
 
-    Found by compiling: registers bind, and fp32, which has no tensor cores, needs most.
+    Found by compiling. Registers set the limit; fp32, which has no tensor cores, needs most.
     """
     if itemsize == 4:
         return (32, 32, 16) if BD <= 64 else (16, 16, 16)
@@ -340,7 +343,7 @@ def backward_launch(
         return Launch(BQ, part, warps(BQ, part, BD, itemsize)), False
     if one_tile and max_seqlen_k <= queries:
         return Launch(BQ, BK, warps(BQ, BK, BD, itemsize)), True
-    # dk and dv live through a loop over tiles of queries: smaller ones leave them registers.
+    # dk and dv stay in registers through the loop over tiles of queries, so the tiles are smaller.
     BQ = min(BQ, queries // 2)
     num_warps = 8 if max_seqlen_k > queries else warps(BQ, BK, BD, itemsize)
     return Launch(BQ, BK, num_warps), True

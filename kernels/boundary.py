@@ -1,16 +1,16 @@
-"""The boundary between two layers, everything between their matrix products in one pass.
+"""The boundary between two layers: everything between their matrix products in one pass.
 
-    forward    y = residual + dropout(branch), its layer normalisation n_k goes into slot k
+    forward    y = residual + dropout(branch); slot k gets n_k, the layer normalisation of y
                x = partial + sum over near j of W[k, j] * z_j,  out = LN(x)
                with z_j = n_j * norm_weight_j + norm_bias_j
-    backward   g = dx + the gradient of LN at dout, kept for the rows that are pulled later
-               u = pulled + sum_l W[l, k] * g_l,  dW[l, k] = <g_l, z>
-               then back through the state's norm weight, its normalisation and dropout
+    backward   g = dx + the gradient of dout through LN, stored for the boundaries below
+               u = pulled + sum_l W[l, k] * g_l,  dW[l, k] = <g_l, z_k>
+               dy from u, through the state's norm weight, normalisation and dropout
 
-A thread holds 16 or 32 bytes of one row, so that the norm weights of the near states,
-which every row reads, come from the L1 cache in the layout they are used in: ``o_tile`` has an
-offset for each element where ``o_d`` has one for each channel. The near states and the pulled rows
-are lists. Nearly all are arithmetic progressions, which go to the kernel as three numbers.
+Every row reads the norm weights of the near states. A thread holds 16 or 32 bytes of one row, so
+that it reads them from the L1 cache in the layout that it uses. ``o_tile`` has an offset for each
+element, ``o_d`` one for each channel. The near states and the pulled rows are lists. Nearly all are
+arithmetic progressions, which are passed as three numbers.
 """
 
 import triton
@@ -59,13 +59,13 @@ def forward_tile(D: int, itemsize: int) -> RowTile:
 
 
 def backward_tile(D: int, itemsize: int) -> RowTile:
-    """16 bytes of one row per thread, of a wide one 32: fewer threads with more registers."""
+    """16 bytes of a row per thread; 32 of a wide row, for fewer threads with more registers."""
     per_thread = (32 if wide(D, itemsize) else 16) // itemsize
     return row_tile(D, itemsize, per_thread=per_thread, num_warps=4)
 
 
 def loads_at_once(D: int, itemsize: int) -> int:
-    """States in flight in a loop over them; wide rows lack registers for more."""
+    """How many states a loop loads ahead; wide rows have no registers for more."""
     return 2 if wide(D, itemsize) else 4
 
 
@@ -77,7 +77,7 @@ FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
 @triton.jit
 def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
                   o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps):  # fmt: skip
-    """``out = LN(x)`` with its statistics."""
+    """Stores ``out = LN(x)`` and its statistics."""
     b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps)
     if p_norm_weight is not None:
         b_out *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
@@ -124,7 +124,7 @@ def boundary_fwd_kernel(
         if NORM_SOURCE:
             b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps)
             store_stat(p_source_rstd, b_rstd, o_t, m_t)
-        # The state is mixed as later rows will read it.
+        # Mixes the rounded state, which is what later rows read.
         b_n = rounded(b_y, p_states.dtype.element_ty)
         tl.store(p_own + o_row * s_state + o_d, b_n, mask=m)
     elif READS_OWN:
@@ -144,7 +144,7 @@ def boundary_fwd_kernel(
 
 @triton.jit
 def _output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D):
-    """Through ``out = LN(x)``: the gradient of x, and what the norm's weight and bias get."""
+    """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
     b_hat = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)  # x normalised
     b_bias = b_dout.to(tl.float32)
     b_d = b_bias
@@ -163,8 +163,8 @@ def _pull(
 ):  # fmt: skip
     """``u + sum_l W[l, k] g_l`` and ``dW[l, k] = <g_l, z_k>`` over the rows l of the block.
 
-    The row's own gradient ``b_g`` comes from registers. u, g and z are (BA, BT, BC), the sums of dW
-    (NP, BT, BC // 8).
+    The gradient of row k itself, ``b_g``, is still in registers. u, g and z are (BA, BT, BC), the
+    sums of dW (NP, BT, BC // 8).
     """
     if PULLS_OWN:
         pair = entry(row * R + column)
@@ -192,7 +192,7 @@ def _pull(
 def _state_backward(
     b_u, b_n, b_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE: tl.constexpr, D: tl.constexpr
 ):
-    """The gradient of y from that of z_k: through the state's norm_weight and normalisation."""
+    """dy from dz_k, through the state's norm_weight and normalisation."""
     if p_norm_weight is not None:
         b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
     return norm_backward(b_u, b_n, b_rstd, D) if NORM_SOURCE else b_u
@@ -235,7 +235,7 @@ def boundary_bwd_kernel(
         m_t = o_t < T
         o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
         m = m_t[None, :, None] & m_d
-        # These are needed last. Loaded now, they arrive while the near states are summed.
+        # Used last, but loaded now, so that they arrive while the near states are summed.
         b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
         b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
         b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
@@ -264,7 +264,7 @@ def boundary_bwd_kernel(
             b_g += b_d
         if b_dx is not None:
             b_g += b_dx.to(tl.float32)
-        # Recomputed rather than kept: until here every register is in use.
+        # Computed again rather than kept, because until here every register is in use.
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
@@ -309,7 +309,7 @@ def boundary_forward(
     _, T, D = states.shape
     if T == 0:
         return
-    # The state in the slot is mixed last, from registers.
+    # The kernel adds state k last, from registers.
     table, first, step, count = indices_of([j for j in near if j != k], states.device)
     tile = forward_tile(D, states.element_size())
     threshold, scale = dropout_factors(dropout_p)
@@ -335,7 +335,7 @@ def boundary_backward(
     _, T, D = states.shape
     device, vector = states.device, weight.dim() == 3
     near_table, first, step, count = indices_of([j for j in near if j != k], device)
-    # The row's own gradient is pulled from registers, before the others.
+    # The kernel adds row k's own gradient first, from registers.
     others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
     rows, slots = [r for r, _ in others], [s for _, s in others]
     row_table, first_row, row_step, pulls = indices_of(rows, device)
@@ -373,7 +373,7 @@ def boundary_backward(
 
 
 def _sum_dots(dots, dweight, rows, column):
-    """Adds the programs' shares of ``dweight[rows, column]``: one launch for a progression."""
+    """Sums the programs' parts of ``dweight[rows, column]``, for a progression in one launch."""
     columns = dweight[:, column] if dweight.dim() == 3 else dweight[:, column : column + 1]
     known = progression(rows)
     if known is not None and known.step > 0:

@@ -1,16 +1,16 @@
-"""What every kernel file shares.
+"""Code that all kernel files share.
 
-The legend, kept in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
+Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
 a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
-BT, BD, BK the sides of a tile. A launcher has the signature of its twin in
-`deepfast.reference.launchers`: it trusts its operands and writes into tensors of the caller's.
-An operand that is absent is passed as None, on which Triton specialises.
+BT, BD, BK the sides of a tile. A launcher has the signature of the function
+of its name in `deepfast.reference.launchers`. It does not check its operands, and writes into
+tensors that the caller allocates. A missing operand is None, and Triton compiles a variant for it.
 
-Kernels that hold whole rows hold them as (BA, BT, BC): BT tokens with BA * BC channels, channel
-``a * BC + c``. The last side goes to a row's threads, 16 bytes each, then BT to further warps, and
-BA is left to registers; a plain (BT, BD) tile would spread each row over all warps. Such a tile is
-loaded and stored as (BA * BT, BC), `flat_rows`: of three sides Triton 3.6 would give BA to the
-warps. D is a constexpr, so that masks of rows without a remainder vanish.
+Kernels that hold whole rows use tiles (BA, BT, BC): BT tokens with BA * BC channels, where (a, c)
+is channel ``a * BC + c``. Triton spreads BC over the threads of a row, 16 bytes each, BT over
+further warps, and BA over registers. A plain (BT, BD) tile would spread each row over all warps.
+Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with three sides Triton
+3.6 would spread BA over warps. D is a constexpr, so that rows without a remainder need no mask.
 """
 
 from functools import lru_cache
@@ -28,7 +28,7 @@ SOURCES = tl.constexpr(16)
 
 
 class RowTile(NamedTuple):
-    """A launch choice: the sides of the tile and the number of warps."""
+    """The sides of a tile and the number of warps of a launch."""
 
     BA: int
     BT: int
@@ -46,25 +46,25 @@ def row_tile(D: int, itemsize: int, *, per_thread: int, num_warps: int) -> RowTi
 
 
 def dropout_factors(p: float) -> tuple[int, float]:
-    """The least draw that is kept, and what a kept element is multiplied by."""
+    """The smallest draw that is kept, and the factor of a kept element."""
     threshold = int(p * 65536 + 0.5)
     return threshold, 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
 def multiprocessors(device: torch.device) -> int:
-    """A lower bound of the programs that run at once; under the interpreter, a number for tests."""
+    """The number of multiprocessors; under the interpreter, a number for tests."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stride(x: torch.Tensor | None) -> int:
-    """The distance from row to row; any number where the operand is absent."""
+    """The distance from row to row; 0 for a missing operand."""
     return 0 if x is None else x.stride(0)
 
 
 def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
-    """A launch's tensors; unused entries hold the first one, so one variant serves any number."""
+    """Up to 16 tensors, filled up with the first one: one compiled variant serves any number."""
     group = tuple(tensors[first : first + SOURCES.value])
     return group + group[:1] * (SOURCES.value - len(group))
 
@@ -74,7 +74,7 @@ def row_strides(tensors) -> tuple[int, ...]:
 
 
 def even_programs(tiles: int, most: int) -> int:
-    """At most ``most`` programs, and as few as finish ``tiles`` in the same number of rounds."""
+    """The fewest programs that finish ``tiles`` in as many rounds as ``most`` programs would."""
     return triton.cdiv(tiles, max(1, triton.cdiv(tiles, most)))
 
 
@@ -86,13 +86,13 @@ class Residency(NamedTuple):
 
 
 def residency(warps: int, num_warps: int) -> Residency:
-    """For ``warps`` on a multiprocessor, which has 65536 registers and allocates them by eight."""
+    """For ``warps`` per multiprocessor, which has 65536 registers, allocated in groups of eight."""
     programs = max(1, warps // num_warps)
     return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
 
 
 class Indices(NamedTuple):
-    """A list of indices for a kernel: a progression, or a table on the device."""
+    """A list of indices for a kernel: an arithmetic progression, or a table on the device."""
 
     table: torch.Tensor | None
     first: int
@@ -120,7 +120,7 @@ def indices_of(indices: list[int], device: torch.device) -> Indices:
 
 @triton.jit
 def pick(values, k):
-    """values[k] of a tuple of `SOURCES` for a k known at run time only."""
+    """values[k] of a tuple of `SOURCES` values, where k is known only at run time."""
     value = values[0]
     for i in tl.static_range(1, SOURCES):
         value = tl.where(k == i, values[i], value)
@@ -140,7 +140,7 @@ def rounded(b_x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(b_a, b_b, b_sum=None):
-    """``b_sum + b_a @ b_b`` in fp32; fp32 operands are not cut to tf32."""
+    """``b_sum + b_a @ b_b`` in fp32; fp32 operands are not rounded to tf32."""
     # The interpreter multiplies the bits of bf16 numbers as integers.
     if INTERPRETED:
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
@@ -155,11 +155,12 @@ def dropout(
     b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     first=0,
 ):  # fmt: skip
-    """A (BA, BT, BC) tile under its dropout mask: ``x * scale`` where kept, 0 elsewhere.
+    """Applies dropout to a (BA, BT, BC) tile: ``x * scale`` where kept, 0 elsewhere.
 
     Channel 8a + 2w + h of token t takes half h of word w of the Philox counter
-    (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`. ``o_t`` (BT,) int64 tokens.
-    ``first``: the tile's first channel, a multiple of 8.
+    (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`.
+
+    o_t: (BT,) int64, the tokens. first: the first channel of the tile, a multiple of 8.
     """
     groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
     groups += first // 8
@@ -180,7 +181,7 @@ def row_channels(BA: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def flat_rows(first, T, D, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
-    """Of the tokens from ``first`` on as (BA * BT, BC), row a * BT + t: tokens, channels, mask."""
+    """Tokens, channels and mask of BT tokens from ``first`` on: (BA * BT, BC), row a * BT + t."""
     o_r = tl.arange(0, BA * BT)[:, None]
     o_t, o_d = first + o_r % BT, o_r // BT * BC + tl.arange(0, BC)[None, :]
     return o_t.to(tl.int64), o_d, (o_t < T) & (o_d < D)
@@ -198,7 +199,7 @@ def store_rows(p, b_x, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def store_sum(p, b_x, m_d):
-    """A (BA, BT, BC) tile summed over its tokens; ``p`` and ``m_d`` (BA, 1, BC)."""
+    """Stores the sum of a (BA, BT, BC) tile over its tokens; ``p`` and ``m_d`` are (BA, 1, BC)."""
     tl.store(p, tl.sum(b_x, axis=1)[:, None, :], mask=m_d)
 
 
@@ -212,8 +213,8 @@ def row_sum(b_x):
 def normalise(b_x, m_d, D, eps):
     """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
 
-    Two passes, the mean corrected by the mean of what it leaves, as in
-    `deepfast.reference.layer_norm.normalise`. ``b_x`` is 0 outside ``m_d``.
+    Two passes; the mean of x - mean corrects the mean, as in
+    `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``.
     """
     b_mean = row_sum(b_x) / D
     b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
@@ -224,7 +225,7 @@ def normalise(b_x, m_d, D, eps):
 
 @triton.jit
 def norm_backward(b_dn, b_n, b_rstd, D):
-    """The gradient before layer normalisation from that of its result n; both 0 outside D."""
+    """dx of layer normalisation from dn, the gradient of its result n; dn and n are 0 outside D."""
     return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
 
 
@@ -257,11 +258,11 @@ def sum_partials_kernel(
 
 
 def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
-    """``outs[i] = partial[:, i].sum(0)`` in one launch and in one order.
+    """``outs[i] = partial[:, i].sum(0)`` in one launch, always in the same order.
 
     Args:
-        partial: (P, I, R, N) fp32, contiguous, I at most 4: a row of each output by each program.
-        outs: (R, N) fp32, last stride 1, row strides alike; None where no sum is wanted.
+        partial: (P, I, R, N) fp32, contiguous: the parts of I <= 4 outputs from P programs.
+        outs: (R, N) fp32, last stride 1, equal row strides; None for an output that is not needed.
     """
     P, wanted, R, N = partial.shape
     s_out = next(out.stride(0) for out in outs if out is not None)

@@ -1,12 +1,12 @@
-"""Cross entropy of rows of logits, with label smoothing, and its gradient over the logits.
+"""Cross entropy of rows of logits with label smoothing; its gradient overwrites the logits.
 
     nll = log sum_v exp(x_v) - x_t,  loss = (1 - eps) * nll + eps * mean_v(log sum exp(x) - x_v)
 
     dx = softmax(x) - (1 - eps) * onehot(t) - eps / V,  zeros for an ignored target
 
-Szegedy et al. 2016. One program per row of V logits, three passes over it: its maximum, its sums,
-its gradient. What the matrix product before has just written is read from the L2 cache. Whole
-blocks of BV go without a mask, which would cut accesses to single elements where V is odd.
+Szegedy et al. 2016. One program per row of V logits makes three passes over it: the maximum, the
+sums, the gradient. The logits were just written by a matrix product, so they come from the L2
+cache. Whole blocks of BV have no mask: with one, an odd V would force accesses to single elements.
 """
 
 import triton

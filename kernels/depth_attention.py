@@ -1,6 +1,6 @@
 """Attention over depth: a softmax over the sources of each token, and their weighted sum.
 
-    s_kh = q_h . v_k r_k (or given),  r_k = 1 / sqrt(mean(v_k^2) + eps), or 1 without norm
+    s_kh = q_h . v_k r_k, or the given scores,  r_k = 1 / sqrt(mean(v_k^2) + eps), 1 without norm
     out_h = sum_k p_kh v_k,  p_kh = exp(s_kh - most_h) / total_h,  lse_h = most_h + log(total_h)
 
     delta_h = <dout_h, out_h> - dlse_h,  ds_kh = p_kh (<dout_h, v_k> - delta_h)
@@ -9,9 +9,9 @@
 
 with the largest score most_h and total_h = sum_k exp(s_kh - most_h). The softmax is computed online
 (Milakov, Gimelshein 2018), and backward recomputes the scores from the sources, which it reads
-anyway. A launch takes up to 16 sources; between launches forward carries the sum so far in fp32.
-Programs of several hops run side by side in forward, so that all but the first read a source from
-the level-2 cache.
+anyway. A launch takes up to 16 sources; between launches forward keeps the sum so far in fp32. In
+forward the programs of a token's hops run side by side, so that all but the first read a source
+from the L2 cache.
 """
 
 import torch
@@ -57,7 +57,7 @@ def depth_attention_fwd_kernel(
     H: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # One axis: of others a grid has 65535 programs at most.
+    # One axis for both, because the other axes of a grid have at most 65535 programs.
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * BT
     o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
     o_t = (first + tl.arange(0, BT)).to(tl.int64)
@@ -82,7 +82,7 @@ def depth_attention_fwd_kernel(
         else:
             b_s = _by_token(p_scores + o_t * s_scores + k * H + h, m_t, 0.0)
         b_high = tl.maximum(b_most, b_s)
-        # Of two scores of -inf the difference is NaN, and their weights are 0.
+        # The difference of two scores of -inf is NaN, but their weights must be 0.
         b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
         b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
         b_sum = b_sum * b_kept + b_p * b_v
@@ -154,7 +154,7 @@ def depth_attention_bwd_kernel(
             b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
             for h in range(0, H):
                 if H > 1:
-                    # From a cache: the tile is read once for every source.
+                    # Read again for every source, so it comes from a cache.
                     p_g = p_dout + (o_row * H + h) * s_dout + o_flat
                     b_dout = load_rows(p_g, m, BA, BT, BC).to(tl.float32)
                     b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
@@ -175,7 +175,7 @@ def depth_attention_bwd_kernel(
                     b_u += b_c * b_q
                     b_back += b_ds * b_s
                     if p_partial is not None:
-                        # Tokens behind the last are rows of zeros.
+                        # Tokens after the last one add rows of zeros.
                         b_dq += b_c * b_v
                     if p_slopes is not None:
                         tl.store(p_slopes + o_score, tl.reshape(b_c, (BT,)), mask=m_t)
@@ -199,7 +199,7 @@ def depth_attention_query_kernel(
     H: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs read the same sources, each for a hop of its own.
+    # Neighbouring programs read the same sources, each for its own hop.
     h, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b_dq = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for start in tl.range(chunk * BT, T, chunks * BT):
@@ -214,7 +214,7 @@ def depth_attention_query_kernel(
 
 
 def _columns(table, first, H):
-    """A table (T, K, H) from source ``first`` on; None stays None."""
+    """A table (T, K, H) from source ``first`` on, or None."""
     return None if table is None else table.view(-1)[first * H :]
 
 
@@ -246,16 +246,16 @@ def depth_attention_backward(
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
     delta = torch.empty_like(most) if H > 1 else None
     if H > 1:
-        # With one hop, backward computes delta where it uses it, once for all sources.
+        # With one hop the main kernel computes delta itself, once for all sources.
         depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
             out, dout, dlse, delta, T * H, dout.stride(0), D=D, **tile._asdict()
         )
-    # As many programs as run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
+    # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
     chunks = min(triton.cdiv(T, tile.BT), programs)
     groups = triton.cdiv(K, SOURCES.value)
     learns, options = dquery is not None, tile._asdict() | {"D": D, "H": H}
-    # With several hops a kernel of its own sums their queries' gradients.
+    # With several hops another kernel sums the gradients of their queries.
     slopes = most.new_empty(T, K, H) if learns and H > 1 else None
     hop_chunks = min(chunks, triton.cdiv(programs, H))
     partial = most.new_empty(groups, hop_chunks, 1, H, D) if learns else None
@@ -263,7 +263,7 @@ def depth_attention_backward(
         count, group = min(SOURCES.value, K - first), source_group(sources, first)
         dgroup = source_group(dsources, first) if dsources else None
         strides = row_strides(group)
-        # Tiles of fp32 read ahead would not leave enough registers.
+        # Reading fp32 tiles ahead would not leave enough registers.
         stages = 1 if dout.element_size() == 4 else 3
         depth_attention_bwd_kernel[(chunks,)](
             group, query, _columns(scores, first, H), out, most, total, dout, dlse, delta, dgroup,

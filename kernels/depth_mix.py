@@ -4,9 +4,9 @@
 
     u_k = w_k * dout,  dsource_k = LN's backward of u_k * norm_weight_k,  dw_k = <dout, z_k>
 
-A launch takes up to 16 tensors as a tuple, so no table of pointers is copied to the device. Forward
-carries the sum of further ones in fp32; backward gives each source to programs of its own, which
-keep the sums over tokens behind dw, dnorm_weight and dnorm_bias in registers.
+A launch takes up to 16 sources as a tuple, so no table of pointers is copied to the device. Between
+launches forward keeps the sum so far in fp32. In backward each source has its own programs, which
+keep their sums over tokens for dw, dnorm_weight and dnorm_bias in registers.
 """
 
 import torch
@@ -82,12 +82,13 @@ def depth_mix_bwd_kernel(
     PER_CHANNEL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs read the same dout, each with a source of its own.
+    # Neighbouring programs read the same dout, each for its own source.
     k, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     p_x, s_x = pick(sources, k), pick(s_sources, k)
     o_d = row_channels(BA, BC)
     m_d = o_d < D
-    # One value for each element: another layout would go through shared memory in the loop.
+    # The weights get one value per element of the tile, in its layout. Another layout would be
+    # converted through shared memory in the loop.
     _, o_w, _ = flat_rows(0, T, D, BA, BT, BC)
     b_w = tl.zeros((BA * BT, BC), dtype=tl.float32)
     b_w += _weight_of(p_weight, k, o_w, o_w < D, D, PER_CHANNEL)
@@ -123,7 +124,7 @@ def depth_mix_bwd_kernel(
 
 
 def _from(table, first):
-    """Rows of a table from ``first`` on; None stays None."""
+    """Rows of a table from ``first`` on, or None."""
     return None if table is None else table[first:]
 
 
@@ -153,7 +154,7 @@ def depth_mix_backward(
     """See `deepfast.reference.launchers.depth_mix_backward`."""
     T, D = dout.shape
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
-    # The programs that run at once with 168 registers a thread: 3 of 4 warps, 2 of 8, 1 of 16.
+    # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
     want = [p for p in (dweight, dnorm_weight, dnorm_bias) if p is not None]
     sums = weight.new_empty(2, len(sources), D) if want else None
@@ -168,7 +169,7 @@ def depth_mix_backward(
             _from(rstd, first) if norm else None, dout, dgroup, partial,
             T, K,
             row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
-            # Reading ahead tiles of fp32 would not leave enough registers.
+            # Reading fp32 tiles ahead would not leave enough registers.
             PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
             maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),
         )  # fmt: skip
@@ -179,7 +180,7 @@ def depth_mix_backward(
 
 
 def _weight_gradients(gn, g, weight, norm_weight, norm_bias, dweight, dnorm_weight, dnorm_bias):
-    """From the sums over tokens of dout * n and of dout, (K, D) each."""
+    """Weight gradients from gn and g, the sums over tokens of dout * n and of dout, (K, D) each."""
     w = weight if weight.dim() == 2 else weight[:, None]
     if dnorm_weight is not None:
         torch.mul(gn, w, out=dnorm_weight)

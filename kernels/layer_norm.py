@@ -1,11 +1,11 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016) with dropout and a residual in front of it.
+"""Layer normalisation (Ba, Kiros, Hinton 2016) after dropout and a residual add.
 
     sum = residual + dropout(x),  n = (sum - mean) * rstd,  y = n * weight + bias
 
     dn = dy * weight,  ds = rstd * (dn - mean(dn) - n * mean(dn * n)) + dsum
 
-Both kernels hold whole rows. Backward runs a fixed number of programs that keep their share of
-``dweight`` and ``dbias`` in registers and read a tile ahead.
+Both kernels hold whole rows. Backward runs a fixed number of programs. Each keeps its part of
+``dweight`` and ``dbias`` in registers and loads the next tile while it computes.
 """
 
 import triton
@@ -34,18 +34,18 @@ from .common import (
 
 
 def forward_tile(D: int, itemsize: int) -> RowTile:
-    """A warp holds rows up to D = 1024 alone: no sum crosses warps."""
+    """Up to D = 1024 one warp holds a whole row, so no sum crosses warps."""
     return row_tile(D, itemsize, per_thread=32, num_warps=4)
 
 
 def backward_tile(D: int, itemsize: int) -> RowTile:
-    """32 bytes of each operand per thread: with weight, sums and the tile read ahead they fill
+    """32 bytes of each operand per thread. With the weight, the sums and the next tile they fill
     its registers."""
     return row_tile(D, itemsize, per_thread=32 // itemsize, num_warps=4)
 
 
 def backward_residency(tile: RowTile, fused: bool) -> Residency:
-    """Few warps with many registers: what counts is the bytes in flight, not the warps."""
+    """Few warps with many registers: speed depends on the bytes in flight, not on the warps."""
     return residency(12 if fused else 16, tile.num_warps)
 
 
@@ -86,7 +86,7 @@ def _load_backward(
     p_sum, p_dy, p_dsum, p_mean, p_rstd, first, T, s_sum, s_dy, s_dsum,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """What backward reads of a tile of tokens, as stored; ``dy`` in place of an absent ``dsum``."""
+    """The operands of a tile of tokens, in their storage dtypes; dy stands for a missing dsum."""
     o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
     b_s = load_rows(p_sum + o_row * s_sum + o_d, m, BA, BT, BC)
     b_dy = load_rows(p_dy + o_row * s_dy + o_d, m, BA, BT, BC)
@@ -160,7 +160,7 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
         x, residual, weight, bias, seed if dropout_p > 0 else None, sum, y, mean, rstd,
         T, eps, threshold, scale,
         stride(x), stride(residual), stride(sum), stride(y),
-        # Dropout's draws need the registers: by itself ptxas stops at 80 for sm_100, and spills.
+        # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
         D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
     )  # fmt: skip
 

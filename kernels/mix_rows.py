@@ -1,12 +1,13 @@
-"""The far passes of the engine: products of depth weights with many states at once.
+"""The far passes of the depth connection: products of depth weights with many states at once.
 
     mix_rows     out_b = sum_k W[row_b, k] z_k,  z_k = state_k * norm_weight_k + norm_bias_k
     pull_rows    out_j = sum_l W[l, j] g_l,  dW[l, j] = <g_l, z_j>
 
-Each is the product of a small matrix and a tall one, bound by memory: a launch reads each state
-once and keeps the sums of up to 16 rows in registers. Its lists of slots are arithmetic
-progressions, (first, step) in its arguments; a list of another form takes several launches. For
-bf16 both products run on tensor cores, with W's 24 bits in three bf16 numbers; the rest by FMA.
+Each is the product of a small and a very long matrix, limited by memory traffic: a launch reads
+each state once and keeps the sums of up to 16 rows in registers. A launch takes its lists of slots
+as arithmetic progressions (first, step); another list takes several launches. For bf16 states and
+scalar weights the products run on tensor cores, where three bf16 numbers hold the 24 bits of a
+weight. Other products use FMA.
 """
 
 import torch
@@ -39,14 +40,14 @@ def _load_state(p_state, p_norm_weight, p_norm_bias, o_x, o_d, m_x, m_d):
 
 @triton.jit
 def _split(b_x):
-    """An fp32 number as its bf16 part and the rest, in fp32."""
+    """An fp32 number as the nearest bf16 number and the fp32 rest."""
     b_high = rounded(b_x, tl.bfloat16)
     return b_high, b_x - b_high.to(tl.float32)
 
 
 @triton.jit
 def _dot_weight(b_x, b_w, b_sum):
-    """``b_sum + b_x @ b_w`` for bf16 and fp32: three bf16 numbers hold the 24 bits of a weight."""
+    """``b_sum + b_x @ b_w`` for bf16 x and fp32 w, of which three bf16 numbers hold the 24 bits."""
     b_high, b_w = _split(b_w)
     b_middle, b_w = _split(b_w)
     b_sum = dot(b_x, rounded(b_w, tl.bfloat16), b_sum)
@@ -187,8 +188,8 @@ def pull_rows_dot_kernel(
     s_grad, s_state, s_out,
     ACCUMULATE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    # A state is a row of N = T * D elements here. The first of three axes is the warp: each has
-    # its own BN elements, and no two warps compute the same product.
+    # Here a state is a row of N = T * D elements. The first of three axes is the warp: each warp
+    # has its own BN elements, so no two warps compute the same product.
     BL: tl.constexpr = 16
     o_tile = tl.arange(0, BW)[:, None, None] * BN + tl.arange(0, BN)[None, None, :]
     o_j = tl.arange(0, BK)
@@ -222,28 +223,28 @@ def pull_rows_dot_kernel(
             b_w = tl.load(p_weight + o_w, mask=m_w, other=0.0)
             b_w = tl.broadcast_to(b_w[None, :, :], (BW, BL, BK))
             if p_partial is not None:
-                # The program's own sums so far, zeros at first. No other program uses them.
+                # The sums of this program so far, initially 0. No other program uses them.
                 p_dw = p_partial + o_i[:, None] * K + o_j[None, :]
                 b_dw = tl.load(p_dw, mask=m_w, other=0.0)
             b_sum = _dot_weight(tl.permute(b_g, (0, 2, 1)), b_w, b_sum)
             if p_partial is not None:
                 b_zeros = tl.zeros((BW, BL, BK), dtype=tl.float32)
                 tl.store(p_dw, b_dw + tl.sum(dot(b_g, b_z, b_zeros), axis=0), mask=m_w)
-                # The next tile's load may be another thread's.
+                # Another thread may load these sums for the next tile.
                 tl.debug_barrier()
         b_out = rounded(tl.permute(b_sum, (0, 2, 1)), p_out.dtype.element_ty)
         tl.store(p_out + o_out + o_n, b_out, mask=m_kn)
 
 
 def advise_states(states):
-    """A hint about a fresh buffer of states; a GPU needs none."""
+    """Advises the memory system about a new buffer of states; a GPU needs no advice."""
 
 
 def _progressions(*columns, limit):
-    """Parallel lists of ints as pieces in which every list is an arithmetic progression.
+    """Splits parallel lists of ints into pieces in which each list is an arithmetic progression.
 
-    A piece has at most ``limit`` entries: its length, then (first, step) of each list. Empty lists
-    are one empty piece.
+    A piece covers at most ``limit`` entries and is (its length, then (first, step) for each list).
+    Empty lists give one empty piece.
     """
     size, start, pieces = len(columns[0]), 0, []
     while start < size:
@@ -260,14 +261,14 @@ def _progressions(*columns, limit):
 
 
 def _stream_shape(states, weight, norm_weight, norm_bias):
-    """(T, D) of a slot; one row of all elements where nothing depends on the channel."""
+    """(T, D) of a slot, or (1, T * D) where nothing depends on the channel."""
     _, T, D = states.shape
     flat = weight.dim() == 2 and norm_weight is None and norm_bias is None
     return (1, T * D) if flat else (T, D)
 
 
 def _stream_tile(T, D, BD, elements):
-    """(BT, BD): ``elements`` elements, ``BD`` channels of a token or fewer where D is small."""
+    """(BT, BD) of a tile with ``elements`` elements and at most ``BD`` channels, unless T is 1."""
     BD = min(elements if T == 1 else BD, max(16, triton.next_power_of_2(D)))
     return elements // BD, BD
 
@@ -317,7 +318,7 @@ def pull_rows(
             programs = min(programs, 3 * multiprocessors(states.device))
         else:
             kernel, shape = pull_rows_kernel, (T, D)
-            # A weight per channel has a partial sum per channel: more tokens share it.
+            # A weight per channel needs a partial sum per channel, so tiles have more tokens.
             BT, BD = _stream_tile(T, D, 32 if per_channel else 128, 2048)
             sides = {"PER_CHANNEL": per_channel, "BT": BT, "BD": BD, "STAGES": 3, "num_warps": 8}
             programs = triton.cdiv(T, BT) * triton.cdiv(D, BD)
@@ -337,7 +338,7 @@ def pull_rows(
 
 
 def _sum_into(partial, dweight, L, row, K, k):
-    """Sums over programs into the entries of dweight that two progressions name."""
+    """Sums the parts of all programs into the entries of dweight that two progressions give."""
     (first_row, step_row), (first_k, step_k) = row, k
     rows = slice(first_row, first_row + L * step_row, step_row)
     block = dweight[rows, first_k : first_k + K * step_k : step_k]

@@ -1,4 +1,4 @@
-"""How the boundary's kernels read and write a row: weights, states as they are mixed, and the sum
+"""Parts of the boundary's kernels: loads and stores of rows, the weights, and the sum
 
     b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)
 
@@ -13,7 +13,7 @@ from .common import rounded
 
 @triton.jit
 def load_tile(p, s_row, o_row, o_d, m):
-    """(BA, BT, BC) of the rows at ``p``, or None where that operand is absent."""
+    """The tile (BA, BT, BC) of the rows at ``p``, or None for a missing operand."""
     return None if p is None else tl.load(p + o_row * s_row + o_d, mask=m, other=0.0)
 
 
@@ -26,7 +26,7 @@ def store_tile(p, s_row, o_row, o_d, m, b_x):
 
 @triton.jit
 def load_stat(p, o_t, m_t):
-    """A number for each token, (1, BT, 1)."""
+    """One number for each token, as (1, BT, 1)."""
     return tl.load(p + o_t, mask=m_t, other=0.0)[None, :, None]
 
 
@@ -37,13 +37,13 @@ def store_stat(p, b_stat, o_t, m_t):
 
 @triton.jit
 def entry(i):
-    """A scalar as a (1, 1, 1) block, for what depends on it to be masked with tiles."""
+    """A scalar as a (1, 1, 1) block, so that it can be combined with the masks of tiles."""
     return tl.zeros((1, 1, 1), dtype=tl.int32) + i
 
 
 @triton.jit
 def index_at(p_table, first, step, i, m):
-    """Entry i of a list: of a progression, or of a table."""
+    """Entry i of a list, which is a progression or a table."""
     if p_table is None:
         return (first + i * step).to(tl.int64)
     else:
@@ -61,7 +61,7 @@ def load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
 
 @triton.jit
 def mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m):
-    """State k as it is mixed."""
+    """z_k = n_k * norm_weight_k + norm_bias_k in fp32."""
     b_z = b_n.to(tl.float32)
     if p_norm_weight is not None:
         b_z *= tl.load(
@@ -118,13 +118,13 @@ def add_dot(
 ):  # fmt: skip
     """Adds <g, z> of a tile to entry i of the program's dW.
 
-    A scalar is summed by each thread for itself until the end. A vector is too much for the
-    registers and is summed in memory of this program alone. ``fresh``: it holds no sum yet.
+    A scalar is summed in each thread's registers until the end. A vector does not fit there, so it
+    is summed in a buffer of this program. ``fresh``: the buffer has no sum yet.
     """
     if VECTOR:
         p = p_dots + i * D + o_d
         b_dot = tl.sum(b_g * b_z, axis=1)[:, None, :]
-        # Another thread may have written these elements for the tile before.
+        # Another thread may have written these elements for the previous tile.
         tl.debug_barrier()
         b_dot += tl.load(p, mask=m_d & ~fresh, other=0.0)
         tl.store(p, b_dot, mask=m_d)

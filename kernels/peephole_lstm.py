@@ -1,12 +1,12 @@
-"""An LSTM layer with peepholes: one launch for each step, the product with the weight inside.
+"""An LSTM layer with peepholes: one launch per step, which includes the product with the weight.
 
     (z, rho, phi, pi) = f_t + h_{t-1} W
     c_t = tanh(z) * s(rho + p_0 c_{t-1}) + s(phi + p_1 c_{t-1}) * c_{t-1}
     h_t = tanh(c_t) * s(pi + p_2 c_t)
 
-Zhou et al. 2016, Eq. 4; s is the logistic function. A program has BB sentences and BH channels: it
-makes the four gates of its channels, so that the cell follows in registers, and what a step leaves
-in h (forward) or df (backward) is what the next launch multiplies. B sentences, H channels.
+Zhou et al. 2016, Eq. 4; s is the logistic function; B sentences, H channels. A program has BB
+sentences and BH channels. It computes all four gates of its channels, so that the cell runs in
+registers. A launch stores h (forward) or df (backward), which the next launch multiplies.
 """
 
 import torch
@@ -17,8 +17,8 @@ from .common import dot, rounded
 
 
 def tile(B: int, H: int, itemsize: int) -> dict[str, int]:
-    """Sentences, channels and depth of a program's product: small, for many programs. A thread of
-    a full tile has 16 bytes of it."""
+    """Sentences, channels and depth of a program's product, small so that there are many programs.
+    Each thread has 16 bytes of a full tile."""
     BB = max(16, triton.next_power_of_2(min(B, 32)))
     BK = min(128 // itemsize, max(16, triton.next_power_of_2(H)))
     return {"BB": BB, "BH": 16, "BK": BK, "num_warps": itemsize}
@@ -32,7 +32,7 @@ def _logistic(b_x):
 
 @triton.jit
 def _tanh(b_x):
-    """By its series where exp would cancel."""
+    """Uses the series near 0, where the form with exp would lose digits."""
     b_e = tl.exp(-2.0 * tl.abs(b_x))
     b_far = (1.0 - b_e) / (1.0 + b_e)
     b_s = b_x * b_x
@@ -46,8 +46,8 @@ def _tanh(b_x):
 
 @triton.jit
 def _place(p_lengths, step, T, B, BB: tl.constexpr, REVERSE: tl.constexpr):
-    """For a program's sentences, as int64: the number, the steps left including this one, whether
-    this is the first step, the row in (T, B), and the rows from step to step."""
+    """For a program's sentences, as int64: the index, the steps left including this one, whether
+    this is the first step, the row in (T, B), and the distance in rows from step to step."""
     o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
     b_n = tl.zeros((BB,), dtype=tl.int64) + T
     if p_lengths is not None:
@@ -84,7 +84,7 @@ def peephole_lstm_fwd_kernel(
     step, depth, T, B,
     H: tl.constexpr, REVERSE: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One step. ``p_before`` is h, or h0 in the first step; a depth of 0 leaves the product out."""
+    """One step. ``p_before`` is h, or h0 in the first step. A ``depth`` of 0 skips the product."""
     o_b, b_left, b_first, o_row, s_step = _place(p_lengths, step, T, B, BB, REVERSE)
     m = b_left > 0
     o_d = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -137,13 +137,13 @@ def peephole_lstm_bwd_kernel(
     step, T, B,
     H: tl.constexpr, REVERSE: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One step. ``p_dc`` (B, H) goes from step to step; ``p_sums`` has three rows for each program
-    of the first axis, to which every step adds."""
+    """One step. ``p_dc`` (B, H) is passed from step to step. ``p_sums`` has three rows for each
+    program of the first axis, and every step adds to them."""
     o_b, b_left, b_first, o_row, s_step = _place(p_lengths, step, T, B, BB, REVERSE)
     m = b_left > 0
     o_d = tl.program_id(1) * BH + tl.arange(0, BH)
     b_dh = tl.zeros((BB, BH), dtype=tl.float32)
-    # The last step has no df behind it.
+    # The last step has no next df.
     depth = tl.where(step + 1 < T, 4 * H, 0)
     for k in range(0, depth, BK):
         o_k = k + tl.arange(0, BK)
