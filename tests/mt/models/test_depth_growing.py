@@ -15,11 +15,16 @@ from deepfast.mt.models import (
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.reference.depth_growing import depth_growing
+from tests.mt.models.decoding import (
+    NEAR,
+    SOURCE,
+    TARGET,
+    assert_hypotheses_reorder,
+    assert_steps_equal_forward,
+)
 
 SIZES = {"dim": 12, "heads": 3, "ffn_dim": 20, "encoder_layers": 3, "decoder_layers": 2,
          "top_encoder_layers": 2, "top_decoder_layers": 3}  # fmt: skip
-SOURCE = torch.tensor([[5, 6, 7, 9, 3], [8, 4, 3, 0, 0], [7, 3, 0, 0, 0]])
-TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
 LABELS = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
 
 CASES = {
@@ -41,12 +46,6 @@ OTHERS = {
 EVERY = pytest.mark.parametrize("case", CASES | OTHERS)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
-
-
 def build(case="pre, dlcl below", **changes):
     """A small model. Its parameters are moved from initial values that could hide a mistake."""
     torch.manual_seed(3)
@@ -58,10 +57,6 @@ def build(case="pre, dlcl below", **changes):
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
         model.bottom.embedding.weight[0].zero_()
     return model.eval()
-
-
-def assert_close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def specified(model, written_out, source, target):
@@ -157,31 +152,12 @@ def test_blocks_of_attention_residuals_are_each_network_s_own():
 
 @EVERY
 def test_decoding_step_by_step_equals_forward(case):
-    model = build(case)
-    with torch.no_grad():
-        logits = torch.zeros(*TARGET.shape, 11)
-        logits[TARGET != 0] = model(SOURCE, TARGET)
-        state = model.start(SOURCE)
-        for position in range(TARGET.shape[1]):
-            step = model.step(TARGET[:, position], state)
-            real = TARGET[:, position] != 0
-            assert_close(step[real], logits[real, position])
+    assert_steps_equal_forward(build(case), **NEAR)
 
 
 @EVERY
 def test_reordered_hypotheses_keep_both_encoders(case):
-    model = build(case)
-    with torch.no_grad():
-        state = model.start(SOURCE)
-        model.step(torch.tensor([2, 2, 2]), state)
-        # Sentence 1 twice, sentence 0 once, sentence 2 gone.
-        state.reorder(torch.tensor([1, 1, 0]))
-        model.step(torch.tensor([5, 6, 7]), state)
-        state.reorder(torch.tensor([1, 0, 2]), encoded=False)
-        state.reorder(torch.tensor([2, 0]))
-        got = model.step(torch.tensor([9, 4]), state)
-        expected = model(SOURCE[[0, 1]], torch.tensor([[2, 7, 9], [2, 6, 4]]))
-        assert_close(got, expected.view(2, 3, 11)[:, -1])
+    assert_hypotheses_reorder(build(case), **NEAR)
 
 
 @EVERY

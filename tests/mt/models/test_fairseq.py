@@ -41,12 +41,6 @@ VARIANTS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
-
-
 def make(**options):
     shared = options.get("share", "all") == "all"
     target = SOURCE_TOKENS if shared else TARGET_TOKENS

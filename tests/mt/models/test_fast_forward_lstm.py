@@ -11,15 +11,10 @@ from deepfast.mt.models import (
 )
 from deepfast.mt.search import DecodingOptions, beam_search
 from deepfast.reference.fast_forward_lstm import fast_forward_lstm
+from tests.mt.models.decoding import assert_hypotheses_reorder, assert_steps_equal_forward
 
 V, PAD, BOS, EOS = 13, 0, 2, 3
 SIZES = {"dim": 6, "embedding_dim": 5, "encoder_layers": 3, "decoder_layers": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
 
 
 def make(attention=True, dtype=torch.float64, **changes):
@@ -84,32 +79,13 @@ def test_is_its_transcription(attention, layers):
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_step_by_step_is_the_whole(attention):
-    model = make(attention)
     source, given, _ = batch()
-    whole = model(source[:1], given[:1])
-    state = model.start(source)
-    for t in range(given.shape[1]):
-        logits = model.step(given[:, t], state)
-        torch.testing.assert_close(logits[0], whole[t])
+    assert_steps_equal_forward(make(attention), source, given)
 
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_reordered_hypotheses(attention):
-    """Rows may be repeated, dropped and exchanged."""
-    model = make(attention)
-    source, given, _ = batch()
-    index = torch.tensor([2, 0, 0])
-    state, other = model.start(source), model.start(source[index])
-    model.step(given[:, 0], state)
-    model.step(given[index, 0], other)
-    state.reorder(index)
-    for _ in range(2):
-        torch.testing.assert_close(
-            model.step(given[index, 1], state), model.step(given[index, 1], other)
-        )
-        swap = torch.tensor([0, 2, 1])
-        state.reorder(swap, encoded=False)
-        other.reorder(swap)
+    assert_hypotheses_reorder(make(attention))
 
 
 @pytest.mark.parametrize("attention", [True, False])

@@ -10,6 +10,7 @@ from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
 from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS, WITH_ATTENTION
+from tests.mt.models.decoding import assert_steps_equal_forward
 
 SIZES = {"vocab_size": 11, "dim": 12, "heads": 2, "ffn_dim": 16, "dropout": 0.0}
 FUSION = {"hidden_dim": 6, "hops": 2, "attention_dim": 5}
@@ -69,11 +70,7 @@ def test_every_parameter_learns(kind, norm, memory):
 @pytest.mark.parametrize("kind", FUSIONS)
 def test_decoding_by_steps_is_decoding_at_once(kind, norm):
     model = transformer(kind, norm, decoder_connection="dlcl").eval()
-    with torch.no_grad():
-        whole = model(SOURCE[:1], TARGET_IN[:1])
-        state = model.start(SOURCE[:1])
-        steps = [model.step(token, state) for token in TARGET_IN[0].split(1)]
-    torch.testing.assert_close(torch.cat(steps), whole)
+    assert_steps_equal_forward(model, SOURCE, TARGET_IN)
 
 
 def test_one_side_alone():

@@ -10,6 +10,7 @@ import torch
 from deepfast.mt.models import DepthGrowingConfig, Transformer, TransformerConfig
 from deepfast.mt.models.prune import prune_checkpoint, prune_layers
 from deepfast.mt.search import DecodingOptions, beam_search
+from tests.mt.models.decoding import NEAR, assert_steps_equal_forward
 
 # Tags are 4 to 6, at the front; the second sentence is padded.
 SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
@@ -20,12 +21,6 @@ LOGITS = {
     "encoder": [[1, -1, 2], [-1, 1, 1], [1, 1, -2]],
     "decoder": [[2, -1, 1, -3], [-1, 1, -1, -1], [1, -1, 1, -1]],
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
 
 
 def build(languages=LANGUAGES, latent=None, **changes):
@@ -77,15 +72,8 @@ def test_the_tag_chooses_the_layers():
 
 def test_decoding_step_by_step_equals_forward():
     model = build(latent={"evaluation": "mean"})
-    with torch.no_grad():
-        for tag in LANGUAGES.values():
-            logits = torch.zeros(*TARGET.shape, 13)
-            logits[TARGET != 0] = model(tagged(tag), TARGET)
-            state = model.start(tagged(tag))
-            for position in range(TARGET.shape[1]):
-                step = model.step(TARGET[:, position], state)
-                real = TARGET[:, position] != 0
-                torch.testing.assert_close(step[real], logits[real, position], rtol=1e-4, atol=1e-4)
+    for tag in LANGUAGES.values():
+        assert_steps_equal_forward(model, tagged(tag), TARGET, **NEAR)
 
 
 def test_evaluation_does_not_sample():

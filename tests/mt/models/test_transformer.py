@@ -13,10 +13,16 @@ from deepfast.mt.models import (
     big,
 )
 from deepfast.mt.models.transformer import sinusoids
+from tests.mt.models.decoding import (
+    NEAR,
+    SOURCE,
+    TARGET,
+    assert_close,
+    assert_hypotheses_reorder,
+    assert_steps_equal_forward,
+)
 
 SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 2}
-SOURCE = torch.tensor([[5, 6, 7, 9, 3], [8, 4, 3, 0, 0], [7, 3, 0, 0, 0]])
-TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
 
 VARIANTS = pytest.mark.parametrize(
     ("norm", "encoder", "decoder", "dlcl"),
@@ -29,13 +35,6 @@ VARIANTS = pytest.mark.parametrize(
         ("post", "residual", "dlcl", {"weight": "group", "groups": 3, "softmax": True}),
     ],
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    # These models are too small for several threads.
-    with threads(1):
-        yield
 
 
 def build(norm="pre", encoder="dlcl", decoder="residual", dlcl=None, **changes):
@@ -60,36 +59,14 @@ def left_padded(tokens):
     return torch.stack([torch.cat((row[row == 0], row[row != 0])) for row in tokens])
 
 
-def assert_close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
 @VARIANTS
 def test_decoding_step_by_step_equals_forward(norm, encoder, decoder, dlcl):
-    model = build(norm, encoder, decoder, dlcl)
-    with torch.no_grad():
-        logits = torch.zeros(*TARGET.shape, 11)
-        logits[TARGET != 0] = model(SOURCE, TARGET)
-        state = model.start(SOURCE)
-        for position in range(TARGET.shape[1]):
-            step = model.step(TARGET[:, position], state)
-            real = TARGET[:, position] != 0
-            assert_close(step[real], logits[real, position])
+    assert_steps_equal_forward(build(norm, encoder, decoder, dlcl), **NEAR)
 
 
 @VARIANTS
 def test_reordered_hypotheses(norm, encoder, decoder, dlcl):
-    model = build(norm, encoder, decoder, dlcl)
-    with torch.no_grad():
-        state = model.start(SOURCE)
-        model.step(torch.tensor([2, 2, 2]), state)
-        # Sentence 1 twice, sentence 0 once, sentence 2 gone.
-        state.reorder(torch.tensor([1, 1, 0]))
-        model.step(torch.tensor([5, 6, 7]), state)
-        state.reorder(torch.tensor([2, 1]))
-        got = model.step(torch.tensor([9, 4]), state)
-        expected = model(SOURCE[[0, 1]], torch.tensor([[2, 7, 9], [2, 6, 4]]))
-        assert_close(got, expected.view(2, 3, 11)[:, -1])
+    assert_hypotheses_reorder(build(norm, encoder, decoder, dlcl), **NEAR)
 
 
 @VARIANTS

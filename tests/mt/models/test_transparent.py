@@ -6,21 +6,18 @@ import torch
 from deepfast.memory import POLICIES
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.reference.transparent_attention import transparent_attention
-
-SOURCE = torch.tensor([[5, 6, 7, 9, 3], [8, 4, 3, 0, 0], [7, 3, 0, 0, 0]])
-TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
+from tests.mt.models.decoding import (
+    SOURCE,
+    TARGET,
+    assert_hypotheses_reorder,
+    assert_steps_equal_forward,
+)
 
 VARIANTS = pytest.mark.parametrize(
     ("norm", "encoder"),
     [("pre", "residual"), ("post", "residual"), ("pre", "dlcl"), ("post", "dlcl"),
      ("pre", "denseformer")],
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
 
 
 def build(norm, encoder, **changes):
@@ -70,20 +67,8 @@ def test_logits_and_gradients_are_those_of_the_specification(norm, encoder):
 @VARIANTS
 def test_decoding_step_by_step_equals_forward(norm, encoder):
     model = build(norm, encoder)
-    with torch.no_grad():
-        logits = torch.zeros(*TARGET.shape, 11, dtype=torch.float64)
-        logits[TARGET != 0] = model(SOURCE, TARGET)
-        state = model.start(SOURCE)
-        for position in range(TARGET.shape[1]):
-            step = model.step(TARGET[:, position], state)
-            real = TARGET[:, position] != 0
-            torch.testing.assert_close(step[real], logits[real, position])
-        state = model.start(SOURCE)
-        model.step(torch.tensor([2, 2, 2]), state)
-        state.reorder(torch.tensor([1, 0]))
-        got = model.step(torch.tensor([5, 7]), state)
-        expected = model(SOURCE[[1, 0]], torch.tensor([[2, 5], [2, 7]])).view(2, 2, 11)[:, -1]
-        torch.testing.assert_close(got, expected)
+    assert_steps_equal_forward(model)
+    assert_hypotheses_reorder(model)
 
 
 @pytest.mark.parametrize(("norm", "encoder"), [("pre", "dlcl"), ("post", "denseformer")])
