@@ -145,19 +145,28 @@ def _unpack(packed) -> Tensor:
 class LayerState:
     """What a layer reads beside its inputs, as it is when this is made.
 
-    These are parameters, buffers, hooks, submodules, attributes of a `SIMPLE` type, and the tensors
-    among the layer's keyword arguments.
+    These are parameters and whether they learn, buffers, hooks, submodules, attributes that are
+    tensors or of a `SIMPLE` type, and the tensors among the layer's keyword arguments.
     """
 
     def __init__(self, layer: nn.Module, options: dict):
         self.tensors = [(name, t, Kept(t)) for name, t in _tensors(options)]
         self.entries: list[tuple[dict, str, object]] = []
+        self.learns = [(p, p.requires_grad) for p in layer.parameters() if p.is_leaf]
         self.types = []
         for part in layer.modules():
             attributes = vars(part)
             self.types.append((part, type(part)))
-            for table in (part._parameters, part._buffers):
-                for name, tensor in table.items():
+            # A tensor with a graph is a result that forward has stored, not a value that it reads.
+            loose = {
+                name: t for name, t in attributes.items() if isinstance(t, Tensor) and t.is_leaf
+            }
+            for table, named in (
+                (part._parameters, part._parameters),
+                (part._buffers, part._buffers),
+                (attributes, loose),
+            ):
+                for name, tensor in named.items():
                     if tensor is not None and not tensor.is_inference():
                         self.tensors.append((name, tensor, Kept(tensor)))
                     if tensor is None or type(tensor) in ORDINARY:
@@ -203,11 +212,16 @@ class LayerState:
             # Hooks are a copy of a dictionary.
             and not (isinstance(value, dict) and table[name] == value)
         ]
+        frozen = [(p, learns) for p, learns in self.learns if p.requires_grad != learns]
         for table, name, _, value in changed:
             table[name] = value
+        for parameter, learns in frozen:
+            parameter.requires_grad_(learns)
         try:
             yield
         finally:
+            for parameter, learns in frozen:
+                parameter.requires_grad_(not learns)
             for table, name, now, _ in reversed(changed):
                 table[name] = now
 

@@ -211,6 +211,56 @@ def test_a_buffer_changed_before_backward(change, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_a_tensor_attribute_changed_before_backward(change, policy):
+    """A tensor that is neither a parameter nor a buffer."""
+
+    def run(policy):
+        module = stack(policy)
+        up = module.layers[LAYER].feed_forward.up
+        up.factor = torch.full((), 1.5)
+        up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias) * up.factor
+        return module, *forward(module)
+
+    expected = gradients(*run("keep"))
+    module, inputs, y = run(policy)
+    up = module.layers[LAYER].feed_forward.up
+    if change == "in place":
+        up.factor.mul_(3)
+    else:
+        up.factor = torch.full((), 3.0)
+    equal_or_refused(module, inputs, y, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_norm_that_gets_another_eps(policy):
+    module = stack(policy)
+    inputs, y = forward(module)
+    for part in module.modules():
+        if hasattr(part, "eps"):
+            part.eps = 0.5
+    assert_same(gradients(module, inputs, y), unchanged())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_layer_frozen_or_unfrozen_before_backward(learned, policy):
+    """A parameter that no longer learns gets no gradient; all others get theirs."""
+
+    def run(policy):
+        module = stack(policy)
+        layer = module.layers[LAYER].requires_grad_(learned)
+        inputs, y = forward(module)
+        layer.requires_grad_(not learned)
+        found = gradients(module, inputs, y)
+        assert all(p.requires_grad != learned for p in layer.parameters())
+        return found
+
+    found, expected = run(policy), run("keep")
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_that_changes_its_own_buffers(policy):
     """Spectral norm takes another step in each forward of training, so a rerun would differ."""
 

@@ -230,11 +230,12 @@ def _from_states(norm: LayerNorm | None, history: DepthHistory):
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
     state, k = history.state, history.state.pushed - 1
-    weight, bias = (None, None) if norm is None else (Kept(norm.weight), Kept(norm.bias))
+    if norm is not None:
+        weight, bias, eps = Kept(norm.weight), Kept(norm.bias), norm.eps
 
     def inputs() -> tuple[Tensor, Tensor | None]:
         if norm is not None:
-            return recompute_row(state, k, OutNorm(weight(), bias(), norm.eps))
+            return recompute_row(state, k, OutNorm(weight(), bias(), eps))
         x, normed = recompute_row(state, k, None)
         # In post-norm a row may have its own norm. Its result is then the layer's input.
         return (x if normed is None else normed), None
