@@ -5,7 +5,7 @@ A subcommand's module has a docstring for its help, EXAMPLE (a command line),
 imported.
 
 Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand the command line;
-3 the model that `plan` was asked about does not fit; 130 interrupted.
+3 the model given to `plan` does not fit; 130 interrupted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code (argparse exits with 2 by itself)."""
+    """Runs the command line; returns the exit code. Argparse itself exits with 2."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="deepfast", description="Very deep Transformers with fused depth connections."
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args, rest = parser.parse_known_args(argv)
-    # Argparse fills a list from one run of words: overrides behind an option are left over.
+    # Argparse fills a list from one run of words, so overrides after an option are left over.
     if hasattr(args, "overrides"):
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"deepfast {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has what it wanted. Python flushes once more at exit, which must not fail.
+        # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
+        # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, RuntimeError, ImportError) as error:

@@ -1,9 +1,9 @@
 """Converts a fairseq checkpoint, of the DLCL authors' code or of a plain Transformer, to one that
 `deepfast translate` reads.
 
-The dictionaries are fairseq's: one `token count` per line. Give the same file twice where both
+The dictionaries are fairseq's: one `token count` per line. Give the same file twice if both
 languages share one. Lines to translate must be split into tokens as in training. In the output,
-pieces that end in @@ are joined to the next."""
+pieces that end in @@ are joined to the next piece."""
 
 import argparse
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "kind": kind_of(config), "config": vars(config), "model": weights,
         "vocabulary": vocabulary.to_bytes(),
     })  # fmt: skip
-    # Read it as translation will, to find out that the file is whole.
+    # Loads it as translation will, to check that the file is complete.
     model, _ = load_model(args.output)
     count = sum(p.numel() for p in model.parameters())
     print(f"model: {model.describe()}, {count:,} parameters, embeddings shared: "

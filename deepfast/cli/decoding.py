@@ -1,4 +1,4 @@
-"""What `translate`, `score` and `tune` share: decoding arguments, and one run of a search."""
+"""What `translate`, `score` and `tune` share: decoding arguments, and the run of a search."""
 
 import argparse
 import shlex
@@ -20,7 +20,7 @@ Results = TypeVar("Results")
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to search, and on what."""
+    """Adds the arguments of a search."""
     default = DecodingOptions()
     group = parser.add_argument_group("decoding")
     group.add_argument(
@@ -48,11 +48,11 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `translate` and `score` have beyond `add_decoding_arguments`."""
+    """Adds the arguments of `translate` and `score`: `add_decoding_arguments` and more."""
     add_decoding_arguments(parser)
     parser.add_argument(
         "--replace-unknown", action="store_true",
-        help="replace each unk by the source word that attention is on",
+        help="replace each unk by the source word with the most attention",
     )  # fmt: skip
     group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
     group.add_argument(
@@ -70,13 +70,13 @@ def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def decoding_options(args: argparse.Namespace) -> DecodingOptions:
-    """The options among a command's arguments, which have the names of the fields."""
+    """The options among a command's arguments, which have the fields' names."""
     names = [field.name for field in fields(DecodingOptions) if hasattr(args, field.name)]
     return DecodingOptions(**{name: getattr(args, name) for name in names})
 
 
 def decoding_words(args: argparse.Namespace) -> list[str]:
-    """The arguments of `add_decoding_arguments` that are not the default, as words to paste."""
+    """The arguments of `add_decoding_arguments` that differ from their default, as shell words."""
     parser = argparse.ArgumentParser()
     add_decoding_arguments(parser)
     words = []
@@ -89,18 +89,18 @@ def decoding_words(args: argparse.Namespace) -> list[str]:
 
 
 def to_translate(checkpoint: object, *words: str) -> str:
-    """The line that tells how to use a checkpoint."""
+    """The line that says how to use a checkpoint."""
     return f"to translate: deepfast translate {shlex.join([str(checkpoint), *words])} < FILE"
 
 
 def translate(args: argparse.Namespace, lines: Sequence[str]) -> list[list[tuple[float, str]]]:
-    """Scores and texts of every line; stderr tells of the run."""
+    """Scores and texts of every line; reports the run on stderr."""
     options = decoding_options(args)
     results = run_search(args, lines, translate_nbest, options)
     if options.deep_shallow and options.alpha is None and options.gamma is None:
         print(
             f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
-            "worse than the model alone: deepfast tune finds those of a dev text",
+            "worse than the model alone: deepfast tune finds good ones on a dev text",
             file=sys.stderr,
         )
     return results

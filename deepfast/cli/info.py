@@ -19,7 +19,9 @@ MADE_OF = {"norm_linear": ("layer_norm",), "feed_forward": ("layer_norm", "activ
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where it is")
+    parser.add_argument(
+        "--device", default=None, help="cpu or cuda; default: cuda where there is a GPU"
+    )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16, float64")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -48,7 +50,7 @@ def collect(device: str, dtype: torch.dtype) -> dict:
 
 
 def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:
-    """The backend that serves an op (None where the override cannot), and why the others do not."""
+    """The backend that serves an op (None if the override cannot), and why the others do not."""
     refused = backend.explain(op, device, dtype)
     if override is not None:
         # An override may name a backend that `explain` does not list.
@@ -84,7 +86,7 @@ def _lines(info: dict) -> Iterator[str]:
 
 
 def _on_a_gpu(proved: dict[str, tuple[str, ...]]) -> str:
-    """What is chosen on a GPU, whether this machine has one or not."""
+    """What a GPU would run by default, whether or not this machine has one."""
     kernels = [f"{', '.join(ops)} ({name})" for name, ops in proved.items() if ops]
     return (
         f"kernels proved for: {'; '.join(kernels) or 'no op'}; the default of other ops is the "
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: expected a device that is here, got 'cuda': no GPU found")
+        raise ValueError("--device: expected a device of this machine, got 'cuda': no GPU found")
     dtype = getattr(torch, args.dtype, None)
     if dtype not in backend.DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in backend.DTYPES)
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"deepfast {info['deepfast']}, torch {info['torch']}, Python {info['python']}")
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
-    # Each op says why there is no CUDA.
+    # Each op gives the reason why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
     print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
     print(f"on a GPU {_on_a_gpu(info['proved'])}")

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw memory over depth as .svg or .png: every policy, and "
+        "--plot", metavar="FILE", help="draw memory over depth, .svg or .png: every policy, and "
         "the same model in plain PyTorch",
     )  # fmt: skip
 

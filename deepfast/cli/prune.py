@@ -2,7 +2,7 @@
 
 For a model of several languages, --language keeps only the layers of that language. The result is a
 plain Transformer whose source sentences still begin with the language's tag. Without --language,
-every layer stays that some language uses."""
+every layer that some language uses stays."""
 
 import argparse
 
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Refuses a checkpoint that cannot be used, with a sentence of its own.
+    # Refuses an unusable checkpoint with its own message.
     load_model(args.checkpoint)
     check_writable(args.output)
     content = read_checkpoint(args.checkpoint)
     pruned = prune_checkpoint(content, args.language)
-    # The weights are mapped from their file, which the output may replace.
+    # The weights are mapped from their file, which the output may overwrite.
     pruned["model"] = {name: weight.clone() for name, weight in pruned["model"].items()}
     save_checkpoint(args.output, pruned)
     for side in SIDES:

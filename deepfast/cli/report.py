@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="report", type=Path, help="folder of the page")
+    parser.add_argument("--output", default="report", type=Path, help="folder for the page")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from deepfast.mt.data.errors import require
 
-    # Missing packages are named before minutes of measuring, not after.
+    # Missing packages are reported now, not after minutes of measurements.
     for package in ("matplotlib", "jinja2", "rich"):
         require(package, "deepfast report")
     from dataclasses import replace
@@ -45,6 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """The command that asks for the same report, without the place of the output."""
+    """The command that makes the same report, without the output folder."""
     names = [n for n in ("full", "quick", "no_training") if getattr(args, n)]
     return " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in names)])

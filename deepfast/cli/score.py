@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     elif all(model) and not any(files):
         sources, references = read_lines(args.source), read_lines(args.reference)
         if len(sources) != len(references):
-            # bleu would say so too, but only after the translation.
+            # bleu would report this too, but only after the translation.
             raise ValueError(
                 f"expected as many references as source lines, got {len(sources)} in "
                 f"{args.source} and {len(references)} in {args.reference}"

@@ -1,7 +1,7 @@
-"""Draws how a fusion of layers weighs them: hops by layers by words.
+"""Draws how a fusion weighs the layers: hops by layers by words.
 
-Of a model whose recipe has model.encoder_fusion or model.decoder_fusion. The decoder's weights are
-those along a translation: the model's own, or the one given. A piece that begins a word has the
+The model's recipe must have model.encoder_fusion or model.decoder_fusion. The decoder's weights are
+those along a translation: the model's own, or a given one. A piece that begins a word has the
 vocabulary's mark ▁ in front."""
 
 import argparse
@@ -25,8 +25,8 @@ SIDES = ("encoder", "decoder")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast train")
     parser.add_argument("text", metavar="TEXT", help="a sentence to translate")
-    parser.add_argument("--language", help="puts the tag of this language in front of TEXT")
-    parser.add_argument("--side", choices=SIDES, help="default: the first that has a fusion")
+    parser.add_argument("--language", help="put the tag of this language in front of TEXT")
+    parser.add_argument("--side", choices=SIDES, help="default: the first side that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
     parser.add_argument(
         "--output", default="attention.svg", help="a file, .svg or .png; default: %(default)s"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.checkpoint}: expected a vocabulary of subwords, got one of tokens")
     side = args.side or _fused_side(model)
     if args.translation is not None and side != "decoder":
-        raise ValueError("--translation: expected with the decoder's fusion alone")
+        raise ValueError("--translation: expected only with the decoder's fusion")
     (text,) = translator.prepare([args.text], args.language)
     translation = args.translation and translator.prepare([args.translation])[0]
     weights, words = layer_weights(model, vocabulary, side, text, translation)
@@ -76,7 +76,7 @@ def _fused_side(model: SearchModel) -> str:
 def layer_weights(
     model: SearchModel, vocabulary: Vocabulary, side: str, text: str, translation: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """(N, hops, L + 1) and the N words; of a weight for each channel their mean, as one hop."""
+    """(N, hops, L + 1) and the N words. With a weight for each channel: their mean, as one hop."""
     source = vocabulary.encode(text)
     if not source:
         raise ValueError("TEXT: expected words, got none")

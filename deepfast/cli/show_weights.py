@@ -3,12 +3,12 @@ latent depth.
 
 Prints tables and, with --output, draws a picture.
 
-W says which layers each layer reads, and how much, in the manner of Figure 5 of Wang et al. 2019.
-It is shown as it is applied, masked and softmaxed where the model does so; of several weights for
-a pair of layers the mean over channels. Weights under the threshold, or under 5% of their row's
-largest, are left out; of a row without any weight that reaches the threshold, the 5% alone counts.
+W says which layers each layer reads, and how much, as in Figure 5 of Wang et al. 2019. It is shown
+as it is applied: masked and softmaxed if the model does so, and with several weights for a pair of
+layers their mean over channels. Weights under the threshold, or under 5% of their row's largest,
+are left out. In a row without any weight that reaches the threshold, only the 5% counts.
 
-Of latent depth: the probability of each layer for each language, and whether it is kept."""
+For latent depth: the probability of each layer for each language, and whether it is kept."""
 
 import argparse
 import math
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="a picture, .svg or .png")
     parser.add_argument(
         "--threshold", type=float, metavar="X",
-        help="least weight of W that is shown, at least 0; default 0.1; 0 shows all",
+        help="smallest weight of W to show, at least 0; default 0.1; 0 shows all",
     )  # fmt: skip
 
 

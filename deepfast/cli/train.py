@@ -1,9 +1,9 @@
 """Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
 
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
-resume: resume=true continues from its newest checkpoint, or begins where there is none, and
-resume=FILE continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and
-exits with 130 or 143."""
+resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
+continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 130
+or 143."""
 
 import argparse
 import sys
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = training.train(recipe)
     except KeyboardInterrupt:
-        # Before the first step there is nothing to save, and a second Ctrl-C does not wait for it.
+        # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a
+        # save.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return EXIT_CODES["SIGINT"]
     if result.stopped not in EXIT_CODES:

@@ -1,10 +1,10 @@
 """Finds the weights of deep-shallow decoding: alpha and gamma with the best BLEU on a dev text.
 
-The checkpoint holds a model that has grown (its recipe has a section grow). The model and its
-bottom alone translate the text once each. Then every pair of alpha (0 to 1) and gamma (0 to 2)
-ranks all translations. The last line printed is the command to translate with: with the best pair,
-or with the model alone where no pair is better. Files are UTF-8, detokenised, one sentence a line,
-plain or gzip."""
+The checkpoint must be of a model that has grown (its recipe has a section grow). The model and its
+bottom alone each translate the text once. Then every pair of alpha (0 to 1) and gamma (0 to 2)
+ranks all translations. The last line of the output is the command to translate with: with the best
+pair, or with the model alone if no pair is better. Files are UTF-8, detokenised, one sentence a
+line, plain or gzip."""
 
 import argparse
 import json

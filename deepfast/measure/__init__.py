@@ -1,1 +1,1 @@
-"""Measuring: encoders of several depths beside other ways to compute DLCL, and a report of it."""
+"""Measurements: encoders of several depths beside other ways to compute DLCL, and a report."""

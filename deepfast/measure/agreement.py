@@ -1,4 +1,4 @@
-"""Whether the forms compute the same: loss and gradients of each against float64."""
+"""Checks that the forms agree: the loss and gradients of each against float64."""
 
 from dataclasses import replace
 
@@ -12,18 +12,19 @@ DEPTH, SENTENCES = 30, 8
 WEIGHT = "connection.dlcl.weight"
 
 Step = tuple[Tensor, dict[str, Tensor]]
-"""A loss, and gradients by the name of their parameter."""
+"""A loss, and gradients by parameter name."""
 
 
 def agreement(settings: Settings) -> dict:
-    """Every form in float32, and deepfast in float64 too, beside stack and sum in float64.
+    """Compares every form in float32, and deepfast also in float64, with stack and sum in float64.
 
-    Activations are smooth. Under ReLU a rounding error that turns a sign makes a whole unit's
-    gradient appear or vanish, in every form alike, and hides what is compared.
+    The activation is smooth. With ReLU a rounding error that changes a sign switches a whole unit's
+    gradient on or off, in every form, and hides the differences measured here.
 
     Returns:
         Sizes, and for each form and dtype the largest differences: of the loss, relative; of all
-        gradients, in units of the largest one; and the same of the depth weights' gradient alone.
+        gradients, in units of the largest one; of the depth weights' gradient alone, in the same
+        way.
     """
     depth = max((d for d in settings.depths if d <= DEPTH), default=min(settings.depths))
     settings = replace(settings, batch=min(settings.batch, SENTENCES))
@@ -49,10 +50,10 @@ def _compare(variant: str, dtype: str, result: Step, truth: Step) -> dict:
 
 
 def _difference(truth: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest absolute difference of all tensors, in units of the largest true value."""
+    """Largest absolute difference over all tensors, in units of the largest true value."""
     if truth.keys() != other.keys():
         missing = sorted(truth.keys() ^ other.keys())
-        raise RuntimeError(f"{missing[0]}: one form has a gradient there, the other has none")
+        raise RuntimeError(f"{missing[0]}: one form has a gradient, the other has none")
     scale = max(t.abs().max().item() for t in truth.values())
     with torch.no_grad():
         worst = max((t - other[name].double()).abs().max().item() for name, t in truth.items())

@@ -1,4 +1,4 @@
-"""How a fusion of layers weighs them: a panel for each hop, layers by words."""
+"""A picture of how a fusion weighs the layers: a panel for each hop, layers by words."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from deepfast.measure.pictures import STYLE, save
 
 INCHES_PER_WORD, INCHES_PER_LAYER = 0.42, 0.24
 NOT_OF_LETTERS = ("Last Resort", "STIXSize", "STIXNonUnicode", "cm")
-"""Fonts of matplotlib whose characters are boxes, or not those that their codes name."""
+"""Fonts of matplotlib that show boxes or wrong characters."""
 
 
 def draw(
@@ -20,15 +20,15 @@ def draw(
     """Writes the picture as SVG or PNG, by the file's ending.
 
     Args:
-        weights: (words, hops, L + 1), each row of layers adding up to 1; layer 0 is the embedding.
-        words: what stands below the columns.
+        weights: (words, hops, L + 1); each row of layers adds up to 1; layer 0 is the embedding.
+        words: the labels of the columns.
         path: ends in .svg or .png.
         title: above the picture.
-        across: name of the lower axis.
+        across: the label of the horizontal axis.
 
     Returns:
-        The characters of the words that no font of this machine has. An SVG keeps them, for the
-        fonts of the machine that shows it. A PNG shows the code of each, such as U+4E2D.
+        The characters of the words that no font of this machine has. An SVG keeps them, because
+        another machine may have the fonts. A PNG shows the code of each, such as U+4E2D.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def draw(
             axes.set_yticks(range(layers))
             if hops > 1:
                 axes.set_title(f"hop {hop}", loc="left", fontsize=9)
-        # A word may have dollar signs.
+        # A word may contain dollar signs.
         panels[-1].set_xticks(
             range(count), words, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
         )
@@ -59,15 +59,15 @@ def draw(
         figure.colorbar(image, ax=list(panels), label="weight", shrink=0.7)
         figure.suptitle(title, fontsize=10)
     with warnings.catch_warnings():
-        # The caller gets these characters.
+        # The caller gets these characters, so the warning is not needed.
         warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
         save(figure, path)
     return missing
 
 
 def fonts_for(text: str) -> tuple[list[str], str]:
-    """Font families, in the order in which a character is looked up, that together have as many
-    characters of the text as possible; and the characters that none of this machine's fonts has."""
+    """Font families, in the order in which a character is looked up, that together cover as many
+    characters of the text as possible; and the characters that no font of this machine has."""
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     families = ["sans-serif"]
@@ -94,12 +94,12 @@ def fonts_for(text: str) -> tuple[list[str], str]:
 
 @cache
 def _characters(font: str) -> frozenset[str]:
-    """The characters that a font's file has a glyph for."""
+    """The characters for which a font's file has a glyph."""
     from matplotlib.font_manager import get_font
 
     return frozenset(map(chr, get_font(font).get_charmap()))
 
 
 def coded(word: str, missing: str) -> str:
-    """A word with the codes of the characters that are missing."""
+    """The word with missing characters replaced by their codes."""
     return "".join(f"U+{ord(c):04X}" if c in missing else c for c in word)

@@ -1,7 +1,7 @@
 """Which layers latent depth has learned to use, as a picture and as a table.
 
-Li et al., Deep Transformers with Latent Depth, 2020: of each language and layer the probability
-``sigma(logit)``; in evaluation a layer is kept where that is at least a threshold.
+Li et al., Deep Transformers with Latent Depth, 2020: the probability ``sigma(logit)`` of each layer
+for each language. Evaluation keeps a layer whose probability is at least a threshold.
 """
 
 from dataclasses import dataclass
@@ -25,32 +25,32 @@ class SideChoices:
     name: str
     languages: list[str]
     probability: Tensor
-    """(N, L), of N languages and L layers."""
+    """(N, L) for N languages and L layers."""
     kept: Tensor
-    """(N, L) bool: what evaluation uses."""
+    """(N, L) bool: the layers that evaluation uses."""
     threshold: float
 
     @property
     def rule(self) -> str:
-        """What makes a layer kept."""
+        """The condition under which a layer is kept."""
         return f"kept: probability of at least {self.threshold:g}"
 
     @property
     def width(self) -> float:
-        """Of its panel, in inches; many layers are drawn narrower."""
+        """The width of its panel in inches; many layers are drawn narrower."""
         return min(max(WIDTH, MARGIN + INCHES_PER_LAYER * self.kept.shape[1]), 2 * WIDTH)
 
     @property
     def height(self) -> float:
-        """Of its panel, in inches."""
+        """The height of its panel in inches."""
         return 1.15 + INCHES_PER_LANGUAGE * len(self.languages)
 
 
 def choices_of(model: SearchModel) -> list[SideChoices]:
-    """The choices of a model's sides with latent depth; none of a model without.
+    """The choices of the sides of a model with latent depth; an empty list for other models.
 
     Raises:
-        ValueError: logits that are not a number.
+        ValueError: if a logit is not a number.
     """
     found = []
     for side in ("encoder", "decoder"):
@@ -117,7 +117,7 @@ def show_choices(choices: list[SideChoices]) -> None:
 
 
 def rows_of(side: SideChoices, some: slice) -> list[list[str]]:
-    """Of each layer and some of the languages: the probability, and whether it is kept."""
+    """For each layer and the given languages: the probability, and whether the layer is kept."""
     pairs = zip(side.probability[some].T.tolist(), side.kept[some].T.tolist(), strict=True)
     return [
         [f"{p:.2f}{' kept' if kept else ''}" for p, kept in zip(*row, strict=True)]

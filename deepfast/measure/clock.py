@@ -1,7 +1,7 @@
-"""Timing that survives a noisy machine: variants take turns in one process, medians are quoted.
+"""Timing on a noisy machine: variants take turns in one process, and medians are reported.
 
-A time alone means little; a ratio between variants of one run does. The copy bandwidth of the
-machine is measured in the same run, and a kernel's bytes per second are compared with it.
+A time alone means little; a ratio between variants of one run is reliable. The copy bandwidth of
+the machine is measured in the same run and compared with a kernel's bytes per second.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ COPY = "copy"
 
 
 def keep_memory() -> bool:
-    """Tells glibc to keep freed memory for the rest of the process; False where there is no glibc.
+    """Tells glibc to keep freed memory until the process ends; False without glibc.
 
-    By default glibc hands large blocks back and faults them in again, page by page. That can cost
-    more than the work on them, and which variant pays for it is a matter of luck.
+    By default glibc returns large blocks to the system and faults them in again, page by page. That
+    can cost more than the work on them, and chance decides which variant pays for it.
     """
     trim_threshold, mmap_threshold, most = -1, -3, (1 << 31) - 1
     libc = ctypes.CDLL(None)
@@ -44,7 +44,7 @@ def interleave(
     nbytes: dict[str, int] | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Row]:
-    """Runs every variant in turn, ``repeats`` rounds after ``warmup`` uncounted ones."""
+    """Runs every variant in turn: ``warmup`` uncounted rounds, then ``repeats`` rounds."""
     rows = {name: Row(variant=name, nbytes=(nbytes or {}).get(name)) for name in variants}
     for number in range(warmup + repeats):
         for name, run in variants.items():
@@ -55,12 +55,12 @@ def interleave(
 
 
 def ratio(slow: Row, fast: Row) -> float:
-    """How many times faster ``fast`` is: the median of the rounds' own ratios."""
+    """How many times faster ``fast`` is: the median of the ratios of the rounds."""
     return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
 
 
 def copy_variant(nbytes: int = 1 << 27) -> tuple[Callable[[], object], int]:
-    """A plain copy and the bytes it moves (one read and one write), to compare kernels with."""
+    """A plain copy, for comparison, and the bytes that it moves (one read and one write)."""
     source = torch.empty(nbytes, dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * nbytes

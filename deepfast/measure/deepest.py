@@ -19,12 +19,12 @@ from deepfast.memory.table import describe
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
 MODEL: dict[str, Any] = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
-"""Of the models that are planned. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
+"""Sizes of the planned models. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
 CUDA."""
 PLANNED = "deepfast"
 
 HELD_MODEL: dict[str, Any] = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
-"""Of the models that are counted: an eighth of `MODEL`, its tokens and heads included."""
+"""Sizes of the counted models: an eighth of `MODEL`, tokens and heads included."""
 HELD_BATCH, HELD_LENGTH = 32, 32
 HELD_POLICIES = {"deepfast, keep": "keep", "deepfast, history": "history"}
 """Form -> policy of all layers."""
@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def planned(budget: str) -> Plan | None:
-    """deepfast's deepest model in ``budget``; None where not even one layer fits."""
+    """deepfast's deepest model within ``budget``; None if not even one layer fits."""
     try:
         return plan(budget=budget, **MODEL)
     except ValueError:
@@ -40,13 +40,13 @@ def planned(budget: str) -> Plan | None:
 
 
 def deepest_eager(form: str, budget: int) -> int:
-    """Most layers of a plain form whose step fits ``budget`` bytes; 0 where not even one does."""
+    """The most layers of a plain form whose step fits ``budget`` bytes; 0 if not even one fits."""
     sizes = plan(budget="1TiB", layers=1, **MODEL).sizes
     return _most(lambda layers: eager_peak(replace(sizes, layers=layers), form) <= budget)
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where all below it do; 0 where 1 does not."""
+    """The largest number that fits, if all smaller ones fit; 0 if 1 does not."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
@@ -57,7 +57,7 @@ def _most(fits: Callable[[int], bool]) -> int:
 
 
 def deepest() -> dict:
-    """Every budget and form: most layers; and how deepfast's deepest model is planned.
+    """The most layers for every budget and form, and the plan of deepfast's deepest model.
 
     Computed from closed forms; nothing here was measured.
     """
@@ -74,8 +74,8 @@ def deepest() -> dict:
 def held(
     settings: Settings, rows: list[Row], forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)
 ) -> list[Job]:
-    """Adds a row for each small model; returns the jobs that count its step beside the closed
-    form. Parameters, gradients and the optimizer's state are in both numbers."""
+    """Adds a row for each small model. Returns the jobs that count its step beside the closed form.
+    Both numbers include parameters, gradients and the optimizer's state."""
     jobs = []
     for depth in settings.held_depths:
         for dtype in DTYPES:
@@ -92,7 +92,7 @@ def held(
 
 
 def held_sizes(depth: int, dtype: str) -> Sizes:
-    """Sizes of a small model."""
+    """The sizes of a small model."""
     return plan(
         budget="1TiB", layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
         length=HELD_LENGTH, **HELD_MODEL,

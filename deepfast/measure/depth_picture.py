@@ -21,16 +21,16 @@ DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
 BLUE = "#2f6db5"
 NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
-"""Policy -> its curve."""
+"""Policy -> name of its curve."""
 PICTURE_COLORS = dict(zip(NAMES.values(), GREENS, strict=True)) | {
     form: COLORS.get(form, BLUE) for form in EAGER
 }
 HEIGHT = 3.9
-"""Nine names stand below each other."""
+"""High enough for nine names below each other."""
 
 
 def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
-    """Name to (layers, GiB): each policy on all layers alike, and each plain form; all of them with
+    """Name -> (layers, GiB): each policy, the same on all layers, and each plain form. All include
     the same margin for a device's allocator."""
     dlcl = sizes.connection == "dlcl"
     found: dict[str, list[tuple[int, float]]] = {}
@@ -52,7 +52,7 @@ def _figure(found: Mapping[str, Curve], title: str, budget: int | None):
 
 
 def title_of(sizes: Sizes) -> str:
-    """What a picture of ``sizes`` shows, in a line."""
+    """The title of a picture of ``sizes``, one line."""
     return f"predicted peak of a step, GiB: {sizes.width} wide, {sizes.tokens:,} tokens"
 
 

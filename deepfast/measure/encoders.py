@@ -1,4 +1,4 @@
-"""The encoders that are compared: deepfast's joined in different ways, and plain PyTorch's."""
+"""The encoders that are compared: deepfast's with different connections, and plain PyTorch's."""
 
 import math
 from collections.abc import Callable
@@ -23,15 +23,15 @@ VARIANTS = (RESIDUAL, "deepfast", "DenseFormer form", "loop of adds", REFERENCE)
 """In the order of every table."""
 
 DROPOUT = 0.1
-"""Of the models whose memory is measured."""
+"""The size of the models whose memory is measured."""
 
 
 class FormEncoder(nn.Module):
     """A pre-norm DLCL encoder whose sum over layers is computed by a form of `measure.forms`.
 
-    Layers, layer-norms and every parameter are those of ``encoder``; only what stands between two
-    layers differs. There is no dropout on the last branch of a layer, so ``encoder`` must not have
-    one either.
+    Layers, layer-norms and every parameter are those of ``encoder``; only the computation between
+    two layers differs. The last branch of a layer has no dropout here, so ``encoder`` must not have
+    any.
     """
 
     def __init__(self, encoder: TransformerEncoder, form: Callable):
@@ -54,7 +54,7 @@ class FormEncoder(nn.Module):
 
 
 class StepCase:
-    """A step of one depth: an input, a target, and all variants over the same parameters."""
+    """A step at one depth: an input, a target, and all variants over the same parameters."""
 
     def __init__(self, settings: Settings, depth: int, activation: str = "relu"):
         torch.manual_seed(settings.seed)
@@ -78,7 +78,7 @@ class StepCase:
 
     @staticmethod
     def _disturb(dlcl: DLCL) -> None:
-        """Away from the initial averages: equal weights would hide a mix-up of layers."""
+        """Moves W away from its initial averages: equal weights would hide a mix-up of layers."""
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
@@ -94,7 +94,7 @@ class StepCase:
         return loss.detach(), gradients
 
     def run(self, variant: str) -> None:
-        """A step whose results are dropped."""
+        """A step whose results are discarded."""
         self.step(variant)
 
 
@@ -123,7 +123,7 @@ class PlainEncoder(nn.Module):
     """A pre-norm encoder of plain torch: (B, S, D) to (B, S, D).
 
     Args:
-        form: how layers are joined, one of `deepfast.memory.eager.EAGER`.
+        form: how layers are connected, one of `deepfast.memory.eager.EAGER`.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class EncoderModel(nn.Module):
 
     Args:
         sizes: width, heads, layers and so on; an encoder alone.
-        form: one of `deepfast.memory.eager.EAGER` for plain torch, which computes all logits at
-            once; or the memory policy of all layers for deepfast.
+        form: for plain torch, which computes all logits at once, one of
+            `deepfast.memory.eager.EAGER`; for deepfast the memory policy of all layers.
     """
 
     def __init__(self, sizes: Sizes, form: str):

@@ -1,8 +1,8 @@
-"""Other ways to compute DLCL, each as published, to be measured beside deepfast.
+"""Other ways to compute DLCL, as published, for measurements beside deepfast.
 
-All take the same inputs, share the same pre-norm mathematics
-``x_{l+1} = sum_{k<=l} W[l,k] LN_k(y_k)`` and differ in how the sum over layers is made. A
-connection is called like `deepfast.nn.DLCL` with its own history: ``x = connect(y)``.
+All take the same inputs, compute the same pre-norm formula ``x_{l+1} = sum_{k<=l} W[l,k]
+LN_k(y_k)`` and differ in how they sum over layers. A connection is called like `deepfast.nn.DLCL`,
+but has its own history: ``x = connect(y)``.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class _Connection:
         self.count = 0
 
     def norm(self, y: Tensor) -> Tensor:
-        """LN_k of the paper; index 0 has none unless the module says so."""
+        """LN_k of the paper; index 0 has none unless the module sets normalize_embedding."""
         k, m = self.count, self.dlcl
         if m.norm != "pre" or (k == 0 and not m.normalize_embedding):
             return y
@@ -71,8 +71,9 @@ class AddLoop(_Connection):
 class _Append(torch.autograd.Function):
     """Writes a layer into the shared buffer and returns the filled part.
 
-    The view is made outside autograd, so writing the next layer does not invalidate it; its
-    gradient hands the older part on to the previous append and the newest to the layer.
+    The view is made outside autograd, so writing the next layer does not invalidate it. Its
+    gradient goes in two parts: the older layers' to the previous append, the newest layer's to that
+    layer.
     """
 
     @staticmethod
@@ -90,7 +91,7 @@ class _Append(torch.autograd.Function):
 
 
 class DenseFormerForm(_Connection):
-    """One buffer and a tensordot per layer: linear memory, as DenseFormer's module has it.
+    """One buffer and a tensordot per layer: linear memory, as in DenseFormer's module.
 
     Pagliardini et al., DenseFormer, NeurIPS 2024.
     """
@@ -109,7 +110,7 @@ class DenseFormerForm(_Connection):
 
 
 class FusedPerLayer(_Connection):
-    """One fused pass per layer over everything below it: minimal launches, quadratic reads."""
+    """One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
 
     def __init__(self, dlcl: DLCL):
         super().__init__(dlcl)
@@ -141,7 +142,7 @@ FORMS = {
 
 
 def mixing_alone(form: type[_Connection], dlcl: DLCL, y: Tensor, grad: Tensor | None) -> Tensor:
-    """The connection of a whole stack with layers that do nothing; backward too with ``grad``."""
+    """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward."""
     connect = form(dlcl)
     x = y
     for _ in range(dlcl.num_layers + 1):

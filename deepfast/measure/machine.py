@@ -1,4 +1,4 @@
-"""The machine a report was made on: what it is, and how much memory is free or taken."""
+"""The machine of a report: what it is, and how much memory is free or used."""
 
 import ctypes
 import datetime
@@ -24,7 +24,7 @@ def cpu_model() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of a source checkout, with ``+`` where files differ from it; None elsewhere."""
+    """The commit of a source checkout, with ``+`` if files differ from it; None elsewhere."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -43,7 +43,7 @@ def git_commit() -> str | None:
 
 
 def environment() -> dict:
-    """What a reader needs to judge the numbers, or to get them again."""
+    """What a reader needs to judge the numbers or to reproduce them."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
@@ -65,12 +65,12 @@ def environment() -> dict:
 
 
 def free_bytes() -> int:
-    """Memory that a step may take now without driving the machine into swap."""
+    """Memory that a step may use now without making the machine swap."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
         free = int(found.group(1)) * 1024 if found else free
-        # A container may be allowed less than the machine has.
+        # A container may have a lower limit than the machine.
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -81,16 +81,16 @@ def free_bytes() -> int:
 
 
 class ResidentPeak:
-    """The process's highest resident memory inside a block, where the system tells it (Linux).
+    """The process's highest resident memory inside a block, if the system reports it (Linux).
 
-    It holds everything: code, libraries, parameters, freed memory that was not given back.
+    It includes everything: code, libraries, parameters, freed memory that was not returned.
     """
 
     nbytes: int | None = None
 
     def __enter__(self) -> "ResidentPeak":
         try:
-            # Freed memory that the allocator keeps would hide what the block takes.
+            # Freed memory that the allocator keeps would hide what the block uses.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self._known = True

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def draw(report: dict) -> dict[str, str | None]:
-    """The pictures by name; None where there is nothing to draw."""
+    """The pictures by name; None without data."""
     timed = [row for row in report["policies"]["rows"] if row["relative"]]
     curves = report["curves"]
     return {
@@ -31,7 +31,7 @@ def draw(report: dict) -> dict[str, str | None]:
 
 
 def _time_against_memory(rows: list[dict]) -> str:
-    """A point for each policy, joined in their order."""
+    """A point for each policy, connected in the policies' order."""
     points = {row["variant"]: (row["relative"], row["peak_bytes"] / MIB) for row in rows}
     figure, axes = figure_of()
     axes.plot(*zip(*points.values(), strict=True), color="#9aa3ab", linewidth=1.2, zorder=2)
@@ -42,14 +42,14 @@ def _time_against_memory(rows: list[dict]) -> str:
     room = max(0.05, 0.12 * (high - low))
     axes.set_xlim(low - room, high + room)
     axes.set_ylim(0, 1.08 * max(y for _, y in points.values()))
-    axes.set_xlabel("time of a step, that of keep is 1")
+    axes.set_xlabel("time of a step, relative to keep")
     axes.set_title(f"peak MiB, {rows[0]['depth']} layers", loc="left", fontsize=10)
     label_ends(figure, axes, {p: [point] for p, point in points.items()}, colors)
     return inline(figure, "policies", "Peak memory over the time of a step, every memory policy")
 
 
 def _deepest(deepest: dict) -> str:
-    """Layers over budgets; a form has no point where not even one layer fits."""
+    """Layers over budgets; a form has no point if not even one layer fits."""
     budgets = [budget["bytes"] / 2**30 for budget in deepest["budgets"]]
     curves = {}
     for form, layers in deepest["layers"].items():

@@ -1,4 +1,4 @@
-"""The report as files: report.json, and index.html which needs nothing beside it."""
+"""The report as files: report.json and index.html, which needs no other file."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ FORMATS = ("seconds", "size", "traffic", "difference", "runs")
 
 
 def draw(report: dict) -> dict[str, str | None]:
-    """Every picture of the page by name; None where there is nothing to draw."""
+    """Every picture of the page by name; None without data."""
     time = results.curves(report["steps"], "median_seconds")
     memory = results.curves(report["steps"], "peak_bytes", 1 / results.GIB)
     drawn = {

@@ -1,7 +1,7 @@
-"""The report's pictures, as SVG text to be put into the page.
+"""The report's pictures, as SVG text for the page.
 
-Sizes are chosen for a phone: a picture is about as wide as a telephone's screen, so that its
-letters stay readable there, and grows on a wider one.
+Sizes suit a phone: a picture is about as wide as its screen, so that letters stay readable there.
+It grows on a wider screen.
 """
 
 import io
@@ -54,7 +54,7 @@ def save(figure, path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending."""
     import matplotlib
 
-    # Nothing of the day: the same command writes the same file.
+    # Without a date, the same command writes the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
         figure.savefig(
@@ -63,7 +63,7 @@ def save(figure, path: Path) -> None:
 
 
 def inline(figure, name: str, title: str) -> str:
-    """Text that can stand inside HTML: no prologue, its own ids, a title for screen readers."""
+    """Text for use inside HTML: no prologue, its own ids, a title for screen readers."""
     import matplotlib
 
     text = io.StringIO()
@@ -82,7 +82,7 @@ def inline(figure, name: str, title: str) -> str:
 
 
 def _spread(wanted: list[float], gap: float) -> list[float]:
-    """Places near the wanted ones, each at least ``gap`` above the one before; ascending input."""
+    """Positions near the wanted ones, each at least ``gap`` above the previous; ascending input."""
     places = list(wanted)
     for _ in range(200):
         moved = False
@@ -100,7 +100,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
 def label_ends(
     figure, axes, curves: Mapping[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
 ) -> None:
-    """The name of each curve right of its last point, moved apart where they would touch."""
+    """Writes the name of each curve right of its last point, moved apart so that none touch."""
     figure.canvas.draw()
     to_pixels = axes.transData.transform
     ends = sorted((to_pixels(curve[-1])[1], name) for name, curve in curves.items() if curve)
@@ -133,8 +133,8 @@ def depth_figure(
     """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
 
     strong, dashed: names of thick and of broken curves.
-    line: a name and a number, drawn across.
-    across: what the lower axis shows, where it is not depth.
+    line: a name and a number, drawn as a horizontal line.
+    across: the label of the horizontal axis, if it is not depth.
     """
     figure, axes = figure_of(height=height)
     for name, points in curves.items():
@@ -176,7 +176,7 @@ def over_depth(curves: Mapping[str, Curve], *, name: str, title: str, unit: str)
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """1, 2, 5, 10, ... that cover the values; fewer where they span much."""
+    """1, 2, 5, 10, ... over the range of the values; fewer for a wide range."""
     low, high = min(values), max(values)
     steps = (1, 2, 5) if high / max(low, 1e-12) < 1000 else (1,)
     every = [step * 10.0**power for power in range(-9, 10) for step in steps]
@@ -186,7 +186,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
-    """NLL over steps of the trainings: lines on training batches, points on dev."""
+    """NLL over the steps of the trainings: lines for training batches, points for dev."""
     figure, axes = figure_of(WIDTH, 3.1)
     names = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
     colors = dict(zip(names.values(), (COLORS["deepfast"], COLORS["stack and sum"]), strict=True))
@@ -218,19 +218,20 @@ def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
 
 def heat_map(axes, matrix, *, hidden, limit: float | None = None):
     """Depth weights: rows are layers, columns the sources they read, colours centred at zero.
-    Returns what a colour bar is made of.
+    Returns what a colour bar needs.
 
     Args:
         matrix: (L+1, L+1) array.
-        hidden: bool array of that shape, True where no colour is drawn. A hidden weight of a source
-            that the row may read is grey.
-        limit: the weight of the strongest colour; None: only 3% of the weights are beyond it.
+        hidden: bool array of that shape, True where no colour is drawn. A hidden weight is grey if
+            the row may read its source.
+        limit: the weight of the strongest colour; None: only 3% of the weights exceed it.
     """
     import numpy as np
 
     count = len(matrix)
     if limit is None:
-        # The first rows, which have few sources, would leave no colour for the others.
+        # The first rows have few sources and large weights: they would leave no colour for the
+        # others.
         limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
     lines = {"edgecolors": "white", "linewidth": 0.25 if count <= 60 else 0.0}
     readable = np.tril(np.ones_like(matrix, dtype=bool))
@@ -247,7 +248,7 @@ def heat_map(axes, matrix, *, hidden, limit: float | None = None):
     axes.grid(False)
     last = count - 1
     step = 1 if count <= 8 else 5 if count <= 60 else 10
-    # The output's row has a name, and needs room for it.
+    # The output's row has a name, which needs room.
     ticks = [i for i in range(0, last, step) if last - i > step / 3] + [last]
     axes.set_xticks([t + 0.5 for t in ticks], [str(t) for t in ticks])
     axes.set_yticks([t + 0.5 for t in ticks], [*(str(t + 1) for t in ticks[:-1]), "output"])

@@ -14,9 +14,9 @@ from deepfast.memory import POLICIES, Plan, plan
 from deepfast.nn import Packing, TransformerEncoder
 
 PARAMETERS = "parameters"
-"""Category of a plan's table."""
+"""A category of a plan's table."""
 LAYER_WORK = 0.02
-"""About the seconds of a layer at D=128 and 1,024 tokens."""
+"""About how many seconds a layer takes at D=128 and 1,024 tokens."""
 
 
 class PolicyCase:
@@ -35,7 +35,7 @@ class PolicyCase:
     def run(self, policy: str) -> None:
         """Forward and backward with every layer under ``policy``."""
         self.encoder.set_memory(policy)
-        # The first state belongs to the step, as the result of an embedding would.
+        # The first state is made in the step, like the result of an embedding.
         y = self.encoder.forward_packed(self.x * 1, self.packing)
         y.backward(self.gradient)
         self.encoder.zero_grad(set_to_none=True)
@@ -43,7 +43,7 @@ class PolicyCase:
 
 
 def predicted(settings: Settings, depth: int, policy: str) -> Plan:
-    """What `deepfast.memory.plan` says of a `PolicyCase`; nothing of it is measured."""
+    """The plan of `deepfast.memory.plan` for a `PolicyCase`; nothing of it is measured."""
     return plan(
         budget="1TiB", layers=depth, width=settings.memory_dim, tokens=settings.memory_tokens,
         vocabulary=0, decoder_layers=0, dtype="float32", optimizer="none", device="cpu",
@@ -52,8 +52,8 @@ def predicted(settings: Settings, depth: int, policy: str) -> Plan:
 
 
 def policies(settings: Settings, rows: list[Row]) -> list[Job]:
-    """Adds a row for every policy at every depth; returns the jobs that fill them, parameters not
-    counted. At one depth the policies are timed too."""
+    """Adds a row for every policy at every depth; returns the jobs that fill them. Parameters are
+    not counted. At one depth the policies are timed too."""
     jobs = []
     for depth in settings.depths:
         some = []
@@ -74,8 +74,8 @@ def policies(settings: Settings, rows: list[Row]) -> list[Job]:
 
 
 def chapter(settings: Settings, rows: list[Row]) -> dict:
-    """Sizes, and the rows with ratios: of predicted to measured peaks, with parameters and without,
-    and of times to the time of `keep`."""
+    """Sizes, and the rows with ratios: predicted to measured peaks, with and without parameters,
+    and times to the time of `keep`."""
     sizes = predicted(settings, 1, POLICIES[0]).sizes
     keep = next((r for r in rows if r.seconds and r.variant == POLICIES[0]), None)
     found = []
@@ -87,7 +87,7 @@ def chapter(settings: Settings, rows: list[Row]) -> dict:
             more["ratio"] = row.predicted_bytes / peak
             more["ratio_with_parameters"] = (row.predicted_bytes + parameters) / (peak + parameters)
         if row.seconds and keep is not None:
-            # An interrupted round has fewer policies.
+            # An interrupted round has measured fewer policies.
             pairs = zip(row.seconds, keep.seconds, strict=False)
             more["relative"] = statistics.median(own / other for own, other in pairs)
         more |= {"parameter_bytes": parameters, "expected_relative": plan_.time}

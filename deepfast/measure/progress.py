@@ -1,4 +1,4 @@
-"""The work of a report, job by job, and a bar that shows what runs and how long the rest takes."""
+"""The jobs of a report, and a bar that shows the current job and the time left."""
 
 import sys
 import time
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PRIOR = 20.0
-"""After so many seconds of work the measured speed counts as much as the estimates."""
+"""After this many seconds of work the measured speed counts as much as the estimates."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of work that runs as a whole."""
+    """A piece of work; jobs run one after another."""
 
     part: str
-    """The chapter it is for."""
+    """The chapter that it is for."""
     label: str
     """What it does, for people."""
     work: float
-    """About how many seconds it takes on 2 fast cores; only the relation between jobs matters."""
+    """About how many seconds it takes on 2 fast cores; only the ratios between jobs matter."""
     run: Callable[[], object]
 
 
@@ -33,7 +33,7 @@ class Progress:
         self._began = self._job_began = time.perf_counter()
 
     def run(self, jobs: list[Job]) -> None:
-        """Runs the jobs in their order and drops each one afterwards, with what it holds."""
+        """Runs the jobs in order; drops each one afterwards, with everything that it holds."""
         self._left = sum(job.work for job in jobs)
         bar = self._bar() if self.terminal else None
         try:
@@ -59,7 +59,7 @@ class Progress:
         self._done, self._left = self._done + job.work, self._left - job.work
 
     def left(self) -> str:
-        """How long the rest takes, at the speed of what is done."""
+        """The time left, at the speed of the work done so far."""
         now = time.perf_counter()
         speed = (self._job_began - self._began + PRIOR) / (self._done + PRIOR)
         seconds = max(0.0, speed * self._left - (now - self._job_began))

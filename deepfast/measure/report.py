@@ -1,4 +1,4 @@
-"""A whole report: measure, train, and gather everything as plain values."""
+"""A whole report: measures, trains, and returns everything as plain values."""
 
 import math
 import sys
@@ -19,14 +19,14 @@ FORMAT, VERSION = "deepfast report", 2
 
 
 def make_report(settings: Settings, command: str, progress: Progress) -> dict:
-    """Runs all jobs of a report; returns what report.json holds.
+    """Runs all jobs of a report; returns the content of report.json.
 
-    Ctrl-C ends the measuring. The report then holds what was measured before.
+    Ctrl-C ends the measurements. The report then has what was measured before.
 
     Args:
         settings: sizes and counts of runs.
-        command: how to get the same report again, for the page.
-        progress: runs the jobs and shows how far they are.
+        command: the command that makes the same report again, for the page.
+        progress: runs the jobs and shows the progress.
     """
     rows: dict[str, list[Row]] = {"steps": [], "mixing": [], "policies": [], "held": []}
     same: dict = {"rows": []}
@@ -74,7 +74,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
 
 
 def _kept_going(job: Job, training: Training) -> Job:
-    """A job whose failure is a sentence on the page: what was measured before must not be lost."""
+    """A job whose failure becomes a sentence on the page, so that earlier measurements are kept."""
 
     def run() -> None:
         if training.chapter["status"].startswith("failed"):
@@ -103,7 +103,7 @@ def _with_copy(rows: list[Row]) -> list[dict]:
 
 
 def _plain(value):
-    """JSON has no NaN and no infinity: they become null."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""From measurements to what the page and the terminal show: tables, ratios, sentences."""
+"""Turns measurements into what the page and the terminal show: tables, ratios, sentences."""
 
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS
 from deepfast.measure.traffic import forward_reads
@@ -27,7 +27,7 @@ def size(nbytes: float | None) -> str:
 
 
 def traffic(nbytes: float | None) -> str:
-    """1e9 or 1e6 bytes."""
+    """Bytes in units of 1e9 or 1e6."""
     if nbytes is None:
         return ""
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
@@ -38,7 +38,7 @@ def difference(value: float | None) -> str:
 
 
 def runs(row: dict) -> str:
-    """How many runs a time stands on."""
+    """How many runs are behind a time."""
     count = len(row["seconds"])
     return f"median of {count}" if count > 1 else "1 run" if count else ""
 
@@ -61,7 +61,7 @@ def curves(rows: list[dict], field: str, scale: float = 1.0) -> dict[str, list]:
 
 
 def headlines(report: dict) -> list[dict]:
-    """The main figures as ratios, each of the deepest encoder where both were measured."""
+    """The main results as ratios, each at the greatest depth where both forms were measured."""
     steps, alone = report["steps"], report["mixing"]
     cards = [
         _card(steps, REFERENCE, "deepfast", "faster than stack and sum, a whole step"),
@@ -89,7 +89,7 @@ def _card(
 
 
 def _best_other(rows: list[dict]) -> dict:
-    """Against the fastest other form of DLCL at the deepest encoder where one was measured."""
+    """Compares with the fastest other form of DLCL, at the greatest depth with one."""
     label = "faster than the fastest other form of DLCL"
     for depth in sorted({r["depth"] for r in rows}, reverse=True):
         others = [find(rows, depth, v) for v in VARIANTS if v not in (RESIDUAL, "deepfast")]
@@ -102,7 +102,7 @@ def _best_other(rows: list[dict]) -> dict:
 
 
 def _frugal(rows: list[dict]) -> dict | None:
-    """What the most frugal policy saves and costs against `keep`, where both were timed."""
+    """What the policy that saves most costs and saves against `keep`, if both were timed."""
     timed = {row["variant"]: row for row in rows if row["relative"]}
     if POLICIES[-1] not in timed:
         return None
@@ -131,13 +131,13 @@ def traffic_table(report: dict) -> list[dict]:
 
 
 def verdict(training: dict) -> str | None:
-    """What the two curves show, from the numbers alone; None where one run is missing."""
+    """What the two curves show, from the numbers alone; None if a run is missing."""
     if set(training["runs"]) != {"dlcl", "twin"}:
         return None
     ours, twin = (training["runs"][key]["curve"]["dev"] for key in ("dlcl", "twin"))
     floor = training["unigram_nll"]
     step, nll, _ = twin[-1]
-    # The other run at the same step, or at the nearest that was validated.
+    # The other run at the same step, or at the nearest one with a validation.
     near = min(ours, key=lambda point: abs(point[0] - step))
     text = (
         f"After {step} steps the post-norm stack has a dev NLL of {nll:.2f}, the DLCL stack after "

@@ -1,4 +1,4 @@
-"""One line of a table: what was measured of one variant."""
+"""One line of a table: the measurements of one variant."""
 
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -6,31 +6,31 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(kw_only=True)
 class Row:
-    """What was measured of one variant of one case. A number that was not measured is None."""
+    """The measurements of one variant of one case. A number that was not measured is None."""
 
     variant: str
     what: str = ""
-    """The case, where a table has several: a depth's name, a dtype, an op with its sizes."""
+    """The case, if a table has several: the name of a depth, a dtype, an op with its sizes."""
     depth: int | None = None
     """Layers."""
     tokens: int = 0
-    """Of a step."""
+    """Tokens of a step."""
     seconds: list[float] = field(default_factory=list)
     """The timed runs."""
     nbytes: int | None = None
     """Bytes that the algorithm has to move."""
     peak_bytes: int | None = None
-    """Highest bytes of live tensors that the run made, gradients included."""
+    """Peak bytes of live tensors that the run made, gradients included."""
     predicted_bytes: int | None = None
-    """The same, from a closed form."""
+    """The same number, from a closed form."""
     resident_bytes: int | None = None
     """Highest resident memory of the process in that run."""
     note: str | None = None
-    """Why a number is missing, or how it was measured where that differs from the rest."""
+    """Why a number is missing, or how this row was measured differently from the rest."""
 
     @property
     def median(self) -> float | None:
-        """Seconds of a run."""
+        """The median of the seconds of a run."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
@@ -51,10 +51,10 @@ class Row:
 def claim(
     what: str, value: float | None, wanted: float, *, at_most: bool = False, **more: object
 ) -> dict:
-    """A number beside the one that was aimed at, printed and as plain values.
+    """Prints a number beside its target; returns both as plain values.
 
     Args:
-        value: None where it was not measured.
+        value: None if it was not measured.
         at_most: whether a smaller number is better.
         more: further fields of the result.
     """

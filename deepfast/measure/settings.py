@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 RECIPE, TWIN = "phrases-dlcl30", "phrases-postnorm30"
-"""The model that is trained, and the one it is compared with."""
+"""The recipe of the trained model, and of the one that it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Settings:
     memory_batch: int = 32
     """Sentences of a step where memory policies are measured."""
     memory_dim: int = 128
-    """D there, with heads of 64 and F = 4 D. With few tokens for their width gradients would hide
-    what the policies save."""
+    """D of these steps, with heads of 64 and F = 4 D. With few tokens for its width, gradients
+    would hide what the policies save."""
     policy_depth: int = 60
     """Layers of the encoder whose policies are timed; one of ``depths``."""
     policy_rounds: int = 3
@@ -55,21 +55,21 @@ class Settings:
     beam: int = 4
     """Hypotheses of the beam search."""
     seed: int = 1
-    """Of parameters and inputs."""
+    """The seed of parameters and inputs."""
 
     @property
     def tokens(self) -> int:
-        """T, of a step."""
+        """T, the tokens of a step."""
         return self.batch * self.length
 
     @property
     def memory_tokens(self) -> int:
-        """T of a step where memory policies are measured."""
+        """T of a step in the measurements of memory policies."""
         return self.memory_batch * self.length
 
     @property
     def state_bytes(self) -> int:
-        """One state in float32."""
+        """The bytes of one state in float32."""
         return self.tokens * self.dim * 4
 
 

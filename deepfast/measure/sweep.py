@@ -1,4 +1,4 @@
-"""Training steps of encoders of several depths, all variants in turns: time, memory, traffic."""
+"""Training steps of encoders of several depths, variants in turn: time, memory, traffic."""
 
 from functools import partial
 
@@ -15,9 +15,9 @@ from deepfast.measure.turns import turns
 from deepfast.nn import DLCL
 
 LAYER_WORK = 0.06
-"""About the seconds of a layer at D=256, F=1024 and 2,048 tokens."""
+"""About how many seconds a layer takes at D=256, F=1024 and 2,048 tokens."""
 PAIR_WORK = {"stack and sum": 3.6e-3, "DenseFormer form": 9e-4, "loop of adds": 9e-4}
-"""The same for each pair of a layer and a source; deepfast does not grow with their number."""
+"""The same for each pair of a layer and a source; deepfast's time does not depend on them."""
 MIXING = ("deepfast", "DenseFormer form", REFERENCE, COPY)
 """Variants of the mixing alone."""
 
@@ -41,7 +41,7 @@ def sweep(settings: Settings, rows: list[Row]) -> list[Job]:
 
 
 def mixing(settings: Settings, rows: list[Row]) -> list[Job]:
-    """Adds a row for each form of the connection alone, and one for a plain copy; returns the jobs
+    """Adds a row for each form of the connection alone and one for a plain copy; returns the jobs
     that fill them."""
     depth = settings.mixing_depth
     rows += [_row(settings, depth, form, states_moved(form, depth)) for form in MIXING]
@@ -82,8 +82,8 @@ def _row(settings: Settings, depth: int, variant: str, moved: int | None) -> Row
 
 
 def _stacks(depth: int) -> int:
-    """States that stack and sum keeps: every stack, what belongs to a row, and the last stack's
-    gradient and product."""
+    """The number of states that stack and sum keeps: every stack, the states of each row, and the
+    gradient and product of the last stack."""
     rows = depth + 1
     return rows * (rows + 1) // 2 + 5 * rows
 

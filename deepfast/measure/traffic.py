@@ -1,8 +1,8 @@
-"""How many states each form of DLCL reads and writes in a training step, from its schedule.
+"""The number of states that each form of DLCL reads and writes in a step, from its schedule.
 
-Counted in states of (T, D): every operand an op reads from and every result it writes to memory,
-in the connection alone. Layer-norms and the layers themselves are left out. All rows read all
-states below them, N = L + 1 rows.
+The unit is a state (T, D). Every operand that an op reads from memory and every result that it
+writes counts, in the connection alone, without layer-norms and layers. Each of the N = L + 1 rows
+reads all states below it.
 """
 
 from deepfast.depth.schedule import default_block, near_rows
@@ -41,7 +41,7 @@ def _densely_buffered(rows: int) -> int:
 
 
 def _look_ahead(rows: int, block: int) -> int:
-    """Reads and writes of making every row's mix from states that are already there."""
+    """Reads and writes for the mixes of all rows, from states that exist already."""
     total = 0
     for k in range(rows):
         start, end = near_rows(block, k, rows)
@@ -56,7 +56,7 @@ def _deepfast(rows: int, block: int | None = None) -> int:
     block = block or default_block(rows)
     # Forward: every state is read once from the layer and written into its slot.
     total = 2 * rows + _look_ahead(rows, block)
-    # Backward makes the mixed inputs again; they stay in registers, their results unwritten.
+    # Backward recomputes the mixed inputs. They stay in registers and are not written.
     total += _look_ahead(rows, block) - rows
     for k in range(rows):
         start, end = near_rows(block, k, rows)
@@ -76,7 +76,7 @@ SCHEDULES = {
     "DenseFormer form": _densely_buffered,
     "deepfast": _deepfast,
 }
-"""Variant -> states read and written in forward and backward, of the number of rows."""
+"""Variant -> states read and written in forward and backward, by the number of rows."""
 
 
 def states_moved(variant: str, depth: int) -> int | None:

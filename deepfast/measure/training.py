@@ -21,11 +21,11 @@ from deepfast.mt.training import Recipe, TrainResult, load_recipe, train
 
 SAMPLES = 8
 STEP_WORK, SENTENCE_WORK = 0.2, 0.03
-"""About the seconds of an optimizer step, and of the translation of a sentence."""
+"""About how many seconds an optimizer step takes, and the translation of a sentence."""
 
 
 class Training:
-    """Trains, translates and scores; everything of the page's training chapter as plain values."""
+    """Trains, translates and scores; the page's training chapter as plain values."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -46,9 +46,9 @@ class Training:
         ]  # fmt: skip
 
     def train(self, key: str, name: str, steps: int) -> None:
-        """One run: its curve and how it ended."""
+        """One run: its curve and its result."""
         folder = Path(self.folder.name) / key
-        # As many validations as there are points in a curve that a reader can follow.
+        # As many validations as a reader can follow in a curve.
         every = max(1, self.settings.twin_steps // 3)
         recipe = load_recipe(
             name,
@@ -60,7 +60,7 @@ class Training:
         )  # fmt: skip
         result = train(recipe, quiet=True)
         if result.stopped in ("SIGINT", "SIGTERM"):
-            # The trainer ends in good order on Ctrl-C, which here ends the whole report.
+            # On Ctrl-C the trainer stops cleanly. Here the whole report must stop.
             raise KeyboardInterrupt
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curve = {
@@ -72,7 +72,7 @@ class Training:
             self.result = result
 
     def translate(self) -> None:
-        """What the trained model is shown to do: its weights, and translations of unseen text."""
+        """What the page shows of the trained model: weights, and translations of unseen text."""
         model, vocabulary = _load(self.result.for_translation)
         folder = self.result.output / "phrases"
         with torch.no_grad():
@@ -127,7 +127,7 @@ def _load(path: Path) -> tuple[Transformer, Vocabulary]:
 
 
 def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
-    """Dev NLL, nats per token, of knowing only how frequent each target token is in training."""
+    """Dev NLL, nats per token, of a model that knows only the frequency of each target token."""
     counts: Counter[int] = Counter()
     for line in (folder / "train.de").read_text("utf-8").splitlines():
         counts.update([*vocabulary.encode(line), vocabulary.eos_id])
@@ -135,7 +135,7 @@ def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
     nll, tokens = 0.0, 0
     for line in (folder / "dev.de").read_text("utf-8").splitlines():
         for token in [*vocabulary.encode(line), vocabulary.eos_id]:
-            # One more of every token: a token that training lacks is not impossible.
+            # Every count is one higher, so that a token missing from training is not impossible.
             nll -= math.log((counts[token] + 1) / total)
             tokens += 1
     return nll / max(tokens, 1)

@@ -1,4 +1,4 @@
-"""Variants of one case: each runs once with its memory counted, then they take turns."""
+"""Variants of one case: each runs once with its memory counted, then they are timed in turn."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -33,11 +33,11 @@ def turns(
 
     Args:
         part, label: for the progress bar.
-        rows: a row for each variant. One whose ``predicted_bytes`` are more than what is free is
-            not run, and its note says so.
+        rows: a row for each variant. If its ``predicted_bytes`` exceed the free memory, the variant
+            does not run and the row's note says so.
         make: builds the case when the first job runs; it lives until the last job is dropped.
-        rounds: of a variant, how often it is timed.
-        work: of a variant, about how many seconds a run takes.
+        rounds: variant -> how often it is timed.
+        work: variant -> about how many seconds a run takes.
     """
     case = cache(make)
     jobs = [
@@ -54,7 +54,7 @@ def turns(
 
 
 def _count(row: Row, case: Callable[[], Case]) -> None:
-    """One run with its memory counted, which is also the warm-up for the timed ones."""
+    """One run with its memory counted, which is also the warm-up of the timed runs."""
     free = free_bytes() - GIB
     if row.predicted_bytes is not None and row.predicted_bytes > free:
         row.note = (

@@ -1,8 +1,8 @@
 """The depth weights that a model has learned, as a picture and as a table.
 
-As in Wang et al. 2019, Figure 5, a weight is left out where it is small: of magnitude under 0.1,
-or under 5% of the largest in its row. Of a row without any weight of 0.1, as the average of many
-layers is, the 5% alone counts.
+As in Wang et al. 2019, Figure 5, small weights are left out: those under 0.1 in magnitude, or under
+5% of the largest of their row. In a row without any weight of 0.1, such as an average over many
+layers, only the 5% counts.
 """
 
 from collections.abc import Iterator
@@ -25,30 +25,30 @@ from deepfast.mt.models.interface import SearchModel
 
 THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
 STRONGEST = 4
-"""Sources of a row that the table names: as many as fit a terminal of 80 columns."""
+"""How many sources of a row the table names: as many as fit a terminal of 80 columns."""
 
 
 @dataclass(frozen=True)
 class SideWeights:
-    """W of the encoder or the decoder, as it is applied."""
+    """The applied W of the encoder or the decoder."""
 
     name: str
     matrix: Tensor
-    """(L+1, L+1): masked to the pattern and softmaxed where the DLCL does so; of several weights
-    per pair of layers the mean over channels."""
+    """(L+1, L+1): masked to the pattern and softmaxed if the DLCL does so; with several weights per
+    pair of layers, their mean over channels."""
     note: str
-    """What was averaged, or nothing."""
+    """What was averaged, or empty."""
     threshold: float = THRESHOLD
-    """Magnitude under which a weight is left out; 0: none is."""
+    """Weights below this magnitude are left out; 0 shows all."""
 
     @property
     def title(self) -> str:
-        """Of picture and table."""
+        """The title in pictures and tables."""
         return f"{self.name}{f', {self.note}' if self.note else ''}"
 
     @property
     def hidden(self) -> Tensor:
-        """(L+1, L+1) bool: small, or a source that the row cannot read."""
+        """(L+1, L+1) bool: the weight is small, or the row cannot read the source."""
         size = self.matrix.abs()
         small = (size < self.threshold) & ~self.by_own_scale.unsqueeze(1)
         if self.threshold > 0:
@@ -62,7 +62,7 @@ class SideWeights:
 
     @property
     def count(self) -> int:
-        """Pairs of a layer and a source that it may read."""
+        """The number of pairs of a layer and a source that it may read."""
         return len(self.matrix) * (len(self.matrix) + 1) // 2
 
     @property
@@ -83,8 +83,7 @@ class SideWeights:
 
 
 def weights_of(model: SearchModel, threshold: float = THRESHOLD) -> list[SideWeights]:
-    """The depth weights of a model's sides with DLCL; of one that has grown those of bottom and
-    top."""
+    """The depth weights of a model's sides with DLCL; for a grown model those of bottom and top."""
     found = []
     parts = {"": model}
     if hasattr(model, "bottom"):
@@ -106,8 +105,8 @@ def weights_of(model: SearchModel, threshold: float = THRESHOLD) -> list[SideWei
 
 
 def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> None:
-    """Writes a picture as SVG or PNG by the file's ending: W of each side, and below that what
-    latent depth chooses; at least one of both."""
+    """Writes a picture as SVG or PNG, by the file's ending: W of each side and, below, what latent
+    depth chooses. At least one of the two lists is not empty."""
     matplotlib = require("matplotlib", "drawing weights")
     from matplotlib.figure import Figure
 
@@ -130,7 +129,7 @@ def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> No
 def _draw_weights(figure, sides: list[SideWeights]) -> None:
     """Fills a figure, or a part of one, with a panel for each side."""
     shown = torch.cat([side.matrix[~side.hidden].abs() for side in sides])
-    # One scale for all panels. Of a row that reads one source alone the weight says little.
+    # One scale for all panels. The weight of a row with a single source says little.
     limit = shown.quantile(0.97).item() or 1.0
     panels = figure.subplots(1, len(sides), squeeze=False)[0]
     for axes, side in zip(panels, sides, strict=True):
@@ -147,7 +146,7 @@ def _draw_weights(figure, sides: list[SideWeights]) -> None:
 
 
 def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
-    """Of each row: what it feeds, its strongest sources, how many are shown, the sum of all."""
+    """For each row: what it feeds, its strongest sources, how many are shown, the sum of all."""
     last = len(side.matrix) - 1
     for row, (weights, hidden) in enumerate(zip(side.matrix, side.hidden, strict=True)):
         order = weights.abs().argsort(descending=True, stable=True).tolist()

@@ -132,4 +132,4 @@ def test_a_run_is_made_once(tmp_path, capsys, monkeypatch):
     assert found["seconds"] > 0
     # A run of other settings is not taken for this one.
     assert systems.main([*arguments, "optim.lr=1e-3"]) == 1
-    assert "expected a run of the same settings" in capsys.readouterr().err
+    assert "expected a run with the same settings" in capsys.readouterr().err

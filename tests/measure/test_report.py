@@ -218,7 +218,7 @@ def test_the_chapter_has_every_row(made):
         # What both numbers have in common brings them nearer to each other.
         assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
     for text in ("Policies: predicted and measured", "The deepest model that fits",
-                 "shared with\na projection", "Closed forms compared"):  # fmt: skip
+                 "whose projection shares the embedding", "Closed forms compared"):  # fmt: skip
         assert text in made.page
 
 

@@ -346,8 +346,8 @@ def _length(pair: Pair) -> int:
 
 
 def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, int]] | None:
-    """Cut ascending (group, length) into ranges of one group within the budget; None where one
-    length alone exceeds the budget."""
+    """Cut ascending (group, length) into ranges of one group within the budget; None if one length
+    alone exceeds the budget."""
     cuts, start = [], 0
     for i, (group, length) in enumerate(keys):
         if length > max_tokens:

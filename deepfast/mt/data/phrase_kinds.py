@@ -1,7 +1,7 @@
 """The kinds of phrases of the generated corpus: numbers, dates and amounts, spelled or in figures.
 
 The words come from num2words and from Babel's CLDR tables. The tables and corrections below replace
-what a library gets wrong or has no rule for: num2words has French `deux centsième`, Spanish
+what a library does wrong or has no rule for: num2words writes French `deux centsième`, Spanish
 `quadragésimo` and `veintiuno mil`, English `two euro`; CLDR has no French `1er mai`.
 """
 
@@ -45,7 +45,7 @@ ARTICLES = {
     "es": {"m": "el", "f": "la"},
 }
 
-# English preposition -> what stands before a full date, and below before a month.
+# English preposition -> the words before a full date, and below before a month.
 BEFORE_DATE = {
     "on": {"de": "am {}", "fr": "le {}", "es": "el {}"},
     "since": {"de": "seit {}", "fr": "depuis le {}", "es": "desde el {}"},
@@ -56,7 +56,7 @@ BEFORE_MONTH = {
     "since": {"de": "seit {}", "fr": "depuis {}", "es": "desde {}"},
     "until": {"de": "bis {}", "fr": "jusqu'en {}", "es": "hasta {}"},
 }
-# French `le vendredi` would be every Friday.
+# French `le vendredi` would mean every Friday.
 AT_TIME = {"en": "on {} at {}", "de": "am {} um {} Uhr", "fr": "{} à {}", "es": "el {} a las {}"}
 TIME_SPAN = {
     "en": "from {} to {}",

@@ -1,6 +1,6 @@
 """A corpus that needs no download: English number, date and amount phrases with their translation.
 
-Every phrase has exactly one translation. The numbers inside make the supply practically endless.
+Every phrase has exactly one translation. The numbers inside make the supply almost endless.
 No phrase of the dev or test part occurs in training.
 """
 

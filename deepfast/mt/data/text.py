@@ -40,7 +40,7 @@ class Dropped:
         return self.empty + self.too_long
 
     def __add__(self, other: Dropped) -> Dropped:
-        """The sum of two passes over the same pairs, of which this one was first."""
+        """The sum of two passes over the same pairs; `self` is the first pass."""
         counts = self.empty + other.empty, self.too_long + other.too_long
         return Dropped(*counts, other.first | self.first)
 
@@ -121,7 +121,7 @@ def read_standard_input() -> list[str]:
     """
     if sys.stdin is None:
         raise DataError("standard input: expected text, got a closed stream")
-    # All of it first: of a slow pipe, `peek` may see only the first byte of the gzip mark.
+    # Read everything first: on a slow pipe `peek` may see only the first byte of the gzip mark.
     content = io.BytesIO(sys.stdin.buffer.read())
     return _lines(io.BufferedReader(content), "standard input")
 
@@ -223,7 +223,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuses an output file that could not be written, before the work whose result it holds.
+    """Refuses an output file that could not be written, before the work for it is done.
 
     Raises:
         DataError: the folder is missing or not writable, or the path is a folder.

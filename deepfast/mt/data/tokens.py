@@ -1,7 +1,7 @@
 """A vocabulary of tokens separated by blanks, with one dictionary for each language.
 
-For models that other tools trained on text that was split into words or subwords before: lines must
-be split as they were in training. A piece that ends in ``@@`` is joined to the next (Sennrich et
+For models that other tools trained on text that was already split into words or subwords: lines
+must be split as in training. A piece that ends in ``@@`` is joined to the next (Sennrich et
 al. 2016).
 """
 

@@ -19,7 +19,7 @@ from deepfast.mt.data.errors import DataError, require
 from deepfast.mt.data.text import write_atomically
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
-# Sentencepiece's sign for the space in front of a word.
+# Sentencepiece's sign for the space before a word.
 SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 

@@ -42,7 +42,7 @@ class DepthGrowingConfig(TransformerConfig):
     top_dlcl: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
     top_attnres_block: int | None = None
-    """Layers in a block where the top has "block_attnres"; None: attnres_block."""
+    """Layers in a block if the top has "block_attnres"; None: attnres_block."""
     embedding_norm: bool = False
     """Normalise the embedding where it enters the top, as the authors' code does."""
     bottom_dropout: bool = False

@@ -30,11 +30,11 @@ SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
 """The possible names of the four special tokens, in the order of the file's ids."""
 
 ROWS = (1, 3, 0, 2)
-"""The file's ids of this package's ids 0 to 3: pad, unk, none, eos."""
+"""The ids in the file of this package's ids 0 to 3: pad, unk, none, eos."""
 
 FIRST_POSITION = 2
 
-# What unpickling raises for bytes that are no pickle: any byte may look like an instruction.
+# Unpickling bytes that are no pickle raises these: any byte may look like an instruction.
 NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
              RuntimeError, TypeError, ValueError)  # fmt: skip
 
@@ -261,10 +261,10 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
         options["norm"] = None
     elif len(norms) == shape[0]:
         if not getattr(args, f"{side}_normalize_before"):
-            # In post-norm their code normalises the embedding twice, where it is stored and where
-            # it is read; no formula of the paper does.
+            # In post-norm their code normalises the embedding twice, when it is stored and when it
+            # is read. No formula of the paper does.
             raise ValueError(
-                "fairseq checkpoint: expected a normalised embedding in pre-norm alone, got "
+                "fairseq checkpoint: expected a normalised embedding only in pre-norm, got "
                 f"{side}.history.layer_norms.0 in post-norm"
             )
         options["normalize_embedding"] = True
@@ -346,7 +346,7 @@ def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[st
     norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
     if not norms:
         return state
-    # Without a norm of the embedding their numbers begin at 1, or at 0.
+    # Without a norm of the embedding their numbers begin at 1 or at 0.
     first = rows - len(norms)
     if norms != list(range(norms[0], norms[0] + len(norms))) or first not in (0, 1):
         raise ValueError(

@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
 @dataclass
 class Source:
-    """What the decoder reads of a batch of sentences."""
+    """What the decoder reads of a batch of source sentences."""
 
     encoded: Tensor
     """With attention W_p e (B, S, P), without it c (B, P)."""
@@ -118,7 +118,7 @@ class Source:
     padding: Tensor | None = None
     """(B, S) bool: True at padding; with attention."""
     places: Tensor | None = None
-    """(B, S): the position of each token in the given source; real tokens come first here."""
+    """(B, S): the position of each token in the given source; here real tokens come first."""
 
     def reorder(self, index: Tensor) -> None:
         """Keeps sentences ``index``."""
@@ -157,7 +157,7 @@ class FastForwardLSTM(TranslationModel):
     """
 
     Config = FastForwardLSTMConfig
-    # Each is a ModuleList, which does not tell the type of its elements.
+    # Each is a ModuleList, whose type does not include that of its elements.
     columns: Sequence[Sequence[Layer]]
     decoder: Sequence[Layer]
 

@@ -59,7 +59,7 @@ class TranslationModel(SearchModel):
     loss: Callable[..., tuple[Tensor, Tensor]]
 
     def set_step(self, step: int) -> None:
-        """Told before each training step, counted from 1."""
+        """Called before each training step; steps are counted from 1."""
 
     def metrics(self) -> dict[str, float | list[int]]:
         """Further values for the line of metrics."""
@@ -72,8 +72,7 @@ class TranslationModel(SearchModel):
     def parameter_groups(self) -> list[ParameterGroup]:
         """How the parameters learn: only the matrices of linear layers decay.
 
-        Decay would pull mixing weights, norms, biases and the embedding away from where they
-        belong.
+        Decay would pull mixing weights, norms, biases and the embedding away from good values.
         """
         matrices = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
         learning = [p for p in self.parameters() if p.requires_grad]

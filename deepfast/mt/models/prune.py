@@ -10,7 +10,7 @@ from deepfast.mt.models.transformer import Transformer
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig, without_unread
 
 BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
-"""Linear maps of a layer whose results its gate scales."""
+"""The linear maps of a layer whose results its gate scales."""
 
 
 def prune_layers(
@@ -60,7 +60,7 @@ def prune_layers(
     wanted = config.latent.get("target_layers")
     changes["latent"] = dict(config.latent) if stay else {}
     if stay and wanted is not None:
-        # The target cannot be more layers than there are now.
+        # The target must not exceed the number of layers that are left.
         changes["latent"]["target_layers"] = min(wanted, *stay)
     return replace(config, **changes), weights
 
@@ -70,7 +70,7 @@ def _prune_side(
 ) -> tuple[dict[str, Tensor], int]:
     """The weights without a side's unused layers, and the number of its layers that are left.
 
-    Where all languages have the same gates, those go into the weights and the logits are removed.
+    If all languages have the same gates, the gates go into the weights and the logits are removed.
     """
     layers = len(gates[0])
     kept = [index for index in range(layers) if any(own[index] for own in gates)]

@@ -61,8 +61,8 @@ class DecodeState:
 
 
 def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
-    """The last call of one of ``modules`` during ``run()``: the module, its arguments, its keyword
-    arguments; None where ``run`` calls none of them."""
+    """The last call of one of ``modules`` during ``run()``: the module, its arguments and keyword
+    arguments; None if ``run`` calls none of them."""
     calls: list[tuple[nn.Module, tuple, dict]] = []
     with contextlib.ExitStack() as hooks:
         for module in modules:
@@ -75,7 +75,7 @@ def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple 
 
 
 def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
-    """(B, T, S): how the last decoder layer of those that ``run()`` uses attends to the source, the
+    """(B, T, S): the attention to the source in the last decoder layer that ``run()`` uses, the
     mean over its heads."""
     call = last_call([layer.cross_attention for layer in decoder.layers], run)
     if call is None:
@@ -153,7 +153,7 @@ class Transformer(TranslationModel):
         return groups
 
     def metrics(self) -> dict[str, float | list[int]]:
-        """Of latent depth: the expected number of layers, the KL in nats, and the layers that each
+        """For latent depth: the expected number of layers, the KL in nats, and the layers that each
         language uses in evaluation."""
         row: dict[str, float | list[int]] = {}
         for side, latent in self._latent.items():
@@ -166,8 +166,8 @@ class Transformer(TranslationModel):
         return row
 
     def group(self, tokens: Sequence[int]) -> int:
-        """With latent depth the index of a source sentence's language, which all sentences of a
-        batch must share; else 0.
+        """With latent depth: the index of a source sentence's language, which all sentences of a
+        batch must share. Else 0.
 
         Raises:
             ValueError: a sentence without the tag of one of the model's languages.
@@ -184,7 +184,7 @@ class Transformer(TranslationModel):
 
     def _language(self, source_BS: Tensor) -> int:
         """The index of a batch's language, from the first tokens of its sentences."""
-        # Reading it waits for the GPU, so it is not read in training where no layer depends on it.
+        # Reading it waits for the GPU, so training without latent depth does not read it.
         needed = self._latent or not self.training
         if not needed or not self.config.languages or not source_BS.numel():
             return 0
@@ -285,7 +285,7 @@ class Transformer(TranslationModel):
         those of the encoder's layers at the source.
 
         Raises:
-            ValueError: where that side has no fusion with attention.
+            ValueError: if that side has no fusion with attention.
         """
         side = "encoder" if target_in_BT is None else "decoder"
         fusion = getattr(self.fusions, side)
@@ -334,7 +334,7 @@ class Transformer(TranslationModel):
         label_smoothing: float,
     ) -> tuple[Tensor, Tensor]:
         """What `loss` returns, from packed decoder output (N, D) and its packing."""
-        # A compiled model does not pack: it computes padding, which must not count.
+        # A compiled model does not pack: it also computes padding, which must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:

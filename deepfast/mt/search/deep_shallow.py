@@ -1,4 +1,4 @@
-"""Deep-shallow decoding: a grown model and its bottom translate, and each scores the other's finds.
+"""Deep-shallow decoding: a grown model and its bottom translate, and each scores both results.
 
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019: the shallow network (the bottom
 alone) and the deep one both find n-best translations, and all of them are ranked by
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What both networks found for one sentence, each best first by its own search."""
+    """The results of both networks for one sentence, each list best first by its own search."""
 
     deep: list[Candidate]
     shallow: list[Candidate]
@@ -71,7 +71,7 @@ class Candidates:
         best: dict[tuple[int, ...], float] = {}
         for candidate in (*self.deep, *self.shallow):
             score = candidate.score(alpha, gamma)
-            # Where both networks found it, each of them is "own" once, and the better score counts.
+            # If both networks found it, each is "own" once, and the better score counts.
             best[candidate.tokens] = max(score, best.get(candidate.tokens, -math.inf))
         ranked = sorted(best.items(), key=lambda item: -item[1])
         return [(score, tokens) for tokens, score in ranked]

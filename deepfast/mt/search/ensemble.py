@@ -36,7 +36,7 @@ class Ensemble(SearchModel):
         ValueError: no model, or models of different vocabularies.
     """
 
-    # A ModuleList, which does not tell the type of its elements.
+    # A ModuleList, whose type does not include that of its elements.
     models: Sequence[SearchModel]
 
     def __init__(self, models: Sequence[SearchModel]):

@@ -48,7 +48,7 @@ def score_hypotheses(
         counts = torch.tensor([len(given) for given in hypotheses])
         index = torch.arange(len(hypotheses)).repeat_interleave(counts)
         state.reorder(index.to(source_BS.device))
-        # The batch is a rectangle: positions behind a row's eos are computed but not counted.
+        # The batch is a rectangle: positions after a row's eos are computed but not counted.
         longest, pad = max(map(len, rows)), model.config.padding_idx
         filled = [row + [eos_id] + [pad] * (longest - len(row)) for row in rows]
         target_RT = torch.tensor(filled, device=source_BS.device)

@@ -1,4 +1,4 @@
-"""Lines of text in, what a search finds for each of them out, in the order of the lines."""
+"""Lines of text in, the search's result for each line out, in the order of the lines."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,11 +25,12 @@ def decode_lines(
     *,
     max_tokens: int,
 ) -> list[Found | None]:
-    """What ``decode`` finds for every line, in the order of the lines; None for one without text.
+    """The result of ``decode`` for every line, in the order of the lines; None for a line without
+    text.
 
     Lines are sorted by length into batches of at most ``max_tokens`` source tokens, eos and padding
-    included. Where a model can only batch lines that agree in something, such as their language,
-    the lines of a batch do. A line longer than ``max_tokens`` gets a batch of its own, and a
+    included. If a model can only batch lines that share something, such as their language, each
+    batch has lines of one group. A line longer than ``max_tokens`` gets its own batch, and a
     warning names it.
 
     Args:
@@ -78,7 +79,7 @@ def _groups(
         try:
             groups.append(model.group(tokens))
         except ValueError as error:
-            # The model's sentence tells ids; the user knows words.
+            # The model's message shows ids; the user knows words.
             word = (lines[index].split() or [lines[index]])[0]
             raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error
     return groups

@@ -31,15 +31,15 @@ class DecodingOptions:
     no_unknown: bool = False
     """Whether unk is never generated."""
     replace_unknown: bool = False
-    """Whether each unk becomes the source word that attention is on, see `search.unknown`."""
+    """Whether each unk becomes the source word with the most attention, see `search.unknown`."""
     deep_shallow: bool = False
     """Whether a model that has grown translates together with its bottom, see
     `search.deep_shallow`."""
     alpha: float | None = None
-    """Of deep-shallow decoding: the weight, 0 to 1, of the network that found a translation; the
+    """Deep-shallow decoding: the weight, 0 to 1, of the network that found a translation; the
     other network has the rest. None: 0.5."""
     gamma: float | None = None
-    """Of deep-shallow decoding: the power of the length, in tokens, that divides the score; higher
+    """Deep-shallow decoding: the power of the length, in tokens, that divides the score; higher
     prefers longer translations. None: 0.6."""
 
     def __post_init__(self) -> None:

@@ -21,8 +21,8 @@ def translate_nbest(
 ) -> list[list[tuple[float, str]]]:
     """The best translations of every line with their scores, in the order of the lines.
 
-    A line without text has the one translation ``(0.0, "")``. How lines become batches is told at
-    `deepfast.mt.search.lines.decode_lines`.
+    A line without text has the one translation ``(0.0, "")``.
+    `deepfast.mt.search.lines.decode_lines` makes the batches.
 
     Args:
         model: on the device where it is to run; the caller chooses autocast.

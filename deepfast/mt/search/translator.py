@@ -39,8 +39,8 @@ class Translator:
     """Whether the model was trained on lower-cased text: capitals are unknown to it."""
 
     def prepare(self, lines: Sequence[str], language: str | None = None) -> list[str]:
-        """The lines as the model expects them: lower-cased where it was trained so, and with the
-        tag of ``language`` in front. A line without text stays as it is.
+        """The lines as the model expects them: lower-cased if it was trained on such text, and with
+        the tag of ``language`` in front. A line without text is not changed.
 
         Raises:
             ValueError: a language that the model does not know, or a line that has a tag already.
@@ -82,11 +82,11 @@ def load_translator(paths: Sequence[Any], device: str | None = None) -> Translat
 
     Args:
         paths: checkpoints, all of one vocabulary.
-        device: "cpu" or "cuda", with a number or not; None: cuda where it is, else cpu.
+        device: "cpu", "cuda" or "cuda:1"; None: cuda if there is a GPU, else cpu.
 
     Raises:
         ValueError: a checkpoint that cannot be read, checkpoints of different vocabularies or of
-            cased and lower-cased text, or a device that is not here.
+            cased and lower-cased text, or a device that this machine does not have.
     """
     device = _device(device)
     loaded = [load_model(path, device) for path in paths]
@@ -122,5 +122,5 @@ def _device(name: str | None) -> str:
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {name!r}")
     if name.startswith("cuda") and not here:
-        raise ValueError(f"device: expected a device that is here, got {name!r}: no GPU found")
+        raise ValueError(f"device: expected a device of this machine, got {name!r}: no GPU found")
     return name

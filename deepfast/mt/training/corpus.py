@@ -31,7 +31,7 @@ class Corpus:
 
     vocabulary: Vocabulary
     batches: TokenBatches
-    """Of the training pairs; their order can be resumed."""
+    """The batches of the training pairs; their order can be resumed."""
     dev_batches: list[Batch]
     """Every dev pair once; empty where there are no dev pairs."""
     dev: list[Pair]

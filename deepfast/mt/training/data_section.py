@@ -26,7 +26,7 @@ class DataSection:
     """Train on generated phrases between English and "de", "fr" or "es". For several languages,
     "de,fr" or a list, a tag such as `<de>` begins each source sentence. None: train on files."""
     direction: str = "one-to-many"
-    """Of generated phrases: "one-to-many" is from English, "many-to-one" into English."""
+    """Direction of generated phrases: "one-to-many" from English, "many-to-one" into English."""
     languages: str | list | None = None
     """For files: every source line begins with the tag of one of these languages."""
     seed: int = 1

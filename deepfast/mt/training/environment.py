@@ -60,11 +60,11 @@ def settings(section: TrainSection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder before the block; where the block fails, removes the folders that it made and
+    """Makes a folder before the block. If the block fails, removes the folders that it made and
     that are still empty.
 
-    So a folder that cannot be made is an error before the work, and a run that never began leaves
-    nothing behind.
+    A folder that cannot be made is then an error before the work, and a run that never started
+    leaves nothing behind.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -1,4 +1,4 @@
-"""The errors of training. Each is one sentence that tells the user what to change."""
+"""The errors of training. Each is one sentence that says what to change."""
 
 from typing import Any
 
@@ -20,6 +20,6 @@ class NotFiniteError(TrainingError):
 
 
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:
-    """Refuses a recipe's value where the condition does not hold."""
+    """Refuses a recipe's value if the condition does not hold."""
     if not condition:
         raise RecipeError(f"{key}: expected {expected}, got {got!r}")

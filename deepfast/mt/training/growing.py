@@ -47,7 +47,7 @@ def check_grow(recipe: Recipe) -> None:
         if grow is None or set(grow) != {"from"} or not grow["from"]:
             raise RecipeError(
                 "model.kind: expected transformer with a section grow, or depth_growing with "
-                f"grow.from=CHECKPOINT alone, got depth_growing with grow {grow!r}"
+                f"only grow.from=CHECKPOINT, got depth_growing with grow {grow!r}"
             )
         return
     if grow is None:

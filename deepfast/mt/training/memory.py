@@ -20,7 +20,7 @@ from deepfast.mt.training.trainer import Trainer
 from deepfast.nn.connections.residual import PRESETS
 
 TRIES = 3
-"""How many plans are tried. Each budget is smaller by the error of the plan before."""
+"""How many plans are tried. Each budget is smaller by the error of the previous plan."""
 
 
 def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def set_policy(model: TranslationModel, policy: str) -> None:
-    """Sets one policy for all layers. A side without DLCL gets "states" in place of "history"."""
+    """Sets one policy for all layers. A side without DLCL gets "states" instead of "history"."""
     transformer = cast(Transformer, model)
     for stack in (transformer.encoder, transformer.decoder):
         mixes = stack.connection.dlcl is not None or policy != "history"

@@ -23,7 +23,7 @@ def _finite(output: Any) -> bool:
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """Runs `forward`, which calls `model`, and names the first module whose output holds NaN or
-    infinity; None where all outputs are finite."""
+    infinity; None if all outputs are finite."""
     names = {module: name or "the model" for name, module in model.named_modules()}
     found: list[str] = []
 

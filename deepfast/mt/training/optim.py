@@ -23,7 +23,7 @@ def learning_rate(step: int, section: OptimSection) -> float:
 
 
 def build_optimizer(model: TranslationModel, section: OptimSection) -> torch.optim.Adam:
-    """AdamW, which is Adam where the decay is 0; with ``l2`` Adam on the penalised loss.
+    """AdamW, which is Adam if the decay is 0; with ``l2`` Adam on the penalised loss.
 
     The model says which parameters decay, and how fast each learns.
     """

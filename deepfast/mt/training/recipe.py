@@ -1,4 +1,4 @@
-"""What a training run is made of: one dataclass per section of a recipe.
+"""The parts of a training run: one dataclass per section of a recipe.
 
 `recipe_file` reads recipes from files and overrides.
 """
@@ -87,14 +87,14 @@ class OptimSection:
         expected = "at least 1 step or null"
         expect(restart is None or restart >= 1, "optim.restart_step", expected, restart)
         both = (restart is None) == (rate is None)
-        expect(both, "optim.restart_lr", "a rate where restart_step is set, and only there", rate)
+        expect(both, "optim.restart_lr", "a rate if restart_step is set, else null", rate)
         finite = rate is None or 0 < rate < math.inf
         expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
         for name in ("weight_decay", "l2"):
             value = getattr(self, name)
             expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
         one = not (self.weight_decay and self.l2)
-        expect(one, "optim.l2", "0 where optim.weight_decay is set", self.l2)
+        expect(one, "optim.l2", "0 if optim.weight_decay is set", self.l2)
         smoothing = self.label_smoothing
         expect(0 <= smoothing < 1, "optim.label_smoothing", "a number in [0, 1)", smoothing)
         clip = self.clip_norm
@@ -221,7 +221,7 @@ class Recipe:
         named = [name for name in POLICIES if mixes or name != "history"]
         policy = f"a policy, one of {', '.join(named)}"
         if self.memory in POLICIES:
-            expected = f"{policy}, where model.encoder_connection is not dlcl"
+            expected = f"{policy}, if model.encoder_connection is not dlcl"
             serves = self.memory in named or isinstance(config, DepthGrowingConfig)
             expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
@@ -277,7 +277,7 @@ class Recipe:
 
 
 def _not_planned(config: TransformerConfig) -> str | None:
-    """What in a model the planner cannot predict, in words; None where it can predict all."""
+    """What in a model the planner cannot predict, in words; None if it can predict everything."""
     if isinstance(config, DepthGrowingConfig):
         return "for a model that grows"
     for key, plain in (("cross_attention", "top"), ("share_embeddings", "all"),

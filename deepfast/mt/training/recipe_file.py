@@ -165,7 +165,7 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """The value as its type, or a RecipeError; where a number is expected a whole number serves."""
+    """The value as its type, or a RecipeError; a float may be written as a whole number."""
     if typing.get_origin(kind) is tuple:
         parts = typing.get_args(kind)
         if not isinstance(value, (list, tuple)) or len(value) != len(parts):

@@ -61,7 +61,7 @@ class Report:
             try:
                 print(line, flush=True)
             except BrokenPipeError:
-                # The reader, such as `| head`, has gone: training goes on.
+                # The reader, such as `| head`, has closed the pipe: training continues.
                 self.quiet = True
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:

@@ -218,7 +218,7 @@ class _Run:
         if self.recipe.memory is None:
             return
         if not self.recipe.planned():
-            # A policy by name, with no prediction beside it.
+            # A policy given by name, without a prediction.
             set_policy(self.trainer.model, self.recipe.memory)
             return
         if self.trainer.device.type == "cpu":
@@ -293,7 +293,7 @@ class _Run:
 
     def _bleu(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> dict[str, float]:
         """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""
-        # Only here: training without BLEU needs no search.
+        # Imported here, because training without BLEU needs no search.
         from deepfast.mt.search import bleu, translate_lines
 
         corpus = self.trainer.corpus

@@ -38,19 +38,19 @@ class Window:
 
     steps: int = 0
     loss: float = 0.0
-    """Label-smoothed, summed over target tokens, nats."""
+    """Label-smoothed loss, summed over target tokens, nats."""
     nll: float = 0.0
-    """Summed over target tokens, nats."""
+    """NLL, summed over target tokens, nats."""
     source_tokens: int = 0
     target_tokens: int = 0
     grad_norm: float = 0.0
-    """Before clipping; summed over steps."""
+    """Gradient norm before clipping, summed over steps."""
     seconds: float = 0.0
     """Time of the steps, without validation and checkpoints."""
 
 
 class Trainer:
-    """Model, optimizer, batches and counters. `run` decides when to do what."""
+    """Model, optimizer, batches and counters. `run` decides when each method is called."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
         self.recipe, self.corpus, self.device = recipe, corpus, device
@@ -94,7 +94,7 @@ class Trainer:
         loss = nll = torch.zeros((), device=self.device)
         for batch in batches:
             batch_loss, batch_nll = self._loss(batch, optim.label_smoothing)
-            # By the tokens of the whole step, as if the micro-batches were one batch.
+            # Divided by the tokens of the whole step, as if the micro-batches were one batch.
             (batch_loss / target_tokens).backward()
             loss, nll = loss + batch_loss.detach(), nll + batch_nll
         norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
@@ -124,7 +124,7 @@ class Trainer:
         window.seconds += time.perf_counter() - began
 
     def measure(self) -> float:
-        """Peak bytes of a step on the largest micro-batch; infinity where the GPU has not so much.
+        """Peak bytes of a step on the largest micro-batch; infinity if the GPU has less.
 
         Counts parameters, gradients, the optimizer's state, and the tensors that forward and
         backward keep alive. Parameters and random generators stay as they are.
@@ -252,10 +252,10 @@ class Trainer:
             setattr(self, name, state["validation"][name])
         self.window = Window(**state["window"])
         self._micro_batches = self._epochs()
-        # Last: building the model drew from the same generators.
+        # Restored last, because building the model drew from the same generators.
         set_random_state(state["random"], self.device)
 
 
 def perplexity(nll: float) -> float:
-    """exp(nll) for an NLL in nats per token; infinity where that overflows."""
+    """exp(nll) for an NLL in nats per token; infinity if that overflows."""
     return math.exp(nll) if nll < 700 else math.inf

@@ -249,7 +249,7 @@ def test_weights_without_a_counterpart():
 
 def test_a_normalised_embedding_in_post_norm_is_refused():
     content = make(norm="post", numbering="embedding too")[0].checkpoint()
-    with pytest.raises(ValueError, match="expected a normalised embedding in pre-norm alone"):
+    with pytest.raises(ValueError, match="expected a normalised embedding only in pre-norm"):
         fairseq.convert(content)
 
 

@@ -204,7 +204,7 @@ def test_default_weights_hint_at_tuning(grown_checkpoint, tmp_path, capsys, give
     arguments = ["--input", str(tmp_path / "text"), "--deep-shallow", *given, *FAST]
     assert main(["translate", str(grown_checkpoint), *arguments]) == 0
     said = capsys.readouterr()
-    assert said.err.count("deepfast tune finds those of a dev text") == hints
+    assert said.err.count("deepfast tune finds good ones on a dev text") == hints
     assert "deepfast tune" not in said.out
 
 
