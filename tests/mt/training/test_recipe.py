@@ -163,7 +163,7 @@ def test_attention_residuals():
     assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
     for more, message in (
         ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which the"),
-        ("memory=history", r"leaner, states, where model\.encoder_connection is not dlcl, got"),
+        ("memory=history", r"leaner, states, if model\.encoder_connection is not dlcl, got"),
         ("model.norm=post", "model.encoder_connection block_attnres needs norm pre, got norm"),
         ("model.attnres_block=0", "attnres_block must be a whole number of at least 1"),
         (
