@@ -1,6 +1,6 @@
 """What a training step computes, and what each policy recomputes.
 
-Floating-point operations of a whole step, forward and backward, T tokens of sentences S long:
+Floating-point operations of a whole step, forward and backward, of T tokens in sentences of S:
 
     matrix products   forward 2 per weight and token, backward twice that
     attention         forward 4 S D per token, half of it where causal; backward 2.5 times that
@@ -18,14 +18,14 @@ def _attention(sizes: Sizes, causal: bool = False) -> float:
 
 
 def _mix(sizes: Sizes, decoder: bool) -> float:
-    """Forward of one row, per token; the mean over rows, which read half of the sources."""
+    """Forward of one row, per token, as the mean over rows: a row reads half of the sources."""
     kind = sizes.decoder_connection if decoder else sizes.connection
     rows = (sizes.decoder_layers if decoder else sizes.layers) + 1
     return sizes.width * (rows + 1) if kind == "dlcl" else 0.0
 
 
 def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
-    """One layer with `keep`, forward and backward, its row of the mixing included."""
+    """One layer with `keep`, forward and backward, with its row of the mixing."""
     d, f = sizes.width, sizes.ffn
     tokens = sizes.target_tokens if decoder else sizes.tokens
     products = tokens * (8 * d * d + 4 * d * f)
@@ -69,7 +69,7 @@ def step_flops(sizes: Sizes) -> float:
 def relative_time(
     sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
 ) -> float:
-    """Predicted time of a step over that of `keep`: 1 and the share of recomputed FLOPs."""
+    """Predicted time of a step relative to `keep`: 1 plus the share of recomputed FLOPs."""
     extra = sum(
         side.count(policy) * recomputed_flops(sizes, policy, decoder)
         for decoder, side in ((False, policies), (True, decoder_policies))

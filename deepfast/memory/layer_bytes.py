@@ -8,10 +8,10 @@ layer-norms) are fp32, everything else is in the storage dtype:
               leaner   without q k v               3 D          4 D
               states   x                           D            D
               history  nothing
-    decoder   keep     and q, o, s of its second attention, and k v: 2 D per source token
+    decoder   keep     also q, o, s of its second attention, and k v: 2 D per source token
 
-GELU and a rerun keep more while backward runs: `steps` walks through both directions.
-`tests/memory/test_plan_measured.py` compares with measured steps, of random sizes too.
+GELU and a rerun need more while backward runs; `steps` goes through both directions.
+`tests/memory/test_plan_measured.py` compares the plan with measured steps, also of random sizes.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class LayerBytes:
     """One layer of a stack under one policy, in bytes of a micro-batch."""
 
     kept: int
-    """From its forward to its backward: activations."""
+    """Activations, from its forward to its backward."""
     copies: int
-    """From its forward to its backward: copies of its weights, in autocast's dtype or scaled."""
+    """Copies of its weights, in autocast's dtype or scaled, from its forward to its backward."""
     cached: int
     """Copies from its forward to the end of the whole forward."""
     forward: tuple[Step, Step]
-    """The highest step of its forward, and the boundary after it; with what the layer keeps."""
+    """The highest step of its forward, and the boundary after it. Both include ``kept``."""
     backward: tuple[Step, ...]
-    """Steps of its backward, without those that a later step exceeds."""
+    """The steps of its backward that no later step exceeds."""
     gradients: int
-    """Gradients of its parameters, from its backward on."""
+    """Gradients of its parameters, which exist from its backward on."""
 
 
 @lru_cache(maxsize=64)
@@ -48,7 +48,7 @@ def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
     *steps, boundary = layer.forward()
     return LayerBytes(
         kept=sum(layer.kept().values()),
-        # A rerun makes its copies again, and autocast's cache ends with its context.
+        # A rerun copies the weights again, and autocast's cache is freed with its context.
         copies=0 if policy in RERUN else cached,
         cached=cached,
         forward=(max(steps, key=lambda step: step.alive), boundary),
@@ -58,7 +58,7 @@ def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
 
 
 def _highest(steps: list[Step]) -> tuple[Step, ...]:
-    """Without the steps that are never the peak: gradients grow, and a later step is higher."""
+    """The steps that no later step exceeds. Gradients grow, so no other step can be the peak."""
     found: list[Step] = []
     for step in reversed(steps):
         if not found or step.alive > found[-1].alive:
@@ -71,22 +71,22 @@ class HeadBytes:
     """Embedding and projection to the vocabulary."""
 
     kept: int
-    """Of one side, from the embedding's forward to its backward."""
+    """Bytes per token of one side, from the embedding's forward to its backward."""
     working: int
-    """While the loss and its gradients are made."""
+    """While the loss and its gradients are computed."""
     gradients: int
-    """Of the shared weight, from the loss on."""
+    """Gradient of the shared weight, which exists from the loss on."""
     embedding: int
     """While an embedding's gradient is added to the existing one, beside the tokens' gradients."""
 
 
 SHARE, LEAST_ROWS, WIDENED = 32, 256, 2048
 """A chunk of `deepfast.ops.linear_cross_entropy` has 1 / SHARE of the tokens, at least LEAST_ROWS.
-A CPU widens WIDENED of its columns at once."""
+On a CPU, WIDENED of its columns at a time are converted to fp32."""
 
 
 def head_bytes(sizes: Sizes) -> HeadBytes:
-    """Closed forms; all zero where there is no vocabulary."""
+    """The head's bytes by closed formulas; all 0 without a vocabulary."""
     if not sizes.vocabulary:
         return HeadBytes(kept=0, working=0, gradients=0, embedding=0)
     tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
@@ -96,14 +96,14 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
     if sizes.dtype == "bfloat16":
         working += 2 * table
         if sizes.device == "cpu":
-            # The gradient of the weight is summed in fp32 from widened operands, part by part.
+            # The weight's gradient is summed in fp32 from operands converted part by part.
             working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
-    # Dropout of embeddings: a byte an element on CUDA, a factor in fp32 on the CPU.
+    # The dropout mask of embeddings: one byte per element on CUDA, an fp32 factor on the CPU.
     mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
     return HeadBytes(
         kept=mask,
         working=working,
         gradients=FP32 * table,
-        # Its own, and the sum of both.
+        # Its own gradient, and the sum of both.
         embedding=FP32 * table * 2,
     )

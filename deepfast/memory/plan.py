@@ -1,4 +1,4 @@
-"""How deep, how wide, how many tokens: what fits a budget of memory, and what it costs."""
+"""Plans a training step: the sizes and policies that fit a memory budget, and what they cost."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
 
 FREE = ("budget", "layers", "width", "tokens")
-"""Three of them are given, or all four."""
+"""`plan` needs at least three of them."""
 STEP = 64
-"""Widths are multiples of it, and heads this wide."""
+"""A width that `plan` chooses is a multiple of it; heads are this wide by default."""
 
 
 def plan(
@@ -32,17 +32,18 @@ def plan(
     """Predicts the peak memory of a training step, solves for the size that is not given, and
     chooses what every layer keeps for backward.
 
-    Of ``budget``, ``layers``, ``width`` and ``tokens`` three are given, and the fourth is found:
-    the largest that fits under the policies with the lowest peak (a width is a multiple of 64), or
-    the smallest budget that they need. With all four, the plan tells whether they fit. Then the
-    policies with the least recomputation within the budget are chosen. The bottom layers may
-    recompute more than the top: backward frees what the top keeps first, while gradients grow.
+    Give three of ``budget``, ``layers``, ``width`` and ``tokens``, and the plan finds the fourth:
+    the largest one that fits under the policies with the lowest peak (a width is a multiple of
+    64), or the smallest budget that these policies need. Where all four are given, the plan says
+    whether they fit. It then chooses the policies with the least recomputation within the budget.
+    Bottom layers may recompute more than top layers: backward first frees what the top layers
+    keep, while gradients grow.
 
     Args:
         budget: bytes, or text such as "24GiB".
         layers, width, tokens: L of the encoder, D, and T of a micro-batch on the encoder's side,
             without padding.
-        policies, decoder_policies: of the layers, a name or one for each; None: chosen. "history"
+        policies, decoder_policies: one policy, or one per layer; None: the plan chooses. "history"
             needs the connection "dlcl".
         options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
             decoder_layers, target_tokens, connection, decoder_connection, norm, weight, dtype,
@@ -50,7 +51,7 @@ def plan(
 
     Raises:
         TypeError: for an option that `Sizes` does not have.
-        ValueError: for a wrong size or choice, or a budget that not even the smallest model fits.
+        ValueError: for a wrong size or choice, or a budget that even the smallest model exceeds.
     """
     given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
@@ -82,11 +83,11 @@ def plan(
 
 
 def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes:
-    """The sizes with ``free`` in place of what is not given, and with the defaults that follow
-    from the width and the tokens."""
+    """The sizes with ``free`` in place of what is not given, and with the defaults that depend on
+    the width and the tokens."""
     sizes = fixed | options | free
     width = sizes["width"]
-    # A wrong width is left for Sizes to refuse.
+    # `Sizes` raises for a wrong width.
     whole = checks.is_whole(width) and width >= 1
     derived = {
         "heads": _heads(width) if whole else 1,
@@ -97,14 +98,14 @@ def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes
 
 
 def _heads(width: int) -> int:
-    """Heads of 64 where they divide the width, else the most wider heads that do."""
+    """The number of heads of width 64 if 64 divides the width, else the most that are wider."""
     return next(h for h in range(max(width // STEP, 1), 0, -1) if width % h == 0)
 
 
 def _largest(
     free: str, step: int, sized: Callable[..., Sizes], search: "_Search", limit: int
 ) -> Sizes:
-    """The sizes with the most of ``free``, in multiples of ``step``, that fit."""
+    """The sizes with the largest ``free``, a multiple of ``step``, that fit."""
 
     def fits(multiple: int) -> bool:
         return search.smallest(sized(**{free: multiple * step})) <= limit
@@ -119,7 +120,7 @@ def _largest(
     low, high = 1, 2
     while high <= most and fits(high):
         low, high = high, 2 * high
-    # Sizes beyond every machine are not searched.
+    # Larger sizes are beyond every machine.
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
@@ -134,7 +135,7 @@ def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], heads: int
         policies, decoder = frugal.cheapest(sizes, limit)
         return WhatFits(policies=policies, decoder_policies=decoder, budget=least)
     most = {}
-    # Heads are a multiple of 8 wide, or of 2, where no multiple of 64 fits.
+    # Where no multiple of 64 fits, the width of a head is a multiple of 8, or of 2.
     wide = math.lcm(STEP, heads), 8 * heads, 2 * heads
     for name, steps in (("layers", (1,)), ("tokens", (1,)), ("width", wide)):
         for step in steps:
@@ -150,22 +151,22 @@ class _Search:
     """Finds the best policies among those that may be chosen.
 
     Args:
-        encoder, decoder: a policy, one for each layer, or None where the choice is free.
+        encoder, decoder: one policy, one per layer, or None where any may be chosen.
     """
 
     def __init__(self, encoder: str | Sequence[str] | None, decoder: str | Sequence[str] | None):
         self.wanted = encoder, decoder
 
     def _sides(self, sizes: Sizes):
-        """The layers, the connection and the wanted policies of each stack."""
+        """The number of layers, the connection and the given policies of each stack."""
         counts = sizes.layers, sizes.decoder_layers
         kinds = sizes.connection, sizes.decoder_connection
         return zip(counts, kinds, self.wanted, strict=True)
 
     def uniform(self, sizes: Sizes) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Pairs of one policy for all layers of each stack, from most memory to least.
+        """Pairs with one policy for all layers of each stack, from most memory to least.
 
-        The encoder is deeper, so it saves memory first, and the decoder after it.
+        The encoder is deeper, so its policy changes first, then the decoder's.
         """
         options = []
         sides = zip(("policies", "decoder_policies"), self._sides(sizes), strict=True)
@@ -177,11 +178,11 @@ class _Search:
         return [(e, decoder[0]) for e in encoder] + [(encoder[-1], d) for d in decoder[1:]]
 
     def smallest(self, sizes: Sizes) -> int:
-        """The least peak of all."""
+        """The lowest peak of all pairs."""
         return min(_peak(sizes, pair) for pair in self.uniform(sizes))
 
     def cheapest(self, sizes: Sizes, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The policies with the least predicted time within the limit, or with the least peak
+        """The policies with the least predicted time within the limit, or with the lowest peak
         where nothing fits."""
         pairs = self.uniform(sizes)
         found = [pair for pair in pairs if _peak(sizes, pair) <= limit]
@@ -208,8 +209,8 @@ def uniform_peak(sizes: Sizes, policy: str) -> int:
 
 
 def _mixed(sizes: Sizes, top, bottom, limit: int):
-    """Mixes two choices: the mix that fits with the fewest bottom layers of ``bottom``, which
-    needs less memory."""
+    """Combines two choices: as few bottom layers as possible use ``bottom``, which needs less
+    memory, and the others use ``top``. Returns a list with that choice, or empty if none fits."""
     count = sizes.layers + sizes.decoder_layers
 
     def mix(lower: int):

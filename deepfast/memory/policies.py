@@ -1,6 +1,6 @@
 """Memory policies: what a layer of a stack keeps from forward for backward.
 
-Beside one state y per layer:
+Every layer also keeps one state y. Beside it:
 
               keeps                                     recomputes
     keep      n or x, q k v, attention's output, s, h   layer-norms and masks
@@ -17,10 +17,10 @@ bits.
 from collections.abc import Sequence
 
 POLICIES = ("keep", "lean", "leaner", "states", "history")
-"""From most memory to least; each recomputes more than the one before."""
+"""From most memory to least. Each recomputes more than the one before it."""
 
 RERUN = ("states", "history")
-"""Policies under which backward runs a layer's forward again."""
+"""Policies under which backward runs the layer's forward pass again."""
 
 
 def resolve(
@@ -29,14 +29,14 @@ def resolve(
     """The policy of every layer.
 
     Args:
-        memory: the name of a policy, or one for each layer.
+        memory: the name of a policy, or one name per layer.
         num_layers: L.
-        connection: "history" needs "dlcl", whose states x is mixed from.
-        argument: what an error calls ``memory``.
+        connection: "history" needs "dlcl", because it recomputes x from DLCL's states.
+        argument: the name of ``memory`` in errors.
 
     Raises:
-        ValueError: for an unknown policy, another number of them than layers, or "history" where
-            there are no states to mix.
+        ValueError: for an unknown policy, a number of policies that is not num_layers, or
+            "history" without DLCL.
     """
     if isinstance(memory, str):
         memory = (memory,) * num_layers
@@ -53,7 +53,7 @@ def resolve(
         )
     if "history" in memory and connection != "dlcl":
         raise ValueError(
-            f"{argument}: 'history' mixes inputs again from DLCL's states, got a stack without "
-            "DLCL; 'states' needs none"
+            f"{argument}: 'history' recomputes inputs from DLCL's states, got a stack without "
+            "DLCL; use 'states'"
         )
     return tuple(memory)

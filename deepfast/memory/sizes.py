@@ -1,4 +1,4 @@
-"""The sizes of a model and of a training step, and the numbers of parameters that follow."""
+"""The sizes of a model and of a training step, and the numbers of parameters they give."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,8 @@ AT_LEAST = {
 }
 
 MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000}
-"""Upper limits, beyond every machine. Policies are chosen layer by layer, so layers have one."""
+"""Upper limits, beyond every machine. Policies are chosen layer by layer, so the number of layers
+has a lower limit than other sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,21 @@ class Sizes:
     width: int
     """D."""
     tokens: int
-    """T of a micro-batch on the encoder's side, padding left out."""
+    """T of a micro-batch on the encoder's side, without padding."""
     heads: int
-    """H; `plan` takes heads of 64 where it is not given."""
+    """H; `plan` uses heads of width 64 by default."""
     ffn: int
-    """F; `plan` takes 4 D where it is not given."""
+    """F; `plan` uses 4 D by default."""
     target_tokens: int
-    """Tokens of a micro-batch on the decoder's side; `plan` takes ``tokens`` by default."""
+    """Tokens of a micro-batch on the decoder's side; `plan` uses ``tokens`` by default."""
     vocabulary: int = 32_000
-    """V of the embedding, shared with the output projection; 0: a stack without either."""
+    """V of the embedding, which the output projection shares; 0: a stack without either."""
     decoder_layers: int = 6
-    """0: an encoder alone."""
+    """0 for an encoder without a decoder."""
     connection: str = "dlcl"
-    """"dlcl", "residual" or "latent", of the encoder."""
+    """"dlcl", "residual" or "latent"; the encoder's connection."""
     decoder_connection: str = "residual"
-    """Of the decoder, likewise."""
+    """"dlcl", "residual" or "latent"; the decoder's connection."""
     norm: str = "pre"
     """"pre" or "post"."""
     weight: str = "scalar"
@@ -71,14 +72,14 @@ class Sizes:
     activation: str = "relu"
     """"relu" or "gelu"."""
     dropout: bool = True
-    """Whether there is dropout on branches."""
+    """Whether branches have dropout."""
     accumulate: int = 1
     """Micro-batches per step."""
     length: int = 128
     """Tokens per sentence, for the cost of attention."""
     padding: bool = False
-    """Whether sentences differ in length where attention is torch's SDPA, which works on padded
-    copies; ``tokens`` then includes the padding."""
+    """Whether attention is torch's SDPA and sentences differ in length. SDPA then works on padded
+    copies, and ``tokens`` includes the padding."""
 
     def __post_init__(self):
         for name, least in AT_LEAST.items():
@@ -94,7 +95,7 @@ class Sizes:
             if value not in allowed:
                 message = f"{name}: expected one of {', '.join(allowed)}, got {value!r}"
                 if allowed is CONNECTIONS:
-                    message += "; what no plan counts has a policy by name, such as memory=lean"
+                    message += "; for another connection set a policy by name, such as memory=lean"
                 raise ValueError(message)
         if self.width % self.heads:
             raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
@@ -103,12 +104,12 @@ class Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of an element in storage."""
+        """Bytes of an element in the storage dtype."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def linear(self) -> int:
-        """Parameters of an encoder layer's linear maps, which autocast copies."""
+        """Parameters of an encoder layer's linear maps; autocast copies them."""
         d, f = self.width, self.ffn
         return 4 * (d * d + d) + 2 * d * f + f + d
 
@@ -117,20 +118,20 @@ class Sizes:
         return self.linear + 4 * (self.width**2 + self.width)
 
     def layer_parameters(self, decoder: bool = False) -> int:
-        """Of one layer; a pre-norm layer's first norm belongs to the connection."""
+        """Parameters of one layer. A pre-norm layer's first norm belongs to the connection."""
         norms = (2 if decoder else 1) + (self.norm == "post")
         return (self.decoder_linear if decoder else self.linear) + 2 * norms * self.width
 
     def connection_parameters(self, decoder: bool = False) -> int:
-        """Between the layers: depth weights and their norms, logits of latent depth, and the first
-        norms of pre-norm layers."""
+        """Parameters of the connection: depth weights and their norms, logits of latent depth, and
+        the first norms of pre-norm layers."""
         kind = self.decoder_connection if decoder else self.connection
         rows = (self.decoder_layers if decoder else self.layers) + 1
         count = 2 * rows * self.width if self.norm == "pre" else 0
         if kind == "dlcl":
             count += rows * rows * self.depth_channels + 2 * rows * self.width
         if kind == "latent":
-            # Logits of one language.
+            # The logits of one language.
             count += rows - 1
         return count
 
@@ -141,7 +142,7 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         count = self.vocabulary * self.width
         count += self.layers * self.layer_parameters() + self.connection_parameters()
         if self.decoder_layers:

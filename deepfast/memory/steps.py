@@ -1,13 +1,13 @@
-"""A layer's forward and backward step by step: the tensors that each step makes and frees.
+"""A layer's forward and backward step by step: the tensors that each step creates and frees.
 
 Sizes are those of a micro-batch. In the names of tensors:
 
-    x, n     the layer's input and its layer-norm; of an inner block n2, n3
-    qkv, o   projections of an attention, and its result; of the second one q, kv and o2
+    x, n     the layer's input and its layer-norm; n2, n3 in front of the later blocks
+    qkv, o   projections of the attention, and its result; q, kv and o2 for the second attention
     a, c     the branches of the attentions
-    s, h     the sum before the feed-forward block and its hidden activation; act its GELU
-    out      the block's branch; s2 and y in post-norm the sum behind it and its layer-norm
-    d_       the gradient of; w_ of a weight
+    s, h     the sum before the feed-forward block and the hidden activation; act is GELU of h
+    out      the branch of that block; in post-norm s2 is the sum after it, and y the result
+    d_       the gradient of a tensor; w_ the gradient of a weight
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Step:
     """One point of a layer's forward or backward, in bytes."""
 
     alive: int
-    """All tensors of the layer, except its weights and their gradients."""
+    """Bytes of all tensors of the layer, except its weights and their gradients."""
     gradients: int
-    """Gradients that have reached the layer's weights."""
+    """Bytes of gradients that have reached the layer's weights."""
 
 
 class _Walk:
@@ -42,10 +42,10 @@ class _Walk:
         self.steps: list[Step] = []
 
     low = False
-    """Whether gradients of weights are made in 16 bits."""
+    """Whether gradients of weights are computed in 16 bits."""
 
     gated: tuple[str, ...] = ()
-    """Gradients of weights that latent depth has multiplied by a gate."""
+    """Names of the gradients of weights that latent depth has multiplied by a gate."""
 
     def make(self, **born: int) -> None:
         self.alive |= born
@@ -56,11 +56,11 @@ class _Walk:
             self.alive.pop(name, None)
 
     def leave(self, *names: str) -> None:
-        """Frees those of these tensors that backward does not need."""
+        """Frees those of the named tensors that backward does not need."""
         self.drop(*(name for name in names if name not in self.kept))
 
     def learn(self, *names: str) -> None:
-        """Gradients reach their weights; those in 16 bits are first copied to fp32."""
+        """Adds gradients to their weights; 16-bit gradients are first converted to fp32."""
         for name in names:
             size = self.alive[name]
             if self.low:
@@ -72,17 +72,17 @@ class _Walk:
             else:
                 self.drop(name)
                 self.gradients += size
-        # The product with the gate came first in forward, so its gradient comes last.
+        # Forward multiplies by the gate first, so backward computes that gradient last.
         for name in filter(self.gated.__contains__, names):
             size = self.alive[name]
-            # The weight's own gradient, and a product whose sum is the gate's gradient.
+            # The weight's gradient, and the product whose sum is the gate's gradient.
             self.make(product=size, summed=size)
             self.drop(name, "product", "summed")
             self.gradients += size
 
 
 class Layer:
-    """The sizes of one layer's tensors, and its walks."""
+    """The sizes of one layer's tensors, and its forward and backward steps."""
 
     def __init__(self, sizes: Sizes, policy: str, decoder: bool):
         self.sizes, self.policy, self.decoder = sizes, policy, decoder
@@ -91,18 +91,19 @@ class Layer:
         self.f = tokens * sizes.ffn * element
         self.source = sizes.tokens * sizes.width * element
         self.square = sizes.width**2 * element
-        """Bytes of a (D, D) weight as it is multiplied."""
+        """Bytes of a (D, D) weight in the dtype of its products."""
         self.w = sizes.width * sizes.ffn * element
-        # Mean and standard deviation of a layer-norm.
+        # The mean and the standard deviation of a layer-norm.
         self.statistics = 2 * tokens * FP32
         self.lse = tokens * sizes.heads * FP32
-        # A tensor that is packed or unpacked exists twice; of an attention's result both are kept.
+        # While a tensor is packed or unpacked it exists twice. Both forms of an attention's result
+        # are kept.
         self.twice = 2 if sizes.padding else 1
         self.pre, self.gelu = sizes.norm == "pre", sizes.activation == "gelu"
         self.rerun = policy in RERUN
         kind = sizes.decoder_connection if decoder else sizes.connection
         self.dlcl, self.latent = kind == "dlcl", kind == "latent"
-        # Without dropout the gradients of a branch and of its residual are one tensor.
+        # Without dropout a branch and its residual share one gradient tensor.
         self.branch = self.d if sizes.dropout else 0
 
     # ---- what is kept --------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Layer:
     def saved(self) -> dict[str, int]:
         """What autograd saves of a layer that keeps everything, in the order of forward.
 
-        The fused ops of a layer that does not run again save less.
+        Layers that do not run again use fused ops, which save less.
         """
         d, st = self.d, self.statistics
         # Under DLCL n is kept. Without DLCL x is kept, and n is recomputed from it.
@@ -127,8 +128,8 @@ class Layer:
         return names if self.pre else names | {"s2": d + st}
 
     def kept(self) -> dict[str, int]:
-        """From forward to backward."""
-        # DLCL counts the statistics of the connection's layer-norms as its own.
+        """What the layer keeps from forward to backward."""
+        # With DLCL the statistics of the connection's layer-norms count as DLCL's.
         norm = {"norm": self.statistics} if self.pre and not self.dlcl else {}
         if self.policy == "history":
             return norm
@@ -141,7 +142,7 @@ class Layer:
         return norm | {name: size for name, size in names.items() if name not in without}
 
     def copies(self) -> dict[str, int]:
-        """Copies of weights that backward reads: in the dtype of autocast, or scaled by a gate."""
+        """Copies of weights that backward reads: in autocast's dtype, or scaled by a gate."""
         square = self.square
         last = {"cast_o": square, "cast_down": self.w}
         last |= {"cast_o2": square} if self.decoder else {}
@@ -151,11 +152,11 @@ class Layer:
         return names | ({"cast2": 3 * square} if self.decoder else {})
 
     def cached(self) -> dict[str, int]:
-        """The copies that autocast's cache or backward still holds after forward."""
+        """The copies that autocast's cache or the graph still holds after forward."""
         copies = self.copies()
         if not self.rerun:
             return copies
-        # Autocast's cache has neither the copies that an op makes itself nor those of products.
+        # Autocast's cache holds neither copies that an op makes itself nor copies of products.
         others: tuple[str, ...] = ("cast_up",) if self.pre else ()
         others += ("cast_o", "cast_o2", "cast_down") if self.latent else ()
         return {name: size for name, size in copies.items() if name not in others}
@@ -175,7 +176,7 @@ class Layer:
             walk.make(kv=2 * self.source, o2=twice * d + self.lse)
             walk.make(c=d)
             walk.leave("q", "kv", "o2")
-        # Under autocast the weight that a gate scales is there in fp32 too.
+        # Under autocast a weight scaled by a gate exists in fp32 too.
         scaled = 2 * self.w if self.latent and self.sizes.dtype == "bfloat16" else 0
         walk.make(n3=d, s=d + st, scaled=scaled)
         walk.make(h=self.f)
@@ -184,7 +185,7 @@ class Layer:
         if self.gelu or self.rerun:
             walk.make(act=self.f)
         if self.rerun and not self.pre:
-            # ReLU's result takes the place of h.
+            # ReLU's result overwrites h.
             walk.leave("h") if self.gelu else walk.drop("act")
 
     def forward(self) -> list[Step]:
@@ -211,7 +212,7 @@ class Layer:
         walk = _Walk(kept, **self.kept(), **own)
         walk.low = self.sizes.dtype == "bfloat16"
         walk.gated = ("w_out", "w_down") if self.latent else ()
-        # From the boundary above: the gradients of branch and residual, in post-norm of y.
+        # From the boundary above come the gradients of branch and residual; in post-norm that of y.
         walk.alive |= {"d_out": self.branch, "d_s": self.d} if self.pre else {"d_y": self.d}
         if self.rerun:
             self._rerun(walk)
@@ -273,7 +274,7 @@ class Layer:
             walk.learn("w_up")
 
     def _cross_attention(self, walk: _Walk) -> None:
-        """From the gradients d_a of its branch and d_x of its residual to those below it."""
+        """From d_a and d_x, the gradients of its branch and its residual, to those below it."""
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
         if self.policy == "leaner":
@@ -298,11 +299,11 @@ class Layer:
         walk.alive["d_x"] = walk.alive.pop("d_s1")
 
     def _out(self, walk: _Walk, o: str) -> None:
-        """The last projection of an attention."""
+        """Backward of the output projection of an attention."""
         walk.make(d_o=self.d, w_out=self.square)
         walk.drop("d_a", f"cast_{o}")
         walk.learn("w_out")
-        # Its operand was the packed one.
+        # The projection's operand was the packed form.
         walk.alive[o] = self.d + self.lse
 
     def _attention(self, walk: _Walk) -> None:

@@ -1,4 +1,4 @@
-"""A plan, as values and as text."""
+"""A plan as values and as text."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,13 +8,14 @@ from deepfast.memory.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class WhatFits:
-    """What would fit where a plan does not: other policies, or else smaller sizes."""
+    """What would fit where a plan does not fit: other policies or, failing that, smaller sizes."""
 
     policies: tuple[str, ...] = ()
-    """Of the encoder's layers; empty where no policies save enough."""
+    """Policies of the encoder's layers; empty where no policies save enough."""
     decoder_policies: tuple[str, ...] = ()
     layers: int | None = None
-    """The most that fit with the other sizes unchanged. None: not even one fits, or policies do."""
+    """The most that fit with the other sizes unchanged; None where policies fit, or not even one
+    layer."""
     tokens: int | None = None
     width: int | None = None
     budget: int
@@ -29,12 +30,12 @@ class Plan:
     budget: int
     """Bytes."""
     policies: tuple[str, ...]
-    """Of the encoder's layers, from the bottom."""
+    """Policies of the encoder's layers, from the bottom."""
     decoder_policies: tuple[str, ...]
     table: dict[str, int]
-    """Category to bytes at the highest point of the step."""
+    """Category -> bytes at the peak of the step."""
     time: float
-    """Predicted time of a step over that of `keep` everywhere, by floating-point operations."""
+    """Predicted time of a step relative to `keep` everywhere, by floating-point operations."""
     what_fits: WhatFits | None
     """None where the plan fits."""
     solved: str | None
@@ -42,7 +43,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Predicted bytes at the highest point of a step."""
+        """Predicted peak bytes of a step."""
         return sum(self.table.values())
 
     @property
@@ -72,7 +73,7 @@ class Plan:
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
-    """Policies in words, such as "12 history, 18 lean from the bottom; decoder keep"."""
+    """Policies as text, such as "12 history, 18 lean from the bottom; decoder keep"."""
 
     def side(names: tuple[str, ...]) -> str:
         runs: list[list] = []
@@ -91,7 +92,7 @@ def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
 def advise(found: WhatFits, *, budget: bool = True) -> str:
     """One sentence that says what fits.
 
-    budget: whether to name the budget of the unchanged sizes beside smaller sizes that fit.
+    budget: whether to add the budget that the unchanged sizes need.
     """
     if found.policies:
         policies = describe(found.policies, found.decoder_policies)
@@ -102,7 +103,7 @@ def advise(found: WhatFits, *, budget: bool = True) -> str:
     if not parts:
         return f"it needs a budget of {needed}"
     smaller = f"what fits is {' or '.join(parts)}"
-    return f"{smaller}, and as it is a budget of {needed}" if budget else smaller
+    return f"{smaller}; unchanged it needs a budget of {needed}" if budget else smaller
 
 
 def lines(plan: Plan) -> list[str]:

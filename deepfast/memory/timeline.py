@@ -1,9 +1,9 @@
-"""The highest point of a training step, by category.
+"""The memory of a training step at its peak, by category.
 
-The walk goes as a step runs: up through the layers, which keep what their policy says; the head;
-and down again, where each layer frees what it kept and leaves its gradients. Between two layers of
-one policy every sum is linear in depth. So the peak is at an end of a run of equal policies, or
-where a buffer is made or freed, and only these layers are computed.
+The computation follows a step: up through the layers, which keep what their policies say; the head;
+then down again, where each layer frees what it kept and adds its gradients. Along layers of one
+policy every sum is linear in depth. So the peak is at an end of a run of equal policies, or where a
+buffer is allocated or freed. Only these layers are computed.
 """
 
 from itertools import groupby
@@ -33,22 +33,22 @@ CATEGORIES = (
 
 
 MARGIN, CONTEXT = 0.04, 300 * 2**20
-"""The share that a CUDA allocator loses to fragments, and the bytes of CUDA's context and
-libraries."""
+"""The share of memory that CUDA's allocator loses to fragmentation, and the bytes of CUDA's context
+and libraries."""
 
 
 def block_rows(rows: int) -> int:
-    """Rows per block of the depth connection; `deepfast.depth.schedule.default_block`."""
+    """Rows per block of the depth connection, as `deepfast.depth.schedule.default_block`."""
     return 4 if rows <= 32 else 8
 
 
 def slot_bytes(tokens: int, width: int, element: int) -> int:
-    """A state in the buffer of states: padded to whole pages of 4 KiB and one line of 64 bytes."""
+    """Bytes of a slot in the buffer of states: whole pages of 4 KiB and one line of 64 bytes."""
     return -(-tokens * width * element // 4096) * 4096 + 64
 
 
 class Moment(NamedTuple):
-    """Bytes alive at one point of a step, beside those of the whole step."""
+    """Bytes alive at one point of a step, without parameters and optimizer state."""
 
     gradients: int = 0
     copies: int = 0
@@ -88,22 +88,22 @@ class Stack:
         """The connection's own memory.
 
         Args:
-            slots: of partial and pulled sums.
+            slots: number of slots for partial and pulled sums.
             learning: whether the gradients of its weights exist.
         """
         if not self.dlcl:
             return 0
         # Copies of W and of the norms.
         weights = FP32 * self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
-        # A row's norm has a mean and a standard deviation, a state's norm the latter.
+        # A row's norm stores a mean and a standard deviation, a state's norm only the latter.
         statistics = (3 if self.sizes.norm == "pre" else 2) * self.rows * self.tokens * FP32
-        # A slot for each state, and one more for the last gradient.
+        # One slot for each state, and one more for the last gradient.
         states = (self.rows + 1 + slots) * self.slot
         return states + statistics + weights * (2 if learning else 1)
 
     def entered(self) -> int:
-        """The stack's input, which its caller holds, and its copy in autocast's dtype, unless a
-        layer keeps them."""
+        """The stack's input, which the caller holds, and its copy in autocast's dtype, unless they
+        count as kept by a layer."""
         embedding = FP32 * self.tokens * self.sizes.width
         copied = self.sizes.dtype == "bfloat16"
         if self.dlcl:
@@ -111,16 +111,16 @@ class Stack:
         return embedding if copied else 0
 
     def embedded(self) -> int:
-        """Gradients of the stack's input in fp32: behind dropout, and in front of it."""
+        """Gradients of the stack's input in fp32, after dropout and before it."""
         return 2 * FP32 * self.tokens * self.sizes.width
 
     def partial(self) -> int:
-        """Slots of partial sums, where there is more than one block."""
+        """Slots of partial sums; 0 where there is only one block."""
         return self.block if self.rows > self.block else 0
 
     def candidates(self) -> list[int]:
         """Layers at which the peak can lie, ascending."""
-        # The pulled sums come when backward leaves the last block.
+        # The pulled sums are allocated when backward leaves the last block.
         found = {self.last_block - 2}
         end = 0
         for _, length in self.runs:
@@ -144,7 +144,7 @@ class Stack:
         return total
 
     def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:
-        """One of layer ``index``'s steps, over what the layers below it keep."""
+        """One step of layer ``index``, on top of what the layers below it keep."""
         layer = self.layer(index)
         activations = min(layer.kept, step.alive)
         own = min(getattr(layer, copies), step.alive - activations)
@@ -159,8 +159,8 @@ class Stack:
         entered, moments = self.entered(), []
         for index in self.candidates():
             for row, step in enumerate(self.layer(index).forward, index):
-                # Partial sums come with the first row of the second block; a boundary makes the
-                # next row.
+                # Partial sums are allocated with the first row of the second block. A boundary
+                # computes the next row.
                 history = self.connection(self.partial() if row >= self.block else 0)
                 moments.append(
                     self._moment(index, step, "cached", history=history, transient=entered)
@@ -168,7 +168,7 @@ class Stack:
         return moments
 
     def full(self, *, cached: bool = False) -> Moment:
-        """Between forward and backward: everything kept, and the stack's result."""
+        """Between forward and backward: everything that is kept, and the stack's result."""
         # Without DLCL the last norm keeps its input.
         states = 2 if self.sizes.norm == "pre" and not self.dlcl else 1
         return Moment(
@@ -179,14 +179,14 @@ class Stack:
         )
 
     def backward(self) -> list[Moment]:
-        # A layer's first norm is the connection's.
+        # A layer's first norm belongs to the connection.
         per_layer = self.layer(0).gradients
         if self.sizes.norm == "pre":
             per_layer += 2 * FP32 * self.sizes.width
         moments = []
         for index in self.candidates():
             pulled = self.block if index < self.last_block - 1 else 0
-            # The gradient of the encoder's output, which every layer of a decoder adds to.
+            # The gradient of the encoder's output, to which every decoder layer adds.
             source = self.source if self.decoder and index < self.count - 1 else 0
             moments += [
                 self._moment(
@@ -201,7 +201,7 @@ class Stack:
 
     @property
     def gradients(self) -> int:
-        """Of every parameter."""
+        """Bytes of the gradients of every parameter."""
         return FP32 * (
             self.count * self.sizes.layer_parameters(self.decoder)
             + self.sizes.connection_parameters(self.decoder)
@@ -213,14 +213,14 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
     head = head_bytes(sizes)
     source = Moment(head=head.kept * sizes.tokens)
     moments = [_sum(source, moment) for moment in encoder.forward()]
-    # Until autocast's context ends it holds every copy it made.
+    # Autocast holds every copy that it made until its context ends.
     below, waiting = (_sum(source, encoder.full(cached=cached)) for cached in (True, False))
     if decoder is not None:
         target = Moment(head=head.kept * sizes.target_tokens)
         below, waiting = _sum(below, target), _sum(waiting, target)
         moments += [_sum(below, moment) for moment in decoder.forward()]
         below = _sum(below, decoder.full(cached=True))
-    # Until the embeddings' own arrive, the decoder's first, and are added up.
+    # The projection's gradient waits for those of the embeddings, the decoder's first.
     projection = Moment(head=head.gradients)
     moments.append(_sum(below, projection, Moment(head=head.working)))
     done = projection
@@ -231,7 +231,7 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
         embedding = Moment(head=head.embedding, transient=decoder.embedded())
         moments.append(_sum(waiting, done, embedding))
     if not sizes.vocabulary:
-        # Whoever calls a bare stack holds its result.
+        # The caller of a bare stack holds its result.
         source = Moment(transient=encoder.state)
     moments += [_sum(source, done, moment) for moment in encoder.backward()]
     last = Moment(
@@ -247,14 +247,14 @@ def _sum(*moments: Moment) -> Moment:
 def peak_table(
     sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
 ) -> dict[str, int]:
-    """Category to bytes at the highest point of a step; their sum is the peak."""
+    """Category -> bytes at the peak of a step; their sum is the peak."""
     encoder = Stack(sizes, policies)
     decoder = Stack(sizes, decoder_policies, True) if decoder_policies else None
     count = sizes.parameters
     whole = FP32 * count
     moments = _moments(sizes, encoder, decoder)
     if sizes.accumulate > 1:
-        # The gradients of earlier micro-batches stay while later ones run.
+        # The gradients of earlier micro-batches are alive while later ones run.
         moments = [moment._replace(gradients=whole) for moment in moments]
     top = max(moments, key=lambda moment: moment.total)
     table = {
@@ -273,5 +273,5 @@ def peak_table(
 
 
 def margin(sizes: Sizes, peak: int) -> int:
-    """What a device takes beside the tensors of a step."""
+    """Bytes that a device needs beside the tensors of a step."""
     return int(MARGIN * peak) + CONTEXT if sizes.device == "cuda" else 0

@@ -1,4 +1,4 @@
-"""Bytes as people write them: "24GiB" to a number and back."""
+"""Converts text such as "24GiB" to a number of bytes and back."""
 
 import math
 import re
@@ -29,16 +29,16 @@ def parse_bytes(text: str | int | float) -> int:
         size = float(found[1]) * _NAMES[found[2]]
     else:
         size = text
-    # Not a number is neither.
+    # NaN fails both comparisons.
     if not 1 <= size < 2**63:
         raise ValueError(f"{expected} of at least 1, got {text!r}")
     return int(size)
 
 
 def format_bytes(size: float, *, up: bool = False) -> str:
-    """Three digits or more with a power of 1024: "24.0 GiB", "512 B"; ``up`` never says less."""
+    """At least three digits with a unit: "24.0 GiB", "512 B". ``up`` rounds up."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        # What would round to 1024 of a unit is 1.00 of the next.
+        # A size that would round to 1024 of a unit is shown as 1.00 of the next.
         if abs(size) >= 2 ** (10 * power) * 0.9995:
             value = size / 2 ** (10 * power)
             digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0

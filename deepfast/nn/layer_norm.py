@@ -23,7 +23,7 @@ class LayerNorm(nn.Module):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """LN(residual + dropout(x)); with ``residual`` the sum is returned too."""
+        """LN(residual + dropout(x)); with ``residual`` also the sum."""
         return ops.layer_norm(
             x,
             self.weight,
@@ -40,10 +40,11 @@ class LayerNorm(nn.Module):
         return OutNorm(self.weight, self.bias, self.eps)
 
     def recompute(self, n: Tensor, x: Tensor) -> Recompute:
-        """How backward computes n = LN(x) again. It keeps x.
+        """Recomputes n = LN(x) in backward; it keeps x.
 
-        The bits are those of a forward that returned x as its sum. They differ where a DLCL
-        boundary made n in 16 bits (policy "states"), because it normalises before it rounds x.
+        The result has the bits of a forward pass that returned x as its sum. It differs where a
+        DLCL boundary computed n in 16 bits (policy "states"), because a boundary normalises x
+        before it rounds x.
         """
         source, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
         eps, backend = self.eps, self.backend

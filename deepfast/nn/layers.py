@@ -1,7 +1,7 @@
 """One encoder and one decoder layer, pre-norm or post-norm.
 
-A pre-norm layer inside a stack is entered after its first layer-norm and left before its last
-residual add, so that the boundary between two layers, which does both, is one pass over memory:
+Inside a stack a pre-norm layer starts after its first layer-norm and ends before its last residual
+add. The boundary between two layers does both in one pass over memory:
 
     pre-norm    (x, n = LN(x)) -> (r = x + attention(n), f = feed_forward(LN(r)))
     post-norm   x              -> LN(r + feed_forward(r)) with r = LN(x + attention(x))
@@ -61,12 +61,12 @@ class FeedForward(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``want_norm``.
 
-        The branch is ``gate * feed_forward(n)`` with n = LN(s). Autograd saves neither n nor masks;
-        ``memory`` decides whether it saves the hidden activation.
+        The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
+        saves neither n nor masks, and ``memory`` decides whether it saves the hidden activation.
         """
         fused = plain(norm, LayerNorm) and plain(self.up, nn.Linear)
         if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
-            # A rerun stops in front of the last product, which it could not do inside one op.
+            # A rerun stops before the last product, which it could not do inside one op.
             if want_norm or not fused:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
                 return (n if want_norm else s), self(n, gate)
@@ -94,7 +94,7 @@ class FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share: parts, sizes, and the memory policy."""
+    """What encoder and decoder layers share: submodules, sizes and the memory policy."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Layer(nn.Module):
         gate: Gate | None,
         **options,
     ) -> Tensor:
-        """The branch of ``attention``. A foreign module is told nothing of memory and gate."""
+        """The branch of ``attention``. A module of another type gets no memory options or gate."""
         if isinstance(attention, MultiheadAttention):
             return attention(
                 *inputs, recompute_x=recompute_n, recompute_qkv=self.memory == "leaner", gate=gate,
@@ -159,16 +159,16 @@ class _Layer(nn.Module):
         return branch if gate is None else branch * gate
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
-        """What a stack calls in place of a post-norm layer whose branches are 0."""
+        """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
         x = self.attention_norm(x)
         return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
 
     def _end(
         self, norm: LayerNorm, branch: Tensor, residual: Tensor, gate: Gate | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """From the last attention's branch to what the layer returns to its stack.
+        """The rest of a layer after its last attention: what the layer returns to its stack.
 
-        ``norm`` is the one between attention and the feed-forward block.
+        ``norm`` is the layer-norm between attention and the feed-forward block.
         """
         post = self.norm == "post"
         x, f = self.feed_forward.after_norm(
@@ -180,7 +180,7 @@ class _Layer(nn.Module):
         return y
 
     def _alone(self, out: Tensor | tuple[Tensor, Tensor], packing: Packing) -> Tensor:
-        """What a layer on its own returns, (B, S, D)."""
+        """What a layer outside a stack returns, (B, S, D)."""
         if self.norm == "pre":
             residual, branch = out
             out = residual + F.dropout(branch, self.dropout, self.training)
@@ -188,7 +188,7 @@ class _Layer(nn.Module):
 
 
 class TransformerEncoderLayer(_Layer):
-    """Self-attention and feed-forward, each with residual, dropout and layer-norm.
+    """Self-attention and a feed-forward block, each with residual, dropout and layer-norm.
 
     Args:
         dim, heads, ffn_dim: D, H, F.
@@ -197,9 +197,9 @@ class TransformerEncoderLayer(_Layer):
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
-        first_norm: False where the surrounding stack owns and applies the first pre-norm LN.
-        memory: the policy, see `deepfast.memory`. The stack around the layer carries out "states"
-            and "history".
+        first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
+        memory: the memory policy, see `deepfast.memory.policies`. The stack around the layer
+            implements "states" and "history".
         backend: see `deepfast.backend`.
     """
 
@@ -213,14 +213,15 @@ class TransformerEncoderLayer(_Layer):
         recompute_n: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A layer on its own: (B, S, D) to (B, S, D); True in the mask is padding.
+        """A layer outside a stack: (B, S, D) to (B, S, D); True in the mask is padding.
 
-        A stack gives the packing of its tokens: x is then (T, D). In pre-norm it gives ``normed``,
-        LN(x), and the layer returns its last residual and branch; in post-norm, its output.
+        A stack passes the packing of its tokens; x is then (T, D). In pre-norm it also passes
+        ``normed`` = LN(x), and the layer returns its last residual and its last branch. In
+        post-norm the layer returns its output.
 
         Args:
-            recompute_n: how backward computes ``normed`` again; autograd then does not save it.
-            gate: scales every branch; None is 1.
+            recompute_n: recomputes ``normed`` in backward; autograd then does not save it.
+            gate: scales every branch; None counts as 1.
         """
         alone = packing is None
         if alone:
@@ -234,7 +235,10 @@ class TransformerEncoderLayer(_Layer):
 
 
 class TransformerDecoderLayer(_Layer):
-    """Causal self-attention, attention to the encoder, feed-forward. Args as the encoder layer."""
+    """Causal self-attention, attention to the encoder's output, and a feed-forward block.
+
+    Args as `TransformerEncoderLayer`.
+    """
 
     crosses = True
 
@@ -252,11 +256,11 @@ class TransformerDecoderLayer(_Layer):
         recompute_n: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A layer on its own: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
+        """A layer outside a stack: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 
-        Padding of x must be on the right, see `TransformerDecoder`. A stack gives packed tokens as
-        to the encoder layer, and as ``encoded`` the packed output of the encoder, or the keys and
-        values that `MultiheadAttention.project_encoded` made of it.
+        Padding of x must be on the right, see `TransformerDecoder`. A stack passes packed tokens,
+        as to the encoder layer. ``encoded`` is then the packed output of the encoder, or its keys
+        and values from `MultiheadAttention.project_encoded`.
         """
         alone = packing is None
         if alone:
@@ -274,7 +278,7 @@ class TransformerDecoderLayer(_Layer):
         n, s = norm(a, residual=x, dropout_p=self.dropout)
         again = None
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        # A layer that runs again computes n with everything else: nothing is gained by keeping s.
+        # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
         if backward and plain(norm, LayerNorm) and self.memory not in RERUN:
             again = norm.recompute(n, s)
         c = self._attend(

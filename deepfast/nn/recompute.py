@@ -1,12 +1,12 @@
 """Recompute in backward what forward does not save.
 
 `rerun` runs a whole layer again in backward. `not_saved` keeps autograd from saving single tensors:
-a `Recompute` computes each of them again when backward reads it.
+a `Recompute` recomputes each of them when backward reads it.
 
-Both use autograd's hooks on saved tensors, so they serve modules, hooks on modules, compiled layers
-and torch's attention alike. Gradients reach parameters as usual, as DDP and FSDP expect. Backward
-uses the values that forward used: `LayerState` puts back what a layer's attributes were, and a
-tensor that was modified in place since forward is an error.
+Both use autograd's hooks on saved tensors, so they work for modules, hooks on modules, compiled
+layers and torch's attention. Gradients reach parameters as usual, as DDP and FSDP expect. Backward
+uses the values that forward used: `LayerState` restores a layer's attributes, and a tensor that was
+modified in place since forward is an error.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ HOOKS = (
 """Attributes of a module that decide which hooks its forward runs."""
 
 ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
-"""Types of tensors that have data of their own. FSDP's shards are of another type: while a layer
-runs, FSDP puts whole parameters in their place."""
+"""Types of tensors that have their own data. FSDP's shards have another type: while a layer runs,
+FSDP replaces them by whole parameters."""
 
 SIMPLE = (bool, int, float, str, NoneType)
 """Types of the attributes that `LayerState` restores, such as ``training`` or ``dropout``."""
@@ -80,12 +80,12 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 
 class Recompute:
-    """Computes one tensor again in backward, once for all of its readers.
+    """Recomputes one tensor in backward, once for all its readers.
 
     Args:
-        tensor: the one that autograd will not save. It is not kept here either.
-        function: () to a tensor with the same elements, dtype and strides. It runs without grad
-            and without autocast. Its result lives until the last reader has read it.
+        tensor: the tensor that autograd will not save. This object does not keep it either.
+        function: () -> a tensor with the same elements, dtype and strides. It runs without grad
+            and without autocast. Its result is freed when the last reader has read it.
     """
 
     def __init__(self, tensor: Tensor, function: Callable[[], Tensor]):
@@ -97,7 +97,7 @@ class Recompute:
         self.value: Tensor | None = None
 
     def gives(self, x: Tensor) -> bool:
-        """Whether x is that tensor, unchanged. A hook may have replaced it."""
+        """Whether x is still the tensor and unchanged; a hook may have replaced it."""
         return self.tensor() is x and x._version == self.version
 
     def read(self) -> Tensor:
@@ -143,7 +143,7 @@ def _unpack(packed) -> Tensor:
 
 
 class LayerState:
-    """What a layer reads beside its inputs, as it is when this is made.
+    """What a layer reads beside its inputs, with the values at the time of construction.
 
     These are parameters and whether they learn, buffers, hooks, submodules, attributes that are
     tensors or of a `SIMPLE` type, and the tensors among the layer's keyword arguments.
@@ -180,7 +180,7 @@ class LayerState:
             self.entries += [(attributes, name, attributes[name].copy()) for name in HOOKS]
 
     def check(self) -> None:
-        """Raises where a value that forward read is gone."""
+        """Raises where a value that forward read cannot be restored."""
         for name, tensor, kept in self.tensors:
             kept()
             if type(tensor) in ORDINARY and tensor.data_ptr() != kept.tensor.data_ptr():
@@ -209,7 +209,7 @@ class LayerState:
             (table, name, table[name], value)
             for table, name, value in self.entries
             if table[name] is not value
-            # Hooks are a copy of a dictionary.
+            # Tables of hooks are copies, so they are compared by value.
             and not (isinstance(value, dict) and table[name] == value)
         ]
         frozen = [(p, learns) for p, learns in self.learns if p.requires_grad != learns]
@@ -249,13 +249,14 @@ class _Slot:
     def __init__(self, run: "_Run", tensor: Tensor):
         self.run, self.value = run, None
         self.kind = tensor.shape, tensor.dtype
-        # Of a weight or a view of one. A layer may change its own intermediate results in place.
+        # Only weights and views of weights have a version to check: a layer may modify its own
+        # intermediate results in place.
         source = tensor if tensor._base is None else tensor._base
         self.version = tensor._version if source.is_leaf and source.requires_grad else None
 
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The states of the random generators that code on ``device`` may use, and their setters."""
+    """The states of the random generators that code on ``device`` may use, after their setters."""
     states: list[tuple[Callable[[Tensor], None], Tensor]]
     states = [(torch.set_rng_state, torch.get_rng_state())]
     if device.type == "cuda":
@@ -265,7 +266,7 @@ def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Te
 
 
 class _Run:
-    """One forward of a layer. Backward runs it again when it first asks for a saved tensor."""
+    """One forward pass of a layer, which runs again when backward first reads a saved tensor."""
 
     def __init__(self, layer: nn.Module, options: dict, inputs: Callable, device: torch.device):
         self.layer, self.options, self.inputs, self.device = layer, options, inputs, device
@@ -278,7 +279,7 @@ class _Run:
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),
             "dtype": torch.get_autocast_dtype(kind),
-            # A cache would keep every weight's copy until backward ends.
+            # The cache would keep the copies of all weights until backward ends.
             "cache_enabled": False,
         }
         self.task: int | None = None
@@ -293,12 +294,12 @@ class _Run:
         return slot.run.take(slot)
 
     def take(self, slot: _Slot) -> Tensor:
-        """The tensor of ``slot``, which a backward pass may ask for once."""
+        """The tensor of ``slot``; one backward pass may read it only once."""
         task = torch._C._current_graph_task_id()
         if slot.value is None:
             if self.task == task and task != -1:
                 raise RuntimeError(
-                    "memory policy: a saved tensor was asked for twice in one backward pass"
+                    "memory policy: a saved tensor was read twice in one backward pass"
                 )
             self.again()
             self.task = task
@@ -306,7 +307,7 @@ class _Run:
         return value
 
     def again(self) -> None:
-        """Runs forward again, up to the last tensor that autograd saved."""
+        """Runs the forward pass again, up to the last tensor that autograd saved."""
         found = 0
 
         def pack(tensor: Tensor) -> None:
@@ -357,13 +358,13 @@ def _words(shape: torch.Size, dtype: torch.dtype) -> str:
 def rerun(
     layer: nn.Module, x: Tensor, n: Tensor | None, recompute_inputs: Callable, options: dict
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``layer(x, normed=n, **options)``, of which autograd saves nothing.
+    """Computes ``layer(x, normed=n, **options)`` so that autograd saves nothing of it.
 
     Backward runs the layer again, with the same dropout and autocast, up to the last tensor that
     autograd would have saved. So the layer's last matrix product does not run again.
 
     Args:
-        recompute_inputs: () to x and n, without gradient.
+        recompute_inputs: () -> x and n, without gradient.
     """
     needs = x.requires_grad, n is not None and n.requires_grad
 

@@ -15,10 +15,10 @@ from deepfast.nn.packing import Packing, packed, packed_pair
 
 
 class _Stack(nn.Module):
-    """What encoder and decoder share: layers of one kind, a connection, memory policies, gates."""
+    """What encoder and decoder share: layers of one type, a connection, memory policies, gates."""
 
     planned: str
-    """The attribute of a plan that holds this side's policies."""
+    """The attribute of a plan that holds this stack's policies."""
 
     layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
     # A ModuleList, which does not tell the type of its elements.
@@ -77,16 +77,16 @@ class _Stack(nn.Module):
         self.set_memory(memory)
 
     def gates(self, language: int = 0) -> list[Gate | None]:
-        """What scales the branches of each layer in one forward pass.
+        """The gates that scale the branches of each layer in one forward pass.
 
-        They are drawn in training and chosen in evaluation; None without latent depth.
+        They are drawn in training and chosen in evaluation. Without latent depth each is None.
         """
         return [None] * len(self.layers) if self.latent is None else self.latent(language)
 
     def _calls(
         self, options: Sequence[dict], gates: Sequence[Gate | None]
     ) -> list[LayerCall | None]:
-        """How each layer is called; None in pre-norm for a layer that is not used."""
+        """The calls of the layers; in pre-norm None for a layer that is not used."""
         calls: list[LayerCall | None] = []
         post = self.connection.norm == "post"
         used = zip(self.layers, self.policies, options, gates, strict=True)
@@ -100,16 +100,16 @@ class _Stack(nn.Module):
         return calls
 
     def set_memory(self, memory: str | Sequence[str] | object) -> None:
-        """Chooses what each layer keeps for backward, from the next forward on.
+        """Sets what each layer keeps for backward, from the next forward pass on.
 
         Args:
-            memory: a policy of `deepfast.memory.POLICIES`, one for each layer from the bottom, or
-                a `deepfast.memory.Plan`, of which an encoder takes ``policies`` and a decoder
+            memory: a policy of `deepfast.memory.POLICIES`; one policy per layer from the bottom; or
+                a `deepfast.memory.Plan`, of which an encoder uses ``policies`` and a decoder
                 ``decoder_policies``.
 
         Raises:
-            ValueError: for an unknown policy, another number of them than layers, or "history"
-                without DLCL.
+            ValueError: for an unknown policy, a number of policies that is not num_layers, or
+                "history" without DLCL.
         """
         connection = "residual" if self.connection.dlcl is None else "dlcl"
         memory = getattr(memory, self.planned, memory)
@@ -123,14 +123,14 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers; by its connection each reads the layer below it, or all of them.
+    """A stack of encoder layers. Each reads the layer below it or, by its connection, all of them.
 
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
         connection: one of `deepfast.nn.connections.residual.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
-            `AttentionResiduals`; "latent": residual, and learned which layers are used.
+            `AttentionResiduals`; "latent": residual, and the stack learns which layers to use.
         norm: "pre" (with a final LN) or "post".
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
@@ -138,12 +138,12 @@ class TransformerEncoder(_Stack):
         activation: "relu" or "gelu".
         dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
             ``{"norm": None}`` mixes states without layer-norms.
-        block: layers of a block under "block_attnres"; None: an eighth of them, rounded up.
+        block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
-            In evaluation a pre-norm layer that is not used costs nothing. Of a post-norm layer
-            that is not used only the layer-norms run, because they keep its input's scale.
+            In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
+            is not used runs only its layer-norms, which normalise the residual alone.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
-            "lean", "leaner", "states", "history"), one for each layer, or a plan.
+            "lean", "leaner", "states", "history"), one policy per layer, or a plan.
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
@@ -171,8 +171,8 @@ class TransformerEncoder(_Stack):
         """Real tokens (T, D) to (T, D).
 
         Args:
-            states: a list that is given the states between the layers.
-            language: the language that latent depth uses layers for.
+            states: a list to append the states between the layers to, see `Connection.forward`.
+            language: index of the language whose layers latent depth uses.
         """
         options = [{"packing": packing}] * len(self.layers)
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
@@ -248,8 +248,8 @@ class TransformerDecoder(_Stack):
 
         Args:
             encoded_TD: what all layers attend to, or one tensor for each layer.
-            states: a list that is given the states between the layers.
-            language: the language that latent depth uses layers for.
+            states: a list to append the states between the layers to, see `Connection.forward`.
+            language: index of the language whose layers latent depth uses.
         """
         # Each layer projects it, and so decides whether keys and values are kept.
         options = [

@@ -323,7 +323,7 @@ def test_stacks_refuse():
     for options, message in (
         ({"connection": "attnres", "norm": "post"}, "'attnres' needs norm='pre', got 'post'"),
         ({"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
-        ({"connection": "attnres", "memory": "history"}, "'history' mixes inputs again"),
+        ({"connection": "attnres", "memory": "history"}, "'history' recomputes inputs"),
     ):
         with pytest.raises(ValueError, match=message):
             TransformerEncoder(*sizes, **options)

@@ -200,7 +200,7 @@ def test_recomputation_is_that_of_the_design():
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
         ({"policies": "less"}, "^policies: expected one of keep, lean, .*, got 'less'"),
         ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
-        ({"policies": "history", "connection": "residual"}, "'history' mixes inputs again"),
+        ({"policies": "history", "connection": "residual"}, "'history' recomputes inputs"),
         ({"connection": "attnres"},
          r"^connection: expected one of dlcl, residual, latent, got 'attnres'; .* memory=lean$"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
@@ -224,10 +224,10 @@ def test_advice_names_what_fits():
     assert not deep.fits
     told = deep.what_fits
     assert deep.advice == (
-        f"what fits is {told.layers} layers or {told.tokens} tokens or {told.width} wide, and as "
-        f"it is a budget of {format_bytes(told.budget, up=True)}"
+        f"what fits is {told.layers} layers or {told.tokens} tokens or {told.width} wide; "
+        f"unchanged it needs a budget of {format_bytes(told.budget, up=True)}"
     )
-    assert advise(told, budget=False) == deep.advice.partition(", and as")[0]
+    assert advise(told, budget=False) == deep.advice.partition("; unchanged")[0]
     for name in ("layers", "tokens"):
         assert plan(budget="12GiB", **sizes | {name: getattr(told, name)}).fits
         assert not plan(budget="12GiB", **sizes | {name: getattr(told, name) + 1}).fits
