@@ -1,4 +1,4 @@
-// The module deepfast._C: importing it registers the ops; build_info() tells how it was built.
+// The module deepfast._C: importing it registers the ops; build_info() says how it was built.
 //
 // Each backend registers its implementations in its own files.
 #include <pybind11/pybind11.h>

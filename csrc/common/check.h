@@ -1,4 +1,4 @@
-// The one macro behind every check: a condition, then what was expected and what was found.
+// The one macro behind every check: a condition, then what was expected and what was got.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>

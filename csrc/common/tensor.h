@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Indices = std::vector<int64_t>;
 
-// A namespace for each device: their functions differ in `is_here`.
+// Each device has a namespace, because `is_here` differs.
 #if defined(__CUDACC__)
 inline namespace on_cuda {
 inline bool is_here(const Tensor& t) { return t.is_cuda(); }
@@ -100,7 +100,7 @@ inline void* parameter(const OptionalTensor& t, Storage storage, int64_t count) 
   return t->mutable_data_ptr();
 }
 
-// The least draw of 16 bits that dropout keeps, and what a kept element is multiplied by.
+// The smallest 16-bit draw that dropout keeps, and the factor of the elements that it keeps.
 struct DropoutFactors {
   int32_t threshold;
   double scale;
@@ -112,7 +112,7 @@ inline DropoutFactors dropout_factors(double p) {
   return {threshold, threshold < kRange ? kRange / (kRange - threshold) : 0.0};
 }
 
-// The same where draws are made, from a seed that is there.
+// The same for a launch that draws a mask: it needs the seed.
 inline DropoutFactors dropout_factors(const OptionalTensor& seed, double p) {
   if (p == 0) return {0, 1.0};
   DEEPFAST_CHECK(seed.has_value(), "dropout_p is ", p, " and the seed is missing");

@@ -2,8 +2,8 @@
 //
 //   out = dropout(act(h)),  dh = dropout(dout * act'(h))
 //
-// relu's gradient reads out alone, which is 0 where either of the two masks is. An element is read
-// before it is written: results may take the place of operands. Compiled once per instruction set.
+// The gradient of relu reads out alone: out is 0 where relu or dropout made it 0. An element is
+// read before it is written, so results may overwrite operands. Compiled once per instruction set.
 #include "normal.h"
 #include "rows.h"
 
@@ -34,7 +34,7 @@ void forward(const Activation& op, int64_t begin, int64_t end) {
     if (op.kind == ActivationKind::relu) {
       drop_into(out, op.dropout, t, op.dim, [&](auto lanes, int64_t d) {
         const auto x = load(lanes, h + d);
-        // Not the larger of x and 0, which would lose a NaN.
+        // Not max(x, 0), which would lose a NaN.
         return x < 0 ? broadcast(lanes, A(0)) : x;
       });
     } else {

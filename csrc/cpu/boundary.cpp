@@ -1,4 +1,4 @@
-// deepfast::boundary_{forward,backward} on the CPU: what lies between two layers.
+// deepfast::boundary_{forward,backward} on the CPU: all work between two layers.
 #include "op.h"
 
 namespace deepfast {

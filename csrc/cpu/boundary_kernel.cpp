@@ -1,15 +1,16 @@
 // Everything between two layers' matrix products, one token at a time. See kernels.h for the
-// formulas: residual and dropout, the source's layer-norm, the write of the state, the recent
-// states' share of the mix, and the next layer's first layer-norm. Each operand is read once and
-// each result written once. Backward recomputes the mix from the states instead of storing it.
+// formulas. In order: residual and dropout, the source's layer-norm, the write of the state, the
+// recent states' share of the mix, and the next layer's first layer-norm. Each operand is read once
+// and each result is written once. Backward recomputes the mix from the states, so it is not
+// stored.
 #include "rows.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// x = partial + sum over the near sources, V vectors of channels at a time: the sum stays in
-// registers while the sources pass.
+// x = partial + sum over the near sources, V vectors of channels at a time. The sum stays in
+// registers over all sources.
 template <class T, int N, int V, bool PerChannel>
 DEEPFAST_INLINE void mix_near_registers(const Boundary& op, int64_t t, int64_t d, compute_t<T>* x) {
   using A = compute_t<T>;
@@ -87,7 +88,7 @@ void forward(const Boundary& op, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient of x: dx plus what comes back through the output's layer-norm.
+// The gradient of x: dx plus the gradient through the output's layer-norm.
 template <class T>
 DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t chunk,
                                      compute_t<T>* g, compute_t<T>* n) {
@@ -148,7 +149,8 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
   Scratch<A> g(dim), n(dim), z(dim), u(dim);
   for (int64_t t = begin; t < end; ++t) {
     output_gradient<T>(op, t, chunk, g, n);
-    // The state is read before the gradient is stored, which may take a slot of the same buffer.
+    // The state is read before the gradient is stored: the gradient may overwrite a slot of its
+    // buffer.
     load_row(row_of<T>(f.state, t), n.get(), dim);
     store_row(g.get(), row_of<T>(op.grad, t), dim);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {

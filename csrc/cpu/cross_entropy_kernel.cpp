@@ -3,8 +3,8 @@
 //   nll = log sum_v exp(x_v) - x_t,   loss = (1 - eps) * nll + eps * mean_v(log sum exp(x) - x_v)
 //   dx = softmax(x) - (1 - eps) * onehot(t) - eps / V,   zeros for an ignored target
 //
-// Three passes over a row, which stays in the level-2 cache: its maximum, its sums, its gradient.
-// Compiled once per instruction set.
+// A row is read three times, for its maximum, its sums and its gradient, and stays in the level-2
+// cache. Compiled once per instruction set.
 
 #include "exp.h"
 #include "rows.h"
@@ -49,7 +49,7 @@ void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
       continue;
     }
     const A most = row_max(row, V);
-    // Of exp(x - max), and of x - max.
+    // The sums of exp(x - max) and of x - max.
     const auto sums = sum_over_lanes<A, RowSums<A>>(V, [&](auto lanes, int64_t v, auto& s) {
       const auto x = load(lanes, row + v) - most;
       s.first.add(exponential<A>(lanes, x));
@@ -70,7 +70,7 @@ void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
     const auto gradient = [&](auto lanes, int64_t v) {
       return exponential<A>(lanes, load(lanes, row + v) - most) * scale - even;
     };
-    // Made before its logit is written over, and rounded once.
+    // Computed before its logit is overwritten, and rounded once.
     const auto of_target = gradient(Lanes<1>{}, inside ? target : 0) - (1 - smoothing);
     for_lanes<A>(V, [&](auto lanes, int64_t v) { store(lanes, row + v, gradient(lanes, v)); });
     if (inside) store(Lanes<1>{}, row + target, of_target);

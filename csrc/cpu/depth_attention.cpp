@@ -49,7 +49,7 @@ void depth_attention_backward(std::vector<Tensor> sources, OptionalTensor query,
   std::vector<Matrix> source, dsource;
   DepthAttention op = attention(sources, query, scores, norm, eps, out, most, total, source);
   const int64_t tokens = sources[0].size(0), count = op.hops * op.dim;
-  // Either every source wants a gradient or none does.
+  // Either all sources need a gradient or none does.
   for (const Tensor& s : dsources) dsource.push_back(matrix(s, op.storage, tokens, op.dim));
   dsource.resize(sources.size());
   op.dsource = dsource.data();

@@ -6,10 +6,10 @@
 //   delta = <dout, out> - dlse,  ds_k = p_k * (<dout, v_k> - delta)
 //   dv_k  = p_k dout + ds_k r_k q - v_k * r_k^2 ds_k s_k / D,  dq = sum_{t,k} ds_k r_k v_k
 //
-// with most the largest score and total = sum_k exp(s_k - most), and sums over the hops where there
-// are several. The softmax is made online (Milakov, Gimelshein 2018): each source is read once
-// forward and once backward, and no score is kept between the two. Backward has most and total
-// instead of lse, which far from 0 is too coarse to take the scores' distance from.
+// Here most is the largest score and total = sum_k exp(s_k - most); with several hops the sums are
+// over the hops too. The softmax is computed online (Milakov, Gimelshein 2018): each source is read
+// once forward and once backward, and scores are not stored between the two. Backward takes most
+// and total instead of lse: for large |lse| the difference score - lse would be too inexact.
 // Compiled once per instruction set.
 #include "exp.h"
 #include "rows.h"
@@ -33,8 +33,8 @@ DEEPFAST_INLINE A exponential_of(A x) {
   return exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, x))[0];
 }
 
-// Brings in the row after this one: that of the next source, or the first source's for the token
-// after. Rows of many sources are more streams than a processor follows by itself.
+// Prefetches the next row: that of the next source or, after the last source, that of the first
+// source for the next token. The processor's own prefetcher does not follow so many streams.
 template <class T>
 DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
   const bool last = k + 1 == op.sources;
@@ -55,7 +55,7 @@ class Scores {
       first_ = dot_rows(row, at<A>(op.query, 0), op.dim);
       return;
     }
-    // The norm and the first hop's product in one pass.
+    // The norm and the first hop's score in one pass.
     const A* query = at<A>(op.query, 0);
     const auto sums = sum_over_lanes<A, RowSums<A>>(op.dim, [&](auto lanes, int64_t d, auto& s) {
       const auto x = load(lanes, row + d);
@@ -95,11 +95,11 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
       const Scores<T> scores(op, row, t, k);
       for (int64_t h = 0; h < hops; ++h) {
         const A s = scores(h);
-        // Its weight is 0 whatever the others are; of two such scores the difference is NaN.
+        // Its weight is 0 whatever the others are; the difference of two such scores would be NaN.
         if (s == kNone) continue;
         const bool rises = s > most[h];
         const A kept = rises ? exponential_of(most[h] - s) : A(1);
-        // 1 where it rises, but NaN for +inf: no weights are in that proportion.
+        // 1 where the score is a new maximum, but NaN for +inf, for which weights are undefined.
         const A p = rises ? A(1) + (s - s) : exponential_of(s - most[h]);
         if (rises) most[h] = s;
         total[h] = total[h] * kept + p;
@@ -133,7 +133,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
   const int64_t dim = op.dim, hops = op.hops;
   const A* query = at<A>(op.query, 0);
   A* dquery = at<A>(op.dquery, chunk * hops * dim);
-  // By hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
+  // Per hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
   Scratch<A> dout(hops * dim), delta(hops), p(hops), c(hops);
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t h = 0; h < hops; ++h) {
@@ -161,7 +161,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
         }
       }
       if (op.dsource[k].data == nullptr) continue;
-      // Scores that are given, and rows that are not normalised, have no part of their own.
+      // Given scores, and rows without a norm, add no gradient of their own.
       const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
       T* target = row_of<T>(op.dsource[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {

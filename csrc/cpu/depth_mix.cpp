@@ -8,8 +8,8 @@
 namespace deepfast {
 namespace {
 
-// Asks for huge pages behind a fresh buffer of states: it is touched once a step from end to end,
-// and faults on small pages cost a tenth of the step. Only a hint, so a refusal is no error.
+// Asks for huge pages behind a new buffer of states. Each step touches the whole buffer once, and
+// page faults on small pages cost a tenth of the step. It is only a hint, so a refusal is no error.
 void advise_states(Tensor states) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 1 << 21;
@@ -147,7 +147,7 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
                         OptionalTensor dnorm_bias) {
   std::vector<Matrix> source, dsource;
   DepthMix op = separate(sources, weight, norm_weight, norm_bias, norm, mean, rstd, source);
-  // Either every source wants a gradient or none does.
+  // Either all sources need a gradient or none does.
   for (const Tensor& s : dsources) dsource.push_back(matrix(s, op.storage, op.tokens, op.dim));
   dsource.resize(sources.size());
   op.dsource = dsource.data();

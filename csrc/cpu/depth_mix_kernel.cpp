@@ -13,14 +13,14 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// A tile is a run of whole tokens, about kTileValues of every operand: the sums of all rows (mix)
-// or z and u of all sources (pull) stay in the level-2 cache while the states pass by, a few at a
-// time. Each stream is read in long contiguous runs, the next few prefetched while these are used:
-// reading all states side by side in short pieces ran at half the speed.
+// A tile is a run of whole tokens, about kTileValues of every operand. The sums of all rows (mix),
+// or z and u of all sources (pull), stay in the level-2 cache while a few states at a time are
+// read. Each state is read in long contiguous runs, and the next few are prefetched meanwhile.
+// Reading short pieces of all states side by side ran at half the speed.
 constexpr int64_t kTileValues = 2048;
 
 constexpr bool kManyRegisters = kVectorBytes == 64;
-// States of a mix whose vectors are held in registers at once, and vectors of each.
+// States that a mix holds in registers at once, and vectors of each.
 constexpr int kMixStates = kManyRegisters ? 8 : 4;
 
 struct TileShape {
@@ -47,14 +47,14 @@ DEEPFAST_INLINE void for_tiles(int64_t begin, int64_t end, int64_t dim, const Ti
     for (int64_t d = 0; d < dim; d += shape.channels) {
       const bool last = d + shape.channels >= dim;
       const int64_t d1 = last ? dim : d + shape.channels;
-      // Past the last tile the prefetch points at this one again.
+      // Past the last tile the prefetch reads this tile again.
       const int64_t next_t = last && t1 < end ? t1 : t;
       f(Tile{t, t1, d, d1, next_t, last ? (t1 < end ? 0 : d) : d1});
     }
   }
 }
 
-// Brings in what the next group of streams reads of this tile, or the first group of the next tile.
+// Prefetches the next group of states of this tile, or the first group of the next tile.
 template <class T, int Group, int Bytes>
 DEEPFAST_INLINE void prefetch_streams(const Matrix* streams, int64_t count, int64_t next,
                                       const Tile& tile, int64_t t, int64_t d) {
@@ -160,7 +160,7 @@ void mix_all(const Mix& op, int64_t begin, int64_t end) {
 
 // ---- pull --------------------------------------------------------------------------------------
 
-// A pull's tile of all sources, and the dot products so far.
+// The operands of a pull's tile, and its dot products so far.
 template <class A>
 struct PullTile {
   Tile at;

@@ -1,16 +1,17 @@
 // The interface between an op (checks, allocation, threads) and its kernels (arithmetic).
 //
 // An op fills one of these plain structures and calls the kernel of the chosen instruction set on
-// ranges of tokens. A kernel never allocates an output and never starts a thread. `chunk` numbers
-// the range, so that sums over tokens land in their own partial row and are reduced in one order.
+// ranges of tokens. A kernel never allocates an output and never starts a thread. `chunk` is the
+// number of the range: a sum over tokens goes to the partial row of its chunk, and the partial rows
+// are added up in a fixed order.
 #pragma once
 
 #include "../common/matrix.h"
 
 namespace deepfast {
 
-// Dropout by counter: element (t, d) is kept, times `scale`, when its draw of 16 bits is at least
-// `threshold`. A threshold of 0 drops nothing.
+// Dropout by counter: element (t, d) is kept, and multiplied by `scale`, when its 16-bit draw is at
+// least `threshold`. A threshold of 0 drops nothing.
 struct Dropout {
   uint64_t seed = 0;
   int32_t threshold = 0;
@@ -37,7 +38,7 @@ struct Mix {
   int64_t dim, rows, sources;
   bool per_channel, accumulate;
   const Matrix* source;  // [sources], n_k
-  // z_k = n_k * norm_weight + norm_bias; a null pointer leaves its part out.
+  // z_k = n_k * norm_weight + norm_bias; a null pointer omits its term.
   const void* const* norm_weight;  // [sources]
   const void* const* norm_bias;    // [sources]
   const void* const* weight;       // [rows * sources], one value or D values each
@@ -61,7 +62,7 @@ struct Pull {
 // Everything between two layers' matrix products, one token at a time:
 //   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
 //   out = norm(x).
-// Without a branch the state is only read: this recomputes a layer's input from the states.
+// Without a branch the state is only read: backward recomputes a layer's input this way.
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read
@@ -81,13 +82,13 @@ struct Boundary {
   void *out_mean, *out_rstd;  // (T)
 };
 
-// Backward of Boundary. The row's gradient g goes to `grad`; the pushed state's gradient is
-// u = pulled + sum_l weight_l g_l over the block's rows l, this one first.
+// Backward of Boundary. The row's gradient g is written to `grad`. The gradient of the pushed state
+// is u = pulled + sum_l weight_l g_l over the rows l of the block, this row first.
 struct BoundaryGrad {
   Boundary forward;
   Matrix dx, dout, grad;
   int64_t pulls;                   // rows of this block that read the pushed state
-  bool own_row_reads;              // the first of them is this row
+  bool own_row_reads;              // this row is the first of them
   const Matrix* pull_grad;         // [pulls]
   const void* const* pull_weight;  // [pulls]
   Matrix pulled;                   // later blocks' share of u
@@ -136,7 +137,8 @@ struct DepthAttention {
 
 enum class ActivationKind { relu, gelu };
 
-// out = dropout(act(h)); the gradient reads h of gelu and out of relu, and may need no draws.
+// out = dropout(act(h)). The gradient reads h for gelu and out for relu; for relu it needs no
+// draws.
 struct Activation {
   Storage storage;
   int64_t dim;
@@ -146,7 +148,8 @@ struct Activation {
   Matrix dout, saved, dh;
 };
 
-// A row of logits to its loss and negative log-likelihood, and to the loss's gradient in place.
+// The loss and negative log-likelihood of a row of logits. The loss's gradient overwrites the
+// logits.
 struct CrossEntropy {
   Storage storage;
   int64_t vocabulary, ignore_index;
@@ -157,27 +160,27 @@ struct CrossEntropy {
   void *loss, *nll;       // (T)
 };
 
-// An LSTM layer with peepholes over (T, B) positions, and its backward. The packed weight has
-// panels of 4 * kPanel values for each of `depth` rows: for forward the four gates of kPanel
-// channels, for backward 4 * kPanel channels of the transposed weight.
+// An LSTM layer with peepholes over (T, B) positions, and its backward. The packed weight consists
+// of panels, each with 4 * kPanel values for each of `depth` rows. Forward packs the four gates of
+// kPanel channels, backward 4 * kPanel channels of the transposed weight.
 struct PeepholeLstm {
   Storage storage;
   int64_t steps, batch, dim;  // T, B, H
   bool reverse;
   const int64_t* length;  // (B), at most T
-  const int64_t* order;   // (B), a range of it is one thread's sentences, the longest first
+  const int64_t* order;   // (B), a thread takes a range of it, longest sentence first
   const void *weight, *h0, *f, *dh, *dh_last;  // in the storage type
   void *h, *h_last, *gates, *df, *dh0;         // in the storage type
   const void *peephole, *c0, *dc_last;
   void *packed, *c_last, *c, *dc0;
-  void* dpeephole;  // (B, 3, H), each sentence's own sum
+  void* dpeephole;  // (B, 3, H), one sum per sentence
 };
 
-// Bytes of a panel's column for one gate, of the widest registers there are.
+// Bytes of one gate in a row of a panel: one of the widest registers.
 constexpr int64_t kPanelBytes = 64;
 
-// Every kernel with the structure it takes. A table's members, its declarations and its entries are
-// all made from this list: they cannot be in different orders.
+// Every kernel with its structure. A table's members, its declarations and its entries are all
+// generated from this list, so their orders cannot differ.
 #define DEEPFAST_KERNELS(KERNEL)                      \
   KERNEL(layer_norm_forward, LayerNorm)               \
   KERNEL(layer_norm_backward, LayerNorm)              \

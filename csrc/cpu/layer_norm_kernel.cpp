@@ -3,7 +3,7 @@
 //   s = residual + dropout(x),  y = (s - mean(s)) * rstd(s) * weight + bias
 //
 // One token's row is held in scratch memory (level-1 cache), so each operand is read once and each
-// result written once. Compiled once per instruction set.
+// result is written once. Compiled once per instruction set.
 #include "rows.h"
 
 namespace deepfast {
@@ -24,7 +24,7 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
       if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row.get(), dim);
       store_row(row.get(), row_of<T>(op.sum, t), dim);
     }
-    // Statistics are taken of the sum as it is stored: backward reads that.
+    // The statistics are those of the stored (rounded) sum, because backward reads that.
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
     const auto m = moments<T>(s, dim, static_cast<A>(op.eps));
     T* y = row_of<T>(op.y, t);
@@ -37,8 +37,8 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
   }
 }
 
-// kRows tokens at once share one read and write of the weight gradients. Everything is made from
-// the sum and dy, twice, which are in the level-1 cache the second time.
+// kRows tokens at once share one read and write of the weight gradients. The sum and dy are read
+// twice, the second time from the level-1 cache.
 //   g = dy * weight,  ds = rstd * (g - mean(g) - n * mean(g * n)) + dsum
 template <class T, int kRows>
 DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>* dropped,

@@ -12,8 +12,8 @@
 
 namespace deepfast {
 
-// The seed of a mask is a tensor, so that a device can read it without waiting for the host; where
-// nothing is dropped it may be missing.
+// The seed of a mask is a tensor, so that a device can read it without waiting for the host. It may
+// be missing where nothing is dropped.
 inline Dropout dropout(const OptionalTensor& seed, double p) {
   const DropoutFactors factors = dropout_factors(seed, p);
   if (p == 0) return {};
@@ -29,8 +29,8 @@ inline const int64_t* integers(const Tensor& t, int64_t count) {
   return t.const_data_ptr<int64_t>();
 }
 
-// Sums over tokens, deterministic on any number of threads: one partial row per chunk of tokens,
-// chunks fixed by the shape alone, added up in order.
+// Sums over tokens, deterministic on any number of threads. Each chunk of tokens has one partial
+// row. The chunks depend on the shape alone, and their rows are added up in order.
 class Chunks {
  public:
   explicit Chunks(int64_t tokens, int64_t most = 32, int64_t smallest = 32) : tokens_(tokens) {
@@ -39,7 +39,8 @@ class Chunks {
   int64_t count() const { return count_; }
   template <class F>
   void run(const F& kernel) const {
-    // An unknown DEEPFAST_CPU_CAPABILITY raises here; inside the loop its message would be lost.
+    // An unknown DEEPFAST_CPU_CAPABILITY raises here. Inside the parallel loop its message would be
+    // lost.
     kernels();
     torch::stable::parallel_for(0, count_, 1, [&](int64_t first, int64_t last) {
       for (int64_t c = first; c < last; ++c)
@@ -55,7 +56,7 @@ class Partial {
  public:
   Partial(bool wanted, const Chunks& chunks, int64_t width, Storage storage)
       : Partial(wanted, chunks.count(), width, storage) {}
-  // Of any number of partial rows; the sum of none is 0.
+  // Any number of partial rows; the sum of no rows is 0.
   Partial(bool wanted, int64_t rows, int64_t width, Storage storage)
       : chunks_(std::max<int64_t>(1, rows)), width_(width), wide_(storage == Storage::f64) {
     if (wanted) data_.assign(chunks_ * width_ * compute_size(storage), 0);
@@ -66,7 +67,8 @@ class Partial {
     if (data_.empty() || out == nullptr) return;
     wide_ ? reduce(static_cast<double*>(out)) : reduce(static_cast<float*>(out));
   }
-  // Reduces into scattered pieces: piece i of `piece` values goes to base + offsets[i] bytes.
+  // Reduces into separate places: values [i * piece, (i + 1) * piece) go to base + offsets[i]
+  // bytes.
   void scatter_into(char* base, const std::vector<int64_t>& offsets, int64_t piece) const {
     if (data_.empty()) return;
     std::vector<char> flat(width_ * (wide_ ? 8 : 4));

@@ -7,7 +7,7 @@
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
-// Rows of a product at once: their sums, four vectors each, fill the registers.
+// Rows of x in a product at once: their sums, four vectors each, fill the registers.
 constexpr int kRows = kVectorBytes == 64 ? 6 : 3;
 
 template <class A>
@@ -15,8 +15,8 @@ constexpr int64_t kPanel = kPanelBytes / static_cast<int64_t>(sizeof(A));
 
 DEEPFAST_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// out (kCount, 4, kPanel) += x (kCount, count) times rows (count, 4, kPanel) of a panel; the rows
-// of x are `depth` apart.
+// out (kCount, 4, kPanel) += x (kCount, count) times rows (count, 4, kPanel) of a panel. The rows
+// of x are `depth` values apart.
 template <int kCount, class A>
 DEEPFAST_INLINE void multiply(const A* x, int64_t depth, int64_t count, const A* panel, A* out) {
   constexpr int N = kLanes<A>;
@@ -64,11 +64,11 @@ void multiply(int64_t rows, const A* x, int64_t depth, int64_t count, const A* p
   }
 }
 
-// Rows of a panel that stay in the nearest cache while all rows of x pass.
+// Rows of a panel that stay in the level-1 cache while all rows of x pass.
 constexpr int64_t kDepth = 64;
 
-// Calls f(row, panel number, its product (4, kPanel)) over all panels and over `rows` rows of x;
-// the product is zeros where there is no x. `products` has room for all rows.
+// Calls f(row, panel number, its product (4, kPanel)) for every panel and every one of `rows` rows
+// of x. The product is zeros without x. `products` has room for all rows.
 template <class A, class F>
 DEEPFAST_INLINE void for_products(const A* x, int64_t rows, int64_t depth, const A* packed,
                                   int64_t panels, A* products, const F& f) {

@@ -18,7 +18,7 @@ void* values(const OptionalTensor& t, Storage storage, int64_t count) {
   return t.has_value() ? values(*t, storage, count) : nullptr;
 }
 
-// The sentences of a call, shared out among threads.
+// The sentences of a call, divided among the threads.
 class Sentences {
  public:
   Sentences(const OptionalTensor& lengths, int64_t steps, int64_t batch) : length_(batch, steps) {
@@ -53,7 +53,7 @@ class Sentences {
   std::vector<int64_t> length_, order_, begin_;
 };
 
-// The weight as products read it, panel by panel: see kernels.h.
+// The weight packed into the panels that the products read: see kernels.h.
 class Packed {
  public:
   Packed(PeepholeLstm& op, int64_t depth, int64_t width, Kernel<PeepholeLstm>* kernel) {
@@ -68,7 +68,7 @@ class Packed {
   Packed& operator=(const Packed&) = delete;
 
  private:
-  // Of a panel's row.
+  // Bytes of one row of a panel.
   static constexpr int64_t bytes_ = 4 * kPanelBytes;
   static constexpr std::align_val_t alignment_{kPanelBytes};
   void* data_;
@@ -104,7 +104,7 @@ void peephole_lstm_forward(Tensor f, Tensor weight, Tensor peephole, OptionalTen
   op.c_last = parameter(c_last, op.storage, state);
   op.c = parameter(c, op.storage, all);
   op.gates = values(gates, op.storage, 4 * all);
-  DEEPFAST_CHECK(c.has_value() == gates.has_value(), "expected c and gates, or none of them");
+  DEEPFAST_CHECK(c.has_value() == gates.has_value(), "expected both c and gates or neither");
   const Packed packed(op, op.dim, 4 * op.dim, kernels().peephole_lstm_pack);
   sentences.run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().peephole_lstm_forward(op, begin, end, chunk);
@@ -128,7 +128,7 @@ void peephole_lstm_backward(OptionalTensor dh, OptionalTensor dh_last, OptionalT
   op.df = values(df, op.storage, 4 * all);
   op.dh0 = values(dh0, op.storage, state);
   op.dc0 = parameter(dc0, op.storage, state);
-  // A sum for each sentence: which thread made it does not show.
+  // One sum for each sentence, so the result does not depend on the threads.
   Partial sums(true, op.batch, 3 * op.dim, op.storage);
   op.dpeephole = sums.get();
   const Packed packed(op, 4 * op.dim, op.dim, kernels().peephole_lstm_pack_transposed);

@@ -1,12 +1,13 @@
 // An LSTM layer with peepholes: all steps of some sentences, the matrix products included.
 //
 //   (z, rho, phi, pi) = f_t + h_{t-1} W
-//   c_t = tanh(z) * s(rho + p0 c_{t-1}) + s(phi + p1 c_{t-1}) * c_{t-1},   h_t = tanh(c_t) * s(pi + p2 c_t)
+//   c_t = tanh(z) * s(rho + p0 c_{t-1}) + s(phi + p1 c_{t-1}) * c_{t-1}
+//   h_t = tanh(c_t) * s(pi + p2 c_t)
 //
-// Sentences do not depend on each other: a thread runs its sentences through time and never waits. The weight is
-// packed once so that a product of a few sentences with a panel leaves, in the cache nearest to
-// the core, the four gates of the same channels: the cell follows at once. Compiled once per
-// instruction set.
+// Sentences do not depend on each other: a thread runs its sentences through time and never waits
+// for another thread. The weight is packed once. A product of a few sentences with a panel then
+// gives the four gates of the same channels in the level-1 cache, and the cell reads them at once.
+// Compiled once per instruction set.
 #include "exp.h"
 #include "panels.h"
 #include "rows.h"
@@ -24,7 +25,7 @@ DEEPFAST_INLINE const T* at(const void* base, int64_t index) {
   return static_cast<const T*>(base) + index;
 }
 
-// Where sentence b stands in its step s, as a row of (T, B).
+// The row of (T, B) that holds step s of sentence b.
 DEEPFAST_INLINE int64_t place(const PeepholeLstm& op, int64_t b, int64_t s) {
   return (op.reverse ? op.length[b] - 1 - s : s) * op.batch + b;
 }
@@ -65,15 +66,15 @@ void pack_transposed(const PeepholeLstm& op, int64_t begin, int64_t end) {
   }
 }
 
-// What a cell reads and writes at one position of one sentence, from some channel on.
+// The operands of a cell at one position of one sentence, from some channel on.
 template <class T, class A = compute_t<T>>
 struct Cell {
   int64_t dim;
   const A* peephole;  // (3, H)
   const T* f;         // (4, H)
-  A *c, *h;           // the state, and h_t as the next step's product reads it
+  A *c, *h;           // the state, and h_t for the next step's product
   T* h_out;
-  A* c_out;  // null where nothing is kept for backward
+  A* c_out;  // null if nothing is saved for backward
   T* gates;
 
   // z: four gates, kPanel apart, of the product h_{t-1} W.
@@ -90,7 +91,7 @@ struct Cell {
       const auto now = value * enter + stay * before;
       const auto leave = logistic<A>(lanes, gate(3) + eye(2) * now);
       store(lanes, h_out + i, hyperbolic_tangent<A>(lanes, now) * leave);
-      // Rounded as it was stored: what the caller sees is what goes round.
+      // h is rounded as it was stored: the next step sees what the caller sees.
       store(lanes, h + i, load(lanes, h_out + i));
       store(lanes, c + i, now);
       if (gates == nullptr) return;
@@ -108,7 +109,7 @@ void forward(const PeepholeLstm& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const int64_t n = end - begin, H = op.dim, panels = (H + kPanel<A> - 1) / kPanel<A>;
   const int64_t* order = op.order + begin;
-  // h before an even step, h before an odd one, c.
+  // h before an even step, h before an odd step, c.
   Scratch<A> state(3 * n * H), products(n * 4 * kPanel<A>);
   memset(state.get(), 0, 3 * n * H * sizeof(A));
   A* c = state + 2 * n * H;
@@ -166,7 +167,7 @@ struct CellGrad {
   const T* dh;            // null for zeros
   const T* dh_last;       // null but in the sentence's last step
   A* dc;                  // of c_t, then of c_{t-1}
-  A* dz;                  // (4, H), as the next product reads it
+  A* dz;                  // (4, H), for the next product
   T* df;                  // (4, H)
   A* dpeephole;           // (3, H)
 
@@ -210,8 +211,8 @@ void backward(const PeepholeLstm& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const int64_t n = end - begin, H = op.dim, wide = 4 * kPanel<A>, panels = (H + wide - 1) / wide;
   const int64_t* order = op.order + begin;
-  // dz of even steps, dz of odd ones, dc; and a row of zeros. A sentence's dz is 0 before its last
-  // step, so that the product is too.
+  // dz of even steps, dz of odd steps, dc, and a row of zeros. The dz after a sentence's last step
+  // is 0, so that its product is 0 too.
   Scratch<A> state(9 * n * H + H), products(n * wide);
   memset(state.get(), 0, (9 * n * H + H) * sizeof(A));
   A *dc = state + 8 * n * H, *zeros = state + 9 * n * H;

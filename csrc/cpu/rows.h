@@ -30,11 +30,11 @@ DEEPFAST_INLINE void store_row(const A* row, T* p, int64_t dim) {
   for_lanes<A>(dim, [&](auto lanes, int64_t d) { store(lanes, p + d, load(lanes, row + d)); });
 }
 
-// Channels whose draws are made at once.
+// Channels that are drawn at once.
 constexpr int kDraws = 128;
 
-// Draws of 16 bits for the kDraws channels of token `t` from `first` on, a multiple of 8: channel
-// 8a + 2w + h takes half h, the low one first, of word w of counter (a, t mod 2^32, t div 2^32, 0).
+// The 16-bit draws for kDraws channels of token `t` from `first` on, a multiple of 8. Channel 8a +
+// 2w + h takes half h (0 is the low one) of word w of counter (a, t mod 2^32, t div 2^32, 0).
 DEEPFAST_INLINE void draw_bits(uint64_t seed, int64_t t, int64_t first, uint16_t* draws) {
   constexpr int N = kLanes<uint64_t>, kCounters = kDraws / 8;
   using Words = vec_t<uint64_t, N>;
@@ -68,11 +68,11 @@ DEEPFAST_INLINE void for_drawn_lanes(const Dropout& dropout, int64_t t, int64_t 
   }
 }
 
-// Values under the mask of their draws: scaled where kept, 0 elsewhere whatever stood there.
+// Values under the mask of their draws: scaled where kept, else 0, for infinities and NaNs too.
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> dropped(Lanes<N> lanes, vec_t<A, N> v, const uint16_t* draws,
                                     const Dropout& dropout) {
-  // Integers as wide as A: a comparison of those can select lanes of A.
+  // Integers as wide as A, because a comparison of these can select lanes of A.
   using Wide = decltype(v == v);
   vec_t<uint16_t, N> draw;
   memcpy(&draw, draws, sizeof(draw));
@@ -93,10 +93,10 @@ struct Moments {
   A mean, rstd;
 };
 
-// Two passes over the row, never E[x^2] - E[x]^2. The second one also corrects the mean by the mean
-// of what is left after it, so that a large mean, or a constant row, leaves no rounding error of
-// its own (Chan, Golub, LeVeque 1983). The row may be of storage type: reading it again from the
-// level-1 cache is cheaper than writing a converted copy.
+// Two passes over the row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
+// mean and adds it to the mean, so a large mean or a constant row adds no rounding error (Chan,
+// Golub, LeVeque 1983). The row may be of storage type: reading it again from the level-1 cache is
+// cheaper than writing a converted copy.
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps) {
   const auto sum = sum_over_lanes<A, RowSum<A>>(

@@ -1,8 +1,8 @@
 // Vectors of `N` lanes and conversions between storage and compute types.
 //
-// Kernel files are compiled once per instruction set (DEEPFAST_ISA names it), so everything here
-// lives in a namespace of that name: an inline function built with AVX-512 can never stand in for
-// the portable one at link time. For the same reason no standard template is used in kernels.
+// Kernel files are compiled once per instruction set (DEEPFAST_ISA names it). Everything here is in
+// a namespace of that name, so the linker can never replace a portable inline function by one built
+// for AVX-512. For the same reason kernels use no standard templates.
 #pragma once
 
 #include <stdint.h>
@@ -91,7 +91,7 @@ DEEPFAST_INLINE vec_t<double, N> load(Lanes<N>, const double* p) {
 template <int N>
 DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const bf16* p) {
 #if defined(__AVX512BW__)
-  // One permutation puts each half word on top of a zero one.
+  // One permutation puts a zero half word below each half word.
   if constexpr (N == 16) {
     constexpr vec_t<uint16_t, 32> kSpread = {0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
                                              0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
@@ -106,7 +106,7 @@ DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const bf16* p) {
   return bits_as<vec_t<float, N>>(__builtin_convertvector(h, vec_t<uint32_t, N>) << 16);
 }
 
-// Half to float by rescaling: exact for subnormals, and infinities and NaNs keep their payload.
+// Half to float by rescaling: exact for subnormals; infinities stay and NaNs keep their payload.
 template <int N>
 DEEPFAST_INLINE vec_t<float, N> load(Lanes<N>, const f16* p) {
 #if defined(__AVX512F__)
@@ -149,7 +149,8 @@ DEEPFAST_INLINE void store(Lanes<N>, double* p, vec_t<double, N> v) {
 template <int N>
 DEEPFAST_INLINE void store(Lanes<N>, bf16* p, vec_t<float, N> v) {
 #if defined(__AVX512BF16__)
-  // One instruction rounds all lanes, but takes subnormal values for zero: those go the long way.
+  // One instruction rounds all lanes, but it flushes subnormal values to zero: round those in
+  // integers.
   if constexpr (N == 16) {
     const auto x = bits_as<__m512>(v);
     constexpr int kSubnormal = 0x20;
@@ -184,8 +185,8 @@ DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
     return;
   }
 #endif
-  // Normal halves: rebias the exponent and round in integers. Subnormal halves: adding 0.5 puts
-  // the value's last half bit at the float's last bit, so the addition itself rounds.
+  // Normal halves: rebias the exponent and round in integers. Subnormal halves: adding 0.5 moves
+  // the last bit of the half to the last bit of the float, so the addition itself rounds.
   using U = vec_t<uint32_t, N>;
   const U u = bits_as<U>(v);
   const U sign = (u >> 16) & 0x8000u;
@@ -209,7 +210,7 @@ DEEPFAST_INLINE vec_t<A, N> broadcast(Lanes<N>, A a) {
   return vec_t<A, N>{} + a;
 }
 
-// The product of the low 32 bits of each lane with b: one instruction, which compilers do not find.
+// The product of the low 32 bits of each lane with b: one instruction that compilers do not find.
 template <int N>
 DEEPFAST_INLINE vec_t<uint64_t, N> multiply_low_halves(vec_t<uint64_t, N> a, uint32_t b) {
   using U = vec_t<uint64_t, N>;
@@ -277,7 +278,7 @@ struct RowSum {
   DEEPFAST_INLINE A total() const { return sum_lanes<A, kLanes<A>>(wide) + tail[0]; }
 };
 
-// Two sums made in one pass.
+// Two sums from one pass.
 template <class A>
 struct RowSums {
   RowSum<A> first, second;
@@ -286,8 +287,8 @@ struct RowSums {
   }
 };
 
-// Calls f(lanes, i, sums) over [0, n) and returns the sums. Four independent accumulators: one
-// alone would wait for the latency of every addition. Their order is fixed by n.
+// Calls f(lanes, i, sums) over [0, n) and returns the sums. Four independent accumulators, because
+// one would wait for the latency of every addition. The order of the additions depends on n alone.
 template <class A, class Sums, class F>
 DEEPFAST_INLINE Sums sum_over_lanes(int64_t n, const F& f) {
   constexpr int N = kLanes<A>;

@@ -1,8 +1,8 @@
-// Asynchronous copies from global to shared memory, several states ahead of their use.
+// Asynchronous copies from global to shared memory, several states before they are used.
 //
-// copy_async   sm_80 and newer: 16 bytes for the thread that asks. Where no thread reads what
-//              another has copied, no barrier is needed at all.
-// copy_bulk    sm_90 and newer: one thread asks the copy engine for a whole piece of a state; it
+// copy_async   sm_80 and newer: 16 bytes by the thread that asks. If no thread reads what
+//              another copied, no barrier is needed.
+// copy_bulk    sm_90 and newer: one thread asks the copy engine for a whole piece of a state. It
 //              counts down the bytes on a Barrier in shared memory on which the readers wait.
 #pragma once
 
@@ -17,15 +17,15 @@ DEEPFAST_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes for this thread; zeros where `exists` is false.
+// Copies 16 bytes for this thread; zeros where `exists` is false.
 DEEPFAST_DEVICE void copy_async(void* shared, const void* global, bool exists) {
   const int bytes = exists ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)
                : "memory");
 }
-// 16 bytes that exist, which spares three instructions; `kCached`: through L1, where another copy
-// asks for their neighbours in 32.
+// Copies 16 bytes that exist, which saves three instructions. `kCached`: through L1, where another
+// copy reads the other half of the same 32 bytes.
 template <bool kCached>
 DEEPFAST_DEVICE void copy_words(Words* shared, const Words* global) {
   if (kCached)
@@ -53,7 +53,8 @@ class Barrier {
                  "r"(arrivals)
                  : "memory");
   }
-  // After init by one thread, before __syncthreads: the copy engine sees the barrier.
+  // After init by one thread and before __syncthreads: makes the barrier visible to the copy
+  // engine.
   static DEEPFAST_DEVICE void publish() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -96,7 +97,8 @@ class Barrier {
   uint64_t state_;
 };
 
-// `bytes` from global to shared memory, all three multiples of 16, counted on `done`.
+// Copies `bytes` from global to shared memory and counts them on `done`. The two addresses and
+// `bytes` are multiples of 16.
 DEEPFAST_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, Barrier& done) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -110,7 +112,7 @@ DEEPFAST_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes,
 #endif
 }
 
-// Whether this code runs where copy_bulk does.
+// Whether this code runs where copy_bulk exists.
 DEEPFAST_DEVICE constexpr bool has_bulk_copies() {
 #if __CUDA_ARCH__ >= 900
   return true;

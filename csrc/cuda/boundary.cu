@@ -3,8 +3,7 @@
 //     y = residual + dropout(branch),  n = norm(y) rounded into its slot
 //     x = partial + sum over near j of W[k, j] * (n_j * norm_weight_j + norm_bias_j),  out = LN(x)
 //
-// A row is in the registers of its threads (see row.h) from its first read to its last
-// write:
+// A row stays in the registers of its threads (see row.h) from its first read to its last write:
 //
 //     branch --+                      near states, four in flight at a time
 //     residual +-> y -> n -> slot           |
@@ -13,9 +12,10 @@
 //
 // where c_j = W[k, j] * norm_weight_j and S = sum W[k, j] * norm_bias_j (boundary.h).
 //
-// K near states, the own one among them, are K + 2 rows read and 3 written. At D = 512 in bf16 a
-// warp has a row, up to 6 KB of it in flight. For K = 4 it issues some 1,550 instructions: about 70%
-// of what a multiprocessor of an H200 starts in the time that the row's 9 KB take from memory.
+// With K near states, the pushed one among them, a launch reads K + 2 rows and writes 3. At D = 512
+// in bf16 a warp holds a row, with up to 6 KB of it in flight. For K = 4 the warp issues about
+// 1,550 instructions. That is about 70% of what a multiprocessor of an H200 can start in the time
+// in which memory delivers the row's 9 KB.
 #include "boundary.h"
 
 namespace deepfast {
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kMostLanes)
   if (kFast) fill(mix, table, at);
   __syncthreads();
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
+  // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
+  // threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kMostLanes)
         const Moments moments = normalise(y, at, row_sum, op.source_eps);
         if (at.lane == 0 && exists) op.source_rstd[t] = moments.rstd;
       }
-      // The state is mixed as later rows will read it.
+      // The state is mixed as later rows will read it: rounded.
       own = narrow_row<T>(y);
       store_row(state, at, exists, own);
     }

@@ -1,10 +1,10 @@
-// What the two directions of a boundary share: a row's sum over the near states, from coefficients
-// in shared memory, and the choice of blocks.
+// What forward and backward of a boundary share: a row's sum over the near states, with
+// coefficients in shared memory, and the choice of blocks.
 //
 //     x = S + sum over near j of c_j * n_j
 //     c_j = W[k, j] * norm_weight_j,  S = sum W[k, j] * norm_bias_j
 //
-// A block processes many rows and computes c and S once, in the layout in which its threads hold a
+// A block processes many rows. It computes c and S once, in the layout in which its threads hold a
 // row. Each channel of a state then costs one product, with scalar and per-channel weights alike.
 #pragma once
 
@@ -16,14 +16,14 @@
 namespace deepfast {
 namespace {
 
-// Blocks are large: the warps of one row wait for each other, not for the whole block.
+// Blocks are large, so the warps of a row wait for each other only, not for the whole block.
 using RowsApart = RowSums<true>;
 
-// States or rows in one list.
+// The most states or rows in one list.
 constexpr int kMost = 64;
 
-// Most rows are aligned and narrow enough for the table: kernels with kFast. The others are the
-// same kernels in an instance without kFast, so that they cost the fast ones no registers.
+// Most rows are aligned and narrow enough for the table: kernels with kFast. Other rows run in an
+// instance of the same kernels without kFast, so they cost the fast ones no registers.
 //
 // States or gradients of a row whose loads are in flight at a time:
 template <class T, bool kFast>
@@ -31,7 +31,7 @@ constexpr int kAtOnce = !kFast           ? 1
                         : sizeof(T) == 2 ? 4
                                          : 2;
 // Whether there are enough registers to load partial, dx, dout and pulled before the loop over the
-// states, which then hides their latency, and not just before their use.
+// states. The loop then hides their latency.
 template <class T, bool kFast>
 constexpr bool kEarly = kFast && sizeof(T) == 2;
 
@@ -49,7 +49,7 @@ struct Mix {
 };
 
 // Rows of values in shared memory, sixteen for each thread of a row or of the block. A thread's
-// values lie together, 16 bytes apart from the next one's: no two threads meet in a bank.
+// values are 16 bytes apart from those of the next thread, so no two threads meet in a bank.
 class Table {
  public:
   static DEEPFAST_HOST_DEVICE int floats(int rows, int threads) {
@@ -122,7 +122,7 @@ DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table& table, const Lane& at)
   }
 }
 
-// A parameter's values for one chunk; the parameter is there.
+// A parameter's values for one chunk; the parameter is not null.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table& table, const Lane& at, int p, int c,
                                float (&v)[kChunk]) {
@@ -132,7 +132,7 @@ DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table& table, const Lane
     load_chunk(mix.parameters[p] + at.channel(c), at.count(c), at.aligned, v);
 }
 
-// v times parameter p, and plus it; v itself where there is none.
+// v times parameter p, and v plus parameter p; v itself if p is null.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void scale(const Mix<T>& mix, const Table& table, const Lane& at, int p,
                            float (&v)[kRowChunks][kChunk]) {
@@ -156,7 +156,7 @@ DEEPFAST_DEVICE void shift(const Mix<T>& mix, const Table& table, const Lane& at
   }
 }
 
-// x += W[row, k] * z_k for the state n_k, whose coefficients are the table's row r.
+// x += W[row, k] * z_k for state n_k, whose coefficients are row r of the table.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane& at, int r, int k,
                                const RowChunks<T>& state, float (&x)[kRowChunks][kChunk]) {
@@ -175,7 +175,7 @@ DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane
   }
 }
 
-// x = S + sum over the near states except the own one, of the row at `offset`.
+// x = S + the sum over the near states, without the pushed one, of the row at `offset`.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane& at, int64_t offset,
                               bool exists, float (&x)[kRowChunks][kChunk]) {
@@ -201,8 +201,8 @@ DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane&
   }
 }
 
-// Row t of an operand, zeros where the operand is absent. The zeros matter: a register that some
-// path through a loop does not write stays occupied during the whole loop.
+// Row t of an operand, or zeros if the operand is null. The zeros matter: a register that some path
+// through a loop does not write stays occupied during the whole loop.
 template <class T>
 DEEPFAST_DEVICE RowChunks<T> load_present(const T* operand, int64_t stride, int64_t t,
                                           const Lane& at, bool exists) {
@@ -220,7 +220,7 @@ DEEPFAST_DEVICE void add_row(float (&v)[kRowChunks][kChunk], const RowChunks<T>&
 
 constexpr int64_t kFloat = sizeof(float);
 
-// What forward and backward share, and whether all of it is aligned.
+// What forward and backward share, and whether all operands are aligned.
 struct Operands {
   const Tensor& states;
   const Indices& near;
@@ -252,9 +252,9 @@ struct Operands {
                    " near states, got ", near.size());
   }
 
-  // Near states except the own one.
+  // Near states without the pushed one.
   int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), k); }
-  // Bytes of the table, where there is one.
+  // Bytes of the table, or 0 without one.
   int64_t table(bool fast, int64_t pulls = 0) const {
     const int rows = static_cast<int>(kNear + mixed_from() + pulls);
     return fast ? Table::floats(rows, row_lanes(dim)) * kFloat : 0;
@@ -282,7 +282,7 @@ struct Operands {
   }
 };
 
-// Calls f with a value of the storage type and with whether the fast kernel serves.
+// Calls f with a value of the storage type and with whether the fast kernel runs.
 template <class F>
 void dispatch(Storage storage, bool fast, const F& f) {
   dispatch(storage, [&](auto type) {
@@ -293,8 +293,9 @@ void dispatch(Storage storage, bool fast, const F& f) {
   });
 }
 
-// Blocks of 16 warps, of fewer where rows are few or a block's shared memory, `bytes(threads,
-// fast)`, is more than there is. A function of the device and the shapes alone.
+// Blocks of 16 warps. Of fewer warps where there are few rows, or where a block would need more
+// shared memory, `bytes(threads, fast)`, than the device has. Depends on the device and the shapes
+// alone.
 struct Shape {
   Grid grid;
   bool fast;
@@ -314,7 +315,7 @@ struct Shape {
     const int64_t shared = bytes(threads, fast);
     DEEPFAST_CHECK(shared <= most, "boundary: a block takes ", shared,
                    " bytes of shared memory, and this device gives it ", most);
-    // CUDA takes one more kilobyte for each block, and a multiprocessor has one more than `most`.
+    // CUDA takes one kilobyte more for each block, and a multiprocessor has one more than `most`.
     const int64_t own = 1 << 10;
     const int64_t resident =
         std::clamp<int64_t>((most + own) / (shared + own), 1, kMostLanes / threads);

@@ -1,20 +1,21 @@
-// Backward through everything between two layers' matrix products, in one pass; with weights per
-// channel a second one, over the states and gradients alone, makes their gradients.
+// Backward through everything between two layers' matrix products, in one pass. With weights per
+// channel, a second pass over the states and gradients computes the gradients of the weights.
 //
 //     g = dx + LN'(dout), kept for the states that pull it later
 //     u = pulled + sum_l W[l, k] * g_l,   dW[l, k] = <g_l, z>
 //     dresidual = norm'(u * norm_weight),     dbranch = dropout(dresidual)
 //
-// x is recomputed from the states (see boundary.h). A thread reads and writes its own elements of a
-// row alone, so g may take the slot of a state that is dead: the own one has been read by then.
+// x is recomputed from the states (see boundary.h). A thread reads and writes only its own elements
+// of a row, so g may overwrite the slot of a dead state: the pushed state has been read by then.
 //
-// Sums over tokens are a thread's own in shared memory, where they cost no registers: four of
-// channels (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias) and one dot for each pull;
-// blocks add theirs up in one order, and boundary_totals_kernel adds up the blocks'. Weights per
-// channel have a dot per channel, too many for that: boundary_dots_kernel.
+// A thread's sums over tokens are in shared memory, where they cost no registers: four sums of
+// channels (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias) and one dot product for
+// each pull. Blocks add up their threads' sums in a fixed order, and boundary_totals_kernel adds up
+// those of the blocks. Weights per channel have a dot product per channel, too many for shared
+// memory: boundary_dots_kernel.
 //
-// K near states and P pulls, the own state and row among them, are K + P + 3 rows read and 3
-// written.
+// With K near states and P pulls, the pushed state and this row among them, a launch reads K + P +
+// 3 rows and writes 3.
 #include <array>
 
 #include "boundary_sums.h"
@@ -57,7 +58,7 @@ DEEPFAST_DEVICE float pull(const Backward<T>& op, const Table& table, const Lane
   return dot;
 }
 
-// Where a block keeps what in shared memory.
+// The layout of a block's shared memory.
 template <class T, bool kFast>
 struct Places {
   Table table, sums;
@@ -68,7 +69,7 @@ struct Places {
         sums(base() + table_bytes(op), kSums, threadIdx.x),
         all_sums(reinterpret_cast<float*>(base() + table_bytes(op))),
         all_dots(all_sums + (op.channel_sums ? Table::floats(kSums, blockDim.x) : 0)) {}
-  // This thread's dot with pull i.
+  // This thread's dot product with pull i.
   DEEPFAST_DEVICE float& dot(int i) const {
     return all_dots[i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)];
   }
@@ -102,7 +103,7 @@ DEEPFAST_DEVICE void prepare(const Backward<T>& op, const Places<T, kFast>& in, 
   __syncthreads();
 }
 
-// The gradient of x that comes back through LN.
+// The gradient of x through LN.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast>& in,
                                    const Lane& at, RowsApart& row_sum, int64_t t, bool exists,
@@ -125,7 +126,8 @@ DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast>
   norm_backward(g, n, rstd, at, row_sum);
 }
 
-// u += W[l, k] * g_l for all pulls, and their dots with z. `g`: of the row itself.
+// u += W[l, k] * g_l for all pulls, and the dot products of g_l with z. `g` is that of the row
+// itself.
 template <bool kFast, class T>
 DEEPFAST_DEVICE void pull_all(const Backward<T>& op, const Places<T, kFast>& in, const Lane& at,
                               int64_t t, bool exists, const RowChunks<T>& own,
@@ -159,7 +161,7 @@ DEEPFAST_DEVICE void pull_all(const Backward<T>& op, const Places<T, kFast>& in,
   }
 }
 
-// The block's sums and dots, rows of threads in their order.
+// The sums and dot products of the block: those of its rows of threads, added up in order.
 template <class T, bool kFast>
 DEEPFAST_DEVICE void store_sums(const Backward<T>& op, const Places<T, kFast>& in, const Lane& at) {
   if (op.sums == nullptr) return;
@@ -200,7 +202,8 @@ __global__ void __launch_bounds__(kMostLanes)
   const Places<T, kFast> in(op, at);
   prepare(op, in, at);
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
+  // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
+  // threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(kMostLanes)
     if (op.dout != nullptr) norm_gradient<kFast>(op, in, at, row_sum, t, exists, own, g);
     if (!early) dx = load_present(op.dx, op.dx_stride, t, at, exists);
     add_row(g, dx);
-    // In place this is the slot of a later, dead state; the own state has been read above.
+    // In place this is the slot of a later, dead state; the pushed state has been read above.
     store_row(op.grad + t * op.grad_stride, at, exists, g);
     if (early) pulled = load_present(op.pulled, op.pulled_stride, t, at, exists);
     pull_all<kFast>(op, in, at, t, exists, own, g, u);
@@ -251,7 +254,7 @@ void list_pulls(Backward<T>& op, Totals& totals, const Operands& given, const In
   }
 }
 
-// Where the sums over tokens go that are asked for.
+// The destinations of the sums over tokens that the caller asked for.
 Totals totals_of(const Operands& given, bool has_dout, int64_t pulls, const OptionalTensor& dweight,
                  const std::array<OptionalTensor, kSums>& channels) {
   Totals totals{};
@@ -316,7 +319,7 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   totals.blocks = shape.grid.blocks;
   dispatch(storage, shape.fast, [&](auto type, auto fast) {
     using T = decltype(type);
-    // boundary_dots_kernel processes the pulls in whole groups.
+    // boundary_dots_kernel processes the pulls in full groups.
     const int64_t groups = (totals.pulls + kPulls - 1) / kPulls;
     totals.width = totals.channel_sums * dim + (per_channel ? groups * kPulls * dim : totals.pulls);
     if (totals.width > 0) sums = scratch(states, totals.blocks * totals.width);

@@ -1,5 +1,5 @@
-// The arguments of a boundary's backward, and its sums over tokens: the dots of per-channel weights
-// and the totals over blocks.
+// The arguments of a boundary's backward, and its sums over tokens: the dot products of per-channel
+// weights and the totals over blocks.
 #pragma once
 
 #include "boundary.h"
@@ -7,7 +7,8 @@
 namespace deepfast {
 namespace {
 
-// Sums of channels: of the state's norm_weight and norm_bias, of the output's weight and bias.
+// Sums of channels: for the state's norm_weight and norm_bias, and for out_norm_weight and
+// out_norm_bias.
 constexpr int kSums = 4;
 
 template <class T>
@@ -17,14 +18,14 @@ struct Backward {
   T *grad, *dbranch, *dresidual;
   const float *source_rstd, *out_mean, *out_rstd;
   const float* weight;  // all of W
-  float* sums;          // (blocks, width): channel sums, then dots of the pulls; or null
+  float* sums;          // (blocks, width): channel sums, then the pulls' dot products; or null
   int64_t partial_stride, dx_stride, dout_stride, pulled_stride, grads_stride, grad_stride;
   int64_t dbranch_stride, dresidual_stride, width;
   int64_t tokens, columns, k;
   int blocks, pulls;
   bool norm_source, pulls_own, channel_sums, state_sums, out_sums, dots;
   DropoutMask dropout;
-  // Where pulls_own, the first is the row itself.
+  // With pulls_own, the first is the row itself.
   int32_t rows[kMost], slots[kMost];
 };
 
@@ -43,9 +44,9 @@ DEEPFAST_DEVICE void add_sums(const Table& sums, int row, const float (&d)[kRowC
   }
 }
 
-// Dots of weights per channel, from the gradients as they are stored: too many for
-// boundary_bwd_kernel. Blocks b, b + op.blocks, ... share the rows of that kernel's block b, and each has a group
-// of pulls.
+// Dot products of per-channel weights, from the gradients as they are stored: too many for
+// boundary_bwd_kernel. Blocks b, b + op.blocks, ... share the rows of that kernel's block b; each
+// has one group of pulls.
 constexpr int kPulls = 2;
 
 template <class T>
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(kMostLanes)
       op.sums + block * op.width + (op.channel_sums * kSums + pull) * int64_t{mix.dim});
 }
 
-// Sums over the blocks of a backward launch, all in one: of channels into four rows, of dots into
-// W's.
+// The sums over the blocks of a backward launch, all in one launch: of channels into four rows, of
+// dot products into the gradient of W.
 struct Totals {
   const float* partial;  // (blocks, width)
   int64_t blocks, width, columns, k, piece;
@@ -107,8 +108,8 @@ struct Totals {
 
 constexpr int kTotalWarps = 8;
 
-// As in partials.cu: a warp takes every eighth block, in order, and the warps meet in shared
-// memory.
+// As in partials.cu: each warp adds up every eighth block in order, and the warps' sums are added
+// up in shared memory.
 __global__ void __launch_bounds__(kTotalWarps* kWarp)
     boundary_totals_kernel(const __grid_constant__ Totals op) {
   float* scratch = reinterpret_cast<float*>(dynamic_shared());

@@ -7,15 +7,16 @@
 //     dnorm_weight_k = w_k G_k,   dnorm_bias_k = w_k S,
 //     dw_k = G_k norm_weight_k + S norm_bias_k  (its sum if scalar)
 //
-// Forward: a row's lanes (see row.h) hold two rows of tokens and go through the sources in
-// order while the next ones are copied into shared memory: 64 KB in flight on a multiprocessor. Two
-// rows share each read of the norm weights: these come from L1 and L2 with 8 bytes a value beside 2
-// of a source, more than L1 could give to one row at a time. (K + 1) T D values of memory.
+// Forward: a row's lanes (see row.h) hold the rows of two tokens and go through the sources in
+// order. Meanwhile the next sources are copied into shared memory, 64 KB in flight on a
+// multiprocessor. Two rows share each read of the norm weights. These come from L1 and L2 with 8
+// bytes a value, beside 2 bytes of a source: more than L1 could deliver for one row at a time. (K +
+// 1) T D values of memory.
 //
 // Backward: a block has one source and every `chunks`-th group of rows; G_k and S stay in registers
-// until its end. Blocks of one chunk lie side by side, so that their K reads of a row of dout fall
-// close together and all but the first come from L2: (2 K + 1) T D values of memory. Two sources a
-// block would spare L2 a quarter of its bytes, but take 32 more registers of a thread.
+// until its end. Blocks of one chunk are neighbours. Their K reads of a row of dout are then close
+// in time, and all but the first come from L2: (2 K + 1) T D values of memory. Two sources a block
+// would read a quarter less from L2, but take 32 more registers of a thread.
 //
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, ACL 2019, Eq. 8.
 #include <algorithm>
@@ -48,12 +49,12 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 #endif
 }
 
-// Over the rows of the pair; over each row's values of one chunk. Unrolled.
+// Loops over the rows of the pair, unrolled.
 #define EACH_ROW(r) _Pragma("unroll") for (int r = 0; r < kPair; ++r)
 #define EACH_OF_PAIR(r, i) EACH_ROW(r) _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
 
-// normalise() of row.h for a pair of rows, whose sums travel together. Behind the end of a
-// row it leaves any values.
+// normalise() of row.h for a pair of rows, whose sums are computed together. Values behind the end
+// of a row are undefined.
 DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const Lane& at,
                                     RowSum& row_sum, float one_by_dim, float eps,
                                     Moments (&moments)[kPair]) {
@@ -63,7 +64,7 @@ DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const
   EACH_ROW(r) {
     rough[r] *= one_by_dim;
     DEEPFAST_EACH(c, i) {
-      // Of an aligned row a chunk is there or not: one comparison for its eight values.
+      // An aligned row has all of a chunk or none of it: one comparison for its eight values.
       if (at.aligned ? at.count(c) > 0 : i < at.count(c)) v[r][c][i] -= rough[r];
       sums[r] += v[r][c][i];
       sums[kPair + r] += v[r][c][i] * v[r][c][i];
@@ -79,11 +80,11 @@ DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const
   }
 }
 
-// A thread's chunk of a row of a (K, D) parameter; any values where it has none.
+// A thread's chunk of a row of a (K, D) parameter; undefined values behind the end of the row.
 DEEPFAST_DEVICE void load_parameter(const float* p, int row, const Lane& at, int c,
                                     float (&v)[kChunk]) {
   const int channel = at.aligned && at.count(c) <= 0 ? 0 : at.channel(c);
-  // Of at most kSources rows: 32 bits hold an offset.
+  // For at most kSources rows, so 32 bits hold an offset.
   load_chunk(p + (row * at.dim + channel), at.aligned ? kChunk : at.count(c), at.aligned, v);
 }
 
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kMostLanes)
   const Matrix source = op.source[k], dsource = op.dsource[k];
   const bool norm = op.mean != nullptr, need_source = norm || op.partial != nullptr;
   const float *mean = op.mean + k * op.tokens, *rstd = op.rstd + k * op.tokens;
-  // The token of the row in work, and that of the row to copy next.
+  // The token of the current row, and that of the next row to copy.
   int t = first + at.row_in_block(), t_ask = t;
   const T* p_source = static_cast<const T*>(source.data) + t * source.row_stride;
   const T* p_dout = static_cast<const T*>(op.dout.data) + t * op.dout.row_stride;
@@ -212,7 +213,8 @@ __global__ void __launch_bounds__(kMostLanes)
                 (op.norm_weight != nullptr ? norm_weight[i] : 1.0f);
   }
   float gn[1][kRowChunks][kChunk] = {}, g[1][kRowChunks][kChunk] = {};
-  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
+  // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
+  // threads.
 #pragma unroll 1
   for (int begin = first; begin < tokens; begin += step, t += step) {
     const bool exists = t < tokens;
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(kMostLanes)
     pairs.take(0, n);
     pairs.take(1, d);
     pairs.taken();
-    // Behind the end of a row n has any value and d is 0.
+    // Behind the end of a row n is undefined and d is 0.
     if (norm) DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
     if (exists) {
       DEEPFAST_EACH(c, i) {
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(kMostLanes)
     if (!op.need_dsource) continue;
     DEEPFAST_EACH(c, i) d[c][i] *= w[c][i];
     if (norm) {
-      // norm_backward() of row.h, with any values behind the end of the row.
+      // norm_backward() of row.h, with undefined values behind the end of the row.
       float sums[2] = {0.0f, 0.0f};
       DEEPFAST_EACH(c, i) sums[0] += d[c][i], sums[1] += d[c][i] * n[c][i];
       row_sum(sums);
@@ -247,11 +249,11 @@ __global__ void __launch_bounds__(kMostLanes)
   }
   wait_copies<0>();
   if (op.partial == nullptr) return;
-  // All pairs were read: their shared memory is free.
+  // All pairs have been read, so their shared memory is free.
   float* scratch = reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes);
   float* partial = op.partial + int64_t{chunk} * op.partial_rows * op.dim;
   store_channel_sums(gn, at, scratch, partial + int64_t{op.first + k} * op.dim);
-  // S is of dout alone: one source of the list is enough.
+  // S depends on dout alone: only the first source of the list writes it.
   if (op.first + k == 0)
     store_channel_sums(g, at, scratch, partial + int64_t{op.partial_rows - 1} * op.dim);
 }
@@ -269,7 +271,7 @@ struct Gradients {
 
 constexpr int kGradientThreads = 256;
 
-// A block for each source.
+// One block for each source.
 __global__ void __launch_bounds__(kGradientThreads) depth_mix_gradients_kernel(const Gradients op) {
   RowSum row_sum(blockDim.x, dynamic_shared());
   const int64_t first = int64_t{blockIdx.x} * op.dim;
@@ -318,7 +320,7 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
   });
 }
 
-// Threads of a multiprocessor: its 65536 registers, at most 128 of them in each.
+// Threads of a multiprocessor: it has 65536 registers, and a thread takes at most 128.
 constexpr int kResident = 512;
 
 void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
@@ -327,7 +329,7 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
                         OptionalTensor dweight, OptionalTensor dnorm_weight,
                         OptionalTensor dnorm_bias) {
   SourceList in(sources, weight, norm_weight, norm_bias, norm, mean, rstd);
-  // Either every source wants a gradient or none does.
+  // Either all sources need a gradient or none does.
   DEEPFAST_CHECK(dsources.empty() || dsources.size() == sources.size(), "depth_mix: expected ",
                  sources.size(), " dsources or none, got ", dsources.size());
   const Matrix dout_ = in.one(dout);

@@ -1,7 +1,8 @@
 // CUDA as the kernels see it: qualifiers, launches, return codes.
 //
-// The same sources compile for a processor with DEEPFAST_EMULATE: tests/cuda/emulator.h then stands
-// in for CUDA, every thread of a block a fiber, so that tests run these very kernels without a GPU.
+// The same sources compile for a processor with DEEPFAST_EMULATE: tests/cuda/emulator.h then
+// replaces CUDA and runs each thread of a block as a fiber, so tests run these kernels without a
+// GPU.
 #pragma once
 
 #include <stdint.h>
@@ -39,8 +40,8 @@ constexpr int kWarp = 32;
 namespace deepfast {
 
 #if defined(__CUDACC__)
-// A barrier of `threads` neighbours, a power of two from 64 on: of the block's first so many, its
-// next so many, and so on. Other threads do not wait.
+// A barrier of `threads` neighbouring threads, a power of two and at least 64: the block's first
+// `threads`, its next `threads`, and so on. Other threads do not wait.
 DEEPFAST_DEVICE void sync_neighbours(int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + static_cast<int>(threadIdx.x) / threads), "r"(threads)
                : "memory");
@@ -60,13 +61,13 @@ struct Grid {
   int64_t shared = 0;
 };
 
-// Starts `kernel` on the stream; nothing waits for it. A grid of no blocks is no launch.
+// Starts `kernel` on the stream and does not wait for it. An empty grid launches nothing.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.blocks == 0) return;
   DEEPFAST_CHECK(grid.blocks < (int64_t{1} << 31), "too many blocks in a launch: ", grid.blocks);
-  // CUDA refuses more than this unless the kernel allows it by an attribute.
+  // CUDA refuses more than this unless an attribute of the kernel allows it.
   constexpr int64_t kPlain = 48 << 10;
   if (grid.shared > kPlain)
     DEEPFAST_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

@@ -1,13 +1,13 @@
-// Layer normalisation with the dropout and residual in front of it, one pass each way.
+// Layer normalisation with the dropout and residual before it, one pass in each direction.
 //
 //     forward     s = residual + dropout(x),   y = (s - mean) * rstd * weight + bias
 //     backward    ds = dsum + LN'(dy),         dresidual = ds,  dx = dropout(ds)
 //                 dweight = sum_t dy * n,      dbias = sum_t dy         with n = (s - mean) * rstd
 //
-// A row is in registers from its first read to its last write (see row.h): the mean and the
+// A row stays in registers from its first read to its last write (see row.h): the mean and the
 // variance are two passes over registers, not over memory. Forward reads x and residual and writes
-// s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D. Each
-// of its blocks processes many rows and keeps its share of dweight and dbias in registers;
+// s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D.
+// Each of its blocks processes many rows and keeps its share of dweight and dbias in registers;
 // partials.cu adds these up.
 //
 // Ba, Kiros, Hinton: Layer Normalization, 2016.
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kMostLanes) layer_norm_fwd_kernel(const Forwar
     DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
   }
   if (op.sum != nullptr) {
-    // The row is normalised as it is stored: backward reads it again.
+    // The stored (rounded) row is normalised, because backward reads that.
     const RowChunks<T> stored = narrow_row<T>(v);
     store_row(op.sum + t * op.sum_stride, at, exists, stored);
     widen(stored, v);
@@ -85,7 +85,7 @@ struct Backward {
   DropoutMask dropout;
 };
 
-// Threads of a multiprocessor: its 65536 registers, at most 128 of them in each.
+// Threads of a multiprocessor: it has 65536 registers, and a thread takes at most 128.
 constexpr int kResident = 512;
 
 template <class T>
@@ -94,10 +94,11 @@ __global__ void __launch_bounds__(kMostLanes) layer_norm_bwd_kernel(const Backwa
   RowSum row_sum(op.lanes, dynamic_shared());
   float weight[kRowChunks][kChunk];
   if (op.weight != nullptr) load_row(op.weight, at, true, weight);
-  // [0] of the weight, [1] of the bias.
+  // [0] for the weight, [1] for the bias.
   float sums[2][kRowChunks][kChunk] = {};
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
-  // Every thread of a block takes equally many rounds: a sum over a row needs all of its threads.
+  // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
+  // threads.
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();

@@ -1,31 +1,32 @@
-// The engine's far pass of a forward: several rows of depth weights times many states at once.
+// The far pass of forward: several rows of depth weights times many states at once.
 //
 //     out_b (+)= sum_k W[row_b, k] z_k,  z_k = state_k * norm_weight_k + norm_bias_k
 //
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
 //
-// A product of a small matrix (B, K) and a tall one (K, T D), bound by reading the states once. A
-// block has a tile of tokens and channels (stream.h); the sums of all B rows stay in its registers
-// while the K states stream past. Of 2-byte states a multiprocessor of an H200 gets some 9 values
-// a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8 FMA, one to widen
-// the value, one for the norm and 2.5 for loads, addresses and the loop, since what a
-// thread reads of W and the norm serves 16 values. 7 stages in flight are 56 KB.
+// A product of a small matrix (B, K) and a tall one (K, T D). Reading the states once bounds its
+// time. A block has a tile of tokens and channels (stream.h); the sums of all B rows stay in its
+// registers while it reads the K states. Of 2-byte states a multiprocessor of an H200 receives
+// about 9 values a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8
+// FMA, one instruction to widen the value, one for the norm, and 2.5 for loads, addresses and the
+// loop, because what a thread reads of W and the norm serves 16 values. 7 stages in flight are 56
+// KB.
 //
-//      blockIdx    slice of 128 channels     tiles of 32 tokens, by blocks of that slice in turns
+//      blockIdx    slice of 128 channels     tiles of 32 tokens; the blocks of a slice take turns
 //         0        channels   0 - 127        0, 2, 4, ...
 //         1        channels 128 - 255        0, 2, 4, ...        (D = 256, four blocks)
 //         2        channels   0 - 127        1, 3, 5, ...
 //         3        channels 128 - 255        1, 3, 5, ...
 //
-// K states are (K + B) T D values of memory for each eight rows, or each four of rows that are not
-// aligned or have a weight per channel. More than 128 states, fewer where a block has less than
-// 195 KB of shared memory (94 on sm_80 with a norm), take several launches, rounded in between.
+// (K + B) T D values of memory for each eight rows, or for each four where rows are not aligned or
+// have a weight per channel. More than 128 states take several launches, with rounding in between;
+// fewer states do where a block has less than 195 KB of shared memory (94 on sm_80 with a norm).
 #include "stream.h"
 
 namespace deepfast {
 namespace {
 
-// One block a multiprocessor: a thread may have 255 registers, and 128 of them are sums.
+// One block per multiprocessor: a thread may have 255 registers, of which 128 are sums.
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kMostRows = 8, kLines = 4;
 
@@ -44,7 +45,7 @@ struct Mix {
 template <class T>
 using MixLines = Lines<T, kLines, 64 / (kLines * static_cast<int>(sizeof(T)))>;
 
-// A thread's part of a step as it lies in memory.
+// A thread's part of a step, as stored.
 template <class T>
 struct Part {
   Quad<T> n[kLines];
@@ -52,7 +53,8 @@ struct Part {
 };
 
 // Shared memory: the rings of the warps, the slots' offsets, W as (count, kRows), then the norm
-// weights and biases of the block's slice, (count, 2, 128), or ones and zeros, (2, 128), for all slots.
+// weights and biases of the block's slice, (count, 2, 128). Without a norm these are ones and
+// zeros, (2, 128), for all slots.
 template <class T, int kRows>
 struct Layout {
   static constexpr int kOffsets = kWarps * MixLines<T>::kBytes;
@@ -83,7 +85,7 @@ DEEPFAST_DEVICE void fill_parameters(const Mix<T>& op, float* weights, Quad<floa
   }
 }
 
-// kGeneral: a weight per channel, or rows that no 16 bytes fit.
+// kGeneral: a weight per channel, or rows that are not aligned to 16 bytes.
 template <class T, int kRows, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) mix_rows_kernel(const __grid_constant__ Mix<T> op) {
   using At = Layout<T, kRows>;
@@ -219,7 +221,7 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
   });
 }
 
-// A hint about a fresh buffer of states; a GPU needs none.
+// A hint for a new buffer of states; a GPU needs none.
 void advise_states(Tensor) {}
 
 }  // namespace

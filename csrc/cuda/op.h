@@ -13,7 +13,7 @@
 #include "row.h"
 
 #if defined(DEEPFAST_EMULATE)
-// Beside the ops of deepfast._C, on the same tensors.
+// Registered beside the ops of deepfast._C, for the same CPU tensors.
 #define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast_emulated, CPU, m)
 #else
 #define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast, CUDA, m)
@@ -32,7 +32,7 @@ class Device {
   explicit Device(const Tensor& t) : guard_(t.get_device()) {
     const int32_t index = t.get_device();
     void* stream = nullptr;
-    // Not by torch's own macro for this, whose name differs between its versions.
+    // torch's own macro is not used: its name differs between versions.
     DEEPFAST_CHECK(aoti_torch_get_current_cuda_stream(index, &stream) == AOTI_TORCH_SUCCESS,
                    "torch has no current stream on cuda:", index);
     int current = -1;
@@ -58,8 +58,8 @@ class Device {
     return bytes;
 #endif
   }
-  // Blocks that together run over `tiles`: at most `resident` on each multiprocessor, and no more
-  // than share the tiles in as many rounds.
+  // The number of blocks that together process `tiles`: at most `resident` on each multiprocessor,
+  // and no more than needed for the same number of rounds.
   int64_t blocks(int64_t tiles, int resident) const {
     if (tiles == 0) return 0;
     const int64_t most = int64_t{resident} * multiprocessors_, rounds = (tiles + most - 1) / most;
@@ -89,7 +89,7 @@ void dispatch(Storage storage, const F& f) {
   }
 }
 
-// Whether all rows of these start on 16 bytes; absent ones do.
+// Whether all rows of these tensors start at multiples of 16 bytes; null tensors do.
 class Alignment {
  public:
   explicit Alignment(Storage storage, int64_t dim)
@@ -102,7 +102,7 @@ class Alignment {
     for (const void* p : pointers) one(p, 0);
     return *this;
   }
-  // A buffer of slots: where it starts, how far apart its slots and its rows are.
+  // A buffer of slots: its start, its slots' stride and its rows' stride.
   Alignment& slots(const Tensor& t) {
     one(t.const_data_ptr(), t.stride(0) * bytes_);
     one(nullptr, t.stride(1) * bytes_);
@@ -123,7 +123,7 @@ inline void check_dim(int64_t dim) {
                  " channels, got ", dim);
 }
 
-// An fp32 tensor for what the blocks of a launch leave to be summed.
+// An fp32 tensor for the partial sums of a launch's blocks.
 inline Tensor scratch(const Tensor& like, int64_t count) {
   return torch::stable::new_empty(like, {count}, ScalarType::Float);
 }
@@ -141,7 +141,7 @@ inline DropoutMask dropout_mask(const OptionalTensor& seed, double p) {
 }
 
 // outs[i][r * strides[i] + n] = sum over p of partial[((p * I + i) * R + r) * N + n] in the order
-// of p, for partial (P, I, R, N) and I at most 4 outs; one that is null is left out.
+// of p, for partial (P, I, R, N) and at most 4 outs. A null one is skipped.
 struct Sums {
   static constexpr int kMost = 4;
   float* out[kMost];

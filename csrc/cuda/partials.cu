@@ -1,9 +1,10 @@
-// Sums over the blocks of a launch: the second, short half of every gradient of a parameter.
+// Sums over the blocks of a launch: the second, short part of every gradient of a parameter.
 //
 //     out_i[r, n] = sum_p partial[p, i, r, n]
 //
-// A block takes 32 neighbouring n; its 8 warps take every eighth p each, in order, and their sums
-// meet in shared memory in the order of the warps: the same bits run after run, without atomics.
+// A block takes 32 neighbouring n. Each of its 8 warps adds up every eighth p in order, and their
+// sums are added up in shared memory in the order of the warps. So the bits are the same in every
+// run, without atomics.
 #include "op.h"
 
 namespace deepfast {

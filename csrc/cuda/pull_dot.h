@@ -1,17 +1,16 @@
 // pull_rows on tensor cores: bf16 or fp16 slots that are rows of N = T * D elements.
 //
-// A tile is 512 elements, 64 for each of eight warps. Its z_j, then its g_l, sixteen at a time,
-// come through a ring (ring.h), each row 16 bytes further than 1 KB so that eight rows lie in
-// different banks. A warp reads its (16, 64) corner of a stage twice:
+// A tile is 512 elements, 64 for each of eight warps. Its z_j and then its g_l, sixteen rows at a
+// time, come through a ring (ring.h). Rows are 1 KB and 16 bytes apart, so eight rows are in
+// different banks. A warp reads its (16, 64) part of a stage twice:
 //
 //      dW (16 l, 8 j)  +=  g   (16 l, 16 e)  z (16 e, 8 j)     over all tiles, in shared memory
 //      u  (16 e, 8 j)  +=  g^T (16 e, 16 l)  W (16 l, 8 j)     until the tile ends, in registers
 //
-// No number is rounded to 16 bits: z is the sum of two, a weight of three (of fp16 while |z| is
-// under 2^20: beyond that dW is not a number). Twenty products and
-// eight loads of tiles serve 1024 values: with all the rest some 7 instructions for each thread's
-// value and eight sources, of 14 in the time an H200 reads 2 bytes. Two blocks have 64 KB on their
-// way.
+// No number is rounded to 16 bits: z is a sum of two 16-bit numbers and a weight a sum of three.
+// (In fp16 this holds for |z| < 2^20; beyond, dW is NaN.) Twenty products and eight loads of tiles
+// serve 1024 values. Everything included, a value and eight sources take about 7 instructions of a
+// thread, of 14 in the time in which an H200 reads 2 bytes. Two blocks have 64 KB in flight.
 #pragma once
 
 #include "mma.h"
@@ -23,8 +22,8 @@ namespace deepfast {
 constexpr int kDotRows = 16, kDotOwn = 64, kDotTile = kPullWarps * kDotOwn;
 constexpr int kDotSteps = kDotOwn / 16, kDotStages = 3;
 
-// fp32 numbers as sums of 16-bit ones. bf16 has the range of fp32; fp16 has not, so that each part
-// of a number is taken 2^11 times larger than the one before, and their products apart.
+// fp32 numbers as sums of 16-bit ones. bf16 has the range of fp32. fp16 has not: each part of a
+// number is scaled by 2^11 more than the part before, and their products are summed separately.
 template <class T>
 struct Parts {
   static constexpr int kSums = 1;  // of products that may be added at once
@@ -39,7 +38,7 @@ struct Parts<f16> {
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
-// The next part of two numbers; what is left of them.
+// Splits the next part off two numbers; `rest` keeps the remainder.
 template <class T>
 DEEPFAST_DEVICE uint32_t cut(Pair& rest) {
   const uint32_t part = pack<T>(rest.first, rest.second);
@@ -63,7 +62,7 @@ struct DotCopies {
         tiles(static_cast<int>((elements + kDotTile - 1) / kDotTile)),
         steps((op_.partial != nullptr) + (op_.from.count + kDotRows - 1) / kDotRows) {}
 
-  // How many elements of the tile and rows of the step exist, and where row r lies.
+  // How many elements of the tile and rows of the step exist, and the address of row r.
   DEEPFAST_DEVICE int width(int tile) const {
     const int64_t left = elements - int64_t{tile} * kDotTile;
     return left < kDotTile ? static_cast<int>(left) : kDotTile;
@@ -103,8 +102,8 @@ struct DotCopies {
   }
 };
 
-// Shared memory: the ring, W's parts as the products take them, (groups of l, 3, 2, 32) words, a
-// tile's u of each warp, and each warp's dW, (groups of l, 16, 8).
+// Shared memory: the ring, W's parts in the layout of the products, (groups of l, 3, 2, 32) words,
+// each warp's u of a tile, and each warp's dW, (groups of l, 16, 8).
 template <class T>
 struct DotLayout {
   using Stages = Ring<DotCopies<T>, kDotStages, kPullWarps>;
@@ -117,7 +116,7 @@ struct DotLayout {
   }
 };
 
-// Writes W's parts; returns the factor that u's sums are to be multiplied by.
+// Writes W's parts. Returns the factor by which u's sums must be multiplied.
 template <class T>
 DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
   const auto weight = [&](int l, int j) {
@@ -128,7 +127,7 @@ DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
   const int groups = (op.from.count + kDotRows - 1) / kDotRows, lane = threadIdx.x % kWarp;
   float scale = 1.0f, back = 1.0f;
   if (Parts<T>::kSums > 1) {
-    // The power of two that takes the largest weight to [2^14, 2^15).
+    // The power of two that scales the largest weight to [2^14, 2^15).
     float most = 0.0f;
     for (int i = lane; i < groups * kDotRows * kMostSources; i += kWarp)
       most = fmaxf(most, fabsf(weight(i / kMostSources, i % kMostSources)));
@@ -149,7 +148,8 @@ DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
   return back;
 }
 
-// This warp's z as the products take it, in two parts; zeros where there is no element or source.
+// This warp's z in the layout of the products, in two parts; zeros where there is no element or
+// source.
 template <class T>
 DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int channel, int own,
                                  uint32_t (&z)[2][kDotSteps][2]) {
@@ -158,7 +158,7 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
     float first, second;
   };
   const int lane = threadIdx.x % kWarp, j = lane / 4;
-  // Behind the last source there are rows of source 0. All loads come before the first use.
+  // Places behind the last source repeat source 0. All loads are issued before the first use.
   const int64_t row = int64_t{op.source[j]} * op.from.dim;
   Two norm_weight[kPairs], norm_bias[kPairs];
 #pragma unroll
@@ -190,7 +190,7 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
   }
 }
 
-// dW of sixteen rows over this warp's elements, added to its own sums.
+// dW of sixteen rows over this warp's elements, added to the warp's own sums.
 template <class T>
 DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
                                      const uint32_t (&z)[2][kDotSteps][2], float* sums) {
@@ -198,7 +198,7 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
   float d[2][4] = {};
 #pragma unroll
   for (int s = 0; s < kDotSteps; ++s) {
-    // N is a multiple of 8: eight columns exist all together or not at all.
+    // N is a multiple of 8: eight columns exist together or not at all.
     if (s * 16 >= own) continue;
     uint32_t g[4];
     load_tiles(g, corner + lane % 16 * DotCopies<T>::kPitch + (s * 16 + lane / 16 * 8) * 2);
@@ -212,9 +212,9 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
         (d[0][i] + d[1][i] * (1.0f / Parts<T>::kStep)) * (1.0f / Parts<T>::kStates);
 }
 
-// u of this warp's elements: sixteen gradients times W's parts. `keep` has the bits of rows 2t,
-// 2t + 1, 2t + 8 and 2t + 9 that exist. The other rows of a stage hold any bits, and those times 0
-// may be NaN.
+// u of this warp's elements: sixteen gradients times W's parts. `keep` masks rows 2t, 2t + 1, 2t +
+// 8 and 2t + 9 that exist. Other rows of a stage are undefined, and an undefined value times 0 may
+// be NaN.
 template <class T>
 DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)[2],
                                       const uint32_t* parts,
@@ -227,7 +227,7 @@ DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)
     w[p][0] = parts[p * 2 * kWarp + lane];
     w[p][1] = parts[(p * 2 + 1) * kWarp + lane];
   }
-  // Two independent steps: a product does not wait for the one before.
+  // Two independent steps, so a product does not wait for the one before.
 #pragma unroll
   for (int s = 0; s < kDotSteps; s += 2) {
     uint32_t g[2][4];
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kPullThreads, 2)
       multiply_weights<T>(corner, keep, parts + group * 3 * 2 * kWarp, u);
       ring.give_back();
     }
-    // Through shared memory from columns of j to rows, 16 bytes for a lane.
+    // Shared memory transposes columns of j to rows, 16 bytes for a lane.
 #pragma unroll
     for (int s = 0; s < kDotSteps; ++s) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// pull_rows by multiplying and adding: fp32, weights per channel, rows apart or not aligned.
+// pull_rows by multiply-add: fp32, weights per channel, rows that are apart or not aligned.
 //
-// A thread has kLines quads of channels (stream.h) of all z_j and u_j in its registers, 128 values,
-// while the g_l stream past. A gradient's products with z_j become sums over the warp in ten
-// shuffles for all j, added to the warp's own (L, J) sums in shared memory: 26 instructions for
-// each value and eight sources, of some 28 in the time an H200 reads 4 bytes.
+// A thread holds kLines quads of channels (stream.h) of all z_j and u_j in registers, 128 values,
+// while it reads the g_l. Ten shuffles sum a gradient's products with all z_j over the warp. They
+// are added to the warp's own (L, J) sums in shared memory. A value and eight sources take 26
+// instructions, of about 28 in the time in which an H200 reads 4 bytes.
 #pragma once
 
 #include "pull.h"
@@ -25,8 +25,8 @@ struct PullLayout {
   static constexpr int kRowBytes = kPullWarps * kSources * 4;
 };
 
-// The sum over the warp of s[lane / (32 / N)]: every lane gives half of what it has for half of
-// what another has, until one is left.
+// The sum over the warp of s[lane / (32 / N)]. In each step a lane gives half of its sums for half
+// of another lane's, until it has one.
 template <int N>
 DEEPFAST_DEVICE float sum_over_lanes(float (&s)[N], int lane) {
   int step = kWarp / 2;
@@ -44,7 +44,7 @@ DEEPFAST_DEVICE float sum_over_lanes(float (&s)[N], int lane) {
   return s[0];
 }
 
-// Adds the warps' and lines' sums of a row's channels, in order, to the block's own in memory.
+// Adds a row's sums of all warps and lines, in order, to the block's own sums in memory.
 template <class T, int kSources>
 DEEPFAST_DEVICE void add_channel_sums(const Pull<T>& op, const float* sums, int l, bool first) {
   const Stream<T>& from = op.from;
@@ -64,8 +64,8 @@ DEEPFAST_DEVICE void add_channel_sums(const Pull<T>& op, const float* sums, int 
   }
 }
 
-// z of a tile. Places behind the last source hold the state and norm of slot 0. All loads are
-// issued before the first value is used.
+// z of a tile. Places behind the last source repeat slot 0. All loads are issued before the first
+// value is used.
 template <class T, int kSources, bool kGeneral, int kLines>
 DEEPFAST_DEVICE void load_states(const Pull<T>& op, const Place& at, int64_t tile,
                                  float (&z)[kSources][kLines][kQuad]) {
@@ -94,7 +94,7 @@ DEEPFAST_DEVICE void load_states(const Pull<T>& op, const Place& at, int64_t til
   }
 }
 
-// kGeneral: a weight per channel, or rows that no 16 bytes fit.
+// kGeneral: a weight per channel, or rows that are not aligned to 16 bytes.
 template <class T, int kSources, bool kGeneral>
 __global__ void __launch_bounds__(kPullThreads, 1)
     pull_rows_kernel(const __grid_constant__ Pull<T> op) {

@@ -1,11 +1,12 @@
-// The engine's far pass of a backward: what later rows' gradients bring several states.
+// The far pass of backward: the gradients of later rows, pulled into several states.
 //
-//     u_j (+)= sum_l W[l, j] g_l,  dW[l, j] = <g_l, z_j>,  z_j = state_j * norm_weight_j + norm_bias_j
+//     u_j (+)= sum_l W[l, j] g_l,  dW[l, j] = <g_l, z_j>
+//     z_j = state_j * norm_weight_j + norm_bias_j
 //
-// One pass over the gradients g_l makes both, for eight sources at a time (four in the general
-// case): (L + 2 J) T D values of memory, bound by reading the gradients: of bf16 and fp16 on
-// tensor cores (pull_dot.h), else by FMA (pull_fma.h). Blocks leave their sums of dW to
-// partials.cu.
+// One pass over the gradients g_l computes both, for eight sources at a time (four in the general
+// case): (L + 2 J) T D values of memory. Reading the gradients bounds its time. bf16 and fp16 run
+// on tensor cores (pull_dot.h), the rest by FMA (pull_fma.h). partials.cu adds up the blocks' sums
+// of dW.
 //
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
 #include "pull_dot.h"
@@ -31,7 +32,7 @@ __global__ void scatter_kernel(const __grid_constant__ Scatter<T> op) {
     to[i] = op.sums[int64_t{blockIdx.x} * op.width + i];
 }
 
-// Sums over P blocks into the entries of dweight that the lists of `op` name.
+// Adds up P blocks' sums into the entries of dweight that the lists of `op` name.
 template <class T>
 void add_up(const Device& device, const Tensor& partial, int64_t P, const Pull<T>& op,
             const Tensor& dweight) {
@@ -59,7 +60,7 @@ void add_up(const Device& device, const Tensor& partial, int64_t P, const Pull<T
   launch(scatter_kernel<T>, {L * J, width > 1 ? 256 : kWarp}, device.stream(), scatter);
 }
 
-// Runs a kernel that leaves P partial sums of dweight, and adds them up.
+// Runs a kernel that writes P partial sums of dweight, and adds them up.
 template <class T>
 void run_pull(void (*kernel)(Pull<T>), const Device& device, const Grid& grid, int64_t P,
               Pull<T>& op, const OptionalTensor& dweight) {

@@ -1,13 +1,13 @@
-// A ring of stages in shared memory through which states stream past a block's threads.
+// A ring of stages in shared memory, through which a block's threads read states.
 //
 //      copies          | 4 | 5 | 6 |   in flight, up to kStages - 1 steps ahead of
 //      threads     | 3 |               the stage that all of them read
 //
-// A `Copies` says what a step copies. The ring goes on from tile to tile: while the threads finish
-// one tile, the first states of the next one are in flight. On sm_90 and newer one warp, always the
-// same for a stage, issues bulk copies, and each stage has two barriers: one says that the stage is
-// full, the other that all threads have read it. On sm_80 each thread copies its share and the
-// block synchronises once a step.
+// A `Copies` says what a step copies. The ring continues from tile to tile: while the threads
+// finish one tile, the first states of the next one are in flight. On sm_90 and newer one warp,
+// always the same for a stage, issues bulk copies, and each stage has two barriers: one says that
+// the stage is full, the other that all threads have read it. On sm_80 each thread copies its share
+// and the block synchronises once a step.
 #pragma once
 
 #include "async.h"
@@ -34,7 +34,7 @@ class Ring {
         empty_(full_ + kStages),
         tile_(copies.steps > 0 ? static_cast<int>(blockIdx.x) : copies.tiles) {}
 
-  // The first copies; a barrier of the block.
+  // Starts the first copies; includes a barrier of the block.
   DEEPFAST_DEVICE void start() {
     if (has_bulk_copies() && threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) full_[s].init(1), empty_[s].init(kWarps);
@@ -44,9 +44,9 @@ class Ring {
     for (int s = 0; s < kStages - 1; ++s) copy(s, 0);
   }
 
-  // The next step's stage, full, in the order of this block's tiles and their steps.
+  // Returns the next step's stage when it is full. Steps come in the order of this block's tiles.
   DEEPFAST_DEVICE const char* take() {
-    // The step kStages - 1 further on takes the stage read last.
+    // The step that is kStages - 1 ahead overwrites the stage that was read last.
     const int last = stage_ == 0 ? kStages - 1 : stage_ - 1;
     const uint32_t last_phase = stage_ == 0 ? phase_ : phase_ ^ 1;
     if (has_bulk_copies()) {
@@ -61,7 +61,7 @@ class Ring {
     return stages_ + stage_ * Copies::kBytes;
   }
 
-  // This warp has read the stage.
+  // Says that this warp has read the stage.
   DEEPFAST_DEVICE void give_back() {
     if (has_bulk_copies()) {
       __syncwarp();
@@ -71,13 +71,13 @@ class Ring {
   }
 
  private:
-  // Starts the copies of the next step that has none yet.
+  // Starts the copies of the next step that is not copied yet.
   DEEPFAST_DEVICE void copy(int stage, uint32_t phase) {
     if (tile_ < copies_.tiles) {
       char* shared = stages_ + stage * Copies::kBytes;
       if (has_bulk_copies()) {
         if (static_cast<int>(threadIdx.x) / kWarp == stage % kWarps) {
-          // In the first round a stage is empty although nobody has read it.
+          // In the first round a stage is empty before anyone has read it.
           empty_[stage].wait(phase ^ 1);
           copies_.bulk(shared, tile_, step_, full_[stage]);
         }

@@ -1,12 +1,12 @@
-// A row of channels across threads: who holds what, loads, stores, sums over the row.
+// A row of channels across threads: its layout, loads, stores, sums over the row.
 //
 // `lanes` threads, a power of two, hold a row of D channels, two chunks of eight each:
 //
 //      lane        0        1     ...  lanes-1 |   0        1     ...  lanes-1
 //      channels  0 .. 7   8 .. 15  ...         |  8*lanes ...                    (zeros from D on)
 //
-// so that a warp's loads are whole lines. Up to 32 lanes a warp holds 32 / lanes rows; above, a
-// block holds one row and its warps meet in shared memory.
+// So a warp's loads are whole cache lines. With up to 32 lanes a warp holds 32 / lanes rows. With
+// more, a block holds one row and its warps exchange their sums in shared memory.
 #pragma once
 
 #include "vector.h"
@@ -42,19 +42,19 @@ struct Lane {
 
   DEEPFAST_DEVICE int row_in_block() const { return threadIdx.x / lanes; }
   DEEPFAST_DEVICE int rows_per_block() const { return blockDim.x / lanes; }
-  // Number of the c-th chunk in the row, its first channel, and how many channels it has there.
+  // The number of the c-th chunk in the row, its first channel, and its number of channels.
   DEEPFAST_DEVICE int chunk(int c) const { return c * lanes + lane; }
   DEEPFAST_DEVICE int channel(int c) const { return chunk(c) * kChunk; }
   DEEPFAST_DEVICE int count(int c) const { return dim - channel(c); }
 };
 
-// A thread's part of a row as it lies in memory: several can be in flight before one is used.
+// A thread's part of a row, as stored: several can be in flight before one is used.
 template <class T>
 struct RowChunks {
   Chunk<T> chunk[kRowChunks];
 };
 
-// `row` points to channel 0; a row that is not there (`exists` false) is zeros.
+// `row` points to channel 0; a row that does not exist (`exists` false) is zeros.
 template <class T>
 DEEPFAST_DEVICE RowChunks<T> load_row(const T* row, const Lane& at, bool exists = true) {
   RowChunks<T> r;
@@ -97,16 +97,16 @@ DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
   store_row(row, at, exists, narrow_row<T>(v));
 }
 
-// Over a thread's sixteen values: chunk c, place i in it. Unrolled, so that they stay in registers.
+// Loops over a thread's sixteen values, chunk c and index i in it. Unrolled, so they stay in
+// registers.
 #define DEEPFAST_EACH(c, i)                              \
   _Pragma("unroll") for (int c = 0; c < kRowChunks; ++c) \
       _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
 
-// Sums over the threads of a row, in one order: the same bits in each of them, run after run. Every
-// thread of the block takes part in each sum, with zeros if it has no row.
-//
-// `kApart`: where a block holds several rows of several warps each, they do not wait for one
-// another. It takes all sixteen barriers of a block, too many where blocks are small and many.
+// Sums over the threads of a row, in one order: each thread gets the same bits, in every run. Every
+// thread of the block takes part in each sum, with zeros if it has no row. With `kApart`, several
+// rows of several warps each in one block do not wait for one another. That takes all sixteen
+// barriers of a block, too many where blocks are small and many.
 template <bool kApart>
 class RowSums {
  public:
@@ -124,7 +124,7 @@ class RowSums {
       for (int n = 0; n < N; ++n) sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], step);
     }
     if (lanes_ <= kWarp) return;
-    // Two scratches in turn: a warp may be one sum ahead of another, never two.
+    // Two scratches alternate: a warp may be one sum ahead of another, never two.
     const int warps = lanes_ / kWarp, warp = threadIdx.x / kWarp;
     float* scratch = scratch_ + turn_ * (kMostLanes / kWarp) * 4;
     turn_ ^= 1;
@@ -158,10 +158,9 @@ struct Moments {
   float mean, rstd;
 };
 
-// Turns a row into (v - mean) * rstd, zeros behind it; two passes over the registers.
-//
-// The second sums both d = v - mean and d^2. With the first, tiny, the mean is corrected, and the
-// variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0.
+// Turns a row into (v - mean) * rstd, zeros behind its end, in two passes over the registers. The
+// second pass sums both d = v - mean and d^2. The first sum is tiny and corrects the mean. It
+// corrects the variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0.
 template <class Sum>
 DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at, Sum& row_sum,
                                   float eps) {
@@ -182,7 +181,8 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at
   return {rough + rest, rstd};
 }
 
-// The gradient before normalisation, in place of that of its result n; both zeros behind the row.
+// Overwrites the gradient of the result n with the gradient before normalisation; both are zeros
+// behind the row's end.
 template <class Sum>
 DEEPFAST_DEVICE void norm_backward(float (&d)[kRowChunks][kChunk],
                                    const float (&n)[kRowChunks][kChunk], float rstd, const Lane& at,

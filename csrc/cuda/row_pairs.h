@@ -1,10 +1,10 @@
-// Pairs of rows, copied into shared memory ahead of the pair in work.
+// Pairs of rows, copied into shared memory before they are used.
 //
 //      pair      k         k + 1      k + 2       of 16-bit values; of fp32, twice as long, two
 //            | in work |  coming  |  coming  |
 //
-// A thread reads only what it copied itself, its chunks of a row (see row.h): no barriers.
-// The 16-byte pieces of a warp lie side by side. What is behind the end of a row is zeros.
+// A thread reads only what it copied itself, its chunks of a row (see row.h), so no barrier is
+// needed. The 16-byte pieces of a warp are neighbours. Values behind the end of a row are zeros.
 #pragma once
 
 #include "async.h"
@@ -35,7 +35,7 @@ class RowPairs {
     }
   }
 
-  // Starts the copy of row `r` of the next pair. A row that does not exist has any values.
+  // Starts the copy of row `r` of the next pair. A row that does not exist has undefined values.
   DEEPFAST_DEVICE void ask(int r, const T* row, bool exists) {
 #pragma unroll
     for (int c = 0; c < kRowChunks; ++c) {
@@ -50,13 +50,13 @@ class RowPairs {
       }
     }
   }
-  // Ends a pair, whether its rows are copied or not.
+  // Ends a pair, whether or not its rows are copied.
   DEEPFAST_DEVICE void asked() {
     commit_copies();
     write_ = write_ + 1 == kDepth ? 0 : write_ + 1;
   }
 
-  // Waits for the oldest pair, with kDepth - 1 behind it.
+  // Waits for the oldest pair, with kDepth - 1 pairs behind it.
   DEEPFAST_DEVICE void wait() { wait_copies<kDepth - 1>(); }
   DEEPFAST_DEVICE void take(int r, float (&v)[kRowChunks][kChunk]) const {
 #pragma unroll

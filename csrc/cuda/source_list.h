@@ -1,4 +1,4 @@
-// A list of separate sources as depth_mix takes it: checked, and cut into launches.
+// A list of separate sources for depth_mix: checked, and split into launches.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct SourceList {
     source = matrices(sources);
     lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
   }
-  // A further (T, D) tensor of the call.
+  // Another (T, D) tensor of the call.
   Matrix one(const Tensor& t) {
     const Matrix m = matrix(t, storage, tokens, dim);
     aligned = aligned && Alignment(storage, dim).rows({m});
@@ -59,7 +59,8 @@ struct SourceList {
   static P* from(P* p, int64_t first, int64_t width) {
     return p == nullptr ? nullptr : p + first * width;
   }
-  // Of an argument struct: what depends on the first source of a launch, and on no launch.
+  // Fills an argument struct: what depends on the first source of a launch, and what all launches
+  // share.
   template <class Op>
   int fill(Op& op, int64_t first) const {
     op.sources = static_cast<int>(std::min<int64_t>(kSources, count - first));

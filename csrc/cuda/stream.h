@@ -1,4 +1,4 @@
-// States that stream past: what mix_rows and pull_rows share.
+// Reading many states in turn: what mix_rows and pull_rows share.
 //
 // A tile is a slice of up to 128 channels times as many tokens as the block's warps hold. A warp
 // has kLines lines of 128 elements; a thread has four neighbouring channels of each:
@@ -7,7 +7,7 @@
 //      line 0   0 1 2 3  4 5 6 7  ... 124-127         of D = 32: four tokens of 8 lanes each
 //      line 1   the next token's
 //
-// A block keeps its slice, so that what belongs to channels, the norm, is read once.
+// A block keeps its slice, so it reads the norm's parameters of these channels once.
 #pragma once
 
 #include "async.h"
@@ -17,13 +17,13 @@ namespace deepfast {
 
 constexpr int kQuad = 4, kLine = kWarp * kQuad;
 
-// Four values as they lie in memory.
+// Four values, as stored.
 template <class T>
 struct alignas(kQuad * sizeof(T)) Quad {
   uint32_t w[sizeof(T)];
 };
 
-// States one after another, the same for each tile. Passed by value.
+// A list of states that are read one after another, the same for each tile. Passed by value.
 template <class T>
 struct Stream {
   static constexpr int kMost = 128;
@@ -62,8 +62,8 @@ DEEPFAST_DEVICE Quad<T> narrow_quad(const float (&v)[kQuad]) {
   }
 }
 
-// The `count` (cut to 0 to 4) values at p, zeros behind them. `aligned`: p is a multiple of four
-// values and count is not 1, 2 or 3.
+// The `count` (clamped to 0 to 4) values at p, zeros behind them. `aligned`: p is a multiple of
+// four values and count is not 1, 2 or 3.
 template <class T>
 DEEPFAST_DEVICE Quad<T> load_quad(const T* p, int count, bool aligned) {
   float v[kQuad] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -99,7 +99,7 @@ struct Place {
 
   template <class T>
   DEEPFAST_DEVICE Place(const Stream<T>& op, int lines) {
-    // The shuffle keeps it in a register. Without it nvcc computes it in every step, with four
+    // The shuffle keeps it in a register. Without it nvcc recomputes it in every step, with four
     // instructions.
     lane = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % kWarp, threadIdx.x % kWarp);
     line = static_cast<int>(threadIdx.x) / kWarp * lines;
@@ -111,7 +111,7 @@ struct Place {
     first = int64_t{blockIdx.x / op.slices} * op.tile_tokens;
     step = int64_t{gridDim.x / op.slices} * op.tile_tokens;
   }
-  // Of line v of the tile at `tile`: the token, and how many channels the thread has there.
+  // For line v of the tile at `tile`: the token, and how many channels the thread has there.
   DEEPFAST_DEVICE int64_t token(int64_t tile, int v) const { return tile + own + v * lines_apart; }
   template <class T>
   DEEPFAST_DEVICE int count_of(const Stream<T>& op, int64_t tile, int v) const {
@@ -119,7 +119,7 @@ struct Place {
   }
 };
 
-// The sums of a tile from and to the first `rows` of op.out_row.
+// Loads and stores the sums of a tile, for the first `rows` of op.out_row.
 template <class Op, int kRows, int kLines>
 DEEPFAST_DEVICE void load_sums(const Op& op, int rows, const Place& at, int64_t tile, bool aligned,
                                float (&sum)[kRows][kLines][kQuad]) {
@@ -152,29 +152,29 @@ DEEPFAST_DEVICE const V* bytes_on(const V* p, int64_t bytes) {
   return reinterpret_cast<const V*>(reinterpret_cast<const char*>(p) + bytes);
 }
 
-// How many bytes into the buffer each slot begins: kept in shared memory, so that no step
-// needs a 64-bit product. A barrier of the block comes before its use.
+// Each slot's offset in the buffer in bytes, in shared memory, so no step needs a 64-bit product.
+// The caller puts a barrier of the block before its use.
 template <class T>
 DEEPFAST_DEVICE void fill_offsets(int64_t* offsets, const Stream<T>& op) {
   for (int k = threadIdx.x; k < op.count; k += blockDim.x)
     offsets[k] = op.slot[k] * op.slot_stride * static_cast<int64_t>(sizeof(T));
 }
 
-// A warp's lines of one state after the other, kStages - 1 of them in flight.
+// A warp's lines of one state after another, kStages - 1 of them in flight.
 //
 //      copies          | 4 | 5 | 6 |   into a ring in shared memory that the warp has for itself:
 //      products    | 3 |               no barrier but the warp's own
 //
-// The ring knows no borders between tiles. Every lane copies 16 bytes at a time: a row of a slice
-// is 256, and the engine for bulk copies would take ten instructions for each. What is no channel
-// or no token is a copy of one that is.
+// The ring continues from tile to tile. Every lane copies 16 bytes at a time: a row of a slice is
+// 256 bytes, and bulk copies would take ten instructions for each row. A place that is no channel
+// or no token holds a copy of one that is.
 template <class T, int kLines, int kStages>
 class Lines {
  public:
   static constexpr uint32_t kStageBytes = kLines * kLine * static_cast<int>(sizeof(T));
   static constexpr uint32_t kBytes = kStages * kStageBytes;  // of a warp
 
-  // `offsets` of the stream's slots, ready for all threads; `shared`: kBytes for each warp.
+  // `offsets` of the stream's slots, written before; `shared`: kBytes for each warp.
   DEEPFAST_DEVICE Lines(const Stream<T>& op, const Place& at, const int64_t* offsets, char* shared)
       : op_(op), offsets_(offsets), tile_(op.aligned && op.count > 0 ? at.first : op.tokens) {
     const int log2_row = op.log2_lanes + 2, in_line = at.lane * kUnit % kLine;
@@ -191,10 +191,10 @@ class Lines {
     for (int s = 0; s < kStages - 1; ++s) copy(s * kStageBytes);
   }
 
-  // The lines of the next step. Behind the last step it gives any values.
+  // The lines of the next step. Behind the last step they are undefined.
   DEEPFAST_DEVICE void take(Quad<T> (&n)[kLines]) {
     wait_copies<kStages - 2>();
-    // Every lane's copies are here, and every lane has read the stage before.
+    // Every lane's copies have arrived, and every lane has read the stage before.
     __syncwarp();
     copy((stage_ - kStageBytes) & (kBytes - 1));
 #pragma unroll
@@ -241,8 +241,8 @@ class Lines {
   char* to_;
   const char* read_;
   uint32_t stage_ = 0;  // of the next step, from the ring's start
-  // Of the tile being copied: its first token, the lane's units in slot 0, the next slot, the
-  // steps left.
+  // The tile being copied: its first token, the lane's units in slot 0, the next slot, the steps
+  // left.
   int64_t tile_, step_;
   const T* from_[kUnits];
   const int64_t* slot_;
@@ -266,8 +266,8 @@ Stream<T> stream_of(const Tensor& states, int lines, bool aligned) {
   return op;
 }
 
-// Blocks, as many of each slice, that run at once and share the tiles in as many rounds as it
-// takes.
+// The number of blocks, equally many for each slice: as many as run at once, and no more than
+// needed for the same number of rounds.
 template <class T>
 int64_t stream_blocks(const Device& device, const Stream<T>& op) {
   const int64_t tiles = (op.tokens + op.tile_tokens - 1) / op.tile_tokens;

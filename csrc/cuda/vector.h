@@ -1,8 +1,8 @@
 // Eight values at a time, between memory and fp32 registers.
 //
 // A chunk is eight neighbouring channels: the unit of a dropout counter, and 16 bytes of a 16-bit
-// type or twice 16 of fp32. A row whose address or length is no multiple of that goes element by
-// element, through the same function.
+// type or twice 16 of fp32. A row that is not aligned to 16 bytes is read and written element by
+// element, by the same functions.
 #pragma once
 
 #include <stdint.h>
@@ -30,7 +30,7 @@ DEEPFAST_HOST_DEVICE To bits_as(const From& from) {
   return to;
 }
 
-// fp16 to fp32 and back, to nearest even, for a host that has no such instruction.
+// fp16 to fp32 and back, to nearest even, for a host without such an instruction.
 inline float wide_f16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000u) << 16, rest = half & 0x7fffu;
   if (rest >= 0x7c00u) return bits_as<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
@@ -127,12 +127,12 @@ DEEPFAST_HOST_DEVICE float from_float<float>(float x) {
 
 constexpr int kChunk = 8;
 
-// 16 bytes; a plain structure, so that it is one on a host too.
+// 16 bytes; a plain structure, so that a host has it too.
 struct alignas(16) Words {
   uint32_t w[4];
 };
 
-// Eight values as they lie in memory.
+// Eight values, as stored.
 template <class T>
 struct Chunk {
   static constexpr int kWords = sizeof(T) * kChunk / sizeof(Words);
@@ -146,7 +146,7 @@ DEEPFAST_HOST_DEVICE Chunk<T> zero_chunk() {
   return c;
 }
 
-// Value i of a chunk; of one that is zeros, sets it.
+// Value i of a chunk; put_value expects that it is still zero.
 template <class T>
 DEEPFAST_HOST_DEVICE T value_of(const Chunk<T>& c, int i) {
   return {static_cast<uint16_t>(c.words[0].w[i / 2] >> (16 * (i % 2)))};
@@ -197,8 +197,8 @@ DEEPFAST_HOST_DEVICE Chunk<float> narrow<float>(const float (&v)[kChunk]) {
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
-// The `count` (0 to 8; any other number is cut to that) values at p, zeros behind them. `aligned`:
-// p is a multiple of 16 bytes and count is 0 or at least 8.
+// The `count` (clamped to 0 to 8) values at p, zeros behind them. `aligned`: p is a multiple of 16
+// bytes and count is 0 or at least 8.
 template <class T>
 DEEPFAST_DEVICE Chunk<T> load_chunk(const T* p, int count, bool aligned) {
   Chunk<T> c = zero_chunk<T>();
