@@ -23,7 +23,8 @@ from tests.nn.policies import (
 
 
 def allowed(case):
-    return OTHERS if CASES[case].get("connection", "dlcl") == "dlcl" else OTHERS[:-1]
+    mixed = CASES[case].get("connection", "dlcl") in ("dlcl", "denseformer")
+    return OTHERS if mixed else OTHERS[:-1]
 
 
 @pytest.mark.parametrize("case", CASES)
