@@ -2,7 +2,7 @@
 
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
-deepfast.memory   what a training step keeps alive, counted and planned
+deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
 """
 
@@ -18,7 +18,7 @@ __all__ = ["__version__", "memory", "mt", "nn", "ops"]
 
 
 def __getattr__(name: str):
-    # Loaded when first used: torch takes seconds, and planning does without.
+    # Imported on first use, because torch takes seconds to import and planning does not need it.
     if name in __all__:
         return importlib.import_module(f"deepfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

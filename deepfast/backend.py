@@ -1,9 +1,9 @@
-"""Which implementation serves an op, and why each other one does not.
+"""Chooses the implementation (backend) of an op, with a reason for each one that is not chosen.
 
-``backend=None`` chooses the first of `BACKENDS` that can serve and is a default. The environment
-variable DEEPFAST_BACKEND decides where ``backend`` is None. Nothing falls back in silence:
-`explain` gives the reason for every backend that was not chosen, `deepfast info` prints them, and
-`record` tells what ran.
+``backend=None`` takes the backend in the environment variable DEEPFAST_BACKEND. Where that is not
+set, it takes the first of `BACKENDS` that can run the op and is a default. There is no silent
+fallback: `explain` gives the reason for every backend that was not chosen, `deepfast info` prints
+the reasons, and `record` lists what ran.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
 
 SDPA = ("sdpa", "cpu", "cuda")
-"""Names under which torch's SDPA serves attention: cpu and cuda have no attention of their own, and
-so serve every op."""
+"""Backends that run attention by torch's SDPA. cpu and cuda have no attention kernel of their own;
+with SDPA they have every op."""
 
 OPS = {
     op: tuple(name for name, launch in LAUNCHES.items() if launch.op == op)
@@ -33,23 +33,23 @@ OPS = {
 """The launches of each op. norm_linear and feed_forward use those of layer_norm and activation."""
 
 KERNEL_FILES = {
-    # The boundary's far passes have a file of their own.
+    # The boundary's far passes have their own file.
     "boundary": ("boundary", "mix_rows"),
     "linear_cross_entropy": ("cross_entropy",),
 }
-"""The files of kernels/ behind an op, where they are not one of its name."""
+"""The files of kernels/ that serve an op, where it is not one file with the op's name."""
 
 NO_CUDA = ("activation", "depth_attention", "linear_cross_entropy", "peephole_lstm")
-"""Ops without kernels in csrc/cuda. Where ``cuda`` is asked for, Triton's kernels serve them: a
-model has one ``backend`` for all of its ops."""
+"""Ops without kernels in csrc/cuda. With ``backend="cuda"`` Triton's kernels run them, because a
+model has one ``backend`` for all its ops."""
 
 CAPABILITY = (8, 0)
-"""The oldest compute capability that the CUDA kernels are built for."""
+"""The lowest compute capability that the CUDA kernels are built for."""
 
 # `python -m bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
-# PROVED: ops that a GPU backend serves by default, because their tests passed on a GPU and
-# bench/results/ holds the run. SHAPES: of two proved backends the faster by width, (widest row,
-# name), for 16-bit dtypes; an op that is not in it goes by the order of BACKENDS.
+# PROVED: ops that a GPU backend runs by default, because their tests passed on a GPU and
+# bench/results/ holds the run. SHAPES: the faster of two proved backends for each width, as (widest
+# row, name), for 16-bit dtypes. Ops that are not in it follow the order of BACKENDS.
 # table: begin
 PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
 SHAPES: dict[str, tuple[tuple[int, str], ...]] = {}
@@ -59,7 +59,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for that cannot serve."""
+    """No backend can run the op, or the requested one cannot."""
 
 
 def _load_compiled():
@@ -74,9 +74,9 @@ _C, _C_REASON = _load_compiled()
 
 
 def _check_threads() -> None:
-    """Warns where OpenMP gives torch's parallel loops, ours among them, fewer threads than torch
-    counts. It reads the environment alone: a loop would start threads, and a process that has
-    them cannot fork."""
+    """Warns where OpenMP gives parallel loops fewer threads than torch reports. It only reads the
+    environment: a parallel loop would start threads, and a process with threads cannot fork
+    safely."""
     limit, threads = os.environ.get("OMP_THREAD_LIMIT", ""), torch.get_num_threads()
     if limit.isdecimal() and int(limit) < threads:
         warnings.warn(
@@ -90,11 +90,11 @@ _check_threads()
 
 
 emulated = None
-"""In tests, the launches of csrc/cuda compiled for a processor, which serve as cuda on a CPU."""
+"""In tests, the launches of csrc/cuda compiled for a CPU; the backend cuda then uses them there."""
 
 
 def emulate_cuda(launches) -> None:
-    """Has ``launches`` (a namespace of `torch.ops`, or None for none) serve as cuda on a CPU."""
+    """Makes ``launches`` (a namespace of `torch.ops`, or None) the backend cuda on a CPU."""
     global emulated
     emulated = launches
     _resolve.cache_clear()
@@ -102,7 +102,7 @@ def emulate_cuda(launches) -> None:
 
 def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
-        return f"{op} has no kernel in CUDA C++; asked for, it is served by Triton's"
+        return f"{op} has no kernel in CUDA C++; with backend='cuda' Triton runs it"
     if device_type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":
@@ -132,7 +132,7 @@ def _too_wide(op: str, device_type: str, dim: int) -> str | None:
     """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
     most = 8192
     if op != "layer_norm" and device_type == "cuda":
-        # 160 KB of shared memory hold the sums of wider rows; some cards have 99.
+        # The sums of wider rows need 160 KiB of shared memory; some cards have 99 KiB.
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):  # type: ignore[attr-defined]
             most = 4096
@@ -181,8 +181,8 @@ def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) 
 def refusal(
     op: str, backend: str, device_type: str, dtype: torch.dtype, dim: int | None = None
 ) -> str | None:
-    """Why ``backend`` cannot serve ``op`` there, with rows of ``dim`` channels, or None where it
-    can."""
+    """Why ``backend`` cannot run ``op`` for this device, dtype and rows of ``dim`` channels; None
+    where it can."""
     if op not in OPS:
         raise BackendError(f"expected an op of {', '.join(OPS)}, got {op!r}")
     if dtype not in DTYPES:
@@ -207,8 +207,8 @@ def refusal(
 
 
 def reserve(op: str, backend: str, device_type: str) -> str | None:
-    """Why ``backend``, which can serve, is not a default, or None where it is one."""
-    ask = f"ask for it with backend={backend!r}"
+    """Why ``backend``, which can run the op, is not a default; None where it is one."""
+    ask = f"request it with backend={backend!r}"
     if backend == "triton" and device_type != "cuda":
         return f"Triton's interpreter is for tests; {ask}"
     if backend == "cuda" and op == "attention":
@@ -223,14 +223,14 @@ def reserve(op: str, backend: str, device_type: str) -> str | None:
 
 
 def candidates(op: str) -> tuple[str, ...]:
-    """The backends there are for ``op``, in the order of choice."""
+    """The backends that ``op`` can have, in the order of choice."""
     return tuple(b for b in BACKENDS if op == "attention" or b not in ("varlen", "sdpa"))
 
 
 def explain(
     op: str, device_type: str, dtype: torch.dtype, dim: int | None = None
 ) -> dict[str, str | None]:
-    """For every backend the reason why it is not chosen, None where it may be."""
+    """For every backend the reason why it is not chosen; None where it may be chosen."""
     return {
         name: refusal(op, name, device_type, dtype, dim) or reserve(op, name, device_type)
         for name in candidates(op)
@@ -238,7 +238,7 @@ def explain(
 
 
 def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
-    """What `SHAPES` says of rows of ``dim`` channels; wider ones than measured go by the last."""
+    """The backend in `SHAPES` for rows of ``dim`` channels; beyond the widest, the last entry."""
     entries = SHAPES.get(op, ()) if dtype.itemsize == 2 else ()
     for widest, name in entries:
         if dim <= widest:
@@ -254,7 +254,7 @@ def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtyp
     if requested is not None:
         reasons = {requested: refusal(op, requested, device_type, dtype, dim)}
     elif dim is not None:
-        # Between two defaults, what was measured comes first.
+        # Of two defaults the one that measured faster comes first.
         first = measured(op, dtype, dim)
         reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
     for name, reason in reasons.items():
@@ -267,11 +267,11 @@ def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtyp
 
 
 def _launchers(op: str, name: str) -> SimpleNamespace | None:
-    """The launches of ``op``; torch's own attention has none."""
+    """The launches of ``op``, or None for torch's own attention."""
     if op == "attention" and name in ("varlen", *SDPA):
         return None
     if name in ("cpu", "cuda"):
-        # One library of ops; the tensors' device decides.
+        # cpu and cuda are one library; the dispatcher chooses by the tensors' device.
         ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
         return SimpleNamespace(**{f: getattr(ops, f).default for f in OPS[op]})
     files = [] if name == "reference" else [_triton_module(f)[0] for f in _kernel_files(op)]
@@ -287,12 +287,13 @@ _records: list[list[tuple[str, str]]] = []
 def choose(
     op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None = None
 ):
-    """The name of the backend that serves and its launch functions.
+    """The name of the backend that runs the op, and its launch functions.
 
-    dim: channels of a row; with it a GPU backend's limit, and measurements of that width, count.
+    dim: channels of a row. It decides whether rows are too wide for a GPU backend, and which
+        measurements apply.
 
     Raises:
-        BackendError: with the reason, where the requested backend (or every one) cannot serve.
+        BackendError: with the reason, where the requested backend (or every one) cannot run the op.
     """
     source = "backend"
     if requested is None:
@@ -301,7 +302,7 @@ def choose(
         raise BackendError(
             f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"
         )
-    # On a CPU no width is too much, and none decides.
+    # On a CPU the width does not matter.
     known = dim if device_type == "cuda" or requested == "cuda" else None
     name, launchers = _resolve(op, requested, device_type, dtype, known)
     for seen in _records:
@@ -310,7 +311,7 @@ def choose(
 
 
 def chosen(op: str, requested: str | None, device_type: str, dtype: torch.dtype) -> str:
-    """The name alone; a constant to a compiler."""
+    """Only the name. For a compiler it is a constant."""
     return choose(op, requested, device_type, dtype)[0]
 
 
@@ -320,21 +321,21 @@ chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def record() -> Iterator[list[tuple[str, str]]]:
-    """Collects (op, backend) of every choice made inside the block."""
+    """Collects (op, backend) of every choice inside the block."""
     seen: list[tuple[str, str]] = []
     _records.append(seen)
     try:
         yield seen
     finally:
-        # By identity: two lists that hold the same are equal.
+        # By identity, because two different lists with the same entries are equal.
         del _records[next(i for i, other in enumerate(_records) if other is seen)]
 
 
 def compiled() -> bool:
-    """Whether deepfast._C is here, whose import defines the compiled launches."""
+    """Whether deepfast._C has been imported, which defines the compiled launches."""
     return _C is not None
 
 
 def build_info() -> dict:
-    """How the compiled library was built, or why there is none."""
+    """How the compiled library was built, or the reason why it is missing."""
     return dict(_C.build_info()) if _C is not None else {"missing": _C_REASON}

@@ -1,7 +1,7 @@
-"""Checks of inputs. Each raises one sentence: what is wrong, what is expected, what it got.
+"""Checks of inputs. Each raises an error with one sentence: what is wrong, expected and got.
 
-``op`` is the name of the op, module or command that the sentence begins with. This module imports
-torch only when a tensor is checked, so that planning needs no torch.
+``op`` is the name of the op, module or command at the start of the sentence. This module imports
+torch only when it checks a tensor, so that planning needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# For isinstance. Real comes last: NumPy's numbers need it, and its check is slow.
+# For isinstance. Real is for NumPy's numbers. It comes last, because its check is slow.
 NUMBER = (float, int, Real)
 
 
@@ -51,7 +51,7 @@ def parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> Non
 
 
 def is_whole(value: object) -> bool:
-    """Whether value is an int, a NumPy integer or a symbolic size of torch; True is not one."""
+    """Whether value is an int, a NumPy integer or a symbolic size of torch, and not a bool."""
     if type(value) is int or type(value).__name__ == "SymInt":
         return True
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -70,7 +70,7 @@ def number(op: str, **values: float) -> None:
 
 
 def eps(op: str, eps: float) -> None:
-    # Not by `number`: every call of an op checks this.
+    # Faster than `number`, because every call of an op runs this check.
     if not (isinstance(eps, NUMBER) and 0.0 <= eps < math.inf):
         raise ValueError(f"{op}: eps must be a number of at least 0, got {eps!r}")
 

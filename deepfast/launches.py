@@ -1,14 +1,14 @@
 """Every kernel launch of the package: its operands by name and in order, and its arithmetic.
 
-A launch writes into tensors that its caller allocates and returns nothing. What each one computes
-stands in `deepfast.reference.launchers`. From this table are made: the schemas that deepfast._C
-defines (schemas.h, when it is built), what torch knows of the compiled launches (fakes and
-FLOPs, `deepfast.ops.register`), and the operands in the tests of kernels. This module imports
-nothing but the standard library, so that the build can read it.
+A launch writes into tensors that its caller allocates and returns nothing.
+`deepfast.reference.launchers` shows what each one computes. Three things are generated from this
+table: the schemas that deepfast._C defines (schemas.h, written by the build), the fakes and FLOPs
+of the compiled launches (`deepfast.ops.register`), and the operands in the tests of kernels. This
+module imports only the standard library, so that the build can import it.
 
 In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
-shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, ``compute``
-is float32, or float64 beside float64. Shapes:
+shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations. ``compute``
+is float32, or float64 where storage is float64. Shapes:
 
     T  tokens           D  channels        R  rows of the depth weights, L + 1
     S  slots            B  rows, or sources, of one far pass
@@ -27,16 +27,16 @@ from pathlib import Path
 class Operand:
     name: str
     type: str
-    """As a schema has it: Tensor, Tensor?, Tensor[], int, int[], float, bool or str."""
+    """Its type in the schema: Tensor, Tensor?, Tensor[], int, int[], float, bool or str."""
     writes: bool
     """Whether the launch writes into it."""
     dtype: str = ""
-    """Of a tensor: storage, compute, int32 or int64."""
+    """The dtype of a tensor: storage, compute, int32 or int64."""
     shapes: tuple[tuple[str, ...], ...] = ()
-    """Of a tensor: each shape that it may have, as products and sums of the sizes."""
+    """The shapes that a tensor may have, as products and sums of the sizes."""
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """The first of its shapes, ``sizes`` giving each letter its number."""
+        """The first of its shapes, with the numbers in ``sizes`` for the letters."""
         return tuple(
             sum(
                 math.prod(int(x) if x.isdigit() else sizes[x] for x in term.split("*"))
@@ -63,8 +63,8 @@ class Launch:
     name: str
     operands: tuple[Operand, ...]
     flops: Callable[..., int]
-    """Multiplications and additions of its sums of products. Takes the operands by name: shapes
-    for tensors, None for what is absent, numbers as they are."""
+    """Returns the number of multiplications and additions. It takes the operands by name: a shape
+    for a tensor, None for a missing operand, numbers as they are."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -72,12 +72,12 @@ class Launch:
 
     @property
     def compiled(self) -> bool:
-        """Whether deepfast._C defines it; attention has kernels in Triton alone."""
+        """Whether deepfast._C defines it; attention has kernels only in Triton."""
         return self.op != "attention"
 
     @property
     def schema(self) -> str:
-        """As torch reads it: each operand that is written carries a letter of its own."""
+        """The schema for torch; each operand that is written has its own letter."""
         letters, arguments = iter("abcdefghijklmnopqrstuvwxyz"), []
         for o in self.operands:
             written = f"Tensor({next(letters)}!)" if o.writes else "Tensor"
@@ -90,8 +90,8 @@ def _mix_rows(states, sources, rows, **_) -> int:
 
 
 def _boundary_backward(states, near, dout, pull_rows, **_) -> int:
-    # The row is mixed again for its norm. Each pull is one product for the state's gradient and
-    # one for the weight's.
+    # The norm's backward recomputes the row. Each pulled row takes one product for the state's
+    # gradient and one for the weight's.
     mixed = len(near) if dout is not None else 0
     return 2 * (mixed + 2 * len(pull_rows)) * math.prod(states[1:])
 
@@ -110,7 +110,7 @@ def _lstm(gates, **_) -> int:
     return 2 * steps * batch * width * (width // 4)
 
 
-# Backward has two products for each one of forward.
+# Backward has two products for each product of forward.
 _FLOPS: dict[str, Callable[..., int]] = {
     "boundary_forward": lambda near, states, **_: 2 * len(near) * math.prod(states[1:]),
     "boundary_backward": _boundary_backward,
@@ -391,8 +391,8 @@ LAUNCHES = {launch.name: launch for launch in map(_launch, _TABLE.strip().split(
 
 
 def write_header(folder: Path) -> None:
-    """Writes schemas.h, which defines the launches of deepfast._C, where it is not as it should
-    be: what includes it is compiled again only when the table has changed."""
+    """Writes schemas.h, which defines the launches of deepfast._C. An unchanged file is not written
+    again, so that its includers are compiled again only when the table changes."""
     lines = (f'  m.def("{launch.schema}");' for launch in LAUNCHES.values() if launch.compiled)
     text = "\n".join([_HEADER, *lines, "}\n"])
     path = folder / "schemas.h"
