@@ -46,7 +46,7 @@ def _check_state(dlcl: nn.Module, y: Tensor, history: DepthHistory) -> None:
     expected, got = shape.numel() // dlcl.dim, y.numel() // dlcl.dim
     if (expected, dtype, device) != (got, y.dtype, y.device):
         raise ValueError(
-            f"DLCL: every state of a pass must be alike: expected {expected} tokens of {dtype} on "
+            f"DLCL: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
             f"{device}, got {got} of {y.dtype} on {y.device}"
         )
 

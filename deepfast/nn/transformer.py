@@ -205,7 +205,7 @@ class DecoderCache:
 
 
 class TransformerDecoder(_Stack):
-    """A stack of decoder layers with a depth history of its own. Args as the encoder."""
+    """A stack of decoder layers with its own depth history. Args as `TransformerEncoder`."""
 
     layer, planned = TransformerDecoderLayer, "decoder_policies"
     layers: Sequence[TransformerDecoderLayer]

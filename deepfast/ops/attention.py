@@ -234,7 +234,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 on the same device, from 0 to T_q and to T_k;
             not checked on a GPU, since reading them would wait for it.
         max_seqlen_q, max_seqlen_k: at least the longest sentence.
-        causal: the last query sees every key, the one before it all but the last, and so on.
+        causal: the last query sees every key, the query before it all keys but the last, and so on.
         dropout_p: probability that an attention weight becomes 0. The op does not know about
             training and evaluation: pass 0 in evaluation.
         scale: 1 / sqrt(d) where None.

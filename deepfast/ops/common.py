@@ -41,7 +41,7 @@ def first_order(name: str):
         def run(ctx, *grads):
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{name}: double backward was asked for (create_graph=True), and the op has "
+                    f"{name}: double backward (create_graph=True) is not supported: the op has "
                     "no second derivative"
                 )
             return backward(ctx, *grads)

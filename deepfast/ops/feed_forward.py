@@ -88,7 +88,7 @@ def _grad_forward(a):
 
 
 def _empty_products(a, want, make):
-    """dup, dup_bias, ddown and ddown_bias, each without elements where it is not wanted."""
+    """dup, dup_bias, ddown and ddown_bias, each empty where its entry of ``want`` is False."""
     shapes = {
         "dup": a.up.shape, "dup_bias": a.up.shape[:1], "ddown": a.down.shape,
         "ddown_bias": a.down.shape[:1],

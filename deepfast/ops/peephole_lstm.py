@@ -47,7 +47,7 @@ def _weight_grad(
 ) -> None:
     """``sum_t h_{t-1}^T df_t``, one product over all positions.
 
-    h and df are 0 after a sentence's length. h0 multiplies the first df, in a product of its own.
+    h and df are 0 after a sentence's length. A second product adds h0 times the first df.
     """
     steps, batch, dim = h.shape
     before, after = (h[1:], df[:-1]) if reverse else (h[:-1], df[1:])

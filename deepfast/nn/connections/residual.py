@@ -213,7 +213,7 @@ def run_layer(
             return layer(x, normed=n, **options)
         # A compiler understands torch's checkpointing, and chooses itself what else to save.
         return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
-    # Below the lowest layer that learns, the states may be gone when this layer runs again.
+    # Below the lowest layer that learns, states may be freed before this layer runs again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
     if policy == "history" and learns:
         return rerun(layer, x, n, _from_states(norm, history), options)
