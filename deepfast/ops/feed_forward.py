@@ -47,13 +47,6 @@ def _fake(a):
     return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
 
 
-def _matrix_grads(dy, x, want_weight, want_bias):
-    """dW = dy^T x and db of ``y = x W^T + b``, computed as torch does."""
-    dy = dy.reshape(-1, dy.shape[-1])
-    dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else dy.new_empty(0)
-    return dweight, dy.sum(0) if want_bias else dy.new_empty(0)
-
-
 def _grad_forward(a):
     want, dn = _feed_forward_grad.results._make(a.wants), a.dn
     if a.dout is None:
@@ -66,7 +59,7 @@ def _grad_forward(a):
         if lean:
             kept = F.linear(n, a.up, a.up_bias)
         hidden = _activate(a, kept, inplace=relu) if lean or not relu else kept
-        ddown, ddown_bias = _matrix_grads(a.dout, hidden, want.ddown, want.ddown_bias)
+        ddown, ddown_bias = common.linear_grads(a.dout, hidden, want.ddown, want.ddown_bias)
         if relu:
             kept = hidden
         del hidden
@@ -75,7 +68,7 @@ def _grad_forward(a):
             dh, kept, a.activation, a.activation_p, a.activation_seed, a.backend, True
         )
         del kept
-        products = *_matrix_grads(dh, n, want.dup, want.dup_bias), ddown, ddown_bias
+        products = *common.linear_grads(dh, n, want.dup, want.dup_bias), ddown, ddown_bias
         del n
         through = dh.matmul(a.up)
         del dh

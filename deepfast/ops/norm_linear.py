@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,33 +30,33 @@ def _fake(a):
     return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])), s, mean, rstd
 
 
+def _empty_products(a, want, make):
+    """dweight and dbias, each without elements where it is not wanted."""
+    shape = a.weight.shape
+    return make(shape if want.dweight else 0), make(shape[0] if want.dbias else 0)
+
+
 def _grad_forward(a):
-    want = _norm_linear_grad.results._make(a.wants)
-    dweight, dbias, dn = a.weight.new_empty(0), a.weight.new_empty(0), None
+    want, dn, n = _norm_linear_grad.results._make(a.wants), None, None
     if a.dout is None:
-        dweight = torch.zeros_like(a.weight) if want.dweight else dweight
-        dbias = a.weight.new_zeros(a.weight.shape[0]) if want.dbias else dbias
+        products = _empty_products(a, want, a.weight.new_zeros)
     else:
         dn = a.dout.matmul(a.weight)
-        flat = a.dout.reshape(-1, a.dout.shape[-1])
         if want.dweight:
             # Recomputes n, with the same bits as in forward.
             n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
-            dweight = flat.mT.mm(n.view(-1, n.shape[-1]))
-        if want.dbias:
-            dbias = flat.sum(0)
+        products = common.linear_grads(a.dout, n, want.dweight, want.dbias)
     grads = compute_grads(
         a.sum, dn, a.dsum, a.norm_weight, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
         a.backend,
     )  # fmt: skip
-    return *grads, dweight, dbias
+    return *grads, *products
 
 
 def _grad_fake(a):
     want = _norm_linear_grad.results._make(a.wants)
-    dweight = a.weight.new_empty(a.weight.shape if want.dweight else 0)
-    dbias = a.weight.new_empty(a.weight.shape[0] if want.dbias else 0)
-    return *empty_grads(a.sum, a.mean, a.wants[:4]), dweight, dbias
+    products = _empty_products(a, want, a.weight.new_empty)
+    return *empty_grads(a.sum, a.mean, a.wants[:4]), *products
 
 
 _norm_linear_grad = register(
