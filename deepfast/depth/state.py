@@ -17,7 +17,8 @@ from deepfast.depth.slots import BlockSums, empty_slots
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
-    "have overwritten them; use DepthHistory(inplace=False), or the memory policy 'states'"
+    "have overwritten them; use DepthHistory(inplace=False), or, where a stack such as "
+    "TransformerEncoder makes the history, run its forward again"
 )
 
 
@@ -145,9 +146,9 @@ class DepthState:
             raise RuntimeError(OVERWRITTEN)
 
     def end_forward(self, learning: bool) -> None:
-        """Called after the last push. Without gradients no state is read again."""
+        """Called after the last push. Where nothing learns no state is read again."""
         self._ahead.clear()
-        if not learning:
+        if not learning or self.lowest == self.rows:
             self.release()
 
     def release(self) -> None:

@@ -126,6 +126,36 @@ def test_without_gradients_the_last_push_frees_the_states(backend, inplace, cont
             stack.dlcl(x, h)
 
 
+@MODES
+def test_where_nothing_learns_the_last_push_frees_the_states(backend, inplace):
+    stack, h = Stack(backend=backend).requires_grad_(False), history(inplace)
+    assert not stack(leaf().detach(), h).requires_grad
+    assert h.nbytes == 0
+
+
+@MODES
+def test_where_only_a_loss_of_a_checkpointed_layer_learns(backend, inplace):
+    """No boundary has a gradient, so the last push frees the states."""
+    stack, y, results = Stack(backend=backend), leaf().detach(), []
+    stack.dlcl.requires_grad_(False)
+
+    def layer(x, scale, k, h):
+        loss = torch.tanh(x * scale).square().sum()
+        return stack.dlcl(torch.tanh(x), h, index=k), loss
+
+    for checkpointed in (False, True):
+        h, losses = history(inplace), []
+        x = stack.dlcl(y, h)
+        for k, scale in enumerate(stack.scales, 1):
+            if checkpointed:
+                x, loss = checkpoint(layer, x, scale, k, h, use_reentrant=False)
+            else:
+                x, loss = layer(x, scale, k, h)
+            losses.append(loss)
+        results += torch.autograd.grad(sum(losses), [stack.scales])
+    assert_equal(results[1:], results[:1])
+
+
 def test_a_pass_without_gradients_given_up_half_way(backend):
     stack = Stack(backend=backend)
     with no_gc(), torch.no_grad():
