@@ -107,7 +107,7 @@ def test_logits_that_are_no_numbers_are_told():
     with torch.no_grad():
         model.encoder.latent.logits[1, 2] = torch.nan
     model.start(tagged(4))
-    with pytest.raises(ValueError, match="logits that are numbers, got nan for layer 2 of languag"):
+    with pytest.raises(ValueError, match="logits must be numbers, got nan for layer 2 of languag"):
         model.start(tagged(5))
 
 
