@@ -15,8 +15,8 @@ from tests.matrix import daily
 
 ROOT = Path(__file__).parents[1]
 
-# Read by triton.jit when a kernel file is imported, which a test may bring about: without a GPU
-# kernels run in Triton's interpreter.
+# triton.jit reads this when a test imports a kernel file: without a GPU kernels run in Triton's
+# interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -37,11 +37,11 @@ def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Of several workers each has a core.
+    # With several workers each has a core.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
-# Minutes in a compiler, or in processes of their own: workers that start with these end together.
+# These take minutes. They start first, so that the workers finish at about the same time.
 LONG = (
     "test_ptxas.py", "test_aot.py", "test_gpu_command.py", "test_compile.py", "test_registered.py",
     "test_registered_graphs.py", "test_build.py", "test_report.py",
@@ -120,7 +120,7 @@ def exact_backend(request):
 
 @pytest.fixture(params=["cpu", "reference", "cuda"])
 def kernel_backend(request):
-    """Each backend that can run here, by name; one that has not the test's dtype is skipped."""
+    """Each backend that can run here, by name; one without the test's dtype is skipped."""
     if request.param == "cuda":
         request.getfixturevalue("emulated")
     from deepfast import backend
@@ -146,7 +146,7 @@ def any_backend(request):
 
 @pytest.fixture
 def ran():
-    """``with ran(op, backend): ...`` asserts that the op ran inside, on that backend alone."""
+    """``with ran(op, backend): ...`` asserts that the op ran inside, and only on that backend."""
     from deepfast import backend
 
     @contextlib.contextmanager
@@ -160,7 +160,7 @@ def ran():
 
 @pytest.fixture
 def poison():
-    """Fresh memory is NaN: a result that was never written shows."""
+    """Fresh memory is NaN, so a result that is never written is found."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
@@ -187,14 +187,14 @@ def threads():
 
 
 class Meter:
-    """Bytes the CPU allocator handed out inside a block: at the highest, and still at its end."""
+    """Bytes that the CPU allocator gave out inside a block: the peak, and those left at its end."""
 
     peak = left = 0
 
 
 @pytest.fixture
 def meter():
-    """``with meter() as m: ...`` counts what the allocator hands out and takes back."""
+    """``with meter() as m: ...`` counts what the allocator gives out and gets back."""
 
     @contextlib.contextmanager
     def count():

@@ -1,10 +1,10 @@
 """Which cases of a parametrized test run every day.
 
-A test over five parameters has a few hundred cases, and nearly all faults show wherever two certain
-values meet. So a day's run takes of each test few cases in which every pair of values of two
-parameters occurs. A test over one or two parameters keeps all its cases, but where it is marked
-``each_value``: then each value occurs. ``--all-cases`` runs every case, and what is marked
-``exhaustive``.
+A test over five parameters has a few hundred cases, and nearly every fault needs only two certain
+values together. So a daily run takes a few cases of each test, in which every pair of values of two
+parameters occurs. A test over one or two parameters keeps all its cases. If it is marked
+``each_value``, only each value has to occur. ``--all-cases`` runs every case, and also the tests
+marked ``exhaustive``.
 """
 
 from collections import Counter
@@ -24,15 +24,17 @@ def values(item):
 
 
 def cover(cases, together=2):
-    """Numbers of the cases that are taken, greedily, so that ``together`` values of as many
-    parameters meet in one; ``cases`` are the `values` of one test's items."""
+    """Indices of the chosen cases: every combination of values of ``together`` parameters occurs.
+
+    The choice is greedy. ``cases`` are the `values` of one test's items.
+    """
     if len(cases[0]) <= together:
         return list(range(len(cases)))
     meetings = [set(combinations(case, together)) for case in cases]
     missing, taken, used = set().union(*meetings), [], Counter()
 
     def gain(k):
-        """What is new, then what was used least."""
+        """New combinations first, then values that were used least."""
         return len(meetings[k] & missing), -sum(used[value] for value in cases[k])
 
     while missing:
@@ -44,7 +46,7 @@ def cover(cases, together=2):
 
 
 def daily(items):
-    """The items of a day's run, in their order."""
+    """The items of a daily run, in their order."""
     tests = {}
     for number, item in enumerate(items):
         if item.get_closest_marker("exhaustive") is None:

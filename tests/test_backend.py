@@ -49,7 +49,7 @@ def test_reasons_say_what_is_wrong():
 
 
 def test_triton_is_no_default(monkeypatch):
-    """In the interpreter it serves who asks; on a GPU it waits for a run of the tests there."""
+    """In the interpreter it runs on request; on a GPU it is the default once its tests ran."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.refusal("layer_norm", "triton", "cpu", torch.float32) is None
     assert (
@@ -65,7 +65,7 @@ def test_triton_is_no_default(monkeypatch):
 
 
 def test_a_backend_is_proved_by_a_committed_run():
-    """No op is served by a GPU backend by default without results from a GPU."""
+    """Without results from a GPU, no GPU backend is the default of an op."""
     results = Path(__file__).parents[1] / "bench" / "results"
     runs = [p for p in results.glob("*.json") if "gpu" in json.loads(p.read_text())]
     assert runs or not any(backend.PROVED.values())

@@ -1,4 +1,4 @@
-"""The compiled library: what it says of itself, and life without it."""
+"""The compiled library: what it reports about itself, and the package without it."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def test_one_file_per_op():
     files = {path.name for path in (CSRC / "cpu").glob("*.cpp")}
     # On the CPU attention is torch's.
     ops = backend.OPS.keys() - {"attention"}
-    # What lies between torch's matrix products of this op.
+    # The computation between torch's matrix products of this op.
     names = {op: "cross_entropy" if op == "linear_cross_entropy" else op for op in ops}
     wanted = {f"{name}{end}.cpp" for name in names.values() for end in ("", "_kernel")}
     assert files == wanted | {"dispatch.cpp"}
@@ -53,8 +53,8 @@ def test_one_file_per_op():
 
 
 def test_kernels_use_no_standard_templates():
-    """An inline std template built with AVX-512 may stand in for the portable one at link time."""
-    # Types alone: they leave no code behind.
+    """The linker may replace a portable inline std template by one built for AVX-512."""
+    # Only types, which produce no code.
     TYPES = {"std::align_val_t", "std::integer_sequence", "std::make_integer_sequence"}
     kernel_headers = ("exp.h", "normal.h", "panels.h", "rows.h", "simd.h")
     for path in [*(CSRC / "cpu").glob("*_kernel.cpp"), *(CSRC / "cpu" / h for h in kernel_headers)]:
@@ -156,12 +156,12 @@ COMPACT = [
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_instruction_set_agrees(python, level):
-    """Every op and dtype against float64 in a process of its own, forced to one level."""
+    """Every op and dtype against float64, in its own process, forced to one level."""
     if not supported(level):
         pytest.skip(f"this build or processor has no {level}")
     tests = COMPACT
     if level == backend.build_info()["cpu"]:
-        # This very process runs it: all other tests are its tests.
+        # This process runs that level, so all other tests test it.
         tests = COMPACT[:1]
     script = (
         "import sys, pytest\n"
@@ -203,7 +203,7 @@ def test_cuda_files():
         registered += names
         if names:
             assert text.rindex("}  // namespace\n") < text.index("DEEPFAST_CUDA_OPS"), path
-        # What the emulator has no twin of belongs to csrc/common.
+        # The emulator compiles csrc/cuda only; other headers are in csrc/common.
         assert not re.search(r"\basm\b|__shared__|atomic[A-Z]", text), path
     ops = backend.OPS.keys() - {"attention", *backend.NO_CUDA}
     assert sorted(registered) == sorted({f for op in ops for f in backend.OPS[op]})
@@ -254,7 +254,7 @@ def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, build, wish, mes
 
 
 def test_the_build_with_cuda(monkeypatch, build):
-    """One object of each .cu file, for every architecture, newer ones by PTX."""
+    """One object of each .cu file, for every architecture; newer ones get PTX."""
     monkeypatch.setattr(build, "cuda_refusal", lambda: None)
     monkeypatch.setattr(build, "find_nvcc", lambda: "/there/nvcc")
     monkeypatch.setattr(build, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))

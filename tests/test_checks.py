@@ -1,4 +1,4 @@
-"""The sentences of the checks that all modules share."""
+"""The messages of the checks that all modules share."""
 
 import math
 

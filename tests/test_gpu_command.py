@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its dry run takes every step at toy sizes."""
+"""`make gpu` without a GPU: its dry run runs every step at toy sizes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SECTIONS = (
 
 
 def start(folder, *options):
-    """A dry run in a process of its own."""
+    """A dry run in its own process."""
     return subprocess.Popen(
         [
             sys.executable,
@@ -39,8 +39,8 @@ def start(folder, *options):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Exit status, output, results and page of a run of the tests, and of one of the benchmarks."""
-    # All of tests/gpu runs without a GPU too; here it is the groups and their processes.
+    """Exit status, output, results and page of a run of the tests, and of the benchmarks."""
+    # tests/gpu itself runs without a GPU elsewhere; this tests the groups and their processes.
     parts = {"tests": ("--sections", "--tests", "activation", "elsewhere")}
     parts["sections"] = ("--tests",)
     started = {}
@@ -113,7 +113,7 @@ def results_in(folder):
 
 
 def test_a_section_that_raises_is_kept_and_reported(tmp_path, monkeypatch):
-    """In a process: a clock without a device stands for any benchmark that raises."""
+    """In a process; a clock without a device is an example of a benchmark that raises."""
     gpu = gpu_module()
     results = results_in(tmp_path)
     results.data["tests"] = {"copy": {"status": "failed", "failed": [{"test": "t", "text": ""}],
@@ -195,7 +195,7 @@ def a_run(**changes):
 def test_a_run_decides_between_the_backends():
     table = table_module()
     ops = ("layer_norm", "depth_mix", "boundary")
-    # What has no kernel in CUDA C++ is not proved there.
+    # An op without a kernel in CUDA C++ is not proved there.
     more = ("layer_norm", "activation", "depth_mix", "depth_attention", "boundary", "attention")
     assert table.proved(a_run()) == {"cuda": ops, "triton": more}
     assert table.shapes(a_run()) == {"layer_norm": ((512, "cuda"), (1024, "triton"))}
@@ -259,7 +259,7 @@ def test_what_is_measured_decides_between_two_defaults(monkeypatch):
     try:
         for dim, name in ((512, "triton"), (513, "cuda")):
             assert backend.choose("layer_norm", None, "cuda", torch.bfloat16, dim)[0] == name
-        # Asked for, or of another dtype: the measurement has no say.
+        # The measurement does not matter for a backend on request or another dtype.
         assert backend.choose("layer_norm", "cuda", "cuda", torch.bfloat16, 512)[0] == "cuda"
         assert backend.choose("layer_norm", None, "cuda", torch.float32, 512)[0] == "cuda"
     finally:

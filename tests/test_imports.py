@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
-# What a package may import of deepfast, itself aside. From the top:
+# What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
 # checks and memory lie at the bottom. Inside mt: training -> search -> models, data.
 BOTTOM = {"checks", "memory", "version"}
@@ -56,7 +56,7 @@ MODULES = {module_of(path): path for path in sources()}
 
 
 def outside_functions(body):
-    """The statements of a module that run, or that a type checker reads, without a call."""
+    """The statements of a module that run on import, or that a type checker reads."""
     for node in body:
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -67,7 +67,7 @@ def outside_functions(body):
 def imports(path, *, everywhere=True):
     """Absolute names of the modules a file imports.
 
-    everywhere: False leaves out the imports inside functions, but not those that stand under
+    everywhere: False leaves out imports inside functions, but keeps those under
     ``if TYPE_CHECKING:``.
     """
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
@@ -101,7 +101,7 @@ def test_imports_go_down(name):
 
 
 def test_no_circles():
-    """No module imports itself through others, not even for the names of types alone."""
+    """No module imports itself through others, not even under ``if TYPE_CHECKING:``."""
     graph = {
         name: {t for t in imports(path, everywhere=False) if t in MODULES and t != name}
         for name, path in MODULES.items()
@@ -165,7 +165,7 @@ def test_importing_needs_torch_alone(python, module):
 
 
 def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
-    """`deepfast plan` answers before torch would be there."""
+    """`deepfast plan` must not wait for the import of torch."""
     script = (
         "import sys, deepfast, deepfast.memory\n"
         "assert 'torch' not in sys.modules\n"
@@ -177,7 +177,7 @@ def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
 
 
 def test_importing_loads_no_kernels(python):
-    """Triton's kernels are loaded when the first of them is asked for."""
+    """Triton's kernels are loaded when the first of them is used."""
     script = "import sys, deepfast.mt.models; print(*sys.modules)"
     loaded = python("-c", script).stdout.split()
     assert not [name for name in loaded if name.startswith("deepfast.kernels")]
@@ -220,7 +220,7 @@ def test_op_names_are_one_in_every_folder():
         "peephole_lstm",
     ):
         assert (PACKAGE / "reference" / f"{op}.py").exists()
-    # Of this op, what lies between torch's matrix products is the kernel.
+    # The kernel of this op is the computation between torch's matrix products.
     assert (PACKAGE / "ops" / "linear_cross_entropy.py").exists()
     assert (ROOT / "kernels" / "cross_entropy.py").exists()
     assert (ROOT / "csrc" / "cpu" / "cross_entropy_kernel.cpp").exists()

@@ -1,4 +1,4 @@
-"""The table of launches, and that every implementation and every call of one agrees with it."""
+"""Every implementation and every call of a launch agrees with the table of launches."""
 
 import ast
 import importlib
@@ -64,7 +64,7 @@ def test_triton_has_the_operands(name):
 def test_cpp_has_the_operands(path):
     for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\) \{", path.read_text(), re.M):
         if name in LAUNCHES:
-            # A type without a name is an operand that this backend does not use.
+            # A parameter without a name is an operand that this backend does not use.
             said = [p.split()[1:] for p in re.sub(r"const |&", "", parameters).split(",")]
             names = LAUNCHES[name].names
             assert tuple(s[0] if s else n for s, n in zip(said, names, strict=True)) == names
@@ -78,7 +78,7 @@ NUMBERS = {
     "out_rows": [0, 1], "accumulate": False, "label_smoothing": 0.1, "ignore_index": -1,
     "write_grad": True, "reverse": False,
 }  # fmt: skip
-# A launch writes only a part of these, or reads them first.
+# A launch writes only a part of these operands, or reads them first.
 CHANGED = {"states", "grads", "logits"}
 PARTS = {("boundary_backward", "dweight"), ("pull_rows", "dweight")}
 
@@ -100,7 +100,7 @@ def operand(name, o, absent):
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if name != "advise_states"])
 def test_every_result_is_written(any_backend, name):
-    """What the table says a launch writes holds NaN before it, and numbers after it."""
+    """The operands that a launch writes, by the table, hold NaN before it and numbers after it."""
     launch = LAUNCHES[name]
     if backend.refusal(launch.op, any_backend, "cpu", torch.float32) is not None:
         pytest.skip(f"{any_backend} does not serve {launch.op}")
@@ -126,8 +126,8 @@ def identifiers(expression: ast.expr) -> set[str]:
     ids=lambda path: f"{path.parent.name}/{path.stem}",
 )
 def test_calls_name_the_operands(path):
-    """Calls are positional, which costs least: each argument says the name of its operand, or is
-    a constant, so that two that were swapped show."""
+    """Calls are positional, which costs least. Each argument must have the name of its operand, or
+    be a constant, so that swapped arguments are found."""
     for call in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue

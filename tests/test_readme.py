@@ -1,4 +1,4 @@
-"""The code of README and docs runs as it stands, and their links and commands exist."""
+"""The code in README and docs runs as printed, and their links and commands exist."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""The table of tolerances passes what rounding does, and nothing more."""
+"""The table of tolerances allows rounding and nothing more."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def sums(dtype, terms):
-    """Of products that nearly cancel: added in another order, plainly, and by the reference."""
+    """Sums of products that nearly cancel: in another order, plainly, and by the reference."""
     a, b = torch.randn(2, 40, terms).to(dtype).double().unbind()
     b[:, 1::2] = -b[:, ::2]
     a[:, 1::2] = a[:, ::2] * (1 + torch.randn(40, terms // 2) / 16).double()
@@ -41,7 +41,7 @@ def test_one_wrong_term_fails(tolerances, dtype, wrong):
     elif wrong == "from the next row":
         got[3] += terms[4, at[1]] - terms[at]
     else:
-        # In a lower dtype no mistake: all of it is.
+        # In a lower dtype this is no mistake: everything is computed in fp32.
         got[3] += terms[at].float() - terms[at] if dtype == torch.float64 else terms[at]
     with pytest.raises(AssertionError, match="allowed"):
         tolerances.assert_accurate(got, plain(tolerances.plain_dtype(dtype)), exact, dtype)

@@ -5,21 +5,21 @@
 with the largest absolute error and ``scale`` the largest absolute value of the reference. A
 number here is never loosened to make a test pass, and no test is run again.
 
-A result in float64 is held to what a result in fp32 is held to, in float64's units:
+A result in float64 has the bound of a result in fp32, in float64's units:
 
     error <= 2^-29 * (the bound of fp32), with the plain form in fp32
 
-The plain form in float64 cannot tell: it may be the very code of the reference, and its error 0.
+The plain form in float64 gives no bound: it may be the reference's own code, with an error of 0.
 But the reference rounds as well, and a processor with other vectors adds in another order. A sum
 of n terms that is rounded in units of u is off by at most n u / (1 - n u) times the sum of the
 terms' absolute values, in any order (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
 n and the terms are the same in fp32 and in float64, u is 2^-24 and 2^-53. So the plain form's
-error in fp32, over 2^29, says what so many terms and their cancellation cost in float64.
+error in fp32, divided by 2^29, is what so many terms and their cancellation cost in float64.
 """
 
 import torch
 
-# For a plain form that is lucky: over 30 seeds of a chain of 9 layers both forms have the same
+# For a lucky plain form: over 30 seeds of a chain of 9 layers both forms have the same
 # median error (1e-7 to 5e-7 of the scale in fp32), and the worst excess over twice the plain
 # form's error is 7e-7.
 FLOOR = {
@@ -30,7 +30,7 @@ FLOOR = {
 
 
 def plain_dtype(dtype):
-    """What the plain form is computed in."""
+    """The dtype that the plain form is computed in."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 

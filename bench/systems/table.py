@@ -88,7 +88,7 @@ last stage; *peak of a step*: live tensors with parameters and Adam, *process*: 
 *diverged*: a loss that is not finite, or a last dev NLL of more than {WORSE} times the best.
 
 The runs are short. They show how early a system begins to translate, at one setting of the rates
-for all Transformers; a BLEU near 0 is of one that has not begun, and says nothing of where it ends.
+for all Transformers. A BLEU near 0 means that a system has not begun; it does not say how it ends.
 
 {table}
 What each row changes of the recipe `phrases-systems`, or of its own, of which the model and the

@@ -21,7 +21,7 @@ def test_the_norm_of_each_layer_s_gradient(name):
     got = gradients.layer_gradients(encoder, x, labels)
     output = torch.randn(gradients.LABELS, 8, generator=torch.Generator().manual_seed(0)) * 8**-0.5
     if encoder.latent is not None:
-        # The same draw once more.
+        # The same draw again.
         encoder.latent.set_step(0)
     loss = F.cross_entropy(F.linear(encoder(x).flatten(0, 1), output), labels)
     for layer, norm in zip(encoder.layers, got, strict=True):

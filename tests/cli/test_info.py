@@ -70,7 +70,7 @@ def test_an_override_that_is_no_backend_is_one_sentence(monkeypatch, capsys):
 
 
 def test_what_a_gpu_would_choose(info, monkeypatch):
-    """What `deepfast info` says of a GPU is what the backend chooses there."""
+    """What `deepfast info` says about a GPU is what the backend chooses there."""
     nothing = {"cuda": (), "triton": ()}
     monkeypatch.setattr(backend, "PROVED", nothing)
     for op in backend.OPS:

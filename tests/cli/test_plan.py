@@ -102,7 +102,7 @@ def test_the_picture_shows_every_policy_and_plain_form(tmp_path, ending, capsys)
 
 
 def test_it_answers_at_once_without_torch(python):
-    """In processor time: others may use the machine too."""
+    """Measured in processor time, because other work may use the machine too."""
     script = (
         "import sys, time\nfrom deepfast.cli import main\n"
         f"assert main({ARGUMENTS!r}) == 0\n"

@@ -63,7 +63,7 @@ def test_hops_by_layers_by_words(make_checkpoint, tmp_path, capsys):
     assert [word for word in said if word in pieces] == pieces
 
 
-# No font can have the first: it is no character. The second is one of a font of symbols.
+# The first is no character, so no font has it. The second is in a font of symbols.
 NOWHERE, SYMBOL = "\u0378", "\u2315"
 
 

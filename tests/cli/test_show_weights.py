@@ -1,5 +1,4 @@
-"""`deepfast show-weights`: what is small is left out, what is drawn is W as it is applied;
-and what latent depth chooses."""
+"""`deepfast show-weights`: the applied W without small weights, and the choices of latent depth."""
 
 import re
 
@@ -46,7 +45,7 @@ def test_small_weights_are_hidden():
     rows = list(weight_picture.rows_of(side))
     assert rows[1] == ("2", "0: 0.20  1: -0.11", "2 of 2", "0.09")
     assert rows[2] == ("output", "1: -4.00  2: 0.30", "2 of 3", "-3.58")
-    # The first row reaches no 0.1 where it may read.
+    # The first row has no weight of 0.1 that it may read.
     assert side.caption.startswith("2 of 6 weights left out: under 0.1, or under 5% of their row's")
 
 
@@ -64,7 +63,7 @@ def test_a_row_without_a_large_weight_is_shown_by_its_own_scale():
     assert torch.equal(everything.hidden, torch.ones(3, 3).triu(1).bool())
     assert everything.caption == "all 6 weights are shown"
     assert not everything.by_own_scale.any()
-    # What none reaches does not hide all.
+    # A threshold that no weight reaches does not hide everything.
     none = weight_picture.SideWeights("encoder", matrix, "", 0.2)
     assert none.by_own_scale.all()
     assert (~none.hidden).sum() == 5

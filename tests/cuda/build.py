@@ -1,6 +1,6 @@
 """Compiles csrc/cuda for the processor, over the emulator beside this file.
 
-    python tests/cuda/build.py      prints the path of the library, made again where sources changed
+    python tests/cuda/build.py      prints the path of the library, compiled if sources changed
 
 Loading it (`torch.ops.load_library`) registers `torch.ops.deepfast_emulated`.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"
 # -Wno-unknown-pragmas: #pragma unroll is nvcc's.
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-# A header of torch's is not free of these; ours in namespaces without a name are not all used.
+# A header of torch's has such warnings, and some functions in our unnamed namespaces are unused.
 FLAGS += ["-Wno-unused-function", "-DDEEPFAST_EMULATE", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 
@@ -30,7 +30,7 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """The library, compiled where it is older than its sources."""
+    """The library, compiled if it is older than its sources."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     target = FOLDER / "libemulated.so"
     flags = [*FLAGS, f"-I{Path(__file__).parent}", "-I.", f"-I{ROOT / 'csrc'}"]
@@ -50,7 +50,7 @@ def build() -> Path:
         objects.append(f"{source.stem}.o")
         lines.append(f"build {objects[-1]}: compile {source}")
     lines.append(f"build {target}: link {' '.join(objects)}")
-    # Of several test processes one compiles and the others wait.
+    # Of several test processes one compiles, and the others wait.
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         launches.write_header(FOLDER)

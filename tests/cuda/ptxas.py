@@ -1,7 +1,7 @@
-"""What nvcc makes of every CUDA kernel, without a GPU.
+"""What nvcc produces for every CUDA kernel, without a GPU.
 
 Each csrc/cuda/*.cu is compiled for every architecture with warnings as errors. What ptxas reports
-of a kernel is held against the launches that the emulator sees near D = 512.
+for a kernel is compared with the launches that the emulator sees near D = 512.
 
     python tests/cuda/ptxas.py                                      # or make cuda-check
     python tests/cuda/ptxas.py --write bench/results/ptxas.md
@@ -21,16 +21,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "ptxas.md"
-# The source whose host half is compiled too.
+# The source whose host code is compiled too.
 HOST = "partials"
 COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "threads", "shared", "resident")
 
 HEADER = """\
-# What nvcc makes of the CUDA kernels
+# What nvcc produces for the CUDA kernels
 
-nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. A test compiles
-every kernel and holds its registers to these numbers where this table is of other sources or of
-another nvcc; where it is not, the test would find these very numbers.
+nvcc {version}, no GPU; `python tests/cuda/ptxas.py --write bench/results/ptxas.md`. If the
+sources or nvcc are not those of this table, a test compiles every kernel and compares its registers
+with these numbers. Otherwise the numbers would be the same.
 
 Sources {sources}.
 
@@ -53,8 +53,8 @@ sass = module(ROOT / "tests" / "kernels" / "aot_sass.py")
 
 
 def short(name: str) -> str | None:
-    """``layer_norm_fwd_kernel<bf16>`` of a demangled name; None where it is no kernel."""
-    # A plain kernel's demangled name has no result type, a template's has.
+    """``layer_norm_fwd_kernel<bf16>`` from a demangled name; None if it is no kernel."""
+    # A demangled name has a result type only if the kernel is a template.
     found = re.search(r"(\w+_kernel)(<.*>)?\(", re.sub(r"deepfast::", "", name))
     if found is None:
         return None
@@ -79,11 +79,11 @@ REPORT = re.compile(
 
 
 def headers(source: Path) -> set[Path]:
-    """A file and all in csrc that it includes."""
+    """A file and all files of csrc that it includes."""
     found, left = set(), [source.resolve()]
     while left:
         path = left.pop()
-        # The emulator's is elsewhere.
+        # The emulator's header is elsewhere.
         if path not in found and path.exists():
             found.add(path)
             names = re.findall(r'#include "(.*)"', path.read_text())
@@ -92,9 +92,9 @@ def headers(source: Path) -> set[Path]:
 
 
 def passes(source: Path, architectures: list[str]) -> list[list[str]]:
-    """Architectures whose machine code is made of one PTX.
+    """Architectures whose machine code is made from one PTX.
 
-    Below 100 nvcc writes the same for each, but for what asks for an architecture itself.
+    Below 100 nvcc writes the same PTX for each, except where the code asks for an architecture.
     """
     if any(re.search(r"__CUDA_ARCH__ *[<>=]", path.read_text()) for path in headers(source)):
         return [[a] for a in architectures]
@@ -103,7 +103,7 @@ def passes(source: Path, architectures: list[str]) -> list[list[str]]:
 
 
 def compile_one(source: Path, architectures: list[str], host: bool) -> tuple[str, list[dict]]:
-    """What went wrong, and the kernels; with ``host`` the host's half is compiled too."""
+    """What went wrong, and the kernels; with ``host`` the host code is compiled too."""
     with tempfile.TemporaryDirectory() as folder:
         command = [build.find_nvcc(), *build.cuda_flags([]), "-Xptxas=-v"]
         for group in passes(source, architectures):
@@ -143,7 +143,7 @@ for dim in 512, 508, 509:
 
 
 def launches() -> dict[str, tuple[int, int]]:
-    """By kernel the threads and the bytes of shared memory of its largest launch."""
+    """For each kernel the threads and the bytes of shared memory of its largest launch."""
     library = str(module(Path(__file__).with_name("build.py")).build())
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "launches")
@@ -167,9 +167,9 @@ def launches() -> dict[str, tuple[int, int]]:
 
 
 def digest() -> str:
-    """Of all that decides what is compiled: comments do not."""
+    """A digest of everything that decides what is compiled; comments do not."""
     files = sorted({path for source in sources() for path in headers(source)})
-    # Where torch's headers lie differs from machine to machine.
+    # The place of torch's headers differs between machines.
     flags = [flag for flag in build.cuda_flags([]) if not flag.startswith("-isystem")]
     code = [re.sub(r"\s*//.*", "", file.read_text()) for file in files]
     return hashlib.sha256(repr((code, flags)).encode()).hexdigest()[:16]
@@ -180,16 +180,16 @@ def sources() -> list[Path]:
 
 
 def report(changed: bool = False) -> dict:
-    """Version, rows by COLUMNS, faults; with ``changed`` those of the committed table where it is
-    of these sources and this nvcc."""
+    """Version, rows by COLUMNS, faults; with ``changed`` those of the committed table if it is of
+    these sources and this nvcc."""
     version, architectures = build.nvcc_facts(build.find_nvcc())
     committed = TABLE.read_text() if TABLE.exists() else ""
     if changed and f"Sources {digest()}." in committed and f"nvcc {version}," in committed:
         rows = read_table(committed)
         return {"version": version, "architectures": architectures, "rows": rows, "faults": []}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The emulator's compiler warns of host code; nvcc's half of it is the headers' alone, which
-        # one file shows.
+        # The emulator's compiler warns about host code. nvcc adds only the headers, and one file
+        # is enough for these.
         jobs = [pool.submit(compile_one, s, architectures, s.stem == HOST) for s in sources()]
         results = [job.result() for job in jobs]
     faults = [said for said, _ in results if said]
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="file of the table")
     parser.add_argument("--json", type=Path, help="file for what was found")
     parser.add_argument(
-        "--changed", action="store_true", help="compile nothing where the table is of these sources"
+        "--changed", action="store_true", help="compile nothing if the table is of these sources"
     )
     args = parser.parse_args()
     if build.find_nvcc() is None:

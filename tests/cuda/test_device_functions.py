@@ -1,4 +1,4 @@
-"""What csrc/common gives to kernels and hosts alike, compiled for the host: conversions between
+"""The functions that kernels and hosts share, compiled for the host: conversions between
 dtypes, dropout, the shape of a row."""
 
 import importlib.util
@@ -107,7 +107,7 @@ def test_ties_and_their_neighbours_narrow_to_nearest_even(dtype, functions):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_nan_stays_nan_and_infinity_infinity(dtype, functions):
-    # NaNs of every length of fraction, of which a cut would leave nothing.
+    # NaNs whose fraction would be lost if its low bits were cut off.
     nans = [sign | 0x7F800000 | 1 << bit for sign in (0, 1 << 31) for bit in range(23)]
     values = floats_of([*nans, 0x7FFFFFFF, 0xFFFFFFFF])
     assert narrowed(functions, values, dtype).isnan().all()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("ptxas.py")
-# What a change may add to the committed registers before it is told.
+# What a change may add to the committed registers before a test fails.
 MORE_REGISTERS = 8
 
 
@@ -24,7 +24,7 @@ def ptxas():
 
 @pytest.fixture(scope="module")
 def report(request, ptxas, tmp_path_factory):
-    """One run of ptxas.py over all kernels; the table itself where it is of these sources."""
+    """One run of ptxas.py over all kernels; the table itself if it is of these sources."""
     if ptxas.build.find_nvcc() is None:
         pytest.skip("no nvcc was found: the CUDA kernels are not compiled")
     path = tmp_path_factory.mktemp("ptxas") / "report.json"
@@ -61,14 +61,14 @@ def test_the_table_is_of_these_kernels(report, ptxas):
 
 @pytest.mark.slow
 def test_every_kernel_is_launched(report, ptxas):
-    """A kernel that no case launches is one that no test runs."""
+    """A kernel that no case launches would not be tested."""
     column = ptxas.COLUMNS.index("threads")
     idle = sorted({row[0] for row in report["rows"] if row[column] == "-"})
     assert not idle
 
 
 def test_faults_are_found(ptxas):
-    """On a report as ptxas prints it."""
+    """On a report in ptxas's format."""
     said = """
 ptxas info    : Compiling entry function '_Z1aIfEvv_kernel' for 'sm_90'
 ptxas info    : Function properties for _Z1aIfEvv_kernel

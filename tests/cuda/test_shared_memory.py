@@ -10,7 +10,7 @@ from deepfast import backend
 @pytest.mark.parametrize(("kilobytes", "dim"), [(99, 512), (99, 509), (99, 4096), (163, 8192)])
 def test_every_launch_fits(emulated, monkeypatch, kilobytes, dim):
     monkeypatch.setenv("EMULATOR_SHARED", str(kilobytes))
-    # What a block asks for, and all that it does with it, is seen in the first one.
+    # The first device shows what a block asks for and what it does with it.
     monkeypatch.setenv("EMULATOR_BLOCKS", "1")
     every_launch(emulated, "cpu", 1, dim)
 

@@ -1,4 +1,4 @@
-"""A chain of cheap layers joined by DLCL, run by the engine, naively, and by the specification."""
+"""A chain of cheap layers with DLCL: by the engine, in naive form, and by the specification."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def applied_weight(module, weight):
 
 
 class Pairs:
-    """``weight[row, k]`` without a full-sized gradient for each of them."""
+    """``weight[row, k]``, without a full-sized gradient for each entry."""
 
     def __init__(self, weight):
         self.rows = [w.unbind(0) for w in weight.unbind(0)]
@@ -53,7 +53,7 @@ class Chain:
             for name, p in self.dlcl.named_parameters():
                 if p.requires_grad:
                     p.mul_(1 + 0.3 * torch.randn_like(p))
-                    # Outside the pattern too, where it must not be read.
+                    # Also outside the pattern, where it must not be read.
                     p.add_(0.1 / (layers + 1) * torch.randn_like(p) if name == "weight" else 0)
                     p.add_(0.1 * torch.randn_like(p) if name == "norm_bias" else 0)
 
@@ -64,7 +64,7 @@ class Chain:
         return DepthHistory(block=self.block, inplace=self.inplace)
 
     def engine(self, embedding, scales, params=None, history=None):
-        """The product. ``params`` is unused: it reads its own."""
+        """The engine's output. ``params`` is unused: the engine reads its own."""
         history = self.history() if history is None else history
         x = self.dlcl(embedding, history)
         for scale in scales.unbind(0):

@@ -1,4 +1,4 @@
-"""A stack of cheap layers around a DLCL, and the same without an engine."""
+"""A stack of cheap layers around a DLCL, and the same stack without the engine."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ class Stack(nn.Module):
         self.dlcl = DLCL(layers, dim, **options)
         self.scales = nn.Parameter(1 + 0.1 * torch.randn(layers, dim))
         with torch.no_grad():
-            # With norm weights of one the sum over a layer-norm is constant and its gradient zero.
+            # With norm weights of one the sum of a layer-norm's output is constant: no gradient.
             for p in self.dlcl.parameters():
                 p.mul_(1 + 0.3 * torch.randn_like(p))
 
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
 
 def plain_xs(stack, y):
-    """The same without an engine: autograd through everything (pre-norm)."""
+    """The same without the engine: plain autograd through everything (pre-norm)."""
     d, z, xs = stack.dlcl, [], []
     w = d.effective_weight()
     for row in range(d.num_layers + 1):
@@ -61,7 +61,7 @@ def history(inplace=True):
 
 @contextlib.contextmanager
 def no_gc():
-    """Turns the garbage collector off: reference counts alone must free things."""
+    """Turns the garbage collector off: reference counts alone must free memory."""
     gc.collect()
     gc.disable()
     try:

@@ -102,7 +102,7 @@ def test_half_precision(block, tolerances):
 
 @pytest.mark.parametrize("block", [None, 4])
 def test_sources_are_read_once_for_a_block_of_rows(block, monkeypatch):
-    """The full form reads all sources for every row, the block form once for a block of rows."""
+    """The full form reads all sources for every row; the block form reads them once per block."""
     counts, attend = [], ops.depth_attention
 
     def counted(sources, *args, **options):
@@ -197,7 +197,7 @@ def test_checkpointed_layers(block):
 @BLOCKS
 @pytest.mark.parametrize("pushes", [3, LAYERS + 1])
 def test_a_push_inside_a_checkpoint_is_an_error(block, pushes):
-    """It would come a second time, also where the pass ended before its last layer."""
+    """The push would come a second time, also if the pass ended before its last layer."""
     m, history = learned(block), ResidualHistory()
     y = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
     for _ in range(pushes):

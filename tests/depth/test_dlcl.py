@@ -112,7 +112,7 @@ def test_gradcheck(backend, norm, weight):
     y = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
 
     def f(y, *params):
-        # gradcheck goes backward many times through one forward pass.
+        # gradcheck runs backward many times through one forward pass.
         history = DepthHistory(block=2, inplace=False)
         x = dlcl(y, history)
         for factor in range(1, 5):
@@ -290,7 +290,7 @@ def test_no_tokens(backend, norm, weight, shape):
 KINDS = ["large mean", "huge", "tiny", "constant rows", "zero"]
 
 
-# Left out are cases of post-norm where nothing can be compared. A large embedding hides all other
+# Cases of post-norm where nothing can be compared are left out. A large embedding hides all other
 # states, and the gradients of its weights are zero up to rounding. The gradient of a constant row's
 # norm is rounding times 1 / sqrt(eps).
 EXTREMES = [("pre", kind) for kind in KINDS] + [("post", kind) for kind in ("tiny", "zero")]
@@ -309,7 +309,7 @@ def test_agrees_on_extreme_values(tolerances, chain, backend, norm, kind):
 
 
 def test_a_state_outside_the_window_is_not_read(backend):
-    """NaN in it reaches neither a later row nor a gradient; the layers here are independent."""
+    """NaN in a source that is not read reaches neither a later row nor a gradient."""
     dlcl = DLCL(9, 5, window=3, backend=backend)
     ys = [torch.randn(4, 5) for _ in range(10)]
     bad = 2

@@ -57,7 +57,7 @@ def test_one_stack_feeding_another(backend):
     out = b(a(y, history()), history())
     got = torch.autograd.grad(out.sum(), (y, *a.parameters(), *b.parameters()))
     out = plain_xs(b, plain_xs(a, y)[-1])[-1]
-    # The plain form leaves norms of index 0 out altogether.
+    # The plain form has no norms of index 0.
     want = torch.autograd.grad(out.sum(), (y, *a.parameters(), *b.parameters()))
     assert_equal(got, want)
 
@@ -221,7 +221,7 @@ def test_an_exception_in_backward(backend, inplace):
 
 
 def test_threads_that_share_a_stack(backend):
-    """The first thread that needs a schedule makes it; no thread sees an unfinished one."""
+    """The first thread that needs a schedule makes it; no thread sees an incomplete one."""
     import sys
     from concurrent.futures import ThreadPoolExecutor
 
@@ -275,7 +275,7 @@ def test_nothing_is_alive_after_the_step(backend):
 
 @pytest.mark.parametrize("frozen", ["embedding", "embedding and W", "all below layer 3"])
 def test_nothing_is_alive_after_the_step_of_a_frozen_bottom(backend, frozen):
-    """The first boundaries need no gradient, so no autograd node of theirs can free the states."""
+    """The first boundaries need no gradient: they have no autograd node that frees the states."""
     stack, y = Stack(norm=None, backend=backend), leaf().detach()
     if frozen != "embedding":
         stack.dlcl.weight.requires_grad_(False)

@@ -106,7 +106,7 @@ def test_a_repeated_push_outside_recomputation_is_an_error(backend):
 
 
 def test_reentrant_checkpointing_around_a_push_is_an_error(backend):
-    """The graph would contain the repeated push, with the wrong gradients."""
+    """The graph would contain the repeated push and give wrong gradients."""
     dlcl, layer = DLCL(1, DIM, norm=None, learnable=False, backend=backend), Layer(DIM)
     h, y = history(), leaf()
     y = checkpoint(lambda y: layer(dlcl(y, h, index=0)), y, use_reentrant=True)

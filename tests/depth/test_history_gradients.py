@@ -73,7 +73,7 @@ def test_backward_of_a_part_after_a_full_one(backend, row):
 
 
 def test_two_parts_in_place_that_do_not_meet(backend):
-    """x_9 to x_6, then x_6 to the leaves: allowed in place, and right."""
+    """x_9 to x_6, then x_6 to the leaves: allowed in place, and the gradients are right."""
     stack, y = Stack(backend=backend), leaf()
     leaves = (y, stack.dlcl.weight)
     want = torch.autograd.grad(plain_xs(stack, y)[6].square().sum(), leaves)
@@ -84,7 +84,7 @@ def test_two_parts_in_place_that_do_not_meet(backend):
 
 @pytest.mark.parametrize("first", [2, 5])
 def test_a_part_below_then_the_whole_in_place_is_an_error(backend, first):
-    """The upper rows would be recomputed from slots that hold gradients by now."""
+    """The upper rows would be recomputed from slots that already hold gradients."""
     stack, y = Stack(backend=backend, norm="post"), leaf()
     xs = stack.xs(y, history())
     torch.autograd.grad(xs[first].sum(), y, retain_graph=True)
@@ -125,7 +125,7 @@ def test_losses_on_several_rows(backend, inplace):
 @MODES
 @pytest.mark.parametrize("row", [0, 3, 4, 7])
 def test_a_loss_below_the_top(backend, inplace, row):
-    """All layers ran; the rows above get no gradient and must give none."""
+    """All layers ran; rows above the output get no gradient and must give none."""
     stack, y = Stack(backend=backend), leaf()
     leaves = (y, stack.dlcl.weight)
     want = torch.autograd.grad(plain_xs(stack, y)[row].square().sum(), leaves)
@@ -165,7 +165,7 @@ def test_double_backward_is_an_error(backend, inplace, linear):
 
 
 def test_forward_mode_is_an_error(backend):
-    """It is refused with and without gradients; the tangent is never a silent zero."""
+    """Forward mode is refused with and without gradients; the tangent is never silently zero."""
     stack, y = Stack(backend=backend), leaf().detach()
     for learning in (True, False):
         with forward_ad.dual_level(), torch.set_grad_enabled(learning):

@@ -1,4 +1,4 @@
-"""Mistakes with a DepthHistory raise an error and leave it as it was."""
+"""Mistakes with a DepthHistory raise an error and do not change it."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_block_of_no_rows():
 
 
 def test_a_refused_first_push_leaves_the_history_fresh(backend):
-    """A history whose first push failed can be used for another try."""
+    """A history whose first push failed can be used again."""
     stack, h = Stack(backend=backend), history()
     with pytest.raises(ValueError, match="the input must be"):
         stack.dlcl(torch.randn(3, DIM + 1), h)
@@ -81,7 +81,7 @@ def test_refuses_an_output_norm_of_another_kind(out_norm):
 
 
 def test_a_change_of_grad_mode_within_a_pass_is_an_error(backend):
-    """A push without gradients would cut its state, and all below, out of the chain."""
+    """A push without gradients would cut its state and all states below out of the graph."""
     stack, y = Stack(backend=backend), leaf()
     for inside in (0, 2):
         h = history()

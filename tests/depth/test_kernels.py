@@ -1,4 +1,4 @@
-"""The engine on the kernels of a GPU without one: Triton's in its interpreter, CUDA's emulated."""
+"""The engine on GPU kernels without a GPU: Triton's in its interpreter, CUDA's emulated."""
 
 import pytest
 import torch
@@ -55,9 +55,9 @@ def test_no_tokens(server):
 
 
 def test_a_whole_encoder_agrees(server):
-    """Every kernel of the package, joined, with dropout: the masks are the reference's."""
+    """All kernels of the package together, with dropout: the masks are the reference's."""
     outputs = {}
-    # The mask on attention's weights is torch's own where attention is.
+    # Where attention is torch's, so is the mask on its weights.
     attention_dropout = 0.0 if server in backend.SDPA else 0.2
     for name in (server, "reference"):
         torch.manual_seed(5)
@@ -69,7 +69,7 @@ def test_a_whole_encoder_agrees(server):
         with backend.record() as seen:
             y = encoder(x, padding)
             grads = torch.autograd.grad(y.square().sum(), [x, *encoder.parameters()])
-        # Where CUDA C++ has no kernel, Triton's serve.
+        # Where CUDA C++ has no kernel, Triton's run.
         left = backend.NO_CUDA if name == "cuda" else ()
         assert set(seen) == {(op, "triton" if op in left else name) for op, _ in seen}
         outputs[name] = [y, *grads]

@@ -148,7 +148,7 @@ def test_two_passes_at_once(inplace, push, order, form):
     ids=str,
 )
 def test_a_history_that_the_next_pass_replaced_is_an_error(inplace, push, order, part, form):
-    """Its states are another pass's, and gradients of them were wrong by 7% to 80%."""
+    """The states are those of another pass; their gradients would be wrong by 7% to 80%."""
     net, ys = Net(push, inplace=inplace, shared=True, **form), [embedding(), embedding()]
     leaves = [*ys, *net.parameters()] if part == "all" else [net.matrices]
     with pytest.raises(RuntimeError, match=ANOTHER):
@@ -270,7 +270,7 @@ def test_a_part_and_then_the_whole(inplace, push, top, bottom):
 @PUSH
 @MODES
 def test_an_exception_half_way_through_backward(inplace, push):
-    """Backward is tried again on the same pass: the right gradients, or an error."""
+    """A second backward on the same pass gives the right gradients or an error."""
     net, y = Net(push, inplace=inplace), embedding()
     leaves = [y, *net.parameters()]
     want = torch.autograd.grad(net.plain(y)[-1].square().sum(), leaves)
@@ -320,7 +320,7 @@ def test_a_whole_stack_in_one_checkpoint(inplace, push, made):
 @pytest.mark.parametrize("shared", [False, True])
 @ORDERS
 def test_a_frozen_bottom(inplace, push, frozen, shared, order):
-    """Without a gradient to give, the lowest boundaries are not in the graph."""
+    """The lowest boundaries have no gradient to give, so they are not in the graph."""
     net, ys = Net(push, inplace=inplace, shared=shared), [embedding(), embedding()]
     ys = [y.detach() for y in ys]
     net.dlcl.requires_grad_(False)
@@ -342,7 +342,7 @@ def test_a_frozen_bottom(inplace, push, frozen, shared, order):
 @ORDERS
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_layer_that_detaches_its_input(inplace, order, shared):
-    """Its nodes lead to no boundary."""
+    """The nodes of its graph lead to no boundary."""
     net, ys = Net(inplace=inplace, shared=shared), [embedding(), embedding()]
     layer = net.layer
     net.layer = lambda k, x: layer(k, x.detach() if k == 3 else x)
@@ -356,7 +356,7 @@ def test_a_layer_that_detaches_its_input(inplace, order, shared):
 
 
 def test_a_recomputation_that_would_push_a_new_state():
-    """The history that it finds has as many states as the index says."""
+    """The history that recomputation finds has as many states as the index says."""
     net, y = Net(shared=True), embedding()
     out = net(y)[-1]
     net.history = DepthHistory()

@@ -20,10 +20,10 @@ INTERPRETED = importlib.util.find_spec("triton") is not None
 @pytest.fixture(autouse=True)
 def device():
     if torch.cuda.is_available():
-        # The float64 references are the processor's work; other groups of tests need some too.
+        # The processor computes the float64 references; other groups of tests need it too.
         torch.set_num_threads(max(2, (os.cpu_count() or 2) // 4))
         yield "cuda"
-        # Large tests leave their memory to those of other processes.
+        # Large tests must free their memory for other processes.
         torch.cuda.empty_cache()
     elif INTERPRETED:
         yield "cpu"
@@ -101,7 +101,7 @@ def capture(device):
 
 @pytest.fixture
 def unsynchronised(device):
-    """``with unsynchronised(): ...`` fails where the host waits for the device."""
+    """``with unsynchronised(): ...`` fails if the host waits for the device."""
 
     @contextlib.contextmanager
     def check():

@@ -21,7 +21,7 @@ SEED = torch.tensor(3 << 40)
 
 @pytest.fixture
 def by(device):
-    """It has Triton kernels alone."""
+    """Only Triton has kernels for it."""
     pytest.importorskip("triton")
     return "triton"
 
@@ -86,7 +86,7 @@ def test_more_than_2_31_elements(by, room, device, kind):
     T, F = LARGE
     h = torch.empty(T, F, dtype=torch.bfloat16, device=device).normal_()
     out = ops.activation(h, kind, backend=by)
-    # Elements depend on nothing but themselves: the last rows, and those around element 2^31.
+    # Elements are independent, so the last rows and those around element 2^31 are enough.
     around = min(2**31 // F, T - 40)
     for rows in (slice(T - 32, T), slice(around - 8, around + 8)):
         assert torch.equal(out[rows], ops.activation(h[rows].clone(), kind, backend=by))

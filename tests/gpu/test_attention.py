@@ -49,7 +49,7 @@ def offsets(lengths, device):
 
 
 def attention_of(queries, keys, causal, p):
-    """The op with everything but its operands given."""
+    """The op with all arguments given except its operands."""
 
     def function(q, k, v, backend):
         return ops.attention(
@@ -85,7 +85,7 @@ def test_other_sentences(tolerances, twins, device, case):
 
 @pytest.mark.parametrize("lengths", [[20, 16, 31], [8]])
 def test_dropout_mask_is_the_references(device, lengths):
-    """With alike scores and one-hot values the result holds each weight's mask."""
+    """With equal scores and one-hot values the result shows the mask of each weight."""
     tokens, heads, width, p = sum(lengths), 2, 32, 0.3
     q = torch.zeros(tokens, heads, width, dtype=HALF, device=device)
     eye = torch.cat([torch.eye(width)[:n] for n in lengths])
@@ -105,7 +105,7 @@ def test_20_runs_are_alike_to_the_bit(twins, device):
 
 
 def test_more_than_2_31_elements(room, device):
-    """The last sentences of a long projection are as they are on their own, to the bit."""
+    """The last sentences of a long projection have the same bits as on their own."""
     room(24)
     sentences, n, heads, width = (22_000, 64, 8, 64) if device == "cuda" else (5, 4, 2, 16)
     qkv = torch.empty(sentences * n, 3, heads, width, dtype=HALF, device=device).normal_()

@@ -58,7 +58,7 @@ def backward_arguments(twins, T, D, *, apart=0, per_channel=False):
         "dout": twins.Stored(torch.randn(T, D), apart),
         "pulled": twins.Stored(torch.randn(T, D)),
         "dbranch": twins.Result((T, D)), "dresidual": twins.Result((T, D)),
-        # Entries that are not of these rows and this column stay as they are.
+        # Entries of other rows and columns must not change.
         "dweight": twins.Computed(torch.zeros_like(given["weight"].x)),
         **{name: twins.Result((D,), stored=False) for name in channels},
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_weight_per_channel(by, tolerances, twins, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_mask_is_the_references(by, twins, device, dtype):
-    """States that are stored as they are show the mask itself."""
+    """States that are stored without a norm show the mask itself."""
     T, D = SHAPES[0]
     given = forward_arguments(twins, T, D) | {
         "branch": twins.Stored(torch.ones(T, D)), "residual": None, "norm_source": False,
@@ -128,7 +128,7 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     tail = slice(T - 9, T)
     y = branch[tail].cpu().double() + residual[tail].cpu().double()
     tolerances.assert_accurate(states[1][tail].cpu(), y.to(dtype), y, dtype, "state")
-    # Mixed is the state as it is stored.
+    # The mix reads the state as it is stored.
     expected = 0.5 * states[0][tail].cpu().double() - 0.75 * states[1][tail].cpu().double()
     tolerances.assert_accurate(x[tail].cpu(), expected.to(dtype), expected, dtype, "x")
     y_before = states[1].clone()

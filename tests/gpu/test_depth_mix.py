@@ -15,7 +15,7 @@ if torch.cuda.is_available():
     SLOTS, LARGE = 80, (65_536, 512)
 else:
     SHAPES, ODD, OP, SLOTS, LARGE = [(5, 32)], [(3, 17), (0, 16)], (5, 32), 6, (4, 16)
-# A full history, dilation, and lists that are no progression.
+# A full history, dilation, and lists that are no arithmetic progression.
 LISTS = [
     (range(13), range(13, 18)),
     (range(1, 18, 4), [18, 20]),
@@ -48,7 +48,7 @@ def pull_arguments(twins, T, D, sources, rows, per_channel=False):
         "sources": list(sources), "accumulate": False,
         "out": twins.Result((len(sources), T, D), slots=True),
         "out_rows": list(range(len(sources))),
-        # Entries that are not of these rows and sources stay as they are.
+        # Entries of other rows and sources must not change.
         "dweight": twins.Computed(torch.zeros_like(given["weight"].x)),
     }  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_20_runs_of_the_launchers_are_alike_to_the_bit(by, twins, device, dtype)
 
 
 def test_more_than_2_31_elements(by, tolerances, room, device):
-    """Slots further apart than an int32 counts; the sums by float64 of some of their tokens."""
+    """Slots further apart than an int32 can count; some tokens are checked in float64."""
     room(10)
     T, D = LARGE
     dtype = torch.bfloat16
@@ -167,7 +167,7 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
         for a, b in zip(last.split(1 << 24), first.split(1 << 24), strict=True)
     )
     plain = (last.float() * first.float()).sum().cpu()
-    # The products are of rounded states and fp32 sums, as the plain form's.
+    # Like the plain form, it multiplies rounded states and adds in fp32.
     tolerances.assert_accurate(
         dweight[SLOTS - 1, 1].cpu(), plain, expected.double(), torch.bfloat16, "dweight"
     )

@@ -153,7 +153,7 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     w, b = (torch.randn(D, device=device, requires_grad=True) for _ in range(2))
     y, s = ops.layer_norm(x, w, b, residual=residual, backend=by)
     dx, dw, db = torch.autograd.grad((y, s), (x, w, b), (dy, ds))
-    # Rows depend on nothing but themselves: the last ones, and those around element 2^31.
+    # Rows are independent, so the last ones and those around element 2^31 are enough.
     around = min(2**31 // D, T - 40)
     for rows in (slice(T - 32, T), slice(around - 8, around + 8)):
 
@@ -169,7 +169,7 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
 
         got = {"y": y[rows].detach().cpu(), "dx": dx[rows].cpu()}
         tolerances.assert_all_accurate(got, run(torch.bfloat16), run(torch.float64), torch.bfloat16)
-    # Sums over all rows: every one of them counted once.
+    # Sums over all rows, each counted once.
     plain, exact = (dy.sum(0, dtype=kind).cpu() for kind in (torch.float32, torch.float64))
     tolerances.assert_accurate(db.cpu(), plain, exact, torch.float32, "dbias")
     assert torch.isfinite(dw).all()

@@ -19,7 +19,7 @@ IGNORED = -100
 
 @pytest.fixture
 def by(device):
-    """It has Triton kernels alone."""
+    """Only Triton has kernels for it."""
     pytest.importorskip("triton")
     return "triton"
 

@@ -14,7 +14,7 @@ SIZES = [(30, 64, 512), (9, 33, 100)] if torch.cuda.is_available() else [(2, 3, 
 
 @pytest.fixture
 def by(device):
-    """It has Triton kernels alone."""
+    """Only Triton has kernels for it."""
     reason = backend.refusal("peephole_lstm", "triton", device, torch.float32)
     if reason is not None:
         pytest.skip(reason)

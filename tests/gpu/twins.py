@@ -1,8 +1,7 @@
 """One call of a launcher, or of an op, by a backend on the GPU and in float64 on the CPU.
 
-A call is described once, by operands in fp32 on the CPU and by what kind each is; it is then run
-by that backend, by the reference in the same dtype on the same device, and by the reference in
-float64.
+A call is described once, by operands in fp32 on the CPU and the kind of each. It then runs on that
+backend, on the reference in the same dtype on the same device, and on the reference in float64.
 """
 
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Computed:
 
 @dataclass
 class Result:
-    """What the launch writes; NaN before it."""
+    """An operand that the launch writes; NaN before it."""
 
     shape: tuple[int, ...]
     stored: bool = True

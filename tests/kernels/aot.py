@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of every kernel, without a GPU.
+"""What Triton's compiler produces for every kernel, without a GPU.
 
 Each case of `aot_cases.py` calls a launcher; every kernel that it launches is compiled for a
 target instead of run, and its machine code is read: registers, shared memory, spills, the width of
@@ -37,11 +37,11 @@ from triton.runtime.jit import JITFunction
 COMMITTED = Path(__file__).parents[2] / "bench" / "results" / "aot.md"
 
 HEADER = f"""\
-# What the compiler makes of the Triton kernels
+# What the compiler produces for the Triton kernels
 
 Triton {triton.__version__}, no GPU; `python tests/kernels/aot.py --write bench/results/aot.md`.
-A test compiles every kernel and holds it to these numbers where this table is of other sources or
-of another Triton; where it is not, the test would find these very numbers.
+If the sources or Triton are not those of this table, a test compiles every kernel and compares it
+with these numbers. Otherwise the numbers would be the same.
 
 Sources {{sources}}.
 
@@ -49,7 +49,7 @@ T = {T} tokens, {LAYERS} layers, attention over 8 heads of 64. *registers* per t
 bytes and *warps* per program, *resident* the warps that a multiprocessor holds at once, of 64.
 *loads* and *stores* of global memory in the machine code as count x bits, *async* the loads that go
 straight to shared memory, *tensor core* the matrix instructions, *spills* the accesses to local
-memory. What several cases launch stands at the first of them.
+memory. A kernel of several cases has its row at the first of them.
 
 """
 
@@ -58,13 +58,13 @@ memory. What several cases launch stands at the first of them.
 
 
 def use_target(target: int) -> None:
-    """Lets Triton and the launchers believe in a GPU.
+    """Makes Triton and the launchers behave as if there were a GPU.
 
-    Of the driver, Triton 3.6 to 3.9 ask these three before a kernel runs.
+    Triton 3.6 to 3.9 call these three functions of the driver before a kernel runs.
     """
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", target, 32),
-        # What is compiled is kept by device.
+        # Compiled kernels are kept by device.
         get_current_device=lambda: target,
         get_current_stream=lambda device: 0,
     )
@@ -74,7 +74,7 @@ def use_target(target: int) -> None:
 def compile_case(index: int, target: int) -> dict[str, dict]:
     """Every kernel that a case launches, by its hash, compiled and measured.
 
-    For a process of its own: it changes Triton and the launchers.
+    Needs its own process, because it changes Triton and the launchers.
     """
     case, chip, kernels = CASES[index], sass.CHIPS[target], {}
     use_target(target)
@@ -140,7 +140,7 @@ def compile_all(jobs: list[tuple[int, int]], processes: int) -> tuple[list[dict]
 
 
 def sources() -> str:
-    """A digest of all that decides what is compiled: comments and docstrings do not."""
+    """A digest of everything that decides what is compiled; comments and docstrings do not."""
     here, found = Path(__file__).parent, hashlib.sha256()
     for file in sorted([*(here.parents[1] / "kernels").glob("*.py"), here / "aot_cases.py"]):
         tree = ast.parse(file.read_text())
@@ -160,13 +160,13 @@ def settled() -> bool:
 def compare(kernels: list[dict]) -> list[str]:
     """The faults of all kernels, given the committed table."""
     text = COMMITTED.read_text() if COMMITTED.exists() else ""
-    # Another compiler gives out registers in another way.
+    # Another compiler allocates registers differently.
     committed = sass.read_table(text) if f"Triton {triton.__version__}," in text else {}
     return [line for k in kernels for line in sass.faults(k, committed.get(sass.key(k)))]
 
 
 def show(kernels: list[dict]) -> None:
-    """The table for the eye, with the seconds of compiling."""
+    """The table as text for the terminal, with the compile time in seconds."""
     lines = [[*sass.COLUMNS, "seconds"]]
     lines += [[*sass.row(k), f"{k['seconds']:.1f}"] for k in kernels]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,4 +1,4 @@
-"""The calls of launchers that `aot.py` compiles: one function per launcher, named as it is.
+"""The calls of launchers that `aot.py` compiles: one function per launcher, with its name.
 
 Operands are those of `deepfast.launches`.
 
@@ -134,7 +134,7 @@ def attention(launch, name, length, causal, dtype, heads, width):
         "max_seqlen_q": length, "max_seqlen_k": length, "causal": causal, "scale": width**-0.5,
         "dropout_p": 0.1,
     }  # fmt: skip
-    # As a projection leaves them: views of one packed tensor.
+    # As a projection gives them: views of one packed tensor.
     for d in ("", "d") if name == "attention_backward" else ("",):
         packed = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
         given |= {d + x: view for x, view in zip(names, packed, strict=True)}
@@ -150,7 +150,7 @@ def attention_backward(launch, length, causal=False, dtype=BF16, heads=8, width=
 
 
 def cross_entropy(launch, V, dtype=BF16, rows=256):
-    # One tensor of both losses, as the op has it.
+    # One tensor of both losses, as in the op.
     loss, nll = tensor(2, rows)
     call(
         launch, "cross_entropy", dtype, {"T": rows, "V": V}, label_smoothing=0.1,

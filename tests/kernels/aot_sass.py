@@ -1,4 +1,4 @@
-"""What the machine code of a kernel shows, what it must not show, and the table of it."""
+"""What the machine code of a kernel contains, what it must not contain, and the table of it."""
 
 import re
 from collections import Counter
@@ -44,7 +44,7 @@ def read_sass(sass: str) -> dict:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What bounds the warps of a multiprocessor; all of these have 65536 registers, 64 warps."""
+    """The limits on a multiprocessor's warps; all of these have 65536 registers and 64 warps."""
 
     multiprocessors: int
     shared: int
@@ -59,7 +59,7 @@ CHIPS = {
 
 
 def resident_warps(chip: Chip, registers: int, shared: int, warps: int) -> int:
-    """Warps of one kernel that a multiprocessor holds at once; 0 where not one program fits.
+    """Warps of one kernel that a multiprocessor holds at once; 0 if not even one program fits.
 
     A warp takes registers in units of 256, from the quarter of the file that it lives in.
     """
@@ -85,13 +85,13 @@ MORE_REGISTERS, MORE_SHARED = 8, 1024
 
 
 def wide_share(accesses: Counter) -> float:
-    """The share of all bytes that moves 16 bytes at a time or more; 1 where nothing moves."""
+    """The share of all bytes that moves 16 bytes at a time or more; 1 if nothing moves."""
     moved = accesses.total() and sum(bits * n for bits, n in accesses.items())
     return sum(bits * n for bits, n in accesses.items() if bits >= 128) / moved if moved else 1.0
 
 
 def faults(kernel: dict, committed: dict | None) -> list[str]:
-    """What a kernel does that it must not, a line each; ``committed`` its row of the table."""
+    """The faults of a kernel, one line each; ``committed`` is its row of the table."""
     lines = []
 
     def limit(what, held, expected, got):

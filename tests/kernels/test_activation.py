@@ -72,7 +72,7 @@ def test_in_place(kernels, kind, F):
     apart = run(kernels, h, dout, kind, P, torch.float32)
     again = run(kernels, h, dout, kind, P, torch.float32, inplace=True)
     assert all(torch.equal(apart[name], again[name]) for name in apart)
-    # The gradient in the place of what was saved.
+    # The gradient overwrites the saved tensor.
     saved = h.clone()
     if kind == "relu":
         kernels.activation_forward(h, kind, P, SEED, saved)

@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel, held to its limits and to bench/results/aot.md."""
+"""The machine code of every kernel against its limits and bench/results/aot.md."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ REWRITE = "python tests/kernels/aot.py --write bench/results/aot.md"
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
     """One run of aot.py over all cases, in a process of its own, without the interpreter; the
-    table itself where it is of these sources."""
+    table itself if it is of these sources."""
     path = tmp_path_factory.mktemp("aot") / "report.json"
     command = [sys.executable, PROGRAM, "--json", path]
     if not request.config.getoption("all_cases"):
@@ -66,7 +66,7 @@ def test_table_lists_what_is_launched(report, sass):
 @pytest.mark.slow
 def test_every_launcher_has_a_case(report):
     launchers = {name for names in backend.OPS.values() for name in names}
-    # A hint to the CPU's memory system, no kernel.
+    # Only a hint for the CPU's memory; it has no kernel.
     launchers.remove("advise_states")
     assert {case.split()[0] for case, _, _ in report["rows"]} == launchers
 

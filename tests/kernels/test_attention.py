@@ -61,7 +61,7 @@ class Problem:
         do = self.do.to(storage).to(dtype)
         operands = (*self.operands(dtype, storage), o.to(dtype), lse, do)
         launch(*operands, *self.common, dq, dk, dv)
-        # What lies between the slices belongs to others.
+        # The memory between the slices belongs to other tensors.
         assert grads[0][:, 1:].isnan().all()
         assert grads[1][:, 0].isnan().all()
         return {"dq": dq, "dk": dk, "dv": dv}

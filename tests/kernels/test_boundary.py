@@ -71,7 +71,7 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
         source_rstd.fill_(1)
     results["source_rstd"] = source_rstd
     grads = states if options["inplace"] else states.clone()
-    # Entries that the launch does not own stay as they are.
+    # Entries that the launch does not own must not change.
     dweight = torch.full_like(w["weight"], 7)
     dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = torch.empty(4, D, dtype=compute)
     if not options["dout"]:
@@ -152,7 +152,7 @@ def test_rows_apart(tolerances, poison, kernels):
 
 @pytest.mark.parametrize("vector", [False, True])
 def test_many_tiles(tolerances, poison, kernels, vector):
-    """More tiles than programs: the sums over tokens go on from tile to tile."""
+    """More tiles than programs: the sums over tokens continue from tile to tile."""
     compare(tolerances, kernels, 7, 512, torch.float32, vector=vector, near=(4,), pulls=(4, 5))
 
 
@@ -182,7 +182,7 @@ def test_what_is_not_wanted_is_not_written(kernels):
 
 
 def test_replay_is_alike_to_the_bit(kernels):
-    """A layer's input, recomputed from the states, has the bits that the layer has seen."""
+    """A layer's input, recomputed from the states, has the same bits as in forward."""
     given = operands(5, 33, torch.bfloat16, FULL)
     first = run(kernels, given, FULL, torch.bfloat16)
     again = given | {"branch": None, "states": given["states"].clone()}

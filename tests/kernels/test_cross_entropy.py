@@ -21,7 +21,7 @@ def operands(T, V):
 
 
 def rows(logits, dtype, apart=0):
-    """Rows ``apart`` further than their length; what lies between is NaN and must stay."""
+    """Rows that are ``apart`` longer than needed; the gaps are NaN and must not change."""
     wide = torch.full((logits.shape[0], logits.shape[1] + apart), math.nan, dtype=dtype)
     wide[:, : logits.shape[1]] = logits
     return wide[:, : logits.shape[1]], wide

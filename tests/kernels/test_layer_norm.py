@@ -85,7 +85,7 @@ def test_rows_apart(tolerances, poison, kernels, D):
 
 
 def test_many_tiles(tolerances, poison, kernels):
-    """More tiles than programs: the sums over tokens go on from tile to tile."""
+    """More tiles than programs: the sums over tokens continue from tile to tile."""
     given = operands(70, 512, torch.float32, p=0.0, residual=False, dsum=True, affine=True)
     compare(tolerances, kernels, given, torch.float32)
 

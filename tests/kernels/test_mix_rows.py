@@ -8,7 +8,7 @@ from deepfast.reference import launchers as reference
 
 OP = "boundary"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-# One for each of the two ways to multiply; fp16 goes the way of fp32 in Triton, of bf16 in CUDA.
+# One for each of the two ways to multiply; fp16 uses that of fp32 in Triton, that of bf16 in CUDA.
 WAYS = (torch.float32, torch.bfloat16)
 # The last has several tiles for every program, which then adds to its own partial sums.
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (17, 512)]
@@ -55,7 +55,7 @@ def operands(given, storage, dtype):
 
 
 def three_ways(kernels, run, given, dtype):
-    """What the kernels, the reference in ``dtype`` and the reference in float64 make of it."""
+    """Results of the kernels, of the reference in ``dtype`` and of the reference in float64."""
     return (
         run(kernels, *operands(given, dtype, dtype)),
         run(reference, *operands(given, dtype, dtype)),
@@ -170,7 +170,7 @@ def test_pull_rows_without_weight_gradient(per_channel, dtype, tolerances, kerne
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_weights_keep_their_24_bits(dtype, kernels):
-    """1 + 2^-20 minus 1: nothing is left of a weight that was rounded on the way."""
+    """1 + 2^-20 minus 1: a weight that was rounded to 16 bits would leave 0."""
     states = stored(torch.ones(4, 3, 16), dtype)
     weight = torch.zeros(4, 4)
     weight[2, :2] = weight[2:, 0] = torch.tensor([1 + 2**-20, -1])

@@ -13,7 +13,7 @@ from deepfast.measure.settings import QUICK
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """At these sizes a second thread only waits."""
+    """At these sizes a second thread does not help."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +28,7 @@ def tiny():
 
 @pytest.fixture
 def finish():
-    """Runs jobs to their end, without a word."""
+    """Runs jobs to their end without output."""
 
     def run(jobs):
         while jobs:

@@ -1,4 +1,4 @@
-"""The memory chapter: what is measured, and which closed forms stand beside it."""
+"""The memory chapter: the measurements and the closed forms beside them."""
 
 from dataclasses import replace
 

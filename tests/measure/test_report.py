@@ -1,4 +1,4 @@
-"""The whole command on tiny sizes: its page stands alone, its numbers are all there."""
+"""The whole command on tiny sizes: the page needs no other file and has all numbers."""
 
 import re
 from dataclasses import replace
@@ -129,7 +129,7 @@ def test_the_training_chapter(made):
     weights = training["weights"]
     assert len(weights) == len(weights[0]) == 7
     assert all(w == 0 for row, line in enumerate(weights) for w in line[row + 1 :])
-    # What any model must beat lies between certainty and all tokens alike.
+    # The NLL of token frequencies is between that of certainty and of equal probabilities.
     assert 0 < training["unigram_nll"] < 6
 
 
@@ -215,7 +215,7 @@ def test_the_chapter_has_every_row(made):
     assert [(r["depth"], r["variant"]) for r in rows] == [(d, p) for d in depths for p in POLICIES]
     for row in rows:
         assert row["parameter_bytes"] > 0
-        # What both numbers have in common brings them nearer to each other.
+        # Both numbers include the parameters, so their ratio is nearer to 1.
         assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
     for text in ("Policies: predicted and measured", "The deepest model that fits",
                  "whose projection shares the embedding", "Closed forms compared"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the sweep measures: variants that compute the same, and memory that is not there."""
+"""The sweep: variants that compute the same, and variants that do not fit the free memory."""
 
 import pytest
 

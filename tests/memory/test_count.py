@@ -121,7 +121,7 @@ def test_an_exception_leaves_the_count_and_torch_in_order():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (live.current, live.peak) == (KB, KB)
-    # What goes after the block changes nothing, and nothing is watched any more.
+    # Tensors freed after the block change nothing, and new ones are not counted.
     kept.clear()
     kilobyte()
     assert (live.current, live.peak) == (KB, KB)
@@ -174,7 +174,7 @@ def test_agrees_with_the_allocator(connection, meter):
         step(model, x)
     with meter() as allocated:
         step(model, x)
-    # The allocator rounds nothing, but sees the kernels' scratch memory too.
+    # The allocator does not round sizes, but it also counts the kernels' scratch memory.
     assert live.peak <= allocated.peak <= live.peak * 1.02 + KB
     assert live.current == allocated.left == 0
 

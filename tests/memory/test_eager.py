@@ -15,7 +15,7 @@ WIDTH, HEADS, FFN, BATCH, LENGTH = 64, 2, 256, 32, 16
 
 
 class Norm(nn.LayerNorm):
-    """In fp32, as CUDA's autocast has it."""
+    """In fp32, as under CUDA's autocast."""
 
     def forward(self, x):
         return super().forward(x.float())

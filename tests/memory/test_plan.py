@@ -1,4 +1,4 @@
-"""The planner's arithmetic: what it solves inverts, is monotone, and refuses in one sentence."""
+"""The planner's arithmetic: solutions that invert and are monotone, errors in one sentence."""
 
 import itertools
 import json
@@ -130,7 +130,7 @@ def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
     assert mixed.fits
     assert len(set(mixed.policies)) == 2
     assert pure[0].time < mixed.time < min(p.time for p in pure if p.peak <= between)
-    # The more frugal policy lies at the bottom, in one piece.
+    # The policy that saves more memory is that of the lowest layers, without gaps.
     levels = [POLICIES.index(p) for p in mixed.policies]
     assert levels == sorted(levels, reverse=True)
     # One layer fewer of it does not fit.
@@ -172,7 +172,7 @@ def test_the_table_adds_up():
 
 
 def test_recomputation_is_that_of_the_design():
-    """Of the matrix work of an encoder layer, F = 4 D: 11%, 19%, and 22% with attention beside."""
+    """Shares of an encoder layer's matrix work, F = 4 D: 11%, 19%, and 22% plus attention."""
     sizes = plan(budget="1TiB", layers=30, **MODEL, length=1).sizes
     work = 72 * sizes.width**2 * sizes.tokens
     shares = [recomputed_flops(sizes, policy) / work for policy in POLICIES]

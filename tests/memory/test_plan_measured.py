@@ -38,7 +38,7 @@ def encoder_step(sizes, policies, dtype, *, padding=False, accumulate=1):
         for _ in range(accumulate):
             with autocast(dtype):
                 y = encoder.forward_packed(x * 1, packing)
-            # The gradient of y is the step's own, as a loss behind it would make it.
+            # The step makes the gradient of y, as a loss would.
             (2 * y).sum().backward()
             x.grad = None
             del y
@@ -101,7 +101,7 @@ def test_mixed_policies_are_predicted_within_5_percent(seed):
 @pytest.mark.parametrize("policy", POLICIES[:-1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_scaled_weights_of_latent_depth_are_counted(policy, dtype):
-    """They outweigh the activations of few tokens."""
+    """Gradients need more memory than the activations of few tokens."""
     options = {"connection": "latent", "norm": "pre"}
     check_encoder((8, 64, 2, 256, 64, options), policy, dtype)
 

@@ -3,7 +3,7 @@ plain one in this process.
 
     torchrun --nproc-per-node 2 distributed_steps.py ddp-pre-keep fsdp-post-states ...
 
-The plain one keeps everything, whatever the memory policy of the others.
+The plain form keeps everything; the others have memory policies.
 """
 
 import sys
@@ -45,8 +45,8 @@ def ddp(norm, memory):
 
 
 def latent(norm, memory):
-    """Each rank has a language of its own, leaves out other layers in evaluation, and has drawn
-    another number of numbers; both draw the same gates."""
+    """Each rank has its own language, skips other layers in evaluation, and has drawn a different
+    number of random numbers. Both must draw the same gates."""
 
     def stack(memory):
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def fsdp(norm, memory):
     expected = averaged_grads(plain)
     for name, p in module.named_parameters():
         grad = p.grad.full_tensor()
-        # bf16 gradients of bf16 parameters against fp32 gradients rounded nowhere.
+        # bf16 gradients of bf16 parameters against fp32 gradients that are never rounded.
         error = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-6)
         assert error < 1e-2, f"{name}: {error:.2g}"
     assert {p.dtype for p in module.parameters()} == {torch.float32}

@@ -69,7 +69,7 @@ def test_a_decoder_layer_is_one_graph():
     compare(layer, run, layer, x, memory)
 
 
-# A residual stack compiles no other layers than a DLCL stack of its norm: one of them is enough.
+# A residual stack compiles the same layers as a DLCL stack with its norm: one of them is enough.
 @pytest.mark.parametrize(
     ("norm", "connection"),
     [
@@ -98,7 +98,7 @@ def test_twelve_layers_around_a_live_history(norm, connection):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         if tokens == 4:
             first = counter.frame_count
-    # The layers share their code and its guards: not one compilation for each of them, each time.
+    # The layers share their code and its guards: they are not compiled one by one.
     assert counter.frame_count == first > 0
 
 
@@ -133,7 +133,7 @@ KINDS = [
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_whole_stack_traces_to_one_graph(options):
-    """Inside a compiler's reach DLCL is a functional form over registered ops."""
+    """Under a compiler DLCL is a functional form over registered ops."""
     layers, seed = 3, 9
     dlcl = DLCL(layers, DIM, **options)
     for p in dlcl.parameters():

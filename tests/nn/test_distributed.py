@@ -1,4 +1,4 @@
-"""Two processes on the CPU, joined by gloo: replicated and sharded training."""
+"""Two processes on the CPU, connected by gloo: replicated and sharded training."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ FORMS += ["latent-pre-keep", "latent-post-states"]
 
 @pytest.fixture(scope="module")
 def said(python):
-    """What two ranks print of all forms: starting them takes longer than their steps do."""
+    """What two ranks print for all forms: starting them takes longer than their steps."""
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
     return python(

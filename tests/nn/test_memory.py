@@ -1,4 +1,4 @@
-"""Memory policies: the same bits as `keep`, whatever a step does and whatever hangs on layers."""
+"""Memory policies: the same bits as `keep` in every kind of step, with hooks on layers too."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def test_the_same_bits_under_autocast(case):
     for policy in allowed(case):
         got = step(stack(policy, **CASES[case]), autocast=True)
         if policy == "states" and case in ("dlcl", "decoder"):
-            # x is rounded to bf16 before its layer-norm is made again, in forward after it.
+            # Recomputation rounds x to bf16 before its layer-norm, forward rounds after it.
             for name, value in expected.items():
                 torch.testing.assert_close(got[name], value, rtol=0.05, atol=0.05)
         else:
@@ -98,7 +98,7 @@ def test_without_gradient_and_in_evaluation(policy):
 
 @pytest.mark.parametrize("policy", OTHERS)
 def test_a_retained_graph(policy):
-    """Residual layers run again a second time; DLCL's states are gone, as without a policy."""
+    """Residual layers can run again a second time; DLCL's states are gone, as without a policy."""
     if policy != "history":
         module = stack(policy, connection="residual")
         (x,), y = forward(module)

@@ -1,4 +1,4 @@
-"""Memory policies: the bytes they promise, the products they make again, nothing left behind."""
+"""Memory policies: the bytes they keep, the products they recompute, and no leaks."""
 
 import gc
 from collections import Counter
@@ -21,7 +21,7 @@ def kept(connection, policy, layers, norm):
         p.grad = torch.zeros_like(p)
     tokens = 16 * LENGTH
     x = torch.randn(16, LENGTH, DIM)
-    # What is made once, such as masks, is there before.
+    # Tensors that are made once, such as masks, exist before.
     module(x)
     with LiveBytes() as live:
         y = module(x)
@@ -96,7 +96,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("policy", "again"), [("lean", 4), ("leaner", 7), ("states", 8)])
 def test_products_made_again(policy, again):
-    """Of the 12 D^2 of a layer's forward with F = 4 D; the last 4 D^2 never."""
+    """Recomputed out of the 12 D^2 of a layer's forward with F = 4 D; never the last 4 D^2."""
     dim, tokens = 32, 24
 
     def count(memory):

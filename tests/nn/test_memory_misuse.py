@@ -1,4 +1,4 @@
-"""Memory policies: what is changed between forward and backward is refused, or does not matter."""
+"""Memory policies: a change between forward and backward is refused or has no effect."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_a_weight_changed_before_backward_is_an_error(policy, connection, part):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", ["residual", "decoder", "decoder, residual"])
 def test_an_attention_may_be_given_something_else(case, policy):
-    """What makes LN(x) again is not used for what a hook has made of it."""
+    """If a hook has changed LN(x), LN(x) is not recomputed."""
     if policy == "history" and "connection" in CASES[case]:
         pytest.skip("there are no states to mix from")
     results = []
@@ -80,7 +80,7 @@ def test_an_attention_may_be_given_something_else(case, policy):
             part = getattr(layer, name)
             part.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
             if not again:
-                # Has the plain path serve.
+                # Makes the layer take the plain path.
                 layer.register_forward_pre_hook(lambda *_: None)
                 linear = part.query if part.cross else part.query_key_value
                 linear.register_forward_hook(lambda *_: None)

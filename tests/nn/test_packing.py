@@ -1,4 +1,4 @@
-"""Padding taken out and put back."""
+"""Padding is removed and restored."""
 
 import pytest
 import torch

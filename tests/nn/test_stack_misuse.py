@@ -1,4 +1,4 @@
-"""What layers and stacks do not take: one sentence each."""
+"""Arguments that layers and stacks refuse, with one sentence each."""
 
 import pytest
 import torch

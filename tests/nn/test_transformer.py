@@ -363,7 +363,7 @@ def test_refuses_options(kind, options, message):
 
 
 def test_replaced_and_hooked_layers_are_called():
-    """Norm and linear run as one op only where nothing is to be seen between them."""
+    """Norm and linear run as one op only if nothing observes the tensor between them."""
     m = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0)
     x, seen = torch.randn(2, 3, DIM), []
     plain = m(x)

@@ -1,4 +1,4 @@
-"""Every registered op's public call over leaves, and the operator behind it."""
+"""For every registered op: a public call with its leaves, and the operator behind it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +14,7 @@ SMOOTHING = 0.1
 
 
 class Case(NamedTuple):
-    """A public call over leaves, and the arguments of the operator behind it."""
+    """A public call with its leaves, and the arguments of the operator behind it."""
 
     run: Callable
     leaves: list[torch.Tensor]
@@ -173,7 +173,7 @@ DROPOUT = [0.0, 0.3]
 
 
 def serves(name, backend):
-    """On the CPU attention is torch's, which registers itself; some ops have no CUDA kernel."""
+    """On the CPU attention is torch's, registered by torch; some ops have no CUDA kernel."""
     if VARIANTS.get(name, name) in NO_CUDA and backend == "cuda":
         pytest.skip(f"{name} has no CUDA kernel")
     if name == "attention" and backend in SDPA:

@@ -12,5 +12,5 @@ def _poisoned_on_one_thread(poison, threads):
 
 @pytest.fixture
 def backend(kernel_backend):
-    """Each backend that can run here, by name; one that has not the test's dtype is skipped."""
+    """Each backend that can run here, by name; one without the test's dtype is skipped."""
     return kernel_backend

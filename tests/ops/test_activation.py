@@ -12,7 +12,7 @@ from deepfast.reference.activation import KINDS
 from deepfast.reference.dropout import dropout_mask
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
-# Rows of whole vectors and of none, of several kinds of tail, of more than 8192 channels.
+# Rows with and without whole vectors, with several kinds of tail, of more than 8192 channels.
 SHAPES = [(1, 1), (3, 17), (2, 3, 33), (70, 64), (7, 255), (2, 129), (2, 9001)]
 SEED, P = 1234567890123, 0.3
 NUMBERS = torch.linspace(-14, 14, 2**16 + 1)
@@ -30,7 +30,7 @@ def kind(request):
 
 
 def mask_of(shape, p, dtype=torch.float64):
-    """The factors of dropout."""
+    """The mask of dropout, scaled."""
     return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape).to(dtype)
 
 
@@ -57,7 +57,7 @@ def compare(tolerances, ran, backend, dtype, h, kind, p):
 
     exact = plain(torch.float64)
     if kind == "relu":
-        # What relu's result says of it: where that is rounded to 0, no gradient passes.
+        # relu's gradient depends on its result: where that is rounded to 0, no gradient passes.
         exact["dh"] = torch.where(got["out"] != 0, exact["dh"], 0)
     tolerances.assert_all_accurate(got, plain(dtype), exact, dtype)
     assert got["out"].dtype == got["dh"].dtype == dtype
@@ -94,8 +94,8 @@ def units(got, exact):
 
 
 def test_gelu_on_a_cpu_is_exact_to_a_few_units():
-    """Also where it is small, as long as it is no subnormal number; erf loses all digits there.
-    Of the slope only the absolute error is small around its zero."""
+    """The result is accurate where it is small too, unless it is subnormal; erf loses all digits
+    there. Around the zero of the slope only its absolute error is small."""
     if (reason := backends.refusal("activation", "cpu", "cpu", torch.float32)) is not None:
         pytest.skip(reason)
     h = NUMBERS[NUMBERS > -12.5].view(1, -1)
@@ -118,7 +118,7 @@ def test_nan_goes_through(backend, kind, dtype):
     expected = with_gradient(getattr(F, kind), h, torch.ones_like(h))
     assert torch.equal(out.isnan(), expected["out"].isnan())
     assert torch.equal(dh.isnan(), expected["dh"].isnan())
-    # And of the gradient, where one passes.
+    # The same for the gradient, where one passes.
     dout = torch.full_like(h, torch.nan)
     h = torch.tensor([[-1.0, 1.0, 2.0] * 11], dtype=dtype)
     _, dh = with_gradient(lambda h: fused(h, kind, 0.0, backend), h, dout).values()
@@ -127,7 +127,7 @@ def test_nan_goes_through(backend, kind, dtype):
 
 
 def test_infinities(backend, kind):
-    """As torch has them in float64; its own fp32 form of gelu loses some."""
+    """Like torch in float64; torch's own fp32 form of gelu loses some."""
     h = torch.tensor([[torch.inf, -torch.inf, 3e38, -3e38]])
     got = with_gradient(lambda h: fused(h, kind, 0.0, backend), h, torch.ones_like(h))
     expected = with_gradient(getattr(F, kind), h.double(), torch.ones_like(h))
@@ -216,7 +216,7 @@ def test_the_gradient_may_take_the_place_of_what_was_saved(backend, kind):
 
 
 def test_in_place_without_contiguous_channels(backend, kind):
-    """A copy is changed, and returned."""
+    """The op changes and returns a copy."""
     h = torch.randn(37, 6).t()
     expected = compute(h, kind, 0.0, None, backend)
     assert torch.equal(compute(h, kind, 0.0, None, backend, inplace=True), expected)

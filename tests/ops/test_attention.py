@@ -97,7 +97,7 @@ def test_gradients_that_are_not_contiguous(server):
 
 
 def test_dropout_by_seed(tolerances):
-    """Triton's mask is the reference's; seeds make it, and one drawn is replayed by torch's."""
+    """Triton's mask is the reference's for the seed; torch's attention replays a drawn mask."""
     pytest.importorskip("triton")
     leaves, args = operands([4, 6], [4, 6]), ([4, 6], [4, 6], False)
     grad = torch.randn(leaves[0].shape)
@@ -135,7 +135,7 @@ def test_scale(server):
 @pytest.mark.parametrize("scale", [-0.5, 0, 0.3])
 @pytest.mark.parametrize(("queries", "keys"), [([3, 7, 1], [3, 7, 1]), ([2, 5], [6, 9])], ids=str)
 def test_any_scale(tolerances, server, queries, keys, scale, causal):
-    """A scale of 0 weighs all keys alike, one below 0 prefers the least alike; masks hold."""
+    """A scale of 0 weighs keys equally, a negative one reverses the order; masks still apply."""
     leaves, args = operands(queries, keys), (queries, keys, causal)
     grad = torch.randn(leaves[0].shape)
     got, plain, exact = (

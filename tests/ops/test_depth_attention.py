@@ -23,7 +23,7 @@ def plain_form(sources, query=None, scores=None, norm_weight=None, norm="rms", e
 
 
 def operands(count, shape, hops, mode):
-    """Sources and what gives their scores; about as far apart as in training."""
+    """Sources, and the operands of their scores; their spread is about that of training."""
     *lead, dim = shape
     many = () if hops is None else (hops,)
     sources = [torch.randn(shape) * (1 + k % 3) + k % 2 for k in range(count)]
@@ -48,7 +48,7 @@ def results(form, sources, given, dtype, given_dtype):
 
 
 def compare(tolerances, ran, backend, dtype, sources, given, **options):
-    # Numbers that every dtype holds: the forms differ in their arithmetic alone.
+    # Numbers that every dtype represents exactly: the forms differ only in their arithmetic.
     sources = [s.to(dtype).float() for s in sources]
     given = {k: p.to(dtype).float() for k, p in given.items()}
 
@@ -101,9 +101,9 @@ def test_agrees_on_extreme_sources(tolerances, ran, exact_backend, scale):
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_scores_far_from_zero(tolerances, ran, exact_backend, offset):
-    """Only their differences count; each exponential alone would overflow, or vanish."""
+    """Only differences of scores count; each exponential alone would overflow or underflow."""
     sources, given = operands(9, (4, 16), 2, "scores")
-    # In steps that fp32 holds there too.
+    # In steps that fp32 represents exactly there too.
     given["scores"] = (given["scores"] * 8).round() / 8 + offset
     compare(tolerances, ran, exact_backend, torch.float32, sources, given)
 
@@ -143,7 +143,7 @@ def test_a_source_left_out(exact_backend):
 @pytest.mark.parametrize("hops", [None, 2])
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_score_of_infinity_is_nan(exact_backend, hops, place):
-    """As torch.softmax has it: in its token's result, and nowhere else."""
+    """Like torch.softmax: the result of its token is NaN, and no other."""
     sources, given = operands(5, (6, 10), hops, "scores")
     given["scores"][1, place] = torch.inf
 
@@ -160,7 +160,7 @@ def test_a_score_of_infinity_is_nan(exact_backend, hops, place):
 
 @pytest.mark.parametrize("hops", [None, 3])
 def test_merged_results_are_those_of_all_sources(exact_backend, hops):
-    """Blocks of sources on their own, joined by their lse; values and gradients."""
+    """Blocks of sources are computed alone and combined by their lse; values and gradients."""
     sources, given = operands(7, (4, 6), hops, "gain")
     leaves = [t.double().requires_grad_() for t in (*sources, *given.values())]
     query, gain = leaves[7:]
@@ -248,7 +248,7 @@ def test_one_result_alone_is_used(exact_backend, used):
 
 
 def test_memory_is_that_of_the_results(meter):
-    """Nothing is stacked, and backward holds the gradients alone."""
+    """Nothing is stacked, and backward allocates only the gradients."""
     sources, given = operands(40, (100, 256), None, "query")
     with meter() as m:
         out = depth_attention(sources, **given, backend="cpu")

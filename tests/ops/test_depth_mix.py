@@ -67,7 +67,7 @@ def compare(tolerances, ran, backend, dtype, args):
 )
 def test_agrees(tolerances, ran, backend, dtype, kind, norm, count, shape):
     if shape[-1] == 1 and norm is not None:
-        # The normalised form of one channel is 0: nothing to compare but rounding.
+        # One normalised channel is always 0: only rounding could be compared.
         shape = (3, 5)
     compare(tolerances, ran, backend, dtype, operands(count, shape, kind, norm, dtype))
 

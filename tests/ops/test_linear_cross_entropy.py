@@ -13,7 +13,7 @@ from deepfast.ops.linear_cross_entropy import chunk_rows
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
-# T, D, V: no size that anything likes, and a vocabulary beyond 16 bits.
+# T, D, V: sizes that fit no block or vector, and a vocabulary beyond 16 bits.
 SHAPES = [(1, 1, 1), (5, 3, 2), (37, 24, 1001), (9, 64, 512), (3, 8, 70_001)]
 
 
@@ -144,7 +144,7 @@ def test_what_is_not_finite_shows(backend, value):
 
 
 def test_no_target_counts(backend):
-    """nan for a mean, as torch has it; no gradient."""
+    """NaN for a mean, as in torch; no gradient."""
     hidden, weight, _ = operands(5, 4, 7)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     target = torch.full((5,), -100)
@@ -232,7 +232,7 @@ def test_gradients_accumulate(backend):
 
 
 def test_tied_weight(backend):
-    """The embedding is the projection too: its gradient is the sum of both uses."""
+    """The embedding is also the projection: its gradient is the sum of both uses."""
     weight, tokens = torch.randn(13, 6, requires_grad=True), torch.randint(13, (5,))
 
     def grad(project):
@@ -275,7 +275,7 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(tolerances, backend, dtype):
-    """As on the cast operands; the gradient of an fp32 weight is never rounded."""
+    """The same as with cast operands; the gradient of an fp32 weight is never rounded."""
     hidden, weight, target = operands(37, 24, 300)
     leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
     with torch.autocast("cpu", dtype):
@@ -330,13 +330,13 @@ def test_peak_memory(meter, monkeypatch, weights, cast):
     hidden.requires_grad_(), weight.requires_grad_()
     with meter() as forward, torch.autocast("cpu", torch.bfloat16, enabled=cast):
         loss = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk=T // 32)
-    # Nothing but the two gradients waits for backward.
+    # Only the two gradients are kept for backward.
     kept = hidden.numel() * (2 if cast else weights.itemsize) + 4 * weight.numel()
     assert kept <= forward.left < kept + 2000
     assert forward.peak - hidden.nbytes - 4 * weight.numel() < 0.05 * 4 * T * V
     with meter() as backward:
         loss.backward()
-    # In fp32 what was kept became the gradient; a product of 16 bits is widened on a CPU.
+    # In fp32 the kept tensor becomes the gradient; a CPU widens a product of 16 bits.
     wide = cast or weights == torch.bfloat16
     rounded = 0 if weights == torch.float32 else weight.nbytes
     assert backward.peak < 2000 + rounded + (8 * hidden.numel() if wide else 0)

@@ -82,7 +82,7 @@ def test_gradcheck(exact_backend, residual, p):
 
 
 def test_no_normalised_copy_is_kept(backend):
-    """Backward keeps the sum, which is returned anyway, and two numbers a token."""
+    """It saves the sum, which it returns anyway, and two numbers per token."""
     x = torch.randn(64, 32, requires_grad=True)
     params = [torch.randn(32), torch.randn(32), torch.randn(N, 32, requires_grad=True)]
     kept = []

@@ -8,8 +8,8 @@ from deepfast.ops import peephole_lstm
 from deepfast.reference.peephole_lstm import cell
 from deepfast.reference.peephole_lstm import peephole_lstm as reference
 
-# Channels of no whole vector, of several kinds of tail, of whole panels; sentences of no whole
-# block of rows; more depth than a block.
+# Channels: less than a vector, several kinds of tail, whole panels. Sentences: less than a block of
+# rows. Depth: more than a block.
 SHAPES = [(1, 1, 1), (4, 7, 17), (3, 13, 64), (2, 3, 100), (5, 4, 8)]
 NAMES = ("f", "weight", "peephole", "h0", "c0")
 OUTPUTS = ("h", "h_last", "c_last")
@@ -92,7 +92,7 @@ def test_agrees(tolerances, ran, backend, T, B, H, reverse, dtype):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_reference_is_the_formula(reverse):
-    """Batched with masks as sentence by sentence."""
+    """A padded batch gives the same as its sentences one by one."""
     leaves, grads = operands(4, 5, 3, torch.float64), gradients_of(4, 5, 3)
     options = {"lengths": some_lengths(4, 5), "reverse": reverse}
     want, got = (step(form, leaves, grads, **options) for form in (positional, reference))
@@ -138,7 +138,7 @@ def test_a_loss_on_one_output(backend, only):
 
 
 def test_steps_one_by_one_are_the_whole(backend):
-    """State carried by the caller, as a decoder does."""
+    """The caller carries the state, like a decoder."""
     f, weight, peephole, h, c = operands(5, 3, 9)
     whole = peephole_lstm(f, weight, peephole, h0=h, c0=c, backend=backend)
     for t in range(5):
@@ -160,7 +160,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
 
 
 def test_extreme_values(backend):
-    """Gates that are shut and open to the last bit, and a NaN stays in its sentence."""
+    """Gates that are exactly 0 or 1, and a NaN that stays in its sentence."""
     f = torch.zeros(2, 4, 12)
     f[:, 0], f[:, 1], f[0, 2, 0] = 1e30, -1e30, torch.nan
     weight, peephole = torch.eye(3).repeat(1, 4), torch.ones(3, 3)
@@ -172,7 +172,7 @@ def test_extreme_values(backend):
 
 
 def test_tiny_values_keep_their_digits(backend):
-    """tanh of what is nearly 0 is itself."""
+    """tanh(x) is x for tiny x."""
     f = torch.zeros(1, 1, 4 * 16)
     f[..., :16] = torch.logspace(-30, -2, 16)
     h, _, c = peephole_lstm(f, torch.zeros(16, 64), torch.zeros(3, 16), backend=backend)
@@ -192,7 +192,7 @@ def test_empty(backend, T, B):
     assert grads[1].eq(0).all()
     assert grads[2].eq(0).all()
     assert grads[3].eq(1).all()
-    # And without first states.
+    # The same without first states.
     out = peephole_lstm(f, weight, peephole, reverse=True, backend=backend)
     grads = torch.autograd.grad(sum(o.sum() for o in out), leaves[:3])
     assert [g.shape for g in grads] == [x.shape for x in leaves[:3]]

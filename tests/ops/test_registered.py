@@ -1,4 +1,4 @@
-"""What torch's own machinery makes of the ops: dispatch, fake tensors, autocast, counting."""
+"""The ops under torch's own machinery: dispatch, fake tensors, autocast, FLOP counts."""
 
 import contextlib
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def launched(monkeypatch):
 
 
 def test_opcheck_of_the_compiled_launches(launched):
-    """Each as the engine and the ops call it."""
+    """Each launch, called as the engine and the ops call it."""
     expected = {f for op, group in backends.OPS.items() if op != "attention" for f in group}
     assert launched.keys() == expected
     for name, args in launched.items():
@@ -102,7 +102,7 @@ def test_opcheck_of_the_compiled_launches(launched):
 @pytest.mark.parametrize("p", DROPOUT)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_operator_is_the_function(any_backend, name, p):
-    """Eager code takes a short cut past the dispatcher: the same bits come out."""
+    """Eager code bypasses the dispatcher and gives the same bits."""
     serves(name, any_backend)
     c = case(name, any_backend, p)
     count = len(outputs(c.run(*c.leaves)))
@@ -115,7 +115,7 @@ def test_the_operator_is_the_function(any_backend, name, p):
 
 FULL, HALF = torch.float32, torch.bfloat16
 AUTOCAST = {
-    # Activation leaves its input as it is.
+    # Activation does not change its input.
     "layer_norm": [HALF, HALF], "activation": [FULL], "depth_mix": [HALF],
     "depth_attention": [HALF, FULL], "norm_linear": [HALF, HALF], "feed_forward": [HALF, HALF],
     "attention": [HALF], "linear_cross_entropy": [FULL, FULL], "peephole_lstm": [HALF, HALF, FULL],
@@ -138,7 +138,7 @@ def test_autocast_of_the_operator(backend, name):
 
 
 def test_flops():
-    """Matrix products are counted, elementwise work is not: torch's own convention."""
+    """Matrix products count, elementwise work does not, as in torch."""
     expected = {
         "layer_norm": (0, 0),
         "activation": (0, 0),
@@ -164,7 +164,7 @@ def test_flops():
 
 @pytest.mark.parametrize("layers", [3, 12])
 def test_flops_of_a_stack(layers):
-    """Each pair of layers counts once forward and twice backward, however rows are blocked."""
+    """Each pair of layers counts once forward and twice backward, for any block size."""
     dlcl, x, history = DLCL(layers, D, backend="cpu"), leaf(T, D), DepthHistory()
     pairs = (layers + 1) * (layers + 2) // 2
     with FlopCounterMode(display=False) as counter:
@@ -196,7 +196,7 @@ def test_inference_leaves_no_graph(backend):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode_is_an_error(name):
-    """It would give tangents of zero."""
+    """Forward mode would give tangents of zero."""
     c = case(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
@@ -205,7 +205,7 @@ def test_forward_mode_is_an_error(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_transforms_are_an_error(name):
-    """torch's own: an op has no rule for them."""
+    """The error is torch's own: an op has no rule for these transforms."""
     c = case(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
@@ -216,7 +216,7 @@ def test_gradient_transforms_are_an_error(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode, power):
-    """What lies below the op is reached on other paths too, and they alone would be wrong. The
+    """Tensors below the op also get gradients on other paths, which alone would be wrong. The
     gradient of a linear loss is constant, and its penalty must not vanish either."""
     c, below = case(name, "reference", 0.0), torch.ones((), requires_grad=True)
     x, *rest = c.leaves

@@ -1,4 +1,4 @@
-"""What torch's compiler and its checkpointing make of the registered ops."""
+"""The registered ops under torch's compiler and its checkpointing."""
 
 from functools import partial
 
@@ -89,7 +89,7 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_replays_dropout(backend, name):
-    """The seed comes from torch's generator, which checkpointing sets back."""
+    """The seed comes from torch's generator, which checkpointing restores."""
     serves(name, backend)
     c = case(name, backend, 0.3)
     drawn = {"layer_norm": ops.layer_norm, "norm_linear": ops.norm_linear}
@@ -114,7 +114,7 @@ def test_checkpointing_replays_dropout(backend, name):
 
 @pytest.mark.parametrize("saved", NAMES)
 def test_selective_checkpointing_by_op(backend, saved):
-    """An op that is to be saved does not run again; the others do."""
+    """An op whose results the policy saves does not run again; the others do."""
     if backend == "cpu":
         backend = None
     cases = {name: case(name, "reference", 0.0) for name in NAMES}

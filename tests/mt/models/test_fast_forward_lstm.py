@@ -176,7 +176,7 @@ def test_rates_and_decay():
 
 
 def test_dropout_falls_on_h_alone():
-    """With h all zero, f alone carries the source to the top, and gradients to the bottom."""
+    """With h all zero, only f carries the source to the top and gradients to the bottom."""
     model = make(dropout=0.999999).train()
     source, given, wanted = batch()
     model.loss(source, given, wanted)[0].backward()

@@ -76,7 +76,7 @@ def test_options_of_attention(kind, options):
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_an_embedding_of_others(kind):
-    """Shared by two stacks, of which the other one is deeper."""
+    """Two stacks share it, and the other stack is deeper."""
     m = fusion(kind, own_embedding=False)
     assert "layer_embedding" not in dict(m.named_parameters())
     e = torch.randn(STATES + 2, DIM, dtype=torch.float64, requires_grad=True)
@@ -102,7 +102,7 @@ def test_the_layer_embedding_begins_small():
 
 
 def test_no_stack_of_states_is_made(meter):
-    """Attention holds one state for each hop, and what its scores need."""
+    """Attention keeps one state for each hop, and the tensors for its scores."""
     m = LayerFusion(30, 64, hops=1, attention_dim=4, hidden_dim=8)
     z = [torch.randn(500, 64) for _ in range(30)]
     with torch.no_grad(), meter() as used:

@@ -41,7 +41,7 @@ def test_the_noise_is_a_difference_of_gumbels():
 
 
 def test_each_forward_draws_anew_and_a_step_draws_again():
-    """Whatever torch's generator did meanwhile, and whatever other stacks drew."""
+    """The draws depend neither on torch's generator nor on other stacks."""
     module = latent()
     module.set_step(5)
     first = [module.draw(), module.draw()]
@@ -80,7 +80,7 @@ def test_evaluation_is_deterministic():
 
 @pytest.mark.parametrize("options", [{"hard": True}, {"tau": 0.8}, {"tau": 3.0}])
 def test_the_mean_is_that_of_the_draws(options):
-    """Of the layers that are used, over many draws, within four standard errors."""
+    """The mean number of used layers over many draws, within four standard errors."""
     module = latent(evaluation="mean", threshold=0.1, **options)
     with torch.no_grad():
         draws = torch.stack([module.draw() for _ in range(4000)]).double()

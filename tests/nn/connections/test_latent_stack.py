@@ -108,7 +108,7 @@ def test_a_layer_that_is_not_used_is_not_run(norm):
 @NORMS
 @pytest.mark.parametrize("evaluation", ["threshold", "mean"])
 def test_decoding_step_by_step(norm, evaluation):
-    """As the whole forward; of layers that are not used neither keys nor values are kept."""
+    """The same as the whole forward; unused layers keep neither keys nor values."""
     m = decoder(norm, evaluation=evaluation).eval()
     x, encoded = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_stack_without_any_layer_left_is_its_last_norm():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_draws_the_same_again(reentrant, dropout):
-    """Two forwards in front of their backwards, of which the first comes last."""
+    """Two forwards, then their backwards in reverse order."""
     inputs = torch.randn(2, 5, DIM)
 
     def run(wrap):
@@ -199,7 +199,7 @@ def test_an_attention_of_another_make_is_scaled_too():
 
 
 def test_a_gate_keeps_no_state_for_backward():
-    """Beside what the plain stack keeps only scaled weights, however many tokens there are."""
+    """It keeps what the plain stack keeps and the scaled weights, for any number of tokens."""
 
     def kept(connection, tokens):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The states between the layers of a stack, for whoever reads all of them."""
+"""The states between the layers of a stack, for connections that read all of them."""
 
 import pytest
 import torch
