@@ -6,7 +6,7 @@
 STABLE_TORCH_LIBRARY(deepfast_emulated, m) { define_launches(m); }
 
 #if defined(__x86_64__)
-// Saves what a called function must keep, and the stack it is on; goes on where the other left.
+// Saves what a called function must keep, and its stack; continues where the other one left.
 asm(R"(
   .text
   .globl deepfast_emulator_switch

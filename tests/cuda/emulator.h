@@ -1,11 +1,11 @@
 // CUDA on a processor, for tests: enough of the language to run csrc/cuda/*.cu without a GPU.
 //
-// Blocks run one after another, each thread of a block as a fiber that runs until it meets others:
-// at a barrier, in an operation of its warp, on a copy. Shared memory is NaN at first. An
-// asynchronous copy arrives as late as it may, and until then its target is NaN: a wait that is
-// missing shows. The order of the fibers follows EMULATOR_ORDER (0: ascending, 1: descending,
-// otherwise shuffled by that seed): code that needs one order shows too. A block that can go no
-// further aborts with what its threads wait for.
+// Blocks run one after another. Each thread of a block is a fiber that runs until it must wait: at
+// a barrier, in an operation of its warp, for a copy. Shared memory is NaN at first. An
+// asynchronous copy arrives as late as allowed, and until then its target is NaN, so a missing wait
+// is found. EMULATOR_ORDER gives the order of the fibers (0: ascending, 1: descending, otherwise
+// shuffled with that seed), so code that needs one order is found too. If no thread of a block can
+// continue, the program aborts and prints what its threads wait for.
 #pragma once
 
 #include <dlfcn.h>
@@ -84,13 +84,13 @@ struct Copy {
   bool exists;
 };
 
-// What a lane shows to its warp. Two in turn: a lane is never two operations ahead of another.
+// What a lane shows to its warp. Two buffers alternate: a lane is never two operations ahead.
 struct Shown {
   unsigned char bytes[2][64];
   uint64_t count = 0;
 };
 
-// A point to go on from: registers on a stack of its own. ucontext asks the system at each switch,
+// A point to continue from: registers and a stack. ucontext makes a system call at each switch,
 // which would take most of the tests' time; x86-64 has a few instructions in emulated.cpp instead.
 #if defined(__x86_64__)
 extern "C" void deepfast_emulator_switch(void** from, void* to);
@@ -158,7 +158,7 @@ inline Block*& block() {
 }
 inline Fiber& self() { return block()->fibers[block()->current]; }
 
-// Leaves the fiber until `ready`.
+// Suspends the fiber until `ready`.
 template <class Ready>
 void wait_until(const char* what, const Ready& ready) {
   if (ready()) return;
@@ -222,7 +222,7 @@ inline void run_block(Block& b) {
         if (copy.bytes > 0) fail("a thread ended before its copies");
 }
 
-// Every lane shows its bytes and, when all have, reads those of all.
+// Every lane shows its bytes; when all have done so, it reads those of all lanes.
 template <class T, class Read>
 auto in_warp(const T& mine, const Read& read) {
   static_assert(sizeof(T) <= 64, "a lane shows at most 64 bytes");
@@ -267,7 +267,7 @@ inline void log_launch(const void* kernel, const cudaLaunchConfig_t& config) {
   std::fclose(file);
 }
 
-// EMULATOR_BLOCKS: how many blocks of a launch run, where their results are of no interest.
+// EMULATOR_BLOCKS: how many blocks of a launch run, for runs whose results do not matter.
 inline unsigned most_blocks() {
   const char* chosen = std::getenv("EMULATOR_BLOCKS");
   return chosen == nullptr ? ~0u : static_cast<unsigned>(std::atol(chosen));

@@ -1,7 +1,6 @@
-// What the kernels of csrc/cuda share with the host, as ops on tensors for
-// test_device_functions.py.
+// What the kernels of csrc/cuda share with the host, as ops for test_device_functions.py.
 //
-// Compiled as plain C++: neither for a GPU nor over the emulator.
+// Compiled as plain C++, neither for a GPU nor for the emulator.
 #include <torch/csrc/stable/library.h>
 
 #include "common/tensor.h"
@@ -53,7 +52,7 @@ void narrow_op(Tensor values, bool half, Tensor out) {
                                               values.numel());
 }
 
-// Drops the rows of x (T, D), D a multiple of eight, of which the first is token `first`.
+// Applies dropout to the rows of x (T, D), D a multiple of eight. The first row is token `first`.
 void drop_op(Tensor x, Tensor seed, int64_t first, double p) {
   const DropoutFactors factors = dropout_factors(seed, p);
   const int64_t dim = x.size(1);
