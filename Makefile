@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml constraints.txt deepfast/launches.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 
-# What `make gpu` runs on: the environment of `make setup` where it is, else PYTHON as it is.
+# The Python of `make gpu`: that of `make setup` if it exists, else PYTHON.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: help setup test test-all test-avx2 cuda-check report systems gpu lint clean
@@ -21,9 +21,9 @@ help:
 
 setup: $(VENV)/.installed
 
-# An installed torch is kept, with the triton it came with: pip's constraints apply only where
-# none is there yet. The ops compile while pip fetches what only tests and training need; the
-# install then links them, or tells why they do not compile.
+# An installed torch is kept, with its triton: constraints.txt decides only if there is none yet. The
+# ops compile while pip fetches the packages of tests and training. The install then links the ops, or
+# says why they do not compile.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
@@ -45,11 +45,11 @@ test: setup
 test-all: setup
 	$(PYTEST) tests --all-cases --drawn 60
 
-# The ops once more, as a processor without AVX-512 computes them.
+# The tests of the ops again, as on a processor without AVX-512.
 test-avx2: setup
 	@if $(BIN)/python -c 'import sys, torch; sys.exit("AVX512" not in torch.backends.cpu.get_cpu_capability())'; then \
 	  DEEPFAST_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) tests/ops; \
-	else echo "test-avx2: the processor has no AVX-512, make test was this run"; fi
+	else echo "test-avx2: the processor has no AVX-512, so make test was the same run"; fi
 
 cuda-check: setup
 	$(BIN)/python tests/cuda/ptxas.py
@@ -57,7 +57,7 @@ cuda-check: setup
 report: setup
 	$(BIN)/deepfast report --output report
 
-# DATA='train.en train.de' takes two text files; what is done is not done again.
+# DATA='train.en train.de' takes two text files. Finished runs are not run again.
 SEEDS ?= 3
 systems: setup
 	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
