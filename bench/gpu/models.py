@@ -204,13 +204,11 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
     what = f"launch cost of one boundary, {by}, T={T}, D={D}"
     for name, run in {"forward": without_grad, "forward + backward": both}.items():
         _launch_row(bench, what, name, _host_seconds(bench, run), layers + 1)
-    # The launch alone, without autograd and modules: the forward of the last row again.
+    # The launch alone, without autograd and modules: the forward of the last row again. The pass
+    # is open to a backward, so its states are still there.
     history, residual, n = DepthHistory(), None, branch
-    with torch.no_grad():
-        for _ in range(layers + 1):
-            residual, n = dlcl(
-                n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output()
-            )
+    for _ in range(layers + 1):
+        residual, n = dlcl(n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output())
     state, x, out = history.state, torch.empty_like(branch), torch.empty_like(branch)
     weight, bias = (p.detach().float() for p in (norm.weight, norm.bias))
     row, seed = layers, torch.tensor(5, device=bench.device)
