@@ -1,6 +1,6 @@
 // Views of tensors and the checks that guard memory, for the ops of every device.
 //
-// Shapes and dtypes are validated once, in deepfast/ops.
+// Shapes and dtypes are validated once, in deepfast/ops and deepfast/depth.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

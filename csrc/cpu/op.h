@@ -1,6 +1,6 @@
 // What every CPU op needs: partial sums over tokens, parallel loops.
 //
-// Shapes and dtypes are validated once, in deepfast/ops; the checks here guard memory.
+// Shapes and dtypes are validated once, in deepfast/ops and deepfast/depth; the checks here guard memory.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,9 @@
 """The depth connection: every layer reads a combination of all layers below it.
 
-The states are z_0 .. z_L, and W has rows 0 .. L. Row k computes the input of layer k + 1 from the
-states up to k: ``x_{k+1} = sum_{j<=k} W[k,j] z_j``. Rows are computed in blocks. The picture shows
+The states are z_0 .. z_L, and W has rows 0 .. L. Row l computes the input of layer l + 1 from the
+states up to l: ``x_{l+1} = sum_{k<=l} W[l,k] z_k``. In pre-norm the slot of a state holds n_k, the
+normalised output of layer k, and a kernel that reads it computes ``z_k = norm_weight[k] n_k +
+norm_bias[k]``. Elsewhere z_k is the output itself. Rows are computed in blocks. The picture shows
 the block of rows 4 to 7 of a stack with 12 rows. One buffer has a slot for each state, and one
 more.
 
@@ -9,7 +11,7 @@ forward     slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
             holds   z0 z1 z2 z3 | z4  .  .  . |  .  .  .  .    .
 
     Row 4 is the first of its block. One pass over z0 .. z3 computes the partial sums of all
-    four rows ahead of time (mix_rows):     P_k = W[k,0] z0 + .. + W[k,3] z3,   k = 4 .. 7
+    four rows ahead of time (mix_rows):     P_l = W[l,0] z0 + .. + W[l,3] z3,   l = 4 .. 7
     Each row then adds the states of its own block (boundary_forward):
 
         push y_4: z4 to its slot            x_5 = P_4 + W[4,4] z4
@@ -20,8 +22,8 @@ forward     slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
 backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
             holds   z0 z1 z2 z3 | z4 z5 z6 z7 | --  g8 g9 g10 g11
 
-    g_k is the gradient of x_{k+1}. When backward computes g_k, nothing reads z_{k+1} any more, so
-    g_k takes its slot. Backward reaches row 7 of this block first. One pass over g8 .. g11 and
+    g_l is the gradient of x_{l+1}. When backward computes g_l, nothing reads z_{l+1} any more, so
+    g_l takes its slot. Backward reaches row 7 of this block first. One pass over g8 .. g11 and
     z4 .. z7 computes what the later rows add to the gradients of all four states (pull_rows):
                                             Q_k = W[8,k] g8 + .. + W[11,k] g11,   k = 4 .. 7
                                             dW[l,k] = <g_l, z_k>,   l = 8 .. 11
@@ -31,6 +33,9 @@ backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
         g6 to slot 7 (z7 was there)         dz_6 = Q_6 + W[6,6] g6 + W[7,6] g7
         g5 to slot 6                        dz_5 = Q_5 + W[5,5] g5 + W[6,5] g6 + W[7,5] g7
         g4 to slot 5                        dz_4 = Q_4 + W[4,4] g4 + .. + W[7,4] g7
+
+    In the same kernel dz_k passes through the backward of LN_k and of the dropout. The result is
+    the gradient of layer k's output.
 
 So the connection needs one buffer of L + 2 states for forward and backward together, and reads each
 state about sqrt(L) times.

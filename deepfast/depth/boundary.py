@@ -206,8 +206,8 @@ def push(
     recomputed = k < state.pushed
     token = history.token
     if recomputed:
-        # Only the results of this node are used. Its token requires a gradient exactly where the
-        # first one did, so that the node saves the same number of tensors.
+        # Only the results of this node are used. Checkpointing counts the tensors that it saves.
+        # That number depends on what requires a gradient, so the token must be like the first one.
         token = torch.empty(0, requires_grad=state.token_grad(k))
     weight = bias = eps = None
     if state.norm_out[k]:

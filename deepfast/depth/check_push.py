@@ -112,9 +112,9 @@ def _check_recomputed(history: DepthHistory, k: int, task: int) -> None:
     """Checks a push that checkpointing repeats: it must belong to the pass of ``history``.
 
     The checkpointed function may refer to the wrong history, for example when a module keeps only
-    the history of its last pass. The check takes the autograd node that runs now: its gradient must
-    flow into a boundary of this pass. If it flows into no boundary at all, the backward pass of
-    this forward pass must be running. The states up to k must still exist.
+    the history of its last pass. So the check follows the graph down from the autograd node that
+    runs now. The first boundaries on the way must belong to this pass. If there is no boundary on
+    the way, this pass must be in the middle of its backward. The states up to k must still exist.
     """
     state = history.state
     passes = nearest_passes(torch._C._current_autograd_node(), history.owner)

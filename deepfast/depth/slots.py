@@ -42,8 +42,8 @@ class BlockSums:
     ) -> None:
         """Computes ``sums[t - start]``, the sum for target t, for all t in [start, stop).
 
-        groups: targets -> the sources that are summed for exactly these targets. Each group is one
-            launch; a full pattern has one group.
+        groups: maps several targets to the sources that all of them sum. One launch computes one
+            group. Where every target sums the same sources there is one group.
         launch: called with the targets, their sources, the buffer of sums, the targets' entries in
             it, and whether to add to them.
         """

@@ -1,8 +1,10 @@
 """What one forward pass remembers for its backward pass: states, gradients and partial sums.
 
-A state z_k is one (T, D) tensor: layer k's output normalised where sources have layer-norms (their
-weight and bias are applied while mixing), the output itself elsewhere. The picture in
-`deepfast.depth` shows what a slot holds when. Nothing here knows autograd; its nodes, in
+A state is one (T, D) tensor in a slot. Where sources have layer-norms the slot holds the normalised
+output n_k of layer k, and the kernels compute ``z_k = norm_weight[k] n_k + norm_bias[k]`` when they
+read it. Elsewhere it holds the output itself. The picture in `deepfast.depth` shows what a slot
+holds when. The functions in ``launch`` are the kernels of the backend that `deepfast.backend`
+chose; `deepfast.launches` lists their operands. Nothing here knows autograd; its nodes, in
 `deepfast.depth.boundary`, call these methods in order.
 """
 
