@@ -76,13 +76,9 @@ class DLCL(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        for name, value, allowed in (
-            ("norm", norm, ("pre", "post", None)),
-            ("weight", weight, ("scalar", "group", "vector")),
-            ("init", init, ("average", "one", "identity")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"DLCL: {name} must be one of {allowed}, got {value!r}")
+        checks.choice("DLCL", ("pre", "post", None), norm=norm)
+        checks.choice("DLCL", ("scalar", "group", "vector"), weight=weight)
+        checks.choice("DLCL", ("average", "one", "identity"), init=init)
         checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
         for name, size in (("window", window), ("groups", groups)):
             if size is not None:

@@ -34,8 +34,7 @@ class FeedForward(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        if activation not in KINDS:
-            raise ValueError(f"activation must be one of {', '.join(KINDS)}, got {activation!r}")
+        checks.choice("FeedForward", KINDS, activation=activation)
         checks.whole("FeedForward", dim=dim, ffn_dim=ffn_dim)
         checks.probability("FeedForward", dropout, argument="dropout")
         self.activation, self.dropout, self.backend = activation, dropout, backend
@@ -112,11 +111,9 @@ class _Layer(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        if norm not in ("pre", "post"):
-            raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
-        if memory not in POLICIES:
-            raise ValueError(f"memory must be one of {POLICIES}, got {memory!r}")
         name = type(self).__name__
+        checks.choice(name, ("pre", "post"), norm=norm)
+        checks.choice(name, POLICIES, memory=memory)
         checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
         for argument, p in (
             ("dropout", dropout),

@@ -80,11 +80,6 @@ _activation = register(
 )
 
 
-def check_kind(op: str, kind: str, *, argument: str = "kind") -> None:
-    if kind not in KINDS:
-        raise ValueError(f"{op}: {argument} must be one of {', '.join(KINDS)}, got {kind!r}")
-
-
 def activation(
     h: Tensor,
     kind: str,
@@ -122,7 +117,7 @@ def activation(
     Source: Hendrycks, Gimpel, Gaussian Error Linear Units (GELUs), 2016.
     """
     checks.tensor("activation", "h", h)
-    check_kind("activation", kind)
+    checks.choice("activation", KINDS, kind=kind)
     checks.probability("activation", dropout_p)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None

@@ -73,6 +73,12 @@ def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return p.detach().to(wanted).contiguous()
 
 
+def detached(p: Tensor | None) -> Tensor | None:
+    """``p`` for a backward that recomputes with it. A saved parameter follows ``p.data = new``;
+    a detached one keeps the values of forward, and an in-place change is still an error."""
+    return None if p is None else p.detach()
+
+
 def draw_seed(
     op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
 ) -> Tensor:

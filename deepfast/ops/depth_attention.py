@@ -121,8 +121,7 @@ def _check_query(first, query, scores, norm, norm_weight) -> None:
     if (query is None) == (scores is None):
         got = "neither" if query is None else "both"
         raise ValueError(f"depth_attention: expected either query or scores, got {got}")
-    if norm not in NORMS:
-        raise ValueError(f"depth_attention: norm must be one of {NORMS}, got {norm!r}")
+    checks.choice("depth_attention", NORMS, norm=norm)
     if norm_weight is not None and (query is None or norm is None):
         raise ValueError("depth_attention: norm_weight needs a query and norm='rms'")
     if query is None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.activation import check_kind
 from deepfast.ops.activation import compute as activate
 from deepfast.ops.activation import compute_grad as activate_grad
 from deepfast.ops.layer_norm import (
@@ -20,6 +19,7 @@ from deepfast.ops.layer_norm import (
     norm_gradients,
 )
 from deepfast.ops.register import register
+from deepfast.reference.activation import KINDS
 
 
 def _forward(a):
@@ -122,8 +122,9 @@ _feed_forward_grad = register(
 def _setup(ctx, a, results):
     ctx.want_norm = a.want_norm
     return {
-        "sum": kept_sum(ctx, a, results), "norm_weight": a.norm_weight, "norm_bias": a.norm_bias,
-        "up": a.up, "up_bias": a.up_bias, "down": a.down, "mean": results.mean,
+        "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
+        "norm_bias": common.detached(a.norm_bias), "up": a.up,
+        "up_bias": common.detached(a.up_bias), "down": a.down, "mean": results.mean,
         "rstd": results.rstd, "kept": results.kept, "eps": a.eps, "dropout_p": a.dropout_p,
         "seed": a.seed, "activation": a.activation, "activation_p": a.activation_p,
         "activation_seed": a.activation_seed, "backend": a.backend,
@@ -213,7 +214,7 @@ def feed_forward(
     x, residual, dim = check(
         name, x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
     )
-    check_kind(name, activation, argument="activation")
+    checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
     names = "up", "F", "up_bias"
     up, up_bias = common.linear_operands(name, x, dim, names, up, up_bias)

@@ -183,10 +183,7 @@ def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chu
         if x.device != device:
             raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
     checks.probability(op, label_smoothing, argument="label_smoothing")
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
-        )
+    checks.choice(op, REDUCTIONS, reduction=reduction)
     for name, value in (("chunk", chunk), ("ignore_index", ignore_index)):
         if (value is not None or name != "chunk") and type(value) is not int:
             raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")

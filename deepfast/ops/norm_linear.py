@@ -72,9 +72,10 @@ _norm_linear_grad = register(
 
 def _setup(ctx, a, results):
     return {
-        "sum": kept_sum(ctx, a, results), "norm_weight": a.norm_weight, "norm_bias": a.norm_bias,
-        "weight": a.weight, "mean": results.mean, "rstd": results.rstd, "eps": a.eps,
-        "dropout_p": a.dropout_p, "seed": a.seed, "backend": a.backend,
+        "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
+        "norm_bias": common.detached(a.norm_bias), "weight": a.weight, "mean": results.mean,
+        "rstd": results.rstd, "eps": a.eps, "dropout_p": a.dropout_p, "seed": a.seed,
+        "backend": a.backend,
     }  # fmt: skip
 
 

@@ -73,6 +73,24 @@ def test_a_parameter_modified_in_place(case, policy):
             assert refused, name
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", [case for case in STACKS if case != "latent"])
+def test_the_data_of_a_bias_replaced(case, policy):
+    """A plain stack reads no bias in backward. What it reads, torch takes from the new data: the
+    weights, and with latent depth the biases, which a gate multiplies."""
+    options = STACKS[case]
+    if not serves(policy, options):
+        pytest.skip("there are no states to mix from")
+    expected = unchanged(**options)
+    for name in expected:
+        if name.endswith("bias"):
+            module = stack(policy, **options)
+            inputs, y = forward(module)
+            p = module.get_parameter(name)
+            p.data = p.data + 0.5
+            equal_or_refused(module, inputs, y, expected)
+
+
 def replace_parameter(layer):
     for linear in (layer.attention.query_key_value, layer.feed_forward.up):
         linear.weight = nn.Parameter(linear.weight.detach() + 1)
@@ -190,14 +208,26 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
+def add_buffer(module):
+    up = module.layers[LAYER].feed_forward.up
+    new = module.layers[LAYER].feed_forward.up = Scaled(up.in_features, up.out_features)
+    new.load_state_dict(up.state_dict(), strict=False)
+
+
+def add_tensor_attribute(module):
+    """A tensor that is neither a parameter nor a buffer."""
+    up = module.layers[LAYER].feed_forward.up
+    up.scale = torch.full((), 1.5)
+    up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias) * up.scale
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_a_buffer_changed_before_backward(change, policy):
+@pytest.mark.parametrize("add", [add_buffer, add_tensor_attribute])
+def test_another_tensor_of_a_layer_changed_before_backward(add, change, policy):
     def run(policy):
         module = stack(policy)
-        up = module.layers[LAYER].feed_forward.up
-        new = module.layers[LAYER].feed_forward.up = Scaled(up.in_features, up.out_features)
-        new.load_state_dict(up.state_dict(), strict=False)
+        add(module)
         return module, *forward(module)
 
     expected = gradients(*run("keep"))
@@ -207,28 +237,6 @@ def test_a_buffer_changed_before_backward(change, policy):
         up.scale.mul_(3)
     else:
         up.scale = torch.full((), 3.0)
-    equal_or_refused(module, inputs, y, expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_a_tensor_attribute_changed_before_backward(change, policy):
-    """A tensor that is neither a parameter nor a buffer."""
-
-    def run(policy):
-        module = stack(policy)
-        up = module.layers[LAYER].feed_forward.up
-        up.factor = torch.full((), 1.5)
-        up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias) * up.factor
-        return module, *forward(module)
-
-    expected = gradients(*run("keep"))
-    module, inputs, y = run(policy)
-    up = module.layers[LAYER].feed_forward.up
-    if change == "in place":
-        up.factor.mul_(3)
-    else:
-        up.factor = torch.full((), 3.0)
     equal_or_refused(module, inputs, y, expected)
 
 

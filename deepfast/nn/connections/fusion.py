@@ -80,12 +80,8 @@ class LayerFusion(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        for name, value, allowed in (
-            ("kind", kind, FUSIONS),
-            ("activation", activation, tuple(ACTIVATIONS)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"LayerFusion: {name} must be one of {allowed}, got {value!r}")
+        checks.choice("LayerFusion", FUSIONS, kind=kind)
+        checks.choice("LayerFusion", ACTIVATIONS, activation=activation)
         checks.whole(
             "LayerFusion",
             num_states=num_states,

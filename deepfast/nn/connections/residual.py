@@ -105,14 +105,13 @@ class Connection(nn.Module):
         super().__init__()
         checks.whole("Connection", num_layers=num_layers, dim=dim)
         checks.probability("Connection", dropout, argument="dropout")
-        if connection not in CONNECTIONS:
-            raise ValueError(f"connection must be one of {CONNECTIONS}, got {connection!r}")
+        checks.choice("Connection", CONNECTIONS, connection=connection)
         if dlcl and connection not in PRESETS:
-            raise ValueError(f"dlcl options need connection='dlcl', got {connection!r}")
+            raise ValueError(f"Connection: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
-            raise ValueError(f"block needs connection='block_attnres', got {connection!r}")
+            raise ValueError(f"Connection: block needs connection='block_attnres', got {connection!r}")
         if connection in ATTENTION_RESIDUALS and norm != "pre":
-            raise ValueError(f"connection {connection!r} needs norm='pre', got {norm!r}")
+            raise ValueError(f"Connection: connection={connection!r} needs norm='pre', got {norm!r}")
         self.norm, self.dropout = norm, dropout
         self.residuals = None
         if connection in ATTENTION_RESIDUALS:
