@@ -103,15 +103,16 @@ class Connection(nn.Module):
         block: int | None = None,
     ):
         super().__init__()
-        checks.whole("Connection", num_layers=num_layers, dim=dim)
-        checks.probability("Connection", dropout, argument="dropout")
-        checks.choice("Connection", CONNECTIONS, connection=connection)
+        op = "Connection"
+        checks.whole(op, num_layers=num_layers, dim=dim)
+        checks.probability(op, dropout, argument="dropout")
+        checks.choice(op, CONNECTIONS, connection=connection)
         if dlcl and connection not in PRESETS:
-            raise ValueError(f"Connection: dlcl options need connection='dlcl', got {connection!r}")
+            raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
-            raise ValueError(f"Connection: block needs connection='block_attnres', got {connection!r}")
+            raise ValueError(f"{op}: block needs connection='block_attnres', got {connection!r}")
         if connection in ATTENTION_RESIDUALS and norm != "pre":
-            raise ValueError(f"Connection: connection={connection!r} needs norm='pre', got {norm!r}")
+            raise ValueError(f"{op}: connection={connection!r} needs norm='pre', got {norm!r}")
         self.norm, self.dropout = norm, dropout
         self.residuals = None
         if connection in ATTENTION_RESIDUALS:
