@@ -340,7 +340,7 @@ def test_later_positions_are_not_seen():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm": "sandwich"}, "norm must be 'pre' or 'post', got 'sandwich'"),
+        ({"norm": "sandwich"}, "norm must be one of pre, post, got 'sandwich'"),
         ({"connection": "dense"}, "connection must be one of .*got 'dense'"),
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
         ({"heads": 5}, "heads must divide dim 12, got 5"),
