@@ -24,6 +24,8 @@ ALLOWED = {
     "reference": {"version"},
     "kernels": set(),
     "launches": set(),
+    "proof": set(),
+    "proof.table": set(),
     "backend": {"launches", "reference", "kernels", "_C", "version"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
@@ -88,7 +90,7 @@ def imports(path, *, everywhere=True):
 
 def layer_of(module):
     parts = module.split(".")[1:]
-    return ".".join(parts[: 2 if parts[:1] == ["mt"] else 1])
+    return ".".join(parts[: 2 if parts[:1] in (["mt"], ["proof"]) else 1])
 
 
 @pytest.mark.parametrize("name", MODULES)

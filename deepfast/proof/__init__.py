@@ -1,0 +1,4 @@
+"""Finds out on the user's own GPU which kernels are right, and which of those are faster.
+
+`table` keeps what is known, `prove` starts the `worker` processes, and `cases` says what they run.
+"""

@@ -1,0 +1,258 @@
+"""What was proved on this machine: one JSON file for each key, in the user's cache folder.
+
+The key names everything that a result depends on: the device, the driver, torch, Triton, the
+sources of the kernels and the compiled library. A file is used only where its whole key is equal.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: there two processes may prove the same twice.
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = "1"
+"""Raised when the file's fields change, or when the cases get stricter: old results then end."""
+
+VARIES = ("driver", "library")
+"""Fields of the key in which a packaged table may differ. A driver runs machine code that was
+compiled for another one, and every machine compiles its own library from the same sources."""
+
+PACKAGED = Path(__file__).parent / "tables"
+
+log = logging.getLogger("deepfast")
+
+Entry = dict[str, dict]
+"""Of one op and dtype. "errors": by backend, None where it is proved; "seconds": by width, of a
+forward and backward pass by backend."""
+
+
+@functools.cache
+def digest() -> str:
+    """A digest of the sources that decide what a GPU runs: the Triton kernels, the CUDA C++ and the
+    table of launches. An installed package has no C++ sources."""
+    package = Path(__file__).parents[1]
+    # In a clone the folder of the kernels lies beside the package.
+    (kernels,) = importlib.util.find_spec("deepfast.kernels").submodule_search_locations
+    csrc = package.parent / "csrc"
+    files = [package / "launches.py"]
+    for folder in (Path(kernels), csrc / "common", csrc / "cuda"):
+        files += sorted(f for f in folder.glob("*") if f.suffix in (".py", ".h", ".cu"))
+    found = hashlib.sha256()
+    for file in files:
+        text = file.read_bytes()
+        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"\b\d+\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+
+
+def _triton() -> str:
+    try:
+        return importlib.import_module("triton").__version__
+    except ImportError:
+        return "none"
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the model. What is proved on one GPU holds for all of its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def make_key(device: torch.device, built: str | None) -> dict[str, str]:
+    """What the results depend on.
+
+    built: what the CUDA kernels of deepfast._C were compiled for; None where it has none.
+    """
+    library = "none"
+    if built is not None:
+        # A library may be older than the sources beside it.
+        compiled = Path(importlib.util.find_spec("deepfast._C").origin)
+        library = hashlib.sha256(compiled.read_bytes()).hexdigest()[:16]
+    return {
+        "format": FORMAT,
+        "device": device_name(device),
+        "driver": _driver() if device.type == "cuda" else "none",
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "sources": digest(),
+        "cuda": built or "none",
+        "library": library,
+    }
+
+
+def folder() -> Path:
+    """The cache folder: DEEPFAST_CACHE, or else the platform's."""
+    if given := os.environ.get("DEEPFAST_CACHE"):
+        return Path(given)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "deepfast"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepfast"
+
+
+def file_of(key: dict[str, str]) -> Path:
+    """The key's file in the cache folder."""
+    text = json.dumps(key, sort_keys=True).encode()
+    return folder() / f"proof-{hashlib.sha256(text).hexdigest()[:16]}.json"
+
+
+@dataclass
+class Table:
+    """What is known for one key."""
+
+    key: dict[str, str]
+    ops: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    """By op and dtype, as "bfloat16"."""
+    source: str | None = None
+    """The file it was read from or written to."""
+
+    def to_json(self) -> str:
+        return json.dumps({"key": self.key, "ops": self.ops}, indent=1) + "\n"
+
+
+def fastest(entry: Entry, width: int | None) -> str | None:
+    """The backend that was fastest at ``width``: at the next wider one that was timed, beyond the
+    widest at that one, without a width over all of them. None where nothing was timed."""
+    timed = {int(at): seconds for at, seconds in entry["seconds"].items()}
+    if not timed:
+        return None
+    if width is None:
+        among = set.intersection(*map(set, timed.values()))
+        total = {name: sum(seconds[name] for seconds in timed.values()) for name in among}
+    else:
+        total = timed[min((at for at in timed if at >= width), default=max(timed))]
+    return min(total, key=total.get) if total else None
+
+
+def proved(entry: Entry) -> set[str]:
+    """The backends of an entry that gave no error."""
+    return {name for name, error in entry["errors"].items() if error is None}
+
+
+def _check(data: object, ops: object) -> None:
+    """Raises ValueError, TypeError or AttributeError where a file's fields are not those of a
+    table."""
+    if not isinstance(data, dict) or set(data) != {"key", "ops"}:
+        raise ValueError("expected the fields key and ops")
+    for op, dtypes in ops.items():  # type: ignore[attr-defined]
+        for dtype, entry in dtypes.items():
+            if set(entry) != {"errors", "seconds"}:
+                raise ValueError(f"{op} {dtype}: expected the fields errors and seconds")
+            if not all(e is None or isinstance(e, str) for e in entry["errors"].values()):
+                raise ValueError(f"{op} {dtype}: an error is text or null")
+            for width, seconds in entry["seconds"].items():
+                if int(width) < 0 or not all(isinstance(s, float) for s in seconds.values()):
+                    raise ValueError(f"{op} {dtype}: seconds are numbers by width and backend")
+
+
+def read(path: Path, key: dict[str, str], varies: tuple[str, ...] = ()) -> Table | None:
+    """The table in a file; None where there is none for this key.
+
+    A broken file is told, and then counts as none.
+
+    varies: fields of the key that may differ.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s cannot be read (%s); kernels are proved anew", path, error)
+        return None
+    try:
+        data = json.loads(text)
+        _check(data, data["ops"])
+        found = data["key"]
+        same = {k: v for k, v in found.items() if k not in varies} == {
+            k: v for k, v in key.items() if k not in varies
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("%s is no table of proved kernels (%s); it is made anew", path, error)
+        return None
+    if same:
+        return Table(key, data["ops"], str(path))
+    if not varies:
+        # The file's name comes from its key, so this one was copied or changed.
+        log.warning("%s is of another device or version; it is made anew", path)
+    return None
+
+
+def load(key: dict[str, str]) -> Table:
+    """The table of the cache folder; else the packaged one; else an empty one."""
+    found = read(file_of(key), key)
+    for path in () if found else sorted(PACKAGED.glob("*.json")):
+        found = found or read(path, key, VARIES)
+    return found or Table(key)
+
+
+_unwritable: set[Path] = set()
+
+
+def _tell_unwritable(error: OSError) -> None:
+    """Says once that results are not kept."""
+    if folder() not in _unwritable:
+        _unwritable.add(folder())
+        log.warning(
+            "%s cannot be written (%s): what is proved is kept for this process alone; "
+            "DEEPFAST_CACHE names another folder", folder(), error,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def lock(key: dict[str, str]) -> Iterator[None]:
+    """Keeps other processes from proving for this key and from writing its file."""
+    file = None
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        file = open(file_of(key).with_suffix(".lock"), "w")  # noqa: SIM115
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        _tell_unwritable(error)
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def write(table: Table) -> None:
+    """Writes the table to its file; the caller holds its lock. A reader sees the old file or the
+    new one, whole."""
+    path = file_of(table.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
+        ) as file:
+            file.write(table.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
+    except OSError as error:
+        _tell_unwritable(error)
+        return
+    table.source = str(path)
