@@ -1,9 +1,10 @@
 """Chooses the implementation (backend) of an op, with a reason for each one that is not chosen.
 
 ``backend=None`` takes the backend in the environment variable DEEPFAST_BACKEND. Where that is not
-set, it takes the first of `BACKENDS` that can run the op and is a default. There is no silent
-fallback: `explain` gives the reason for every backend that was not chosen, `deepfast info` prints
-the reasons, and `record` lists what ran.
+set, it takes the first of `BACKENDS` that can run the op and is a default. On a GPU a kernel is a
+default where it was proved on that machine (`deepfast.proof`), and the fastest at the op's width
+comes first. There is no silent fallback: `explain` gives the reason for every backend that was not
+chosen, `deepfast info` prints the reasons, and `record` lists what ran.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 import torch
 
 from deepfast.launches import LAUNCHES
+from deepfast.proof import known
+from deepfast.proof import table as tables
 from deepfast.reference import launchers as _reference
 
 BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
@@ -46,16 +49,11 @@ model has one ``backend`` for all its ops."""
 CAPABILITY = (8, 0)
 """The lowest compute capability that the CUDA kernels are built for."""
 
-# `python -m bench.gpu.table RESULTS.json` writes this from a run of `make gpu`.
-# PROVED: ops that a GPU backend runs by default, because their tests passed on a GPU and
-# bench/results/ holds the run. SHAPES: the faster of two proved backends for each width, as (widest
-# row, name), for 16-bit dtypes. Ops that are not in it follow the order of BACKENDS.
-# table: begin
-PROVED: dict[str, tuple[str, ...]] = {"cuda": (), "triton": ()}
-SHAPES: dict[str, tuple[tuple[int, str], ...]] = {}
-# table: end
+PROVABLE = {"cuda": ("cuda", "triton")}
+"""By type of device the backends that become a default where they were proved on the machine."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Device = torch.device | str
 
 
 class BackendError(RuntimeError):
@@ -97,16 +95,21 @@ def emulate_cuda(launches) -> None:
     """Makes ``launches`` (a namespace of `torch.ops`, or None) the backend cuda on a CPU."""
     global emulated
     emulated = launches
-    _resolve.cache_clear()
+    forget()
 
 
-def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+def _visible(device: torch.device) -> list[int]:
+    """The GPUs that tensors on ``device`` may be on: without an index, all."""
+    return [device.index] if device.index is not None else list(range(torch.cuda.device_count()))
+
+
+def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
         return f"{op} has no kernel in CUDA C++; with backend='cuda' Triton runs it"
-    if device_type == "cpu" and emulated is not None:
+    if device.type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":
-        return None if device_type == "cuda" else f"tensors are on {device_type}, not cuda"
+        return None if device.type == "cuda" else f"tensors are on {device.type}, not cuda"
     if dtype == torch.float64:
         return "CUDA kernels compute in float32"
     if _C is None:
@@ -114,26 +117,23 @@ def _cuda_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     built = _C.build_info()
     if built["cuda"] is None:
         return f"deepfast._C was built without CUDA: {built['no_cuda']}"
-    if device_type != "cuda":
-        return f"tensors are on {device_type}, not cuda"
-    for i in range(torch.cuda.device_count()):
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, not cuda"
+    for i in _visible(device):
         found = torch.cuda.get_device_capability(i)
         if found < CAPABILITY:
             has, needed = (".".join(map(str, c)) for c in (found, CAPABILITY))
             name = torch.cuda.get_device_name(i)
-            return (
-                f"cuda:{i} ({name}) has compute capability {has}, kernels need {needed}; "
-                "CUDA_VISIBLE_DEVICES can leave it out"
-            )
+            return f"cuda:{i} ({name}) has compute capability {has}, kernels need {needed}"
     return None
 
 
-def _too_wide(op: str, device_type: str, dim: int) -> str | None:
+def _too_wide(op: str, device: torch.device, dim: int) -> str | None:
     """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
     most = 8192
-    if op != "layer_norm" and device_type == "cuda":
+    if op != "layer_norm" and device.type == "cuda":
         # The sums of wider rows need 160 KiB of shared memory; some cards have 99 KiB.
-        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        devices = map(torch.cuda.get_device_properties, _visible(device))
         if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):  # type: ignore[attr-defined]
             most = 4096
     return None if dim <= most else f"its rows have at most {most} channels here, not {dim}"
@@ -179,7 +179,7 @@ def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) 
 
 
 def refusal(
-    op: str, backend: str, device_type: str, dtype: torch.dtype, dim: int | None = None
+    op: str, backend: str, device: Device, dtype: torch.dtype, dim: int | None = None
 ) -> str | None:
     """Why ``backend`` cannot run ``op`` for this device, dtype and rows of ``dim`` channels; None
     where it can."""
@@ -187,38 +187,66 @@ def refusal(
         raise BackendError(f"expected an op of {', '.join(OPS)}, got {op!r}")
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of float32, bfloat16, float16, float64"
+    device = torch.device(device)
     match backend:
         case "reference":
             return None
         case "cpu":
-            if device_type != "cpu":
-                return f"tensors are on {device_type}, not cpu"
+            if device.type != "cpu":
+                return f"tensors are on {device.type}, not cpu"
             return None if op == "attention" else _C_REASON
         case "triton":
-            return _triton_refusal(op, device_type, dtype)
+            return _triton_refusal(op, device.type, dtype)
         case "varlen" | "sdpa":
-            return _torch_refusal(op, backend, device_type, dtype)
+            return _torch_refusal(op, backend, device.type, dtype)
         case "cuda":
-            reason = _cuda_refusal(op, device_type, dtype)
+            reason = _cuda_refusal(op, device, dtype)
             if reason is None and dim is not None and op != "attention":
-                reason = _too_wide(op, device_type, dim)
+                reason = _too_wide(op, device, dim)
             return reason
     return f"expected one of {', '.join(BACKENDS)}"
 
 
-def reserve(op: str, backend: str, device_type: str) -> str | None:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cuda_build() -> str | None:
+    """What the kernels of backend cuda were compiled for; None where there are none."""
+    if emulated is not None:
+        return "emulated"
+    built = build_info()
+    return f"{built['cuda']}, nvcc {built['nvcc']}" if built.get("cuda") else None
+
+
+def provable(op: str, device: torch.device) -> dict[str, list[str]]:
+    """The backends that can be proved for ``op`` on ``device``, with their dtypes."""
+    found: dict[str, list[str]] = {}
+    for name in PROVABLE.get(device.type, ()):
+        if not (op == "attention" and name in SDPA):
+            dtypes = [_name(d) for d in DTYPES if refusal(op, name, device, d) is None]
+            if dtypes:
+                found[name] = dtypes
+    return found
+
+
+def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``backend``, which can run the op, is not a default; None where it is one."""
     ask = f"request it with backend={backend!r}"
-    if backend == "triton" and device_type != "cuda":
-        return f"Triton's interpreter is for tests; {ask}"
     if backend == "cuda" and op == "attention":
         return "it is torch's sdpa under another name"
-    if backend == "cuda" and device_type != "cuda":
+    if backend in PROVABLE.get(device.type, ()):
+        found = known.entry(op, device, _name(dtype), cuda_build())
+        if found is None or backend not in found["errors"]:
+            return f"not proved here yet; its first use on a GPU proves it, or {ask}"
+        error = found["errors"][backend]
+        return None if error is None else f"failed its proof here ({error}); {ask}"
+    if backend == "triton":
+        return f"Triton's interpreter is for tests; {ask}"
+    if backend == "cuda":
         return f"the emulator is for tests; {ask}"
-    if backend in PROVED and op not in PROVED[backend]:
-        return f"not proved on a GPU yet; {ask}"
     if backend == "varlen":
-        return f"not measured against sdpa yet; {ask}"
+        return f"it has no dropout; {ask}"
     return None
 
 
@@ -228,42 +256,61 @@ def candidates(op: str) -> tuple[str, ...]:
 
 
 def explain(
-    op: str, device_type: str, dtype: torch.dtype, dim: int | None = None
+    op: str, device: Device, dtype: torch.dtype, dim: int | None = None
 ) -> dict[str, str | None]:
     """For every backend the reason why it is not chosen; None where it may be chosen."""
+    device = torch.device(device)
     return {
-        name: refusal(op, name, device_type, dtype, dim) or reserve(op, name, device_type)
+        name: refusal(op, name, device, dtype, dim) or reserve(op, name, device, dtype)
         for name in candidates(op)
     }
 
 
-def measured(op: str, dtype: torch.dtype, dim: int) -> str | None:
-    """The backend in `SHAPES` for rows of ``dim`` channels; beyond the widest, the last entry."""
-    entries = SHAPES.get(op, ()) if dtype.itemsize == 2 else ()
-    for widest, name in entries:
-        if dim <= widest:
-            return name
-    return entries[-1][1] if entries else None
-
-
-@functools.cache
-def _resolve(op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None):
+def preview(
+    op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
+):
+    """What `choose` returns, by what is known now: nothing is proved."""
     if requested == "cuda" and op in NO_CUDA:
         requested = "triton"
-    reasons = explain(op, device_type, dtype, dim)
+    device = torch.device(device)
     if requested is not None:
-        reasons = {requested: refusal(op, requested, device_type, dtype, dim)}
-    elif dim is not None:
-        # Of two defaults the one that measured faster comes first.
-        first = measured(op, dtype, dim)
-        reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
+        reasons = {requested: refusal(op, requested, device, dtype, width)}
+    else:
+        reasons = explain(op, device, dtype, width)
+        if device.type in PROVABLE:
+            found = known.entry(op, device, _name(dtype), cuda_build())
+            # Of several defaults the one that was fastest at this width comes first.
+            first = found and tables.fastest(found, width)
+            reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
     for name, reason in reasons.items():
         if reason is None:
             return name, _launchers(op, name)
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     who = "no backend" if requested is None else f"backend {requested!r}"
     can = "can" if requested is None else "cannot"
-    raise BackendError(f"{op}: {who} {can} serve {dtype} on {device_type} ({why})")
+    raise BackendError(f"{op}: {who} {can} serve {dtype} on {device.type} ({why})")
+
+
+_choices: dict[tuple, tuple[str, SimpleNamespace | None]] = {}
+
+
+def forget() -> None:
+    """Makes every choice anew, by the tables on disk."""
+    _choices.clear()
+    known.forget()
+
+
+def _resolve(op: str, requested: str | None, device, dtype: torch.dtype, width: int | None):
+    """The choice; kept unless a later call may know more. Proves an op at its first use."""
+    at, settled = torch.device(device), True
+    if requested is None and at.type in PROVABLE and dtype != torch.float64:
+        settled, wrong = known.settle(op, at, _name(dtype), provable(op, at), cuda_build())
+        if wrong is not None:
+            raise BackendError(wrong)
+    found = preview(op, requested, at, dtype, width)
+    if settled:
+        _choices[op, requested, device, dtype, width] = found
+    return found
 
 
 def _launchers(op: str, name: str) -> SimpleNamespace | None:
@@ -285,12 +332,14 @@ _records: list[list[tuple[str, str]]] = []
 
 
 def choose(
-    op: str, requested: str | None, device_type: str, dtype: torch.dtype, dim: int | None = None
+    op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
 ):
     """The name of the backend that runs the op, and its launch functions.
 
-    dim: channels of a row. It decides whether rows are too wide for a GPU backend, and which
-        measurements apply.
+    device: of the tensors. A bare "cuda" stands for any GPU of the machine: where they are of
+        several kinds, no kernel is a default for it.
+    width: channels of a row; of attention `attention_width`. It decides whether rows are too wide
+        for a GPU backend, and which times apply.
 
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot run the op.
@@ -302,17 +351,27 @@ def choose(
         raise BackendError(
             f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"
         )
-    # On a CPU the width does not matter.
-    known = dim if device_type == "cuda" or requested == "cuda" else None
-    name, launchers = _resolve(op, requested, device_type, dtype, known)
+    kind = device if isinstance(device, str) else device.type
+    if kind not in PROVABLE and requested != "cuda":
+        width = None  # Here it does not matter.
+    found = _choices.get((op, requested, device, dtype, width))
+    name, launchers = found or _resolve(op, requested, device, dtype, width)
     for seen in _records:
         seen.append((op, name))
     return name, launchers
 
 
-def chosen(op: str, requested: str | None, device_type: str, dtype: torch.dtype) -> str:
+def attention_width(device: torch.device, queries: int, keys: int) -> int | None:
+    """The longest sentences as `choose` takes them for attention: the next length that is timed,
+    so that a compiler makes one version for each range and not for each length."""
+    return tables.length(queries, keys) if device.type in PROVABLE else None
+
+
+def chosen(
+    op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
+) -> str:
     """Only the name. For a compiler it is a constant."""
-    return choose(op, requested, device_type, dtype)[0]
+    return choose(op, requested, device, dtype, width)[0]
 
 
 # What torch.compiler.assume_constant_result does, without importing all of torch's compiler.

@@ -12,8 +12,10 @@ PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
+#   backend -> proof.known -> proof.prove, which starts proof.worker -> proof.cases -> nn
 # checks and memory lie at the bottom. Inside mt: training -> search -> models, data.
 BOTTOM = {"checks", "memory", "version"}
+PROOF = {"proof.known", "proof.show", "proof.table"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
@@ -24,9 +26,17 @@ ALLOWED = {
     "reference": {"version"},
     "kernels": set(),
     "launches": set(),
+    # The parent of the workers lies below backend; what a worker runs lies above nn.
     "proof": set(),
-    "proof.table": set(),
-    "backend": {"launches", "reference", "kernels", "_C", "version"},
+    "proof.table": {"proof"},
+    "proof.show": {"proof.table"},
+    "proof.ranks": {"proof.table"},
+    "proof.prove": {"proof", "proof.table"},
+    "proof.known": {"proof", "proof.prove", "proof.ranks", "proof.show", "proof.table"},
+    "proof.check": OPS,
+    "proof.cases": {"proof.check", "proof.table"} | NN,
+    "proof.worker": {"proof", "proof.cases", "proof.check"},
+    "backend": {"launches", "reference", "kernels", "_C", "version", "proof", *PROOF},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "nn": NN,
@@ -36,7 +46,7 @@ ALLOWED = {
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
     "measure": {"mt", "mt.search", "mt.training", *MODELS},
-    "cli": {"mt", "mt.search", "mt.training", "measure", *MODELS},
+    "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
     # deepfast/__init__.py shows what most users need.
     "": {"mt", "nn", "ops", "memory", "version"},
 }

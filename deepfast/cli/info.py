@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from deepfast import backend
+from deepfast.proof import known
+from deepfast.proof.show import lines as proof_lines
 from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
@@ -43,10 +45,19 @@ def collect(device: str, dtype: torch.dtype) -> dict:
         "dtype": str(dtype).removeprefix("torch."),
         "build": backend.build_info(),
         "override": override,
-        "proved": backend.PROVED,
+        "proof": _proof(torch.device(device)),
         "ops": {op: _choice(op, override, device, dtype) for op in backend.OPS},
         "made_of": MADE_OF,
     }
+
+
+def _proof(device: torch.device) -> dict:
+    """What is proved on the device, and where that was found."""
+    at = known.exact(device) if device.type in backend.PROVABLE else None
+    if at is None:
+        return {"mode": known.mode(), "source": None, "lines": []}
+    table = known.table(at, backend.cuda_build())
+    return {"mode": known.mode(), "source": table.source, "lines": list(proof_lines(table))}
 
 
 def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:
@@ -57,7 +68,8 @@ def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> d
         refused[override] = backend.refusal(op, override, device, dtype)
         if refused[override] is not None:
             return {"chosen": None, "refused": refused}
-    return {"chosen": backend.choose(op, None, device, dtype)[0], "refused": refused}
+    chosen = backend.preview(op, override, device, dtype)[0]
+    return {"chosen": chosen, "refused": refused}
 
 
 def _lines(info: dict) -> Iterator[str]:
@@ -85,13 +97,18 @@ def _lines(info: dict) -> Iterator[str]:
         )
 
 
-def _on_a_gpu(proved: dict[str, tuple[str, ...]]) -> str:
-    """What a GPU would run by default, whether or not this machine has one."""
-    kernels = [f"{', '.join(ops)} ({name})" for name, ops in proved.items() if ops]
-    return (
-        f"kernels proved for: {'; '.join(kernels) or 'no op'}; the default of other ops is the "
-        "reference, of attention torch's own"
-    )
+def _proof_lines(device: str, proof: dict) -> Iterator[str]:
+    """What is proved, and what happens to an op that is not."""
+    first = {
+        "auto": "a GPU proves an op's kernels at its first use, or all with `deepfast prove`",
+        "off": "DEEPFAST_PROOF=off: nothing is proved at first use; `deepfast prove` does it",
+        "require": "DEEPFAST_PROOF=require: an op without a proved kernel is an error",
+    }[proof["mode"]]
+    if device not in backend.PROVABLE:
+        yield f"proof    {first}; the fastest of those that are right and torch serves"
+        return
+    yield f"proof    {proof['source'] or 'nothing yet'}; {first}"
+    yield from (f"    {line}" for line in proof["lines"])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     # Each op gives the reason why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
     print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
-    print(f"on a GPU {_on_a_gpu(info['proved'])}")
+    print(*_proof_lines(device, info["proof"]), sep="\n")
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")
     print(*_lines(info), sep="\n")

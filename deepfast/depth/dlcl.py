@@ -234,7 +234,7 @@ class DLCL(nn.Module):
                 norm_weight[0], norm_bias[0] = 1.0, 0.0
         pre, post = self.norm == "pre", self.norm == "post"
         learning = torch.is_grad_enabled()
-        _, launch = backends.choose("boundary", self.backend, y.device.type, y.dtype, y.shape[-1])
+        _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
         history.owner, history.kind = self, (y.shape, y.dtype, y.device)
         history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
         history.state = DepthState(

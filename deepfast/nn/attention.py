@@ -116,10 +116,14 @@ class MultiheadAttention(nn.Module):
         x = x.view(*x.shape[:-1], count, self.heads, self.dim // self.heads)
         return x.unbind(1) if x.dim() == 4 else x.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def _pads(self, x: Tensor, packing: Packing) -> bool:
-        """Whether attention runs over padded sentences, as torch's SDPA does."""
+    def _pads(self, x: Tensor, packing: Packing, other: Packing) -> bool:
+        """Whether attention runs over padded sentences, as torch's SDPA does.
+
+        other: of the sentences that x attends to, or that attend to it.
+        """
         (x,) = common.autocast(x)
-        name = backends.chosen("attention", self.backend, x.device.type, x.dtype)
+        width = backends.attention_width(x.device, packing.length, other.length)
+        name = backends.chosen("attention", self.backend, x.device, x.dtype, width)
         padded = packing.indices is None and packing.padding is not None
         return padded or name in backends.SDPA
 
@@ -132,7 +136,7 @@ class MultiheadAttention(nn.Module):
         (T, H, d).
         """
         kv = self.key_value(encoded_TD)
-        padded = decoding or self._pads(encoded_TD, packing)
+        padded = decoding or self._pads(encoded_TD, packing, packing)
         key, value = self._split(packing.unpack(kv) if padded else kv, 2)
         return key, value
 
@@ -171,7 +175,7 @@ class MultiheadAttention(nn.Module):
         if isinstance(encoded, tuple):
             padded = encoded[0].dim() == 4
         else:
-            padded = cache is not None or self._pads(x_TD, packing)
+            padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         unsaved: list[tuple[Tensor, Recompute]] | None

@@ -18,7 +18,7 @@ from deepfast.reference.layer_norm import compute_dtype
 
 
 def _forward(a):
-    _, launch = backends.choose("attention", a.backend, a.q.device.type, a.q.dtype)
+    _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     o, lse = _fake(a)
     launch.attention_forward(
         a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.causal,
@@ -33,7 +33,7 @@ def _fake(a):
 
 
 def _grad_forward(a):
-    _, launch = backends.choose("attention", a.backend, a.q.device.type, a.q.dtype)
+    _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     dq, dk, dv = _grad_fake(a)
     do = a.do if a.do.stride(-1) == 1 else a.do.contiguous()
     launch.attention_backward(
@@ -265,7 +265,8 @@ def attention(
     else:
         checks.finite("attention", "scale", scale)
         scale = float(scale)
-    name = backends.chosen("attention", backend, q.device.type, q.dtype)
+    width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
+    name = backends.chosen("attention", backend, q.device, q.dtype, width)
     if name in (*backends.SDPA, "varlen"):
         q, scale = _positive_scale(q, scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale

@@ -33,6 +33,12 @@ VARIES = ("driver", "library")
 """Fields of the key in which a packaged table may differ. A driver runs machine code that was
 compiled for another one, and every machine compiles its own library from the same sources."""
 
+LENGTHS = (64, 512, 4096)
+"""Longest sentences at which attention is timed: tiles that suit one do not suit another."""
+
+WIDTHS = (512, 1024, 4096)
+"""Channels of a row at which other ops are timed; of an LSTM half as many."""
+
 PACKAGED = Path(__file__).parent / "tables"
 
 log = logging.getLogger("deepfast")
@@ -40,6 +46,26 @@ log = logging.getLogger("deepfast")
 Entry = dict[str, dict]
 """Of one op and dtype. "errors": by backend, None where it is proved; "seconds": by width, of a
 forward and backward pass by backend."""
+
+
+def widths(op: str, kind: str) -> tuple[int, ...]:
+    """Where an op is timed on devices of type ``kind``; on a CPU, where tests run, at toy sizes."""
+    found: tuple[int, ...] = LENGTHS if op == "attention" else WIDTHS
+    found = found if kind == "cuda" else tuple(3 + n // 128 for n in found)
+    return tuple(w // 2 for w in found) if op == "peephole_lstm" else found
+
+
+def length(queries: int, keys: int) -> int:
+    """The length at which attention over sentences of at most these lengths was timed."""
+    for found in LENGTHS:
+        if queries <= found and keys <= found:
+            return found
+    return LENGTHS[-1]
+
+
+def rival(op: str) -> str:
+    """The backend that is torch's own form of the op."""
+    return "sdpa" if op == "attention" else "reference"
 
 
 @functools.cache
@@ -128,6 +154,12 @@ class Table:
     """By op and dtype, as "bfloat16"."""
     source: str | None = None
     """The file it was read from or written to."""
+    lost: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    """Ops that could not be proved for a reason outside the kernels; for this process alone."""
+
+    def entry(self, op: str, dtype: str) -> Entry | None:
+        """What is known of an op in a dtype; None where nothing is."""
+        return (self.ops.get(op) or self.lost.get(op, {})).get(dtype)
 
     def to_json(self) -> str:
         return json.dumps({"key": self.key, "ops": self.ops}, indent=1) + "\n"

@@ -9,6 +9,8 @@ import torch
 from deepfast import backend, ops
 from deepfast.cli import main
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def info(monkeypatch, capsys):
@@ -69,28 +71,39 @@ def test_an_override_that_is_no_backend_is_one_sentence(monkeypatch, capsys):
     assert "DEEPFAST_BACKEND: expected one of cuda, " in capsys.readouterr().err
 
 
-def test_what_a_gpu_would_choose(info, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is proved, or will be")
+def test_without_a_gpu_nothing_is_proved(info):
     """What `deepfast info` says about a GPU is what the backend chooses there."""
-    nothing = {"cuda": (), "triton": ()}
-    monkeypatch.setattr(backend, "PROVED", nothing)
     for op in backend.OPS:
         reasons = backend.explain(op, "cuda", torch.bfloat16)
+        assert "its first use on a GPU proves it" in reasons["triton"]
         served = next(name for name, reason in reasons.items() if reason is None)
         assert served == ("sdpa" if op == "attention" else "reference")
-        # No reason for a refusal says that another backend serves.
-        assert not any("serves" in reason for reason in reasons.values() if reason)
     text, report = info()
-    assert report["proved"] == {name: list(ops) for name, ops in nothing.items()}
-    rest = "; the default of other ops is the reference, of attention torch's own\n"
-    assert f"on a GPU kernels proved for: no op{rest}" in text
-    some = {"cuda": ("layer_norm",), "triton": ("boundary", "layer_norm")}
-    monkeypatch.setattr(backend, "PROVED", some)
-    proved = "layer_norm (cuda); boundary, layer_norm (triton)"
-    assert f"on a GPU kernels proved for: {proved}{rest}" in info()[0]
+    assert "proof    a GPU proves an op's kernels at its first use, or all with `deepfast" in text
+    assert report["proof"] == {"mode": "auto", "source": None, "lines": []}
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("off", "nothing is proved at first use"), ("require", "is an error")]
+)
+def test_the_mode_of_proofs_is_told(info, monkeypatch, mode, said):
+    monkeypatch.setenv("DEEPFAST_PROOF", mode)
+    text, _ = info()
+    assert f"proof    DEEPFAST_PROOF={mode}: " in text
+    assert said in text
+
+
+def test_a_wrong_mode_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("DEEPFAST_PROOF", "on")
+    assert main(["info", "--device", "cpu"]) == 1
+    said = "deepfast info: DEEPFAST_PROOF: expected one of auto, off, require, got 'on'\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/backends.md"])
-def test_the_text_agrees_with_what_is_proved(page):
-    readme = " ".join((Path(__file__).parents[2] / page).read_text().split())
-    assert ("They have not run on a GPU yet" in readme) == (not any(backend.PROVED.values()))
-    assert "the reference and torch's own attention are the default" in readme
+def test_the_text_says_what_has_not_run(page):
+    text = " ".join((ROOT / page).read_text().split())
+    runs = (json.loads(p.read_text()) for p in (ROOT / "bench" / "results").glob("*.json"))
+    assert ("have not run on a GPU of ours yet" in text) == (not any("gpu" in r for r in runs))
+    assert "deepfast prove" in text

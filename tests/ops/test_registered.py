@@ -78,7 +78,7 @@ def launched(monkeypatch):
         return SimpleNamespace(**{launch: spy(launch, call) for launch, call in found.items()})
 
     monkeypatch.setattr(backends, "_launchers", spies)
-    backends._resolve.cache_clear()
+    backends.forget()
     for name in ("layer_norm", "activation", "depth_mix", "depth_attention",
                  "linear_cross_entropy", "peephole_lstm"):  # fmt: skip
         c = case(name, "cpu", 0.3)
@@ -88,7 +88,7 @@ def launched(monkeypatch):
         x = dlcl(torch.tanh(x), history, residual=x, dropout_p=0.2)
     x.sum().backward()
     yield calls
-    backends._resolve.cache_clear()
+    backends.forget()
 
 
 def test_opcheck_of_the_compiled_launches(launched):

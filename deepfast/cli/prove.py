@@ -1,0 +1,72 @@
+"""Finds out which kernels are right and fast on this machine's GPU, and keeps the answer.
+
+Every op runs on small random inputs, forward and backward, in processes of its own, and is held to
+float64. The right kernels are timed beside torch's own form. Without this command the same is done
+for each op at its first use. Exit code 1: a kernel failed; then the next backend serves."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from deepfast import backend
+from deepfast.proof import known
+from deepfast.proof import table as tables
+from deepfast.proof.show import lines
+
+EXAMPLE = "deepfast prove --op layer_norm --op boundary"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(backend.OPS)
+    parser.add_argument("--op", action="append", help=f"one of {names}; default: all")
+    parser.add_argument("--device", default="cuda", help="a GPU, as cuda:1; default: the current")
+    parser.add_argument("--thorough", action="store_true", help="more sizes; takes minutes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE too")
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of --device, if it is one where kernels are proved."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected a GPU such as cuda:1, got {name!r}") from None
+    if device.type not in backend.PROVABLE:
+        raise ValueError(
+            f"--device: expected a GPU such as cuda:1, got {name!r}: elsewhere there is nothing to "
+            "prove"
+        )
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"--device: expected a device of this machine, got {name!r}: {count or 'no'} GPU found"
+        )
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def run(args: argparse.Namespace) -> int:
+    for op in args.op or ():
+        if op not in backend.OPS:
+            raise ValueError(f"--op: expected one of {', '.join(backend.OPS)}, got {op!r}")
+    device = checked_device(args.device)
+    wanted = {op: backend.provable(op, device) for op in args.op or backend.OPS}
+    table = known.table(device, backend.cuda_build())
+    with tables.lock(table.key):
+        table.ops = tables.load(table.key).ops
+        known.run(table, {op: kernels for op, kernels in wanted.items() if kernels}, device,
+                  thorough=args.thorough, told=lambda op: None if args.json else print(
+                      *lines(table, [op]), sep="\n", flush=True))  # fmt: skip
+    backend.forget()
+    if args.write is not None:
+        args.write.write_text(table.to_json())
+    if args.json:
+        print(json.dumps({"source": table.source, **json.loads(table.to_json())}, indent=2))
+    else:
+        print(f"kept in {table.source or 'no file'}")
+    entries = [e for op in wanted for e in {**table.lost, **table.ops}.get(op, {}).values()]
+    failed = any(error is not None for e in entries for error in e["errors"].values())
+    return 1 if failed or table.lost else 0

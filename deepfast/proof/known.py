@@ -1,0 +1,161 @@
+"""What this process knows of its devices, and the proof of an op at its first use."""
+
+import functools
+import os
+import threading
+import time
+
+import torch
+
+from deepfast.proof import ranks
+from deepfast.proof import table as tables
+from deepfast.proof.prove import Runner, Wanted, prove
+from deepfast.proof.show import summary
+from deepfast.proof.table import Entry, Table, log
+
+MODES = ("auto", "off", "require")
+
+_tables: dict[str, Table] = {}
+"""By the device's name."""
+_agreed: dict[tuple[str, str, str], Entry] = {}
+_proving = threading.RLock()
+
+make_runner = Runner
+"""Tests put faults and short limits here."""
+
+
+def mode() -> str:
+    """DEEPFAST_PROOF: auto proves an op at its first use, off never does, and require makes an op
+    without a proved kernel an error."""
+    found = os.environ.get("DEEPFAST_PROOF") or MODES[0]
+    if found not in MODES:
+        raise ValueError(f"DEEPFAST_PROOF: expected one of {', '.join(MODES)}, got {found!r}")
+    return found
+
+
+def forget() -> None:
+    """Reads every table anew when it is next asked for."""
+    _tables.clear()
+    _agreed.clear()
+
+
+def exact(device: torch.device) -> torch.device | None:
+    """The device with its index; None for a bare "cuda" where there is no GPU, or GPUs of several
+    kinds, so that nothing is known of the one that will be used."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return torch.device("cuda", torch.cuda.current_device()) if len(names) == 1 else None
+
+
+def table(device: torch.device, built: str | None) -> Table:
+    """The device's table.
+
+    built: as in `tables.make_key`.
+    """
+    name = tables.device_name(device)
+    if name not in _tables:
+        _tables[name] = tables.load(tables.make_key(device, built))
+    return _tables[name]
+
+
+def entry(op: str, device: torch.device, dtype: str, built: str | None) -> Entry | None:
+    """What is known of an op, without proving anything."""
+    at = exact(device)
+    if at is None:
+        return None
+    agreed = _agreed.get((op, tables.device_name(at), dtype))
+    return agreed or table(at, built).entry(op, dtype)
+
+
+def why_not_now() -> str | None:
+    """Why nothing can be proved at this moment."""
+    if torch._C._current_graph_task_id() != -1:
+        return "in backward"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "in the capture of a CUDA graph"
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+    if fake or torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
+        return "while a compiler traces it"
+    return None
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def settle(
+    op: str, device: torch.device, dtype: str, kernels: dict[str, list[str]], built: str | None
+) -> tuple[bool, str | None]:
+    """Proves an op that nothing is known of, where the environment lets it; then the ranks agree.
+
+    kernels: the backends that could be proved, with their dtypes.
+
+    Returns:
+        Whether the answer may be kept, and what is wrong, or None.
+    """
+    how, at = mode(), exact(device)
+    found, settled = entry(op, device, dtype, built), True
+    if found is None and at is not None and kernels and how == "auto":
+        reason = why_not_now()
+        if reason is None:
+            first_use(op, at, kernels, built)
+            found = entry(op, device, dtype, built)
+        else:
+            settled = False
+            _tell_once(
+                f"deepfast: {op} is not proved on this device and cannot be {reason}: torch's own "
+                "form serves; run `deepfast prove`, or the op once outside, before"
+            )
+    if found is not None:
+        name = tables.device_name(at)
+        found, difference = ranks.agree(op, dtype, table(at, built).key, found)
+        if difference is not None:
+            return False, difference
+        _agreed[op, name, dtype] = found
+    if how == "require" and not (found and tables.proved(found)):
+        failed = "; ".join(f"{by}: {e}" for by, e in (found or {"errors": {}})["errors"].items())
+        return False, (
+            f"DEEPFAST_PROOF=require: {op} {dtype} has no proved kernel on {device}"
+            f"{f' ({failed})' if failed else ''}; `deepfast prove` proves it"
+        )
+    return settled, None
+
+
+def first_use(
+    op: str, device: torch.device, kernels: dict[str, list[str]], built: str | None
+) -> None:
+    """Proves one op, unless another thread or process has done so meanwhile."""
+    with _proving:
+        known = table(device, built)
+        if op in known.ops or op in known.lost:
+            return
+        with tables.lock(known.key):
+            fresh = tables.load(known.key)
+            known.ops, known.source = fresh.ops | known.ops, fresh.source
+            if op in known.ops:
+                return
+            name = tables.device_name(device)
+            log.warning(
+                "deepfast: %s is used on %s for the first time: its kernels are proved now, once, "
+                "in other processes, which takes about a minute (DEEPFAST_PROOF=off: never)",
+                op, name,
+            )  # fmt: skip
+            start = time.monotonic()
+            run(known, {op: kernels}, device)
+        entries = known.ops.get(op) or known.lost.get(op, {})
+        lines = [f"{dtype}: {summary(found)}" for dtype, found in entries.items()]
+        log.warning(
+            "deepfast: %s took %.0f s on %s; %s; kept in %s",
+            op, time.monotonic() - start, name, "; ".join(lines), known.source or "this process",
+        )  # fmt: skip
+
+
+def run(
+    known: Table, wanted: Wanted, device: torch.device, *, thorough: bool = False, **options
+) -> None:
+    """Proves ``wanted``; the caller holds the table's lock. Further options are `prove`'s."""
+    runner = make_runner(device=device)
+    runner.thorough = thorough
+    prove(known, wanted, runner, **options)
