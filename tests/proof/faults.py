@@ -1,0 +1,92 @@
+"""Kernels that are broken on purpose: layer_norm's forward launch, by any backend.
+
+A worker loads this file in its prelude; tests in one process import it.
+"""
+
+import os
+import time
+from itertools import count
+from types import SimpleNamespace
+
+import torch
+
+from deepfast import backend
+from deepfast.proof import cases
+
+OP = "layer_norm"
+calls = count()
+
+
+def wrong(y):
+    """Every row is off."""
+    y.add_(1)
+
+
+def odd(y):
+    """The last channel is left out where their number is odd."""
+    if y.shape[-1] % 2 and y.numel():
+        y[..., -1] = 0
+
+
+def unwritten(y):
+    """The last row is never written."""
+    if y.numel():
+        y[-1] = torch.empty_like(y[-1])
+
+
+def unsteady(y):
+    """As accurate as can be, but with other bits in each second run."""
+    if y.numel() and next(calls) % 2:
+        first = y.flatten()[0]
+        y[(0,) * y.dim()] = torch.nextafter(first, first + 1)
+
+
+def raises(y):
+    raise RuntimeError("broken on purpose")
+
+
+def memory(y):
+    raise torch.cuda.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+
+def abort(y):
+    os.abort()
+
+
+def abort_in_float32(y):
+    if y.dtype == torch.float32:
+        os.abort()
+
+
+def hang(y):
+    time.sleep(600)
+
+
+def broken(launchers, names, fault):
+    """`backend._launchers` whose layer_norm goes wrong on the backends ``names``."""
+
+    def made(op, name):
+        found = launchers(op, name)
+        if op != OP or name not in names:
+            return found
+
+        def forward(x, residual, weight, bias, eps, p, seed, total, y, mean, rstd):
+            found.layer_norm_forward(x, residual, weight, bias, eps, p, seed, total, y, mean, rstd)
+            fault(y)
+
+        return SimpleNamespace(**vars(found) | {"layer_norm_forward": forward})
+
+    return made
+
+
+def few(op, kind, thorough=False):
+    """An odd and an even width: Triton's interpreter is slow."""
+    torch.manual_seed(1)
+    return [case for _, case in zip(range(2), cases.MAKERS[op](cases.QUICK[kind]), strict=False)]
+
+
+def install(names, fault):
+    """Breaks the kernels in this process."""
+    backend.PROVABLE["cpu"] = ("cuda", "triton")
+    backend._launchers = broken(backend._launchers, names, globals()[fault])
+    cases.cases = few

@@ -1,0 +1,198 @@
+"""Kernels broken on purpose are caught and named, and the next backend serves a right answer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast import backend, ops
+from deepfast.proof import known
+from deepfast.proof import table as tables
+from deepfast.proof.prove import Limits, NoWorker, Runner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """``served()``: the backend that layer_norm took by itself, after its answer was checked."""
+
+    def run(dtype=torch.float32):
+        x, w, b = torch.randn(4, 17), torch.randn(17), torch.randn(17)
+        with backend.record() as seen:
+            y = ops.layer_norm(x.to(dtype), w, b)
+        torch.testing.assert_close(
+            y.double(), F.layer_norm(x.to(dtype).double(), (17,), w.double(), b.double()),
+            rtol=1e-2, atol=1e-2,
+        )  # fmt: skip
+        # A proof in this process is seen as well, and comes before.
+        return seen[-1][1]
+
+    return run
+
+
+def errors(dtype="float32"):
+    return known.entry("layer_norm", CPU, dtype, backend.cuda_build())["errors"]
+
+
+SAID = {
+    "wrong": "odd width, rows apart, residual, dropout: output 0: error 1, allowed",
+    "odd": "odd width, rows apart, residual, dropout: output 0: error ",
+    "unwritten": "odd width, rows apart, residual, dropout: output 0: not finite",
+    "unsteady": "odd width, rows apart, residual, dropout: output 0: another run gave other bits",
+    "raises": "odd width, rows apart, residual, dropout: RuntimeError: broken on purpose",
+    "memory": "odd width, rows apart, residual, dropout: out of memory: Tried to allocate 9.00 GiB",
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_broken_triton_kernel(device, broken, served, monkeypatch, fault):
+    only_float32(monkeypatch)
+    broken(("triton",), fault)
+    assert served() == "cpu"
+    (error,) = errors().values()
+    assert error.startswith(SAID[fault])
+    reason = backend.explain("layer_norm", "cpu", torch.float32)["triton"]
+    assert reason.startswith(f"failed its proof here ({SAID[fault]}")
+    assert served() == "cpu"
+    assert device.runs == 1
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_broken_cuda_kernel(emulated, device, broken, served, monkeypatch, fault):
+    only_float32(monkeypatch)
+    broken(("cuda",), fault)
+    assert served() == "triton"
+    assert errors()["triton"] is None
+    assert errors()["cuda"].startswith(SAID[fault])
+
+
+def test_a_right_kernel_serves(emulated, device, served, monkeypatch, caplog):
+    only_float32(monkeypatch)
+    assert served() == "cuda"
+    assert errors() == {"cuda": None, "triton": None}
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "layer_norm is used on cpu for the first time" in first
+    assert "about a minute" in first
+    assert "float32: cuda is proved, triton is proved; kept in" in last
+
+
+def only_float32(monkeypatch):
+    whole = backend.provable
+    monkeypatch.setattr(
+        backend, "provable", lambda op, at: {by: ["float32"] for by in whole(op, at)}
+    )
+
+
+# ---- faults that end a process -------------------------------------------------------------------
+
+
+def prelude(names, fault):
+    return f"from tests.proof import faults; faults.install({names}, {fault!r})"
+
+
+def items(*dtypes):
+    return [{"dtype": dtype, "backend": "triton"} for dtype in dtypes]
+
+
+def run(fault, silence, *dtypes):
+    runner = Runner(CPU, Limits(silence=silence), prelude=prelude(("triton",), fault))
+    return [
+        (item["dtype"], result["error"])
+        for item, result in runner.run("layer_norm", items(*dtypes))
+    ]
+
+
+def test_a_crash_is_of_its_dtype_alone(device):
+    """Another process goes on with the dtypes that are left."""
+    (dtype, error), other = run("abort_in_float32", 120, "float32", "float16")
+    case = "odd width, rows apart, residual, dropout"
+    assert other == ("float16", None)
+    assert dtype == "float32"
+    assert error.startswith(f"{case}: the process ended by SIGABRT")
+
+
+def test_a_hang_is_ended(device):
+    ((_, error),) = run("hang", 1, "float32")
+    assert error == "odd width, rows apart, residual, dropout: no answer within 1 s"
+
+
+def test_a_worker_that_does_not_start_blames_no_kernel(device, served, cache, caplog, monkeypatch):
+    """Its end is told, it is not kept, and the next backend serves."""
+    monkeypatch.setattr(
+        known, "make_runner",
+        lambda device: Runner(device, prelude="raise SystemExit('no room for a context')"),
+    )  # fmt: skip
+    with pytest.raises(NoWorker):
+        list(known.make_runner(CPU).run("layer_norm", items("float32")))
+    assert served() == "cpu"
+    assert "the process ended with status 1: no room for a context" in caplog.text
+    assert not list(cache.glob("*.json"))
+    assert served() == "cpu"
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A runner whose measurements are given: seconds by width and backend, or an error."""
+
+    device = CPU
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def run(self, op, items):
+        for item in items:
+            given = {by: self.seconds[item["width"]][by] for by in item["backends"]}
+            failed = [by for by, s in given.items() if isinstance(s, str)]
+            if failed:
+                yield item, {"backend": failed[0], "error": given[failed[0]]}
+            else:
+                yield item, {"seconds": given}
+
+
+def timed(seconds, errors):
+    from deepfast.proof.prove import time
+
+    entries = {d: {"errors": dict(e), "seconds": {}} for d, e in errors.items()}
+    widths = tables.widths("layer_norm", "cpu")
+    time(Timed(dict(zip(widths, seconds, strict=True))), "layer_norm", entries)
+    return entries, widths
+
+
+def test_the_fastest_serves_at_its_width():
+    fine = {"cuda": None, "triton": None}
+    entries, (a, b, c) = timed(
+        [{"cuda": 1.0, "triton": 2.0, "reference": 3.0},
+         {"cuda": 2.0, "triton": 1.0, "reference": 3.0},
+         {"cuda": 2.0, "triton": 3.0, "reference": 1.0}],
+        {"float32": fine, "bfloat16": fine, "float16": {"cuda": "wrong", "triton": None}},
+    )  # fmt: skip
+    for width, name in ((1, "cuda"), (a, "cuda"), (a + 1, "triton"), (b, "triton"),
+                        (c, "reference"), (9 * c, "reference"), (None, "cuda")):  # fmt: skip
+        assert tables.fastest(entries["bfloat16"], width) == name
+    # float16 has the times of bfloat16, without the backend that is wrong in it.
+    assert tables.fastest(entries["float16"], a) == "triton"
+    assert tables.fastest(entries["float16"], c) == "reference"
+
+
+def test_a_backend_that_fails_while_it_is_timed_is_not_proved():
+    said = "width 4096: the process ended by SIGSEGV"
+    entries, (a, _, c) = timed(
+        [{"cuda": 1.0, "triton": 2.0, "reference": 3.0},
+         {"cuda": 1.0, "triton": 2.0, "reference": 3.0},
+         {"cuda": said, "triton": 2.0, "reference": 3.0}],
+        {"float32": {"cuda": None, "triton": None}},
+    )  # fmt: skip
+    assert entries["float32"]["errors"] == {"cuda": said, "triton": None}
+    assert (
+        tables.fastest(entries["float32"], a) == tables.fastest(entries["float32"], c) == "triton"
+    )
+
+
+def test_a_kernel_is_timed_beside_torch(device, monkeypatch):
+    """The measurement itself, on the interpreter."""
+    job = {"dtype": "float32", "width": 8, "backends": ["triton", "reference"]}
+    ((_, result),) = device(CPU).run("layer_norm", [job])
+    assert set(result["seconds"]) == {"triton", "reference"}
+    assert min(result["seconds"].values()) > 0
