@@ -36,7 +36,7 @@ def forward_arguments(twins, T, D, *, apart=0, per_channel=False):
     return shared_arguments(twins, T, D, per_channel) | {
         "branch": twins.Stored(torch.randn(T, D), apart),
         "residual": twins.Stored(torch.randn(T, D), apart),
-        "states": twins.Stored(torch.randn(ROWS + 1, T, D), slots=True),
+        "states": twins.Slots(torch.randn(ROWS + 1, T, D)),
         "source_eps": 1e-5, "out_eps": 1e-5,
         "x": twins.Result((T, D)), "out": twins.Result((T, D)),
         **{name: twins.Result((T,), stored=False) for name in statistics},
@@ -47,8 +47,8 @@ def backward_arguments(twins, T, D, *, apart=0, per_channel=False):
     given = shared_arguments(twins, T, D, per_channel)
     channels = ("dnorm_weight", "dnorm_bias", "dout_norm_weight", "dout_norm_bias")
     return given | {
-        "states": twins.Stored(torch.randn(ROWS, T, D), slots=True),
-        "grads": twins.Stored(torch.randn(ROWS + 1, T, D), slots=True),
+        "states": twins.Slots(torch.randn(ROWS, T, D)),
+        "grads": twins.Slots(torch.randn(ROWS + 1, T, D)),
         "grad_slot": SLOT + 1,
         "pull_rows": PULLS, "pull_slots": [r + 1 for r in PULLS],
         "source_rstd": twins.Computed(0.5 + torch.rand(T)),

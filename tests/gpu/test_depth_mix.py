@@ -26,7 +26,7 @@ LISTS = [
 def common_arguments(twins, T, D, per_channel=False):
     weight = torch.randn((ROWS, ROWS, D) if per_channel else (ROWS, ROWS))
     return {
-        "states": twins.Stored(torch.randn(ROWS + 1, T, D), slots=True),
+        "states": twins.Slots(torch.randn(ROWS + 1, T, D)),
         "weight": twins.Computed(weight),
         "norm_weight": twins.Computed(1 + 0.5 * torch.randn(ROWS, D)),
         "norm_bias": twins.Computed(torch.randn(ROWS, D)),
@@ -42,7 +42,7 @@ def mix_arguments(twins, T, D, sources, rows, per_channel=False):
 
 def pull_arguments(twins, T, D, sources, rows, per_channel=False):
     given = common_arguments(twins, T, D, per_channel)
-    grads = twins.Stored(torch.randn(ROWS + 1, T, D), slots=True)
+    grads = twins.Slots(torch.randn(ROWS + 1, T, D))
     return given | {
         "grads": grads, "grad_slots": [r + 1 for r in rows], "rows": list(rows),
         "sources": list(sources), "accumulate": False,
