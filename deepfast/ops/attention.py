@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import os
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,9 @@ from deepfast.ops import common
 from deepfast.ops.packed import Gather, Scatter, places
 from deepfast.ops.register import register, watched
 from deepfast.reference.layer_norm import compute_dtype
+
+WIDEST = 256
+"""Channels of a head that Triton's kernels hold."""
 
 
 def _forward(a):
@@ -267,6 +271,9 @@ def attention(
         scale = float(scale)
     width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
     name = backends.chosen("attention", backend, q.device, q.dtype, width)
+    asked = backend is not None or os.environ.get("DEEPFAST_BACKEND")
+    if name == "triton" and q.shape[-1] > WIDEST and not asked:
+        name = "sdpa"
     if name in (*backends.SDPA, "varlen"):
         q, scale = _positive_scale(q, scale)
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
@@ -278,8 +285,8 @@ def attention(
                 f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
             )
         return _varlen(q, k, v, *sizes)
-    if name == "triton" and q.shape[-1] > 256:
-        raise ValueError(f"attention: triton's heads are at most 256 wide, got {q.shape[-1]}")
+    if name == "triton" and q.shape[-1] > WIDEST:
+        raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (o,) = _attention(q, k, v, *sizes, dropout_p, seed, name)

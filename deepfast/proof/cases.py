@@ -291,7 +291,8 @@ def wide(op: str, width: int, kind: str, tokens: int | None = None) -> Case:
             return Case(name, {"h": _rows(T, width)}, functools.partial(relu, seed=5))
         case "attention":
             lengths = [width] * max(1, (8192 if kind == "cuda" and tokens is None else 1) // width)
-            heads, dim = (8, 64) if kind == "cuda" else (1, 16)
+            # The reference holds all weights of a sentence, in float64.
+            heads, dim = (2 if tokens else 8, 64) if kind == "cuda" else (1, 16)
             return _heads(name, lengths, lengths, heads, dim, False, 0.0)
         case "linear_cross_entropy":
             V, T = 8 * width, min(T, 2048)

@@ -66,12 +66,17 @@ class Runner:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("DEEPFAST_BACKEND", None)
-        return subprocess.Popen(
-            # -P: the current folder may hold files with the names of packages.
-            [sys.executable, "-P", "-c", code, json.dumps(job)],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+        try:
+            return subprocess.Popen(
+                # -P: the current folder may hold files with the names of packages.
+                [sys.executable, "-P", "-c", code, json.dumps(job)],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                text=True, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise NoWorker(
+                f"{op}: no process could be started to prove kernels: {error}"
+            ) from error
 
     def _lines(self, process: subprocess.Popen) -> Iterator[dict | None]:
         """What the worker says; None where it ran out of time."""
@@ -79,7 +84,9 @@ class Runner:
 
         def read() -> None:
             for line in process.stdout:
-                lines.put(json.loads(line))
+                # The last line of a process that ends may be cut off.
+                if line.endswith("\n"):
+                    lines.put(json.loads(line))
             lines.put(EOFError)
 
         threading.Thread(target=read, daemon=True).start()
@@ -91,6 +98,9 @@ class Runner:
                 yield None
                 return
             if line is EOFError:
+                # It has closed stdout and is about to end, with a status that tells why.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.limits.silence)
                 return
             yield line
             limit = self.limits.silence

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend, ops
-from deepfast.proof import known
+from deepfast.proof import cases, known
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
 
@@ -128,6 +128,16 @@ def test_a_worker_that_does_not_start_blames_no_kernel(device, served, cache, ca
     assert "the process ended with status 1: no room for a context" in caplog.text
     assert not list(cache.glob("*.json"))
     assert served() == "cpu"
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(NoWorker, match=r"no process could be started .*/nowhere/python"):
+        list(Runner(CPU).run("layer_norm", items("float32")))
+
+
+def test_every_op_has_cases():
+    assert set(cases.MAKERS) == set(backend.OPS)
 
 
 # ---- times ---------------------------------------------------------------------------------------

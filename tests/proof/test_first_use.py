@@ -202,6 +202,21 @@ def test_attention_is_chosen_by_length(device, monkeypatch):
         assert backend.choose("attention", None, at, torch.bfloat16, width)[0] == name
 
 
+def test_heads_that_a_kernel_cannot_hold_are_torchs(device):
+    """By itself; on request they are an error."""
+    cu, q = torch.tensor([0, 2], dtype=torch.int32), torch.randn(2, 1, 257)
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 2, "max_seqlen_k": 2}
+    entry = {"errors": {"triton": None}, "seconds": {}}
+    known.table(CPU, backend.cuda_build()).ops["attention"] = {"float32": entry}
+    with backend.record() as seen:
+        o = ops.attention(q, q, q, **sizes)
+    assert seen == [("attention", "triton")]
+    expected = ops.attention(q, q, q, **sizes, backend="sdpa")
+    torch.testing.assert_close(o, expected)
+    with pytest.raises(ValueError, match="heads are at most 256 wide, got 257"):
+        ops.attention(q, q, q, **sizes, backend="triton")
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
