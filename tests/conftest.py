@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    # The modules and the items stay: leaving them out makes each collection of garbage 0.3 s shorter.
+    # Modules and items stay. Without them, collecting garbage takes 0.3 s less each time.
     gc.collect()
     gc.freeze()
 
