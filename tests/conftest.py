@@ -1,6 +1,7 @@
 """Shared fixtures: seeds, threads, backends, tolerances, poisoned memory, a memory meter."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -51,9 +52,19 @@ LONG = (
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all_cases"):
         kept = daily(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish():
+    # Modules and items stay. Without them, collecting garbage takes 0.3 s less each time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

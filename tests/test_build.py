@@ -22,6 +22,31 @@ class Blocker:
             raise ImportError("blocked for the test")
 sys.meta_path.insert(0, Blocker())
 """
+OPS_RUN = """
+import torch
+from deepfast import backend, nn, ops
+x = torch.randn(4, 6, requires_grad=True)
+with backend.record() as seen:
+    y = ops.layer_norm(x, None, None)
+    history, dlcl = nn.DepthHistory(), nn.DLCL(1, 6)
+    dlcl(torch.tanh(dlcl(y, history)), history).square().sum().backward()
+assert {name for _, name in seen} == {"reference"}, seen
+torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (6,)))
+try:
+    ops.layer_norm(x, None, None, backend="cpu")
+except backend.BackendError as error:
+    assert "blocked for the test" in str(error)
+else:
+    raise AssertionError("no error")
+print("the ops ran on the reference")
+"""
+INFO = """
+from deepfast.cli import main
+print("----")
+main(["info", "--json"])
+print("----")
+main(["info"])
+"""
 
 
 def test_build_info():
@@ -74,15 +99,14 @@ def test_the_library_is_free_of_undefined_instruction_sets():
     assert "-march=native" not in code
 
 
-def without_library(python, script, *args, **kwargs):
-    return python("-c", BLOCK + script, *args, **kwargs)
+@pytest.fixture(scope="module")
+def without_library(python):
+    """What a process without the library prints of itself, after all its ops have run."""
+    return python("-c", BLOCK + OPS_RUN + INFO).stdout
 
 
-def test_info_without_the_library(python):
-    script = (
-        'from deepfast.cli import main; main(["info", "--json"]); print("----"); main(["info"])'
-    )
-    said, text = without_library(python, script).stdout.split("----")
+def test_info_without_the_library(without_library):
+    _, said, text = without_library.split("----")
     info = json.loads(said)
     assert "blocked for the test" in info["build"]["missing"]
     assert info["ops"].pop("attention")["chosen"] == "sdpa"
@@ -93,25 +117,8 @@ def test_info_without_the_library(python):
     assert "blocked for the test" in text
 
 
-def test_ops_without_the_library(python):
-    script = """
-import torch
-from deepfast import backend, nn, ops
-x = torch.randn(4, 6, requires_grad=True)
-with backend.record() as seen:
-    y = ops.layer_norm(x, None, None)
-    history, dlcl = nn.DepthHistory(), nn.DLCL(1, 6)
-    dlcl(torch.tanh(dlcl(y, history)), history).square().sum().backward()
-assert {name for _, name in seen} == {"reference"}, seen
-torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (6,)))
-try:
-    ops.layer_norm(x, None, None, backend="cpu")
-except backend.BackendError as error:
-    assert "blocked for the test" in str(error)
-else:
-    raise AssertionError("no error")
-"""
-    without_library(python, script)
+def test_ops_without_the_library(without_library):
+    assert without_library.startswith("the ops ran on the reference")
 
 
 def test_info_prints_what_serves(capsys):

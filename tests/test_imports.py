@@ -103,13 +103,13 @@ def layer_of(module):
     return ".".join(parts[: 2 if parts[:1] in (["mt"], ["proof"]) else 1])
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name):
-    layer = layer_of(name)
-    assert layer in ALLOWED, f"{name}: say in this table what {layer!r} may import"
-    for target in imports(MODULES[name]):
-        if target.split(".")[0] == "deepfast" and layer_of(target) != layer:
-            assert layer_of(target) in ALLOWED[layer], f"{name} imports {target}"
+def test_imports_go_down():
+    for name, path in MODULES.items():
+        layer = layer_of(name)
+        assert layer in ALLOWED, f"{name}: say in this table what {layer!r} may import"
+        for target in imports(path):
+            if target.split(".")[0] == "deepfast" and layer_of(target) != layer:
+                assert layer_of(target) in ALLOWED[layer], f"{name} imports {target}"
 
 
 def test_no_circles():
@@ -136,11 +136,11 @@ def test_no_circles():
         visit(name)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_other_packages_kernels_no_benchmarks_no_path_tricks(name):
-    text = MODULES[name].read_text()
-    assert not [t for t in imports(MODULES[name]) if t.split(".")[0] in ("kernels", "bench")]
-    assert "sys.path" not in text
+def test_no_other_packages_kernels_no_benchmarks_no_path_tricks():
+    for name, path in MODULES.items():
+        roots = {target.split(".")[0] for target in imports(path)}
+        assert not roots & {"kernels", "bench"}, name
+        assert "sys.path" not in path.read_text(), name
 
 
 def test_kernels_import_torch_and_triton_only():
@@ -166,46 +166,52 @@ def extras():
     return {{"pyyaml": "yaml"}.get(n, n.replace("-", "_")) for n in names} - {"numpy"}
 
 
+IMPORTS = """
+import json, os, sys
+environment = dict(os.environ)
+import deepfast, deepfast.memory
+assert "torch" not in sys.modules
+assert {"nn", "ops", "mt", "memory"} <= set(dir(deepfast))
+assert dict(os.environ) == environment
+
+import torch
+def state():
+    return (dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(),
+            torch.get_rng_state().tolist())
+before = state()
+deepfast.nn.DLCL, deepfast.ops.layer_norm, deepfast.mt.models.Transformer
+assert not hasattr(deepfast, "training_")
+import deepfast.backend
+loaded = list(sys.modules)
+import deepfast.mt.training
+assert state() == before
+print(*loaded)
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(python):
+    """The modules that the imports of the parts load.
+
+    `deepfast plan` must not wait for the import of torch: deepfast loads its parts when they are
+    used. No import changes an environment variable, the default dtype, the seed or the number of
+    threads.
+    """
+    return python("-c", IMPORTS).stdout.split()
+
+
 # numpy and triton are torch's own optional dependencies: torch imports them where they are there.
-@pytest.mark.parametrize("module", ["deepfast.ops", "deepfast.mt.models", "deepfast.backend"])
-def test_importing_needs_torch_alone(python, module):
-    script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    loaded = set(python("-c", script).stdout.split())
-    assert "torch" in loaded
-    assert not loaded & extras()
-    assert "kernels" not in loaded
+def test_importing_needs_torch_alone(loaded):
+    packages = {name.split(".")[0] for name in loaded}
+    assert {"torch", "deepfast"} <= packages
+    assert not packages & extras()
+    assert "kernels" not in packages
 
 
-def test_importing_deepfast_loads_its_parts_when_they_are_used(python):
-    """`deepfast plan` must not wait for the import of torch."""
-    script = (
-        "import sys, deepfast, deepfast.memory\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert {'nn', 'ops', 'mt', 'memory'} <= set(dir(deepfast))\n"
-        "deepfast.nn.DLCL, deepfast.ops.layer_norm, deepfast.mt.models.Transformer\n"
-        "assert 'torch' in sys.modules and not hasattr(deepfast, 'training_')"
-    )
-    python("-c", script)
-
-
-def test_importing_loads_no_kernels(python):
+def test_importing_loads_no_kernels(loaded):
     """Triton's kernels are loaded when the first of them is used."""
-    script = "import sys, deepfast.mt.models; print(*sys.modules)"
-    loaded = python("-c", script).stdout.split()
+    assert "deepfast.mt.models" in loaded
     assert not [name for name in loaded if name.startswith("deepfast.kernels")]
-
-
-def test_importing_changes_nothing(python):
-    """No environment variable, no default dtype, no seed, no thread count."""
-    script = (
-        "import os, torch\n"
-        "def state(): return (dict(os.environ), torch.get_default_dtype(), "
-        "torch.get_num_threads(), torch.get_rng_state().tolist())\n"
-        "before = state()\n"
-        "import deepfast.mt.models, deepfast.mt.training\n"
-        "assert state() == before"
-    )
-    python("-c", script)
 
 
 def test_op_names_are_one_in_every_folder():

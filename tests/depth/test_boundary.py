@@ -1,7 +1,5 @@
 """The boundary op: everything between two layers in one pass, as DLCL calls it."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,12 +63,19 @@ def grads(form, dlcl, y, given, dout, dtype, parameter_dtype, **options):
     return {"out": total.detach(), "y": y.grad} | {n: leaves[n].grad for n in used}
 
 
-CASES = [c for c in itertools.product([0.0, P], [True, False], [True, False], [True, False])
-         if c[2] or c[3]]  # fmt: skip
+def each_form(test):
+    """Every set of operands and results that a boundary may have."""
+    for names, values in (
+        ("p", [0.0, P]),
+        ("residual", [True, False]),
+        (("out_norm", "want_x"), [(True, True), (True, False), (False, True)]),
+    ):
+        test = pytest.mark.parametrize(names, values)(test)
+    return test
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
+@each_form
 def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, want_x):
     dim = 67
     dlcl = DLCL(LAYERS, dim, backend=kernel_backend)
@@ -89,17 +94,18 @@ def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, w
     tolerances.assert_all_accurate(got, in_dtype, exact, dtype)
 
 
-@pytest.mark.parametrize(("p", "residual", "out_norm", "want_x"), CASES)
+@each_form
 def test_gradcheck(exact_backend, p, residual, out_norm, want_x):
-    dlcl = DLCL(3, 4, backend=exact_backend, eps=0.1).double()
-    leaves = [torch.randn(2, 4, dtype=torch.float64) for _ in range(2)]
-    leaves += [torch.randn(4, dtype=torch.float64) for _ in range(2)]
+    layers, dim = 3, 3
+    dlcl = DLCL(layers, dim, backend=exact_backend, eps=0.1).double()
+    leaves = [torch.randn(2, dim, dtype=torch.float64) for _ in range(2)]
+    leaves += [torch.randn(dim, dtype=torch.float64) for _ in range(2)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
     def f(branch, rest, weight, bias, *_):
         history = DepthHistory(block=1, inplace=False)
         results = []
-        for k in range(4):
+        for k in range(layers + 1):
             norm = OutNorm(weight, bias, 0.1) if out_norm else None
             x = dlcl(
                 branch, history, residual=rest if residual else None, dropout_p=p, seed=k,

@@ -1,5 +1,6 @@
 """A small report made once by the command itself, for all tests of its parts."""
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
+from deepfast.measure import deepest
 from deepfast.measure.settings import QUICK
 
 
@@ -18,6 +20,14 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _deepest_once():
+    """The deepest models do not depend on the settings, and planning them takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepest, "deepest", functools.cache(deepest.deepest))
+        yield
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ def test_times_are_ratios_of_rounds_to_keep(tiny, rows):
         assert min(row["seconds"]) > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", [*EAGER, *HELD_POLICIES])
 def test_closed_forms_are_held_to_counted_steps(tiny, finish, form, dtype):

@@ -174,9 +174,20 @@ def test_an_interrupted_command_writes_its_page(tmp_path, monkeypatch, capsys):
     assert "index.html interrupted after" in capsys.readouterr().out
 
 
+class Some(Progress):
+    """Only jobs of these parts run."""
+
+    def __init__(self, *parts):
+        super().__init__(terminal=False)
+        self.parts = parts
+
+    def run(self, jobs):
+        super().run([job for job in jobs if job.part in self.parts])
+
+
 def test_a_training_that_fails_is_told_on_the_page(tiny, capsys):
     settings = replace(tiny, depths=(2,), mixing_depth=2, overrides=("model.dim=7",))
-    found = report.make_report(settings, "deepfast report", Progress(terminal=False))
+    found = report.make_report(settings, "deepfast report", Some("memory policies", "training"))
     assert found["training"]["status"].startswith("failed: ")
     assert "training failed" in capsys.readouterr().err
     assert "Not measured: failed: " in page.render(found)

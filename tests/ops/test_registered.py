@@ -45,6 +45,11 @@ def test_opcheck(any_backend, name, p):
     opcheck(operator(name), c.arguments(*c.leaves))
 
 
+@pytest.mark.parametrize(
+    "kernel_backend",
+    ["cpu", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("reference", "cuda"))],
+    indirect=True,
+)
 def test_opcheck_without_optional_operands(backend):
     x, w, weight = leaf(2, 3, D), leaf(D), leaf(N, D)
     opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, 0.0, None, backend))

@@ -24,21 +24,27 @@ from tests.ops.cases import (
     serves,
 )
 
+# Compiled every day with Triton's kernels, the other ops with the CPU's.
+TRITON = ("attention", "depth_mix", "linear_cross_entropy")
+
 
 # Without a seed the graph is the same on every backend.
 @pytest.mark.parametrize(
-    ("any_backend", "p"),
+    ("name", "any_backend", "p"),
     [
-        pytest.param("cpu", 0.0, marks=pytest.mark.exhaustive),
-        ("cpu", 0.3),
-        pytest.param("reference", 0.3, marks=pytest.mark.exhaustive),
-        ("triton", 0.3),
-        pytest.param("cuda", 0.3, marks=pytest.mark.exhaustive),
+        pytest.param(
+            name, backend, p,
+            marks=() if p and backend == ("triton" if name in TRITON else "cpu")
+            else pytest.mark.exhaustive,
+        )
+        for name in NAMES
+        for backend, p in (
+            ("cpu", 0.0), ("cpu", 0.3), ("reference", 0.3), ("triton", 0.3), ("cuda", 0.3),
+        )
     ],
     indirect=["any_backend"],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_to_one_graph(any_backend, name, p):
+)  # fmt: skip
+def test_compiles_to_one_graph(name, any_backend, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
     serves(name, any_backend)
     torch._dynamo.reset()
@@ -47,7 +53,7 @@ def test_compiles_to_one_graph(any_backend, name, p):
         case(name, any_backend, p).run, fullgraph=True, dynamic=True, backend=counter
     )
     counts = []
-    for tokens in (5, 9, 6):
+    for tokens in (5, 9):
         c = case(name, any_backend, p, tokens)
         for a, b in zip(results(compiled, c.leaves), results(c.run, c.leaves), strict=True):
             assert torch.equal(a, b)
@@ -65,6 +71,8 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
     # A cache of its own: the key of Inductor's cache in torch 2.13 leaves out the instruction set,
     # so code that was compiled for AVX-512 would run under ATEN_CPU_CAPABILITY=avx2 and be wrong.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # The processes of a pool would import torch first.
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     torch._dynamo.reset()
     w, weight = leaf(D), leaf(D, D)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from deepfast.mt.training import recipe_from_dict
+from deepfast.mt.training import recipe_from_dict, train
 
 WORDS = {
     "one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum", "house": "Haus",
@@ -63,3 +63,22 @@ def make_recipe(corpus, tmp_path):
         return recipe_from_dict(tree)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def _finished():
+    return {}
+
+
+@pytest.fixture
+def whole_run(make_recipe, tmp_path_factory, _finished):
+    """Results of uninterrupted runs, each made once."""
+
+    def run(changes):
+        key = repr(sorted(changes.items()))
+        if key not in _finished:
+            folder = tmp_path_factory.mktemp("whole")
+            _finished[key] = train(make_recipe(changes | {"output": str(folder)}), quiet=True)
+        return _finished[key]
+
+    return run

@@ -35,25 +35,6 @@ GROW = {
 }
 
 
-@pytest.fixture(scope="module")
-def _finished():
-    return {}
-
-
-@pytest.fixture
-def whole_run(make_recipe, tmp_path_factory, _finished):
-    """Results of uninterrupted runs, each made once."""
-
-    def run(changes):
-        key = repr(sorted(changes.items()))
-        if key not in _finished:
-            folder = tmp_path_factory.mktemp("whole")
-            _finished[key] = train(make_recipe(changes | {"output": str(folder)}), quiet=True)
-        return _finished[key]
-
-    return run
-
-
 def at(monkeypatch, growing, step, action):
     """Calls `action(trainer)` before an optimizer step of the first or of the second run."""
     original = Trainer.train_step
@@ -135,7 +116,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+# An interrupt stops the first run too.
+@pytest.mark.parametrize(
+    "case", [pytest.param("in the first run", marks=pytest.mark.exhaustive), *list(CASES)[1:]]
+)
 def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, tmp_path, monkeypatch, case):
     growing, step, changes = CASES[case]
     changes = GROW | changes
@@ -151,7 +135,7 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, tmp_path, monke
     assert_same_folders(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("growing", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_an_interrupt_stops_both_and_either_resumes(
     make_recipe, whole_run, tmp_path, monkeypatch, capsys, growing
 ):

@@ -221,7 +221,7 @@ from deepfast.mt.training.environment import give_back_large_blocks, memory_byte
 if sys.argv[1] == "give back":
     give_back_large_blocks()
 before, kept = memory_bytes(torch.device("cpu")), []
-for index in range(60):
+for index in range(20):
     # Each is freed between two that stay, and the next never fits into its hole.
     passing = [torch.ones(2**18 * (2 + (index + k) % 7)) for k in range(4)]
     kept.append(torch.ones(2**17))

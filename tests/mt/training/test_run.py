@@ -72,9 +72,8 @@ def test_a_run_learns_and_leaves_its_files(make_recipe):
     assert (result.output / "vocabulary.model").exists()
 
 
-def test_a_checkpoint_gives_model_and_vocabulary(make_recipe):
-    recipe = make_recipe()
-    result = train(recipe, quiet=True)
+def test_a_checkpoint_gives_model_and_vocabulary(make_recipe, whole_run):
+    recipe, result = make_recipe(), whole_run({})
     for path in (result.best, result.average, result.checkpoint):
         model, serialised = load_model(path)
         vocabulary = Vocabulary.from_bytes(serialised)
@@ -87,7 +86,7 @@ def test_a_checkpoint_gives_model_and_vocabulary(make_recipe):
         torch.testing.assert_close(tensor, (weights[0][name] + weights[1][name]) / 2)
 
 
-CASES = {
+ALONE = {
     "mid-epoch, dropout, accumulation": ({"optim.accumulate": 3}, 7),
     "next epoch, deterministic algorithms": (
         {"data.max_tokens": 400, "train.deterministic": True}, 11),
@@ -99,10 +98,21 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_killed_run_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch, case):
-    changes, killed_at = CASES[case]
-    whole = train(make_recipe(changes | {"output": str(tmp_path / "whole")}), quiet=True)
+def together(first, second):
+    (changes, _), (more, killed_at) = ALONE[first], ALONE[second]
+    return pytest.param(changes | more, killed_at, id=f"{first}, {second}")
+
+
+EPOCH, NEXT_EPOCH, HALF, OPTIONS = ALONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "killed_at"),
+    [together(EPOCH, HALF), together(OPTIONS, NEXT_EPOCH)]
+    + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in ALONE.items()],
+)
+def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, monkeypatch, changes, killed_at):
+    whole = whole_run(changes)
     with monkeypatch.context() as patch:
         at_step(patch, killed_at, die)
         with pytest.raises(Killed):
@@ -118,8 +128,8 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch, cas
             assert torch.equal(tensor, two["model"][key]), (name, key)
 
 
-def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch):
-    whole = train(make_recipe({"output": str(tmp_path / "whole")}), quiet=True)
+def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
+    whole = whole_run({})
     with monkeypatch.context() as patch:
         at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
         first = train(make_recipe(), quiet=True)
@@ -198,8 +208,8 @@ def test_a_checkpoint_of_another_run_is_refused(make_recipe, changes, message):
     assert "step-00000002.pt" in str(caught.value)
 
 
-def test_an_average_cannot_be_resumed(make_recipe, tmp_path):
-    result = train(make_recipe({"train.max_steps": 2}), quiet=True)
+def test_an_average_cannot_be_resumed(make_recipe, whole_run, tmp_path):
+    result = whole_run({})
     other = make_recipe({"resume": str(result.average), "output": str(tmp_path / "other")})
     with pytest.raises(CheckpointError, match=r"average\.pt: expected a checkpoint to resume"):
         train(other, quiet=True)
@@ -223,8 +233,8 @@ def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
         Path(recipe.output) / "step-00000004.pt")["model"].values())  # fmt: skip
 
 
-def test_a_full_disk_stops_and_the_run_resumes(make_recipe, tmp_path, monkeypatch):
-    whole = train(make_recipe({"output": str(tmp_path / "whole")}), quiet=True)
+def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path, monkeypatch):
+    whole = whole_run({})
 
     def full(*args):
         raise OSError(28, "No space left on device")
