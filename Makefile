@@ -21,12 +21,13 @@ help:
 
 setup: $(VENV)/.installed
 
-# An installed torch is kept, with its triton: constraints.txt decides only if there is none yet. The
-# ops compile while pip fetches the packages of tests and training. The install then links the ops, or
-# says why they do not compile.
+# An installed torch is kept, with its triton: constraints.txt decides only if there is none yet.
+# Torch comes first and alone, because its CUDA builds demand a triton of their own. The ops compile
+# while pip fetches the packages of tests and training. The install then links the ops, or says why
+# they do not compile.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q "$$(grep ^torch== constraints.txt)"
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11

@@ -25,7 +25,11 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, indices, rows):
         ctx.save_for_backward(indices)
-        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, indices, x)
+        zeros = x.new_zeros(rows, *x.shape[1:])
+        # A result written in place gets a gradient of zero under torch.compile of torch 2.11.
+        if torch.compiler.is_compiling():
+            return zeros.index_copy(0, indices, x)
+        return zeros.index_copy_(0, indices, x)
 
     @staticmethod
     def backward(ctx, grad):

@@ -282,8 +282,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _one_line_each(sentences: Iterable[str]) -> Iterator[str]:
-    # Sentencepiece refuses a sentence that contains a line end.
-    return (sentence.replace("\n", " ") for sentence in sentences)
+    # Sentencepiece refuses a line end inside a sentence; from blank ones alone its versions before
+    # 0.2.3 learn a vocabulary of nothing.
+    return (sentence.replace("\n", " ") for sentence in sentences if not sentence.isspace())
 
 
 def _training_error(message: str, size: int) -> str:

@@ -121,10 +121,11 @@ def test_too_small_names_the_least():
         Vocabulary.train(SENTENCES, 4)
 
 
+@pytest.mark.parametrize("at_most", [False, True])
 @pytest.mark.parametrize("nothing", [[], ["", "  "]])
-def test_nothing_to_learn_from(nothing):
+def test_nothing_to_learn_from(nothing, at_most):
     with pytest.raises(DataError, match="at least one sentence"):
-        Vocabulary.train(nothing, 100)
+        Vocabulary.train(nothing, 100, at_most=at_most)
 
 
 def test_long_sentences_and_line_ends_take_part():
