@@ -10,7 +10,7 @@ A program reads its tile before it writes, so a result may overwrite an operand.
 import triton
 import triton.language as tl
 
-from .common import dropout, dropout_factors, rounded, stride
+from .common import dropout, dropout_factors, launcher, rounded, stride
 
 
 def tile(F: int, itemsize: int) -> dict[str, int]:
@@ -84,6 +84,7 @@ def _programs(T: int, F: int, sides: dict[str, int]) -> tuple[int]:
     return (triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"]),)
 
 
+@launcher
 def activation_forward(h, kind, dropout_p, seed, out):
     """See `deepfast.reference.launchers.activation_forward`."""
     T, F = h.shape
@@ -97,6 +98,7 @@ def activation_forward(h, kind, dropout_p, seed, out):
     )  # fmt: skip
 
 
+@launcher
 def activation_backward(dout, saved, kind, dropout_p, seed, dh):
     """See `deepfast.reference.launchers.activation_backward`."""
     T, F = dout.shape

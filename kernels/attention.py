@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, dropout_factors, rounded
+from .common import dot, dropout_factors, launcher, rounded
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -349,6 +349,7 @@ def backward_launch(
     return Launch(BQ, BK, num_warps), True
 
 
+@launcher
 def attention_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
     seed, o, lse,
@@ -368,6 +369,7 @@ def attention_forward(
     )  # fmt: skip
 
 
+@launcher
 def attention_backward(
     q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
     dropout_p, seed, dq, dk, dv,

@@ -22,6 +22,7 @@ from .common import (
     dropout_factors,
     even_programs,
     indices_of,
+    launcher,
     multiprocessors,
     norm_backward,
     normalise,
@@ -300,6 +301,7 @@ def boundary_bwd_kernel(
         store_sum(p + 3 * D, b_dout_norm_bias, m_d)
 
 
+@launcher
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
     source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
@@ -325,6 +327,7 @@ def boundary_forward(
     )  # fmt: skip
 
 
+@launcher
 def boundary_backward(
     states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
     out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,

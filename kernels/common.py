@@ -13,6 +13,8 @@ Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with
 3.6 would spread BA over warps. D is a constexpr, so that rows without a remainder need no mask.
 """
 
+import functools
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +27,23 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 SOURCES = tl.constexpr(16)
 """Tensors that a launch takes as a tuple."""
+
+
+def launcher(launch: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a launcher: its kernels run on the device of its operands.
+
+    Triton launches on the current device, whatever the device of the tensors that it is given.
+    """
+
+    @functools.wraps(launch)
+    def run(*args, **named):
+        x = next(x for x in args or named.values() if isinstance(x, torch.Tensor))
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launch(*args, **named)
+        with torch.cuda.device(x.get_device()):
+            return launch(*args, **named)
+
+    return run
 
 
 class RowTile(NamedTuple):
