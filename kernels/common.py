@@ -15,7 +15,6 @@ Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with
 
 import functools
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -110,31 +109,21 @@ def residency(warps: int, num_warps: int) -> Residency:
     return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
 
 
-class Indices(NamedTuple):
-    """A list of indices for a kernel: an arithmetic progression, or a table on the device."""
+class Progression(NamedTuple):
+    """Indices first, first + step, ..., passed by value: a launch copies no table to the device."""
 
-    table: torch.Tensor | None
     first: int
     step: int
     count: int
 
 
-@lru_cache
-def _table(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(indices, dtype=torch.int64, device=device)
-
-
-def progression(indices: list[int]) -> Indices | None:
-    if not indices:
-        return Indices(None, 0, 0, 0)
-    first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
-    if indices != list(range(first, first + step * len(indices), step)):
+def progression(indices: list[int]) -> Progression | None:
+    """``indices`` as an arithmetic progression; None where they are none."""
+    first = indices[0] if indices else 0
+    step = indices[1] - first if len(indices) > 1 else 1
+    if any(i != first + n * step for n, i in enumerate(indices)):
         return None
-    return Indices(None, first, step, len(indices))
-
-
-def indices_of(indices: list[int], device: torch.device) -> Indices:
-    return progression(indices) or Indices(_table(tuple(indices), device), 0, 0, len(indices))
+    return Progression(first, step, len(indices))
 
 
 @triton.jit
