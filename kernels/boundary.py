@@ -72,6 +72,8 @@ def loads_at_once(D: int, itemsize: int) -> int:
 # k, row and column are the same number. Where a kernel takes it once, ptxas shares addresses that
 # it then has to spill: 6 accesses in forward on sm_100, 3 in backward on sm_80.
 FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
+# Each state has its entry in a table of all layers, which begins anywhere.
+ENTRIES = ["p_seed", "p_source_rstd", "p_out_mean", "p_out_rstd"]
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
     store_stat(p_rstd, b_rstd, o_t, m_t)
 
 
-@triton.jit(do_not_specialize=FORWARD_NUMBERS)
+@triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
 def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_weight, p_norm_weight, p_norm_bias, p_partial,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
@@ -204,7 +206,7 @@ BACKWARD_NUMBERS = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=BACKWARD_NUMBERS)
+@triton.jit(do_not_specialize=BACKWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
 def boundary_bwd_kernel(
     p_states, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
     p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pulled, p_dbranch,

@@ -237,7 +237,11 @@ def norm_backward(b_dn, b_n, b_rstd, D):
     return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
 
 
-@triton.jit(do_not_specialize=["P", "s_p"])
+@triton.jit(
+    do_not_specialize=["P", "s_p", "s_out"],
+    # Rows of a gradient of all layers begin anywhere.
+    do_not_specialize_on_alignment=["p_out0", "p_out1", "p_out2", "p_out3"],
+)
 def sum_partials_kernel(
     p_partial, p_out0, p_out1, p_out2, p_out3,
     P, N,
@@ -275,8 +279,9 @@ def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
     P, wanted, R, N = partial.shape
     s_out = next(out.stride(0) for out in outs if out is not None)
     outs = (*outs, None, None, None)[:4]
+    # One output needs no stride between outputs; a 0 keeps Triton from compiling for its value.
+    s_i = partial.stride(1) if wanted > 1 else 0
     BN = 16
     sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
-        partial, *outs, P, N, partial.stride(0), partial.stride(1), s_out, BP=256, BN=BN,
-        num_warps=4,
-    )  # fmt: skip
+        partial, *outs, P, N, partial.stride(0), s_i, s_out, BP=256, BN=BN, num_warps=4
+    )
