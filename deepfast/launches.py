@@ -63,8 +63,7 @@ class Launch:
     name: str
     operands: tuple[Operand, ...]
     flops: Callable[..., int]
-    """Returns the number of multiplications and additions. It takes the operands by name: a shape
-    for a tensor, None for a missing operand, numbers as they are."""
+    """Multiplications and additions, from the operands by name, a shape for each tensor."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -90,8 +89,7 @@ def _mix_rows(states, sources, rows, **_) -> int:
 
 
 def _boundary_backward(states, near, dout, pull_rows, **_) -> int:
-    # The norm's backward recomputes the row. Each pulled row takes one product for the state's
-    # gradient and one for the weight's.
+    # The norm's backward recomputes the row. A pulled row takes two products, for dz and dW.
     mixed = len(near) if dout is not None else 0
     return 2 * (mixed + 2 * len(pull_rows)) * math.prod(states[1:])
 
@@ -101,7 +99,6 @@ def _depth_mix(sources, **_) -> int:
 
 
 def _depth_attention(sources, query, out, **_) -> int:
-    # The weighted sum and, with a query, the scores.
     return 2 * (1 if query is None else 2) * len(sources) * math.prod(out)
 
 
@@ -161,18 +158,21 @@ layer_norm: layer_norm_backward
 
 activation: activation_forward
     h          Tensor   storage  (T, D)
+    bias       Tensor?  compute  (D)
     kind       str
     dropout_p  float
     seed       Tensor?  int64    ()
     out        Tensor!  storage  (T, D)
 
 activation: activation_backward
-    dout       Tensor   storage  (T, D)
-    saved      Tensor   storage  (T, D)
+    dout       Tensor    storage  (T, D)
+    saved      Tensor    storage  (T, D)
+    bias       Tensor?   compute  (D)
     kind       str
     dropout_p  float
-    seed       Tensor?  int64    ()
-    dh         Tensor!  storage  (T, D)
+    seed       Tensor?   int64    ()
+    dh         Tensor!   storage  (T, D)
+    dbias      Tensor?!  compute  (D)
 
 boundary: boundary_forward
     branch           Tensor?   storage  (T, D)

@@ -1,16 +1,28 @@
-"""The activation of a feed-forward block and the dropout after it, element by element.
+"""The activation of a feed-forward block, with the bias before it and the dropout after it.
 
-    out = dropout(act(h)),  dh = dropout(dout * act'(h))
+    out = dropout(act(h + bias))
+    dh = dropout(dout * act'(h + bias)),  dbias = sum of dh over the tokens
 
 relu(h) = max(h, 0), gelu(h) = h Phi(h) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
 relu's gradient reads only ``out``, which is 0 where relu or dropout made it 0, so it needs no mask.
-A program reads its tile before it writes, so a result may overwrite an operand.
+A program reads its tile before it writes, so a result may overwrite an operand. Where dbias is
+wanted, a program of backward has several tiles and keeps its part of dbias in registers.
 """
 
 import triton
 import triton.language as tl
 
-from .common import dropout, dropout_factors, rounded, stride
+from .common import (
+    dropout,
+    dropout_factors,
+    even_programs,
+    launcher,
+    multiprocessors,
+    residency,
+    rounded,
+    stride,
+    sum_partials,
+)
 
 
 def tile(F: int, itemsize: int) -> dict[str, int]:
@@ -20,13 +32,20 @@ def tile(F: int, itemsize: int) -> dict[str, int]:
 
 
 @triton.jit
-def _place(T, F: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr):
-    """A program's tile: its tokens, channels and mask, the tokens as (BT,), the first channel."""
-    COLUMNS: tl.constexpr = (F + BF - 1) // BF
-    o_t = tl.program_id(0) // COLUMNS * BT + tl.arange(0, BT).to(tl.int64)
-    first = tl.program_id(0) % COLUMNS * BF
+def _place(tile, first, T, F: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr):
+    """A tile from channel ``first`` on: its tokens, channels and mask, the tokens as (BT,)."""
+    o_t = tile * BT + tl.arange(0, BT).to(tl.int64)
     o_f = (first + tl.arange(0, BF))[None, :]
-    return o_t[:, None], o_f, (o_t[:, None] < T) & (o_f < F), o_t, first
+    return o_t[:, None], o_f, (o_t[:, None] < T) & (o_f < F), o_t
+
+
+@triton.jit
+def _load(p_h, p_bias, s_h, o_row, o_f, m, F: tl.constexpr):
+    """h + bias in fp32."""
+    b_x = tl.load(p_h + o_row * s_h + o_f, mask=m, other=0.0).to(tl.float32)
+    if p_bias is not None:
+        b_x += tl.load(p_bias + o_f, mask=o_f < F, other=0.0)
+    return b_x
 
 
 @triton.jit
@@ -46,13 +65,15 @@ def _normal(b_x):
 
 @triton.jit(do_not_specialize=["T", "threshold"])
 def activation_fwd_kernel(
-    p_h, p_seed, p_out,
+    p_h, p_bias, p_seed, p_out,
     T, threshold, scale,
     s_h, s_out,
     F: tl.constexpr, RELU: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    o_row, o_f, m, o_t, first = _place(T, F, BT, BF)
-    b_x = tl.load(p_h + o_row * s_h + o_f, mask=m, other=0.0).to(tl.float32)
+    COLUMNS: tl.constexpr = (F + BF - 1) // BF
+    first = tl.program_id(0) % COLUMNS * BF
+    o_row, o_f, m, o_t = _place(tl.program_id(0) // COLUMNS, first, T, F, BT, BF)
+    b_x = _load(p_h, p_bias, s_h, o_row, o_f, m, F)
     if RELU:
         # tl.maximum(x, 0) would lose a NaN.
         b_x = tl.where(b_x < 0.0, 0.0, b_x)
@@ -64,48 +85,66 @@ def activation_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "threshold"])
 def activation_bwd_kernel(
-    p_dout, p_saved, p_seed, p_dh,
+    p_dout, p_saved, p_bias, p_seed, p_dh, p_partial,
     T, threshold, scale,
     s_dout, s_saved, s_dh,
     F: tl.constexpr, RELU: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    o_row, o_f, m, o_t, first = _place(T, F, BT, BF)
-    b_x = tl.load(p_saved + o_row * s_saved + o_f, mask=m, other=0.0).to(tl.float32)
-    b_d = tl.load(p_dout + o_row * s_dout + o_f, mask=m, other=0.0).to(tl.float32)
-    if RELU:
-        b_d = tl.where(b_x != 0.0, b_d * scale, 0.0)
-    else:
-        b_d *= _normal(b_x) + b_x * (0.3989422804014327 * tl.exp(-0.5 * b_x * b_x))
-        b_d = _dropped(b_d, p_seed, o_t, first, threshold, scale, BT, BF)
-    tl.store(p_dh + o_row * s_dh + o_f, rounded(b_d, p_dh.dtype.element_ty), mask=m)
+    COLUMNS: tl.constexpr = (F + BF - 1) // BF
+    first = tl.program_id(0) % COLUMNS * BF
+    program, programs = tl.program_id(0) // COLUMNS, tl.num_programs(0) // COLUMNS
+    b_sum = tl.zeros((BT, BF), dtype=tl.float32)
+    for tile in range(program, tl.cdiv(T, BT), programs):
+        o_row, o_f, m, o_t = _place(tile, first, T, F, BT, BF)
+        b_x = _load(p_saved, p_bias, s_saved, o_row, o_f, m, F)
+        b_d = tl.load(p_dout + o_row * s_dout + o_f, mask=m, other=0.0).to(tl.float32)
+        if RELU:
+            b_d = tl.where(b_x != 0.0, b_d * scale, 0.0)
+        else:
+            b_d *= _normal(b_x) + b_x * (0.3989422804014327 * tl.exp(-0.5 * b_x * b_x))
+            b_d = _dropped(b_d, p_seed, o_t, first, threshold, scale, BT, BF)
+        tl.store(p_dh + o_row * s_dh + o_f, rounded(b_d, p_dh.dtype.element_ty), mask=m)
+        if p_partial is not None:
+            b_sum += tl.where(m, b_d, 0.0)
+    if p_partial is not None:
+        o_f = first + tl.arange(0, BF)
+        p_partial += program.to(tl.int64) * F
+        tl.store(p_partial + o_f, tl.sum(b_sum, axis=0), mask=o_f < F)
 
 
-def _programs(T: int, F: int, sides: dict[str, int]) -> tuple[int]:
-    return (triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"]),)
-
-
-def activation_forward(h, kind, dropout_p, seed, out):
+@launcher
+def activation_forward(h, bias, kind, dropout_p, seed, out):
     """See `deepfast.reference.launchers.activation_forward`."""
     T, F = h.shape
     if T == 0:
         return
     sides = tile(F, h.element_size())
     threshold, scale = dropout_factors(dropout_p)
-    activation_fwd_kernel[_programs(T, F, sides)](
-        h, seed if dropout_p > 0 else None, out, T, threshold, scale, stride(h), stride(out),
+    programs = triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"])
+    activation_fwd_kernel[(programs,)](
+        h, bias, seed if dropout_p > 0 else None, out, T, threshold, scale, stride(h), stride(out),
         F=F, RELU=kind == "relu", **sides,
     )  # fmt: skip
 
 
-def activation_backward(dout, saved, kind, dropout_p, seed, dh):
+@launcher
+def activation_backward(dout, saved, bias, kind, dropout_p, seed, dh, dbias):
     """See `deepfast.reference.launchers.activation_backward`."""
     T, F = dout.shape
-    if T == 0:
-        return
     sides = tile(F, dout.element_size())
+    rows, columns = triton.cdiv(T, sides["BT"]), triton.cdiv(F, sides["BF"])
+    partial = registers = None
+    if dbias is not None:
+        most, registers = residency(24, sides["num_warps"])
+        rows = even_programs(rows, triton.cdiv(most * multiprocessors(dout.device), columns))
+        partial = dbias.new_empty(rows, 1, 1, F)
     threshold, scale = dropout_factors(dropout_p)
     relu = kind == "relu"
-    activation_bwd_kernel[_programs(T, F, sides)](
-        dout, saved, seed if dropout_p > 0 and not relu else None, dh, T, threshold, scale,
-        stride(dout), stride(saved), stride(dh), F=F, RELU=relu, **sides,
-    )  # fmt: skip
+    if T > 0:
+        activation_bwd_kernel[(rows * columns,)](
+            dout, saved, None if relu else bias, seed if dropout_p > 0 and not relu else None, dh,
+            partial, T, threshold, scale, stride(dout), stride(saved), stride(dh), F=F, RELU=relu,
+            **sides, maxnreg=registers,
+        )  # fmt: skip
+    if partial is not None:
+        sum_partials(partial, dbias.view(1, F))

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, dropout_factors, rounded
+from .common import dot, dropout_factors, launcher, rounded
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -109,7 +109,7 @@ def kept(seed, o_token, first_key, threshold, BQ: tl.constexpr, BK: tl.constexpr
     return tl.reshape((bits[:, :, None] & bit) != 0, (BQ, BK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TQ", "threshold"])
 def attention_fwd_kernel(
     p_q, p_k, p_v, p_cu_q, p_cu_k, p_seed, p_o, p_lse,
     TQ, H, scale, threshold, keep_scale,
@@ -167,7 +167,7 @@ def attention_fwd_kernel(
     tl.store(p_lse + i_h * TQ + start_q + o_q, b_lse, mask=m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TQ", "threshold"])
 def attention_bwd_kernel(
     p_q, p_k, p_v, p_lse, p_delta, p_do, p_cu_q, p_cu_k, p_seed, p_dq, p_dk, p_dv,
     TQ, H, scale, threshold, keep_scale,
@@ -242,7 +242,7 @@ def attention_bwd_kernel(
         store_rows(rows_of(p_dk, start_k, s_dk, i_h, s_dkh), b_dk, o_k, m_k, s_dk, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TQ", "threshold"])
 def attention_bwd_dq_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_delta, p_do, p_cu_q, p_cu_k, p_seed, p_dq,
     TQ, H, scale, threshold, keep_scale,
@@ -349,6 +349,7 @@ def backward_launch(
     return Launch(BQ, BK, num_warps), True
 
 
+@launcher
 def attention_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
     seed, o, lse,
@@ -368,6 +369,7 @@ def attention_forward(
     )  # fmt: skip
 
 
+@launcher
 def attention_backward(
     q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
     dropout_p, seed, dq, dk, dv,

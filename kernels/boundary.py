@@ -9,19 +9,20 @@
 
 Every row reads the norm weights of the near states. A thread holds 16 or 32 bytes of one row, so
 that it reads them from the L1 cache in the layout that it uses. ``o_tile`` has an offset for each
-element, ``o_d`` one for each channel. The near states and the pulled rows are lists. Nearly all are
-arithmetic progressions, which are passed as three numbers.
+element, ``o_d`` one for each channel. The near states but k, and the pulled rows and slots but row
+k's, are arithmetic progressions, as in every pattern of DLCL, and are passed as three numbers each.
 """
 
 import triton
 import triton.language as tl
 
 from .common import (
+    Progression,
     RowTile,
     dropout,
     dropout_factors,
     even_programs,
-    indices_of,
+    launcher,
     multiprocessors,
     norm_backward,
     normalise,
@@ -38,7 +39,6 @@ from .near_sum import (
     add_dot,
     add_own,
     entry,
-    index_at,
     load_stat,
     load_tile,
     load_weight,
@@ -72,6 +72,8 @@ def loads_at_once(D: int, itemsize: int) -> int:
 # k, row and column are the same number. Where a kernel takes it once, ptxas shares addresses that
 # it then has to spill: 6 accesses in forward on sm_100, 3 in backward on sm_80.
 FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
+# Each state has its entry in a table of all layers, which begins anywhere.
+ENTRIES = ["p_seed", "p_source_rstd", "p_out_mean", "p_out_rstd"]
 
 
 @triton.jit
@@ -88,9 +90,9 @@ def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
     store_stat(p_rstd, b_rstd, o_t, m_t)
 
 
-@triton.jit(do_not_specialize=FORWARD_NUMBERS)
+@triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
 def boundary_fwd_kernel(
-    p_branch, p_residual, p_seed, p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial,
+    p_branch, p_residual, p_seed, p_states, p_weight, p_norm_weight, p_norm_bias, p_partial,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
     T, R, k, row, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
@@ -112,7 +114,7 @@ def boundary_fwd_kernel(
     if p_partial is not None:
         b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
     b_x = near_sum(
-        b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
+        b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
         begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
@@ -155,7 +157,7 @@ def _output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D):
 
 @triton.jit
 def _pull(
-    b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
+    b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
     row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
     o_grad, o_d, o_tile, m_d, m,
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
@@ -175,10 +177,10 @@ def _pull(
         for j in tl.static_range(UNROLL):
             i = entry(start + j)
             m_l = i < pulls
-            slot_l = index_at(p_pull_slots, first_slot, slot_step, i, m_l)
+            slot_l = (first_slot + i * slot_step).to(tl.int64)
             b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
             b_gl = b_gl.to(tl.float32)
-            pair = index_at(p_pull_rows, first_row, row_step, i, m_l) * R + column
+            pair = (first_row + i * row_step).to(tl.int64) * R + column
             b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
             if p_dots is not None:
                 b_dots = add_dot(
@@ -204,11 +206,11 @@ BACKWARD_NUMBERS = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=BACKWARD_NUMBERS)
+@triton.jit(do_not_specialize=BACKWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
 def boundary_bwd_kernel(
-    p_states, p_near, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
-    p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pull_rows,
-    p_pull_slots, p_pulled, p_dbranch, p_dresidual, p_dots, p_sums,
+    p_states, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
+    p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pulled, p_dbranch,
+    p_dresidual, p_dots, p_sums,
     T, R, k, row, column, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
@@ -248,7 +250,7 @@ def boundary_bwd_kernel(
             if p_partial is not None:
                 b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
             b_x = near_sum(
-                b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step,
+                b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step,
                 count, T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
@@ -274,7 +276,7 @@ def boundary_bwd_kernel(
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
         fresh = entry(begin) < tl.num_programs(0) * BT
         b_u, b_dots = _pull(
-            b_u, b_dots, b_g, b_z, p_weight, p_grads, p_pull_rows, p_pull_slots, p_dots,
+            b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
             row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
             o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, UNROLL, D, BT, BC,
         )  # fmt: skip
@@ -300,6 +302,15 @@ def boundary_bwd_kernel(
         store_sum(p + 3 * D, b_dout_norm_bias, m_d)
 
 
+def _passed(name: str, indices: list[int]) -> Progression:
+    """The operand ``name`` without k, as it is passed to a kernel."""
+    known = progression(indices)
+    if known is None:
+        raise ValueError(f"boundary: {name} but k must be an arithmetic progression, got {indices}")
+    return known
+
+
+@launcher
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
     source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
@@ -310,11 +321,11 @@ def boundary_forward(
     if T == 0:
         return
     # The kernel adds state k last, from registers.
-    table, first, step, count = indices_of([j for j in near if j != k], states.device)
+    first, step, count = _passed("near", [j for j in near if j != k])
     tile = forward_tile(D, states.element_size())
     threshold, scale = dropout_factors(dropout_p)
     boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-        branch, residual, seed if dropout_p > 0 else None, states, table, weight, norm_weight,
+        branch, residual, seed if dropout_p > 0 else None, states, weight, norm_weight,
         norm_bias, partial, out_norm_weight, out_norm_bias, x, out, source_rstd, out_mean, out_rstd,
         T, weight.shape[0], k, k, first, step, count, source_eps, out_eps, threshold,
         scale,
@@ -325,6 +336,7 @@ def boundary_forward(
     )  # fmt: skip
 
 
+@launcher
 def boundary_backward(
     states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
     out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
@@ -334,12 +346,12 @@ def boundary_backward(
     """See `deepfast.reference.launchers.boundary_backward`."""
     _, T, D = states.shape
     device, vector = states.device, weight.dim() == 3
-    near_table, first, step, count = indices_of([j for j in near if j != k], device)
+    first, step, count = _passed("near", [j for j in near if j != k])
     # The kernel adds row k's own gradient first, from registers.
     others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
     rows, slots = [r for r, _ in others], [s for _, s in others]
-    row_table, first_row, row_step, pulls = indices_of(rows, device)
-    slot_table, first_slot, slot_step, _ = indices_of(slots, device)
+    first_row, row_step, pulls = _passed("pull_rows", rows)
+    first_slot, slot_step, _ = _passed("pull_slots", slots)
     pulls_own = k in pull_rows
     rows = [k] * pulls_own + rows
 
@@ -355,9 +367,9 @@ def boundary_backward(
     threshold, scale = dropout_factors(dropout_p)
     if T > 0:
         boundary_bwd_kernel[(programs,)](
-            states, near_table, weight, norm_weight, norm_bias, partial, out_norm_weight,
+            states, weight, norm_weight, norm_bias, partial, out_norm_weight,
             source_rstd, out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads,
-            row_table, slot_table, pulled, dbranch, dresidual, dots, sums,
+            pulled, dbranch, dresidual, dots, sums,
             T, weight.shape[0], k, k, k, grad_slot, first, step, count, first_row,
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),

@@ -13,7 +13,8 @@ Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with
 3.6 would spread BA over warps. D is a constexpr, so that rows without a remainder need no mask.
 """
 
-from functools import lru_cache
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,23 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 SOURCES = tl.constexpr(16)
 """Tensors that a launch takes as a tuple."""
+
+
+def launcher(launch: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a launcher: its kernels run on the device of its operands.
+
+    Triton launches on the current device, whatever the device of the tensors that it is given.
+    """
+
+    @functools.wraps(launch)
+    def run(*args, **named):
+        x = next(x for x in args or named.values() if isinstance(x, torch.Tensor))
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launch(*args, **named)
+        with torch.cuda.device(x.get_device()):
+            return launch(*args, **named)
+
+    return run
 
 
 class RowTile(NamedTuple):
@@ -91,31 +109,21 @@ def residency(warps: int, num_warps: int) -> Residency:
     return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
 
 
-class Indices(NamedTuple):
-    """A list of indices for a kernel: an arithmetic progression, or a table on the device."""
+class Progression(NamedTuple):
+    """Indices first, first + step, ..., passed by value: a launch copies no table to the device."""
 
-    table: torch.Tensor | None
     first: int
     step: int
     count: int
 
 
-@lru_cache
-def _table(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(indices, dtype=torch.int64, device=device)
-
-
-def progression(indices: list[int]) -> Indices | None:
-    if not indices:
-        return Indices(None, 0, 0, 0)
-    first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
-    if indices != list(range(first, first + step * len(indices), step)):
+def progression(indices: list[int]) -> Progression | None:
+    """``indices`` as an arithmetic progression; None where they are none."""
+    first = indices[0] if indices else 0
+    step = indices[1] - first if len(indices) > 1 else 1
+    if any(i != first + n * step for n, i in enumerate(indices)):
         return None
-    return Indices(None, first, step, len(indices))
-
-
-def indices_of(indices: list[int], device: torch.device) -> Indices:
-    return progression(indices) or Indices(_table(tuple(indices), device), 0, 0, len(indices))
+    return Progression(first, step, len(indices))
 
 
 @triton.jit
@@ -229,7 +237,11 @@ def norm_backward(b_dn, b_n, b_rstd, D):
     return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
 
 
-@triton.jit(do_not_specialize=["P", "s_p"])
+@triton.jit(
+    do_not_specialize=["P", "s_p", "s_out"],
+    # Rows of a gradient of all layers begin anywhere.
+    do_not_specialize_on_alignment=["p_out0", "p_out1", "p_out2", "p_out3"],
+)
 def sum_partials_kernel(
     p_partial, p_out0, p_out1, p_out2, p_out3,
     P, N,
@@ -267,8 +279,9 @@ def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
     P, wanted, R, N = partial.shape
     s_out = next(out.stride(0) for out in outs if out is not None)
     outs = (*outs, None, None, None)[:4]
+    # One output needs no stride between outputs; a 0 keeps Triton from compiling for its value.
+    s_i = partial.stride(1) if wanted > 1 else 0
     BN = 16
     sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
-        partial, *outs, P, N, partial.stride(0), partial.stride(1), s_out, BP=256, BN=BN,
-        num_warps=4,
-    )  # fmt: skip
+        partial, *outs, P, N, partial.stride(0), s_i, s_out, BP=256, BN=BN, num_warps=4
+    )

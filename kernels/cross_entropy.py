@@ -12,7 +12,7 @@ cache. Whole blocks of BV have no mask: with one, an odd V would force accesses 
 import triton
 import triton.language as tl
 
-from .common import rounded, stride
+from .common import launcher, rounded, stride
 
 NUM_WARPS = 8
 # Two accesses of 16 bytes for each thread, in 16 bits.
@@ -98,6 +98,7 @@ def cross_entropy_kernel(
             tl.store(p_tail, b_d, mask=m_tail)
 
 
+@launcher
 def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):
     """See `deepfast.reference.launchers.cross_entropy`."""
     T, V = logits.shape

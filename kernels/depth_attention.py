@@ -21,6 +21,7 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
+    launcher,
     load_rows,
     multiprocessors,
     pick,
@@ -218,6 +219,7 @@ def _columns(table, first, H):
     return None if table is None else table.view(-1)[first * H :]
 
 
+@launcher
 def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
     """See `deepfast.reference.launchers.depth_attention_forward`."""
     (T, H), D, K = lse.shape, out.shape[1], len(sources)
@@ -236,6 +238,7 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
         )  # fmt: skip
 
 
+@launcher
 def depth_attention_backward(
     sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
 ):

@@ -16,6 +16,7 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
+    launcher,
     load_rows,
     multiprocessors,
     norm_backward,
@@ -128,6 +129,7 @@ def _from(table, first):
     return None if table is None else table[first:]
 
 
+@launcher
 def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
     """See `deepfast.reference.launchers.depth_mix_forward`."""
     T, D = out.shape
@@ -147,6 +149,7 @@ def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, m
         )  # fmt: skip
 
 
+@launcher
 def depth_mix_backward(
     sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
     dnorm_weight, dnorm_bias,

@@ -18,6 +18,7 @@ from .common import (
     dropout_factors,
     even_programs,
     flat_rows,
+    launcher,
     load_rows,
     multiprocessors,
     norm_backward,
@@ -149,6 +150,7 @@ def layer_norm_bwd_kernel(
         store_sum(p + D, b_db, m_d)
 
 
+@launcher
 def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):
     """See `deepfast.reference.launchers.layer_norm_forward`."""
     T, D = x.shape
@@ -165,6 +167,7 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
     )  # fmt: skip
 
 
+@launcher
 def layer_norm_backward(
     sum, dy, dsum, weight, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
 ):

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, multiprocessors, rounded, sum_partials
+from .common import dot, launcher, multiprocessors, rounded, sum_partials
 
 ROWS = 16
 """Sums that a launch keeps."""
@@ -273,6 +273,7 @@ def _stream_tile(T, D, BD, elements):
     return elements // BD, BD
 
 
+@launcher
 def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
     """See `deepfast.reference.launchers.mix_rows`."""
     T, D = _stream_shape(states, weight, norm_weight, norm_bias)
@@ -301,6 +302,7 @@ def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_row
             )  # fmt: skip
 
 
+@launcher
 def pull_rows(
     grads, grad_slots, rows, states, sources, weight, norm_weight, norm_bias, out, out_rows,
     accumulate, dweight,

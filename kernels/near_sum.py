@@ -42,15 +42,6 @@ def entry(i):
 
 
 @triton.jit
-def index_at(p_table, first, step, i, m):
-    """Entry i of a list, which is a progression or a table."""
-    if p_table is None:
-        return (first + i * step).to(tl.int64)
-    else:
-        return tl.load(p_table + i, mask=m, other=0)
-
-
-@triton.jit
 def load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
     """W at a (row, state) pair, 0 where ``m_pair`` is false: a scalar, or one per channel."""
     if VECTOR:
@@ -76,7 +67,7 @@ def mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m):
 
 @triton.jit
 def near_sum(
-    b_x, p_near, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
+    b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
     begin,
     s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -92,7 +83,7 @@ def near_sum(
         i = start + o_u // (BA * BT)
         m_d = (o_d < D) & (i < count)
         m = m_d & (o_t < T)
-        k = index_at(p_near, first, step, i, i < count)
+        k = (first + i * step).to(tl.int64)
         p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
         b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_d, m_d)

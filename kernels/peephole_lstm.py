@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, rounded
+from .common import dot, launcher, rounded
 
 
 def tile(B: int, H: int, itemsize: int) -> dict[str, int]:
@@ -189,6 +189,7 @@ def _start(state, first):
     state.zero_() if first is None else state.copy_(first)
 
 
+@launcher
 def peephole_lstm_forward(
     f, weight, peephole, h0, c0, lengths, reverse, h, h_last, c_last, c, gates
 ):
@@ -212,6 +213,7 @@ def peephole_lstm_forward(
         )  # fmt: skip
 
 
+@launcher
 def peephole_lstm_backward(
     dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
 ):

@@ -39,7 +39,7 @@ def test_links_lead_somewhere(path):
 @pytest.fixture
 def loop():
     """The names of the training loop in docs/training.md, after its code ran."""
-    (block,) = blocks(ROOT / "docs" / "training.md")
+    block, _ = blocks(ROOT / "docs" / "training.md")
     scope = {"torch": torch, "deepfast": deepfast}
     exec(compile(block, "training.md", "exec"), scope)
     assert scope["x"].shape == (24, 64)

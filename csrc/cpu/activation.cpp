@@ -9,8 +9,8 @@ ActivationKind activation_kind(const std::string& kind) {
   return kind == "relu" ? ActivationKind::relu : ActivationKind::gelu;
 }
 
-void activation_forward(Tensor h, std::string kind, double dropout_p, OptionalTensor seed,
-                        Tensor out) {
+void activation_forward(Tensor h, OptionalTensor bias, std::string kind, double dropout_p,
+                        OptionalTensor seed, Tensor out) {
   const Storage storage = storage_of(h);
   const int64_t tokens = h.size(0), dim = h.size(1);
   Activation op{};
@@ -19,16 +19,19 @@ void activation_forward(Tensor h, std::string kind, double dropout_p, OptionalTe
   op.kind = activation_kind(kind);
   op.dropout = dropout(seed, dropout_p);
   op.h = matrix(h, storage, tokens, dim);
+  op.bias = parameter(bias, storage, dim);
   op.out = matrix(out, storage, tokens, dim);
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().activation_forward(op, begin, end, chunk);
   });
 }
 
-void activation_backward(Tensor dout, Tensor saved, std::string kind, double dropout_p,
-                         OptionalTensor seed, Tensor dh) {
+void activation_backward(Tensor dout, Tensor saved, OptionalTensor bias, std::string kind,
+                         double dropout_p, OptionalTensor seed, Tensor dh, OptionalTensor dbias) {
   const Storage storage = storage_of(saved);
   const int64_t tokens = saved.size(0), dim = saved.size(1);
+  const Chunks chunks(tokens);
+  Partial bias_sums(dbias.has_value(), chunks, dim, storage);
   Activation op{};
   op.storage = storage;
   op.dim = dim;
@@ -39,10 +42,13 @@ void activation_backward(Tensor dout, Tensor saved, std::string kind, double dro
     op.dropout = dropout(seed, dropout_p);
   op.dout = matrix(dout, storage, tokens, dim);
   op.saved = matrix(saved, storage, tokens, dim);
+  op.bias = parameter(bias, storage, dim);
   op.dh = matrix(dh, storage, tokens, dim);
-  Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
+  op.dbias = bias_sums.get();
+  chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().activation_backward(op, begin, end, chunk);
   });
+  bias_sums.sum_into(parameter(dbias, storage, dim));
 }
 
 }  // namespace

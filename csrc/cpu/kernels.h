@@ -137,15 +137,17 @@ struct DepthAttention {
 
 enum class ActivationKind { relu, gelu };
 
-// out = dropout(act(h)). The gradient reads h for gelu and out for relu; for relu it needs no
-// draws.
+// out = dropout(act(h + bias)). The gradient reads h and bias for gelu and out for relu; for relu
+// it needs no draws.
 struct Activation {
   Storage storage;
   int64_t dim;
   ActivationKind kind;
   Dropout dropout;
   Matrix h, out;
+  const void* bias;  // (D)
   Matrix dout, saved, dh;
+  void* dbias;  // (chunks, D) partial sums
 };
 
 // The loss and negative log-likelihood of a row of logits. The loss's gradient overwrites the

@@ -231,7 +231,9 @@ class DLCL(nn.Module):
                 for p in (self.norm_weight, self.norm_bias)
             )
             if not self.normalize_embedding:
-                norm_weight[0], norm_bias[0] = 1.0, 0.0
+                # Assigning a number may copy it from the host.
+                norm_weight[0].fill_(1.0)
+                norm_bias[0].zero_()
         pre, post = self.norm == "pre", self.norm == "post"
         learning = torch.is_grad_enabled()
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])

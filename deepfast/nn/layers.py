@@ -45,7 +45,11 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
-        return self._rest(self.up(x), gate)
+        h = ops.activation(
+            self.up(x), self.activation, dropout_p=self.dropout, training=self.training,
+            backend=self.backend,
+        )  # fmt: skip
+        return gated(self.down, h, gate)
 
     def after_norm(
         self,
@@ -63,33 +67,19 @@ class FeedForward(nn.Module):
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``memory`` decides whether it saves the hidden activation.
         """
-        fused = plain(norm, LayerNorm) and plain(self.up, nn.Linear)
-        if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
-            # A rerun stops before the last product, which it could not do inside one op.
-            if want_norm or not fused:
-                n, s = norm(x, residual=residual, dropout_p=dropout_p)
-                return (n if want_norm else s), self(n, gate)
-            h, s = ops.norm_linear(
-                x, norm.weight, norm.bias, self.up.weight, self.up.bias, norm.eps,
-                residual=residual, dropout_p=dropout_p, training=self.training,
-                backend=norm.backend,
-            )  # fmt: skip
-            return s, self._rest(h, gate)
-        down = gated_parameters(self.down, gate)
+        if not (plain(norm, LayerNorm) and plain(self.up, nn.Linear)):
+            n, s = norm(x, residual=residual, dropout_p=dropout_p)
+            return (n if want_norm else s), self(n, gate)
+        # A rerun stops before the last product, which it could not do inside one op.
+        whole = memory not in RERUN and plain(self.down, nn.Linear)
+        down = gated_parameters(self.down, gate) if whole else (None, None)
         branch, s = ops.feed_forward(
             x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
             residual=residual, dropout_p=dropout_p, activation=self.activation,
-            activation_dropout_p=self.dropout, training=self.training, keep=memory == "keep",
-            want_norm=want_norm, backend=norm.backend,
+            activation_dropout_p=self.dropout, training=self.training,
+            keep=memory == "keep" or not whole, want_norm=want_norm, backend=norm.backend,
         )  # fmt: skip
-        return s, branch
-
-    def _rest(self, h: Tensor, gate: Gate | None = None) -> Tensor:
-        h = ops.activation(
-            h, self.activation, dropout_p=self.dropout, training=self.training,
-            backend=self.backend,
-        )  # fmt: skip
-        return gated(self.down, h, gate)
+        return s, branch if whole else gated(self.down, branch, gate)
 
 
 class _Layer(nn.Module):

@@ -1,57 +1,72 @@
-"""The activation of a feed-forward block and the dropout after it, in one pass."""
+"""The activation of a feed-forward block, with the bias before it and the dropout after it."""
 
 from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
-from deepfast.ops.register import no_flops, register
+from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.activation import KINDS
+from deepfast.reference.layer_norm import compute_dtype
 
 
 def compute(
     h: Tensor,
+    bias: Tensor | None,
     kind: str,
     dropout_p: float,
     seed: Tensor | None,
     backend: str | None,
     inplace: bool = False,
 ) -> Tensor:
-    """``dropout(act(h))``, shaped like h, without autograd. With ``inplace`` the result overwrites
-    h where h's last dimension is contiguous."""
+    """``dropout(act(h + bias))``, shaped like h, without autograd. With ``inplace`` the result
+    overwrites h where h's last dimension is contiguous."""
     _, launch = backends.choose("activation", backend, h.device.type, h.dtype, h.shape[-1])
     given, h = h, common.rows(h)
     out = h.view(given.shape) if inplace else common.empty_contiguous(given)
-    launch.activation_forward(h, kind, dropout_p, seed, out.view(h.shape))
+    bias = common.parameter(bias, h.dtype)
+    launch.activation_forward(h, bias, kind, dropout_p, seed, out.view(h.shape))
     return out
+
+
+def empty_bias_grad(dout: Tensor, wanted: bool) -> Tensor:
+    """For the gradient of the bias: (F,), or without elements where it is not wanted."""
+    return dout.new_empty(dout.shape[-1] if wanted else 0, dtype=compute_dtype(dout.dtype))
 
 
 def compute_grad(
     dout: Tensor,
     saved: Tensor,
+    bias: Tensor | None,
     kind: str,
     dropout_p: float,
     seed: Tensor | None,
+    want_bias: bool,
     backend: str | None,
     inplace: bool = False,
-) -> Tensor:
-    """The gradient of h from dout, the gradient of `compute`'s result, shaped like dout.
+) -> tuple[Tensor, Tensor]:
+    """The gradients of h and of the bias from dout, the gradient of `compute`'s result.
 
-    saved: for relu the result, which needs no seed; for gelu h. With ``inplace`` the gradient
-    overwrites dout where dout's last dimension is contiguous.
+    That of h is shaped like dout. saved: for relu the result, which needs no seed and no bias; for
+    gelu h. With ``inplace`` the gradient of h overwrites dout where dout's last dimension is
+    contiguous.
     """
     _, launch = backends.choose("activation", backend, dout.device.type, dout.dtype, dout.shape[-1])
     given, dout = dout, common.rows(dout)
     dh = dout.view(given.shape) if inplace else common.empty_contiguous(given)
-    launch.activation_backward(dout, common.rows(saved), kind, dropout_p, seed, dh.view(dout.shape))
-    return dh
+    dbias, bias = empty_bias_grad(dout, want_bias), common.parameter(bias, dout.dtype)
+    launch.activation_backward(
+        dout, common.rows(saved), bias, kind, dropout_p, seed, dh.view(dout.shape),
+        dbias if want_bias else None,
+    )  # fmt: skip
+    return dh, dbias
 
 
 _activation_grad = register(
-    "activation_grad(Tensor dout, Tensor saved, str kind, float dropout_p, Tensor? seed, "
-    "str? backend) -> Tensor",
-    lambda a: compute_grad(*a),
-    fake=lambda a: a.dout.new_empty(a.dout.shape),
+    "activation_grad(Tensor dout, Tensor saved, Tensor? bias, str kind, float dropout_p, "
+    "Tensor? seed, bool[] wants, str? backend) -> (Tensor dh, Tensor dbias)",
+    lambda a: compute_grad(*a._replace(wants=a.wants[1])),
+    fake=lambda a: (a.dout.new_empty(a.dout.shape), empty_bias_grad(a.dout, a.wants[1])),
     flops=no_flops,
 )
 
@@ -60,18 +75,19 @@ def _setup(ctx, a, results):
     # Relu saves its result and no mask: an element that is not 0 was neither cut off nor dropped.
     relu = a.kind == "relu"
     return {
-        "saved": results.out if relu else a.h, "seed": None if relu else a.seed, "kind": a.kind,
-        "dropout_p": a.dropout_p, "backend": a.backend,
+        "saved": results.out if relu else a.h, "bias": None if relu else common.detached(a.bias),
+        "seed": None if relu else a.seed, "kind": a.kind, "dropout_p": a.dropout_p,
+        "backend": a.backend,
     }  # fmt: skip
 
 
 def _backward(ctx, kept, grads):
-    (dh,) = _activation_grad(dout=grads.out, **kept)
-    return {"h": dh}
+    return gradients(_activation_grad, ctx, kept, dout=grads.out)
 
 
 _activation = register(
-    "activation(Tensor h, str kind, float dropout_p, Tensor? seed, str? backend) -> Tensor",
+    "activation(Tensor h, Tensor? bias, str kind, float dropout_p, Tensor? seed, str? backend) "
+    "-> Tensor",
     lambda a: compute(*a),
     fake=lambda a: a.h.new_empty(a.h.shape),
     flops=no_flops,
@@ -84,21 +100,24 @@ def activation(
     h: Tensor,
     kind: str,
     *,
+    bias: Tensor | None = None,
     dropout_p: float = 0.0,
     training: bool = False,
     seed: int | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The activation of a feed-forward block and the dropout after it: ``dropout(act(h))``.
+    """The activation of a feed-forward block and the dropout after it: ``dropout(act(h + bias))``.
 
-    relu(h) = max(h, 0); gelu(h) = h * Phi(h) with the exact normal distribution Phi. The result is
+    relu(x) = max(x, 0); gelu(x) = x * Phi(x) with the exact normal distribution Phi. The result is
     computed in fp32 (fp64 for fp64 input) and rounded once. No mask is stored. Relu saves its
     result, which is 0 exactly where no gradient passes. Gelu saves h, and backward regenerates the
-    mask from ``seed``.
+    mask from ``seed``. The bias of a linear map before the activation belongs here: the pass that
+    computes the gradient of h also sums it for the bias, in a fixed order.
 
     Args:
         h: (..., F), fp32, bf16, fp16 or fp64. Autocast does not cast it.
         kind: "relu" or "gelu".
+        bias: (F,), any of these dtypes, or None.
         dropout_p: probability that an element becomes 0, while ``training``.
         training: whether dropout applies.
         seed: seed of the dropout mask, an int or a 0-dim int64 tensor on h's device; None draws one
@@ -118,7 +137,8 @@ def activation(
     """
     checks.tensor("activation", "h", h)
     checks.choice("activation", KINDS, kind=kind)
+    checks.parameter("activation", "bias", bias, (h.shape[-1],), h.device)
     checks.probability("activation", dropout_p)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
-    return _activation(h, kind, p, seed, backend)[0]
+    return _activation(h, bias, kind, p, seed, backend)[0]

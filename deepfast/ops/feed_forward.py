@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,24 +27,50 @@ def _forward(a):
     n, s, mean, rstd = compute(
         a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.dropout_p, a.seed, a.backend
     )
-    h = F.linear(n, a.up, a.up_bias)
+    h = _up(a, n)
     if not a.want_norm:
         n = a.x.new_empty(0)
-    # ReLU's backward takes its output, so h itself is not needed; GELU's takes its input.
-    relu = a.activation == "relu"
-    hidden = _activate(a, h, inplace=relu)
-    kept = a.x.new_empty(0) if not a.keep else hidden if relu else h
-    return F.linear(hidden, a.down, a.down_bias), s, n, mean, rstd, kept
+    hidden = h if _in_product(a) else _activate(a, h)
+    kept = a.x.new_empty(0) if not _keeps(a) else hidden if a.activation == "relu" else h
+    out = hidden if a.down is None else F.linear(hidden, a.down, a.down_bias)
+    return out, s, n, mean, rstd, kept
 
 
-def _activate(a, h, inplace):
-    return activate(h, a.activation, a.activation_p, a.activation_seed, a.backend, inplace)
+def _in_product(a) -> bool:
+    """Whether the first product adds the bias and applies ReLU itself.
+
+    On a GPU that saves a pass over the hidden activation. On a CPU torch makes the pass anyway.
+    """
+    plain = a.activation == "relu" and a.activation_p == 0 and a.up_bias is not None
+    return plain and a.up.is_cuda
+
+
+def _up(a, n):
+    """The first product, and the bias and ReLU where `_in_product`."""
+    if not _in_product(a):
+        return F.linear(n, a.up)
+    rows = n.view(-1, n.shape[-1])
+    h = torch._addmm_activation(a.up_bias.to(n.dtype), rows, a.up.t())
+    return h.view(*n.shape[:-1], a.up.shape[0])
+
+
+def _activate(a, h):
+    """The hidden activation; ReLU's overwrites h, because its backward reads the result alone."""
+    return activate(
+        h, a.up_bias, a.activation, a.activation_p, a.activation_seed, a.backend,
+        a.activation == "relu",
+    )  # fmt: skip
+
+
+def _keeps(a) -> bool:
+    """Whether ``kept`` has what the activation's backward reads, which may be the op's result."""
+    return a.keep and not (a.down is None and a.activation == "relu")
 
 
 def _fake(a):
     y, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
-    out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
-    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
+    out = a.x.new_empty((*a.x.shape[:-1], (a.up if a.down is None else a.down).shape[0]))
+    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if _keeps(a) else 0)
     return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
 
 
@@ -57,18 +84,19 @@ def _grad_forward(a):
             # Recomputes n, with the same bits as in forward.
             n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
         if lean:
-            kept = F.linear(n, a.up, a.up_bias)
-        hidden = _activate(a, kept, inplace=relu) if lean or not relu else kept
-        ddown, ddown_bias = common.linear_grads(a.dout, hidden, want.ddown, want.ddown_bias)
+            kept = _up(a, n)
+        hidden = kept if relu and (_in_product(a) or not lean) else _activate(a, kept)
+        down = common.linear_grads(a.dout, hidden, want.ddown, want.ddown_bias)
         if relu:
             kept = hidden
         del hidden
-        dh = a.dout.matmul(a.down)
-        dh = activate_grad(
-            dh, kept, a.activation, a.activation_p, a.activation_seed, a.backend, True
-        )
+        dh = a.dout if a.down is None else a.dout.matmul(a.down)
+        dh, dup_bias = activate_grad(
+            dh, kept, a.up_bias, a.activation, a.activation_p, a.activation_seed, want.dup_bias,
+            a.backend, a.down is not None,
+        )  # fmt: skip
         del kept
-        products = *common.linear_grads(dh, n, want.dup, want.dup_bias), ddown, ddown_bias
+        products = common.linear_grads(dh, n, want.dup, False)[0], dup_bias, *down
         del n
         through = dh.matmul(a.up)
         del dh
@@ -82,11 +110,10 @@ def _grad_forward(a):
 
 def _empty_products(a, want, make):
     """dup, dup_bias, ddown and ddown_bias, each empty where its entry of ``want`` is False."""
-    shapes = {
-        "dup": a.up.shape, "dup_bias": a.up.shape[:1], "ddown": a.down.shape,
-        "ddown_bias": a.down.shape[:1],
-    }  # fmt: skip
-    return tuple(make(shape if getattr(want, name) else 0) for name, shape in shapes.items())
+    dup = make(a.up.shape if want.dup else 0)
+    dup_bias = make(a.up.shape[0] if want.dup_bias else 0, dtype=a.mean.dtype)
+    ddown = make(a.down.shape if want.ddown else 0)
+    return dup, dup_bias, ddown, make(a.down.shape[0] if want.ddown_bias else 0)
 
 
 def _grad_fake(a):
@@ -98,7 +125,7 @@ def _grad_fake(a):
 
 
 def _products_flops(x, up, down) -> int:
-    return 2 * math.prod(x) * (up[0] + down[0] * up[0] // x[-1])
+    return 2 * math.prod(x) * (up[0] + (0 if down is None else down[0] * up[0] // x[-1]))
 
 
 def _grad_flops(a) -> int:
@@ -108,7 +135,7 @@ def _grad_flops(a) -> int:
 
 _feed_forward_grad = register(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor mean, Tensor rstd, "
+    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor? down, Tensor mean, Tensor rstd, "
     "Tensor kept, float eps, float dropout_p, Tensor? seed, str activation, float activation_p, "
     "Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, Tensor ddown, "
@@ -121,13 +148,14 @@ _feed_forward_grad = register(
 
 def _setup(ctx, a, results):
     ctx.want_norm = a.want_norm
+    same = a.down is None and a.activation == "relu"
     return {
         "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
         "norm_bias": common.detached(a.norm_bias), "up": a.up,
         "up_bias": common.detached(a.up_bias), "down": a.down, "mean": results.mean,
-        "rstd": results.rstd, "kept": results.kept, "eps": a.eps, "dropout_p": a.dropout_p,
-        "seed": a.seed, "activation": a.activation, "activation_p": a.activation_p,
-        "activation_seed": a.activation_seed, "backend": a.backend,
+        "rstd": results.rstd, "kept": results.out if same else results.kept, "eps": a.eps,
+        "dropout_p": a.dropout_p, "seed": a.seed, "activation": a.activation,
+        "activation_p": a.activation_p, "activation_seed": a.activation_seed, "backend": a.backend,
     }  # fmt: skip
 
 
@@ -141,13 +169,13 @@ def _backward(ctx, kept, grads):
 
 _feed_forward = register(
     "feed_forward(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor up, "
-    "Tensor? up_bias, Tensor down, Tensor? down_bias, float eps, float dropout_p, Tensor? seed, "
+    "Tensor? up_bias, Tensor? down, Tensor? down_bias, float eps, float dropout_p, Tensor? seed, "
     "str activation, float activation_p, Tensor? activation_seed, bool keep, bool want_norm, "
     "str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, Tensor rstd, Tensor kept)",
     _forward,
     fake=_fake,
     flops=lambda a: _products_flops(a.x, a.up, a.down),
-    cast=("x", "residual", "up", "up_bias", "down", "down_bias"),
+    cast=("x", "residual", "up", "down", "down_bias"),
     setup=_setup,
     backward=_backward,
     public=3,
@@ -160,7 +188,7 @@ def feed_forward(
     norm_bias: Tensor | None,
     up: Tensor,
     up_bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     down_bias: Tensor | None,
     eps: float = 1e-5,
     *,
@@ -181,13 +209,16 @@ def feed_forward(
     and, for GELU, the activation. It regenerates dropout masks from their seeds; ReLU's mask is
     where its output is not 0. Without ``keep`` backward recomputes the first matrix product too:
     that is a sixth more matrix work in the block, for a fifth of its memory at F = 4 D. The matrix
-    products are torch's.
+    products are torch's. The bias of the first is added by the activation, or on a GPU by the
+    product itself where only ReLU follows; its gradient comes from the activation's backward.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
-        up, up_bias: (F, D) and (F,) or None, in x's dtype.
-        down, down_bias: (N, F) and (N,) or None, in x's dtype.
+        up: (F, D), in x's dtype.
+        up_bias: (F,), any of these dtypes, or None.
+        down, down_bias: (N, F) and (N,) or None, in x's dtype. With ``down`` None the result is the
+            hidden activation.
         eps: added to the variance.
         residual: shaped like x.
         dropout_p, activation_dropout_p: probability of dropout on x and on the hidden activation,
@@ -199,7 +230,8 @@ def feed_forward(
         backend: backend of layer-norm and activation, see `deepfast.backend`.
 
     Returns:
-        (..., N), and s (x itself without residual and dropout), or n with ``want_norm``.
+        (..., N), or (..., F) without ``down``; and s (x itself without residual and dropout), or n
+        with ``want_norm``.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -216,10 +248,13 @@ def feed_forward(
     )
     checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
-    names = "up", "F", "up_bias"
-    up, up_bias = common.linear_operands(name, x, dim, names, up, up_bias)
-    names = "down", "N", "down_bias"
-    down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
+    up, _ = common.linear_operands(name, x, dim, ("up", "F", "up_bias"), up, None)
+    checks.parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
+    if down is not None:
+        names = "down", "N", "down_bias"
+        down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
+    elif down_bias is not None:
+        raise ValueError(f"{name}: down_bias must be None where down is None, got a tensor")
     p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
     seed = common.draw_seed(name, seed, x.device) if p > 0 else None
     if q > 0:

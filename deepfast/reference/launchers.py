@@ -68,15 +68,17 @@ def layer_norm_backward(
     _put(dx, dropout(ds, dropout_p, seed))
 
 
-def activation_forward(h, kind, dropout_p, seed, out):
-    """``out = dropout(act(h))``; ``out`` may be ``h``."""
-    out.copy_(activation(h, kind, dropout_p=dropout_p, seed=seed))
+def activation_forward(h, bias, kind, dropout_p, seed, out):
+    """``out = dropout(act(h + bias))``; ``out`` may be ``h``."""
+    out.copy_(activation(h, kind, bias=bias, dropout_p=dropout_p, seed=seed))
 
 
-def activation_backward(dout, saved, kind, dropout_p, seed, dh):
-    """Gradient of activation_forward. ``saved`` is ``out`` for relu and ``h`` for gelu; ``dh`` may
-    be ``dout`` or ``saved``."""
-    dh.copy_(activation_grad(dout, saved, kind, dropout_p=dropout_p, seed=seed))
+def activation_backward(dout, saved, bias, kind, dropout_p, seed, dh, dbias):
+    """Gradients of activation_forward. ``saved`` is ``out`` for relu, which needs no bias, and
+    ``h`` for gelu; ``dh`` may be ``dout`` or ``saved``."""
+    grads = activation_grad(dout, saved, kind, bias=bias, dropout_p=dropout_p, seed=seed)
+    dh.copy_(grads[0])
+    _put(dbias, grads[1])
 
 
 def _entry(parameter: Tensor | None, k: int) -> Tensor | None:

@@ -32,14 +32,19 @@ def kind(request):
 
 
 def check(tolerances, by, twins, T, F, kind, dtype, device, apart=0):
-    options = {"kind": kind, "dropout_p": 0.3, "seed": SEED}
+    options = {
+        "bias": twins.Computed(torch.randn(F)), "kind": kind, "dropout_p": 0.3, "seed": SEED
+    }  # fmt: skip
     h = twins.Stored(torch.randn(T, F), apart)
     given = {"h": h, **options, "out": twins.Result((T, F))}
     twins.assert_alike(tolerances, by, "activation", "activation_forward", given, dtype, device)
     dout = twins.Stored(torch.randn(T, F), apart)
     # For relu it stands for a result, zeros included.
     saved = twins.Stored(h.x.relu() if kind == "relu" else h.x, apart)
-    given = {"dout": dout, "saved": saved, **options, "dh": twins.Result((T, F))}
+    given = {
+        "dout": dout, "saved": saved, **options, "dh": twins.Result((T, F)),
+        "dbias": twins.Result((F,), stored=False),
+    }  # fmt: skip
     twins.assert_alike(tolerances, by, "activation", "activation_backward", given, dtype, device)
 
 
@@ -56,18 +61,51 @@ def test_launchers_at_odd_sizes(by, tolerances, twins, device, T, F, kind):
 
 def dropped(kind):
     """The op with dropout, as `twins` calls it."""
-    return lambda h, backend: ops.activation(
-        h, kind, dropout_p=0.1, training=True, seed=5, backend=backend
+    return lambda h, bias, backend: ops.activation(
+        h, kind, bias=bias, dropout_p=0.1, training=True, seed=5, backend=backend
     )
 
 
+def operands(twins):
+    h, bias = torch.randn(SHAPES[0]), torch.randn(SHAPES[0][1])
+    return {"h": twins.Stored(h), "bias": twins.Computed(bias)}
+
+
 def test_op_in_float32(by, tolerances, twins, device, kind):
-    given = {"h": twins.Stored(torch.randn(SHAPES[0]))}
+    given = operands(twins)
     twins.assert_op_alike(tolerances, by, "activation", dropped(kind), given, torch.float32, device)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_feed_forward(tolerances, twins, device, kind, p, dtype):
+    """Where only ReLU follows the first product, the product applies it."""
+    (T, F), D = SHAPES[0], SHAPES[0][1] // 4
+
+    def function(backend, **operands):
+        return ops.feed_forward(
+            **operands, activation=kind, activation_dropout_p=p, training=True, activation_seed=5,
+            backend=backend,
+        )[0]  # fmt: skip
+
+    given = {
+        "x": twins.Stored(torch.randn(T, D)), "norm_weight": twins.Computed(torch.randn(D)),
+        "norm_bias": twins.Computed(torch.randn(D)),
+        "up": twins.Stored(torch.randn(F, D) / D**0.5), "up_bias": twins.Computed(torch.randn(F)),
+        "down": twins.Stored(torch.randn(D, F) / F**0.5), "down_bias": twins.Stored(torch.randn(D)),
+    }  # fmt: skip
+    got, plain, exact = (
+        twins.differentiate(function, given, by, dtype, kind, where)
+        for by, kind, where in (
+            ("triton", dtype, device), ("reference", dtype, device),
+            ("reference", torch.float64, "cpu"),
+        )
+    )  # fmt: skip
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
 def test_runs_are_alike_to_the_bit(by, twins, device, kind):
-    given = {"h": twins.Stored(torch.randn(SHAPES[0]))}
+    given = operands(twins)
     repeats = 20 if device == "cuda" else 1
     twins.assert_repeatable(by, dropped(kind), given, torch.bfloat16, device, repeats)
 

@@ -1,5 +1,7 @@
 """Whole stacks on a GPU: DLCL against the reference, CUDA graphs, compilation, no waiting."""
 
+import copy
+
 import pytest
 import torch
 
@@ -167,6 +169,52 @@ def test_a_cuda_graph_of_an_encoder(by, device, capture, padded):
     copy_in(x, torch.randn_like(x))
     replay()
     assert torch.equal(results[0], forward()[0])
+
+
+def test_a_cuda_graph_of_a_training_step(by, device, capture):
+    """Its replays train as steps without a graph do, to the bit."""
+    packing, count = packing_of(device, padded=True), 3
+    batches = [packing.pack(torch.randn(SENTENCES, LENGTH, D, device=device)) for _ in range(count)]
+    x, stack = batches[0].clone(), encoder(by, device, 0.0)
+    start = copy.deepcopy(stack.state_dict())
+
+    def trainer(stack):
+        optimizer = torch.optim.AdamW(stack.parameters(), capturable=REAL)
+
+        def step():
+            with torch.autocast(device, HALF):
+                loss = stack.forward_packed(x, packing).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return [loss.detach()]
+
+        return optimizer, step
+
+    def losses(step, result):
+        found = []
+        for batch in batches:
+            copy_in(x, batch)
+            step()
+            found.append(result().clone())
+        return found
+
+    optimizer, step = trainer(stack)
+    replay, results = capture(step)
+    # The steps before the capture, and the capture's own buffers, leave nothing behind.
+    stack.load_state_dict(start)
+    for moments in optimizer.state.values():
+        for value in moments.values():
+            value.zero_()
+    got = losses(replay, lambda: results[0])
+    eager = encoder(by, device, 0.0)
+    eager.load_state_dict(start)
+    _, step = trainer(eager)
+    kept = []
+    expected = losses(lambda: kept.append(step()[0]), lambda: kept[-1])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    for (name, p), q in zip(stack.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p, q), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,9 +1,14 @@
 """The boundary kernels against the launchers of the reference in float64."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from deepfast.depth.state import empty_slots
+from deepfast.depth.pattern import depth_pattern
+from deepfast.depth.schedule import Schedule
+from deepfast.depth.state import DepthState, empty_slots
 from deepfast.reference import launchers as reference
 
 OP = "boundary"
@@ -136,13 +141,13 @@ def test_options(tolerances, poison, kernels, options):
         ((0, 2, 4), (4, 6, 8), True),
         ((0, 1, 2, 3, 4), (4, 5), False),
         ((0, 1, 4), (4, 5, 9), True),
-        ((0, 1, 3), (5, 6, 8), False),
         ((3, 1), (9, 4), False),
+        ((1, 3), (5, 7, 9), False),
         ((4,), (), True),
     ],
 )
 def test_patterns(tolerances, poison, kernels, near, pulls, vector):
-    """Progressions, lists that are none, and rows that do not read their own state."""
+    """Dilation, periods, any order, and rows that do not read their own state."""
     compare(tolerances, kernels, 5, 33, torch.float32, near=near, pulls=pulls, vector=vector)
 
 
@@ -199,12 +204,32 @@ def test_two_runs_are_alike_to_the_bit(kernels, vector):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_table_is_made_once():
+@pytest.mark.parametrize("lists", [{"near": (0, 1, 3, 4)}, {"pulls": (4, 5, 6, 8)}], ids=str)
+def test_triton_takes_progressions(lists):
     kernels = pytest.importorskip("deepfast.kernels.boundary")
-    device = torch.device("cpu")
-    made = [kernels.indices_of([0, 1, 5], device).table for _ in range(2)]
-    assert made[0] is made[1]
+    options = FULL | lists
+    given = operands(3, 17, torch.float32, options)
+    with pytest.raises(ValueError, match=r"boundary: (near|pull_rows) but k must be an arithmetic"):
+        run(kernels, given, options, torch.float32)
+
+
+def test_a_progression():
+    kernels = pytest.importorskip("deepfast.kernels.common")
     for indices in ([], [3], [3, 4], [1, 3, 5], [7, 4, 1]):
-        table, first, step, count = kernels.indices_of(indices, device)
-        assert table is None
+        first, step, count = kernels.progression(indices)
         assert [first + i * step for i in range(count)] == indices
+    assert kernels.progression([0, 1, 5]) is None
+
+
+def test_every_pattern_gives_progressions():
+    """Whatever row the backward pass begins at."""
+    kernels = pytest.importorskip("deepfast.kernels.common")
+    rows = 13
+    for block, window, dilation, period in itertools.product(
+        (4, 8, 64), (None, 1, 3, 6, 9), (1, 2, 3), (1, 2, 3, 4)
+    ):
+        schedule = Schedule(depth_pattern(rows, window, dilation, period), block)
+        for top, k in itertools.combinations_with_replacement(reversed(range(rows)), 2):
+            state = SimpleNamespace(schedule=schedule, _live=set(range(k + 1, top + 1)))
+            for indices in (schedule.near[k], DepthState.near_pull(state, k)):
+                assert kernels.progression([i for i in indices if i != k]) is not None

@@ -55,8 +55,8 @@ def case(name, backend, p, tokens=T, dim=D):
     def layer_norm(x, residual, w, b):
         return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
 
-    def activation(h):
-        return ops.activation(h, kind, training=True, **options)
+    def activation(h, bias):
+        return ops.activation(h, kind, bias=bias, training=True, **options)
 
     def depth_mix(*leaves):
         sources, (w, *norm) = list(leaves[:K]), leaves[K:]
@@ -106,7 +106,7 @@ def case(name, backend, p, tokens=T, dim=D):
             lambda x, w, b: (x, None, w, b, 1e-5, 0.0, None, backend),
         ),
         "activation": lambda: Case(
-            activation, [leaf(*x)], lambda h: (h, kind, p, seed, backend)
+            activation, [leaf(*x), leaf(dim)], lambda h, b: (h, b, kind, p, seed, backend)
         ),
         "depth_mix": lambda: Case(
             depth_mix,

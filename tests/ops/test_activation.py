@@ -34,31 +34,36 @@ def mask_of(shape, p, dtype=torch.float64):
     return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape).to(dtype)
 
 
-def fused(h, kind, p, backend):
-    return activation(h, kind, dropout_p=p, training=True, seed=SEED, backend=backend)
+def fused(h, kind, p, backend, bias=None):
+    return activation(h, kind, bias=bias, dropout_p=p, training=True, seed=SEED, backend=backend)
 
 
-def with_gradient(form, h, dout):
-    """Output and gradient by name."""
-    h = h.detach().clone().requires_grad_()
-    out = form(h)
-    (dh,) = torch.autograd.grad(out, h, dout.to(out.dtype))
-    return {"out": out.detach(), "dh": dh}
+def with_gradient(form, h, dout, bias=None):
+    """Output and gradients by name."""
+    leaves = {"dh": h} if bias is None else {"dh": h, "dbias": bias}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    out = form(*leaves.values())
+    grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
+    return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
 
 
-def compare(tolerances, ran, backend, dtype, h, kind, p):
+def compare(tolerances, ran, backend, dtype, h, kind, p, bias=None):
     h, dout = h.to(dtype), torch.randn(h.shape).to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     with ran("activation", backend):
-        got = with_gradient(lambda h: fused(h, kind, p, backend), h, dout)
+        got = with_gradient(lambda h, b=None: fused(h, kind, p, backend, b), h, dout, bias)
 
     def plain(dtype):
         mask = mask_of(h.shape, p, dtype)
-        return with_gradient(lambda h: getattr(F, kind)(h) * mask, h.to(dtype), dout)
+        given = h.to(dtype), dout, None if bias is None else bias.to(dtype)
+        return with_gradient(lambda h, b=0: getattr(F, kind)(h + b) * mask, *given)
 
     exact = plain(torch.float64)
     if kind == "relu":
         # relu's gradient depends on its result: where that is rounded to 0, no gradient passes.
         exact["dh"] = torch.where(got["out"] != 0, exact["dh"], 0)
+        if bias is not None:
+            exact["dbias"] = exact["dh"].flatten(0, -2).sum(0)
     tolerances.assert_all_accurate(got, plain(dtype), exact, dtype)
     assert got["out"].dtype == got["dh"].dtype == dtype
     # The same elements are dropped on every backend.
@@ -71,6 +76,23 @@ def compare(tolerances, ran, backend, dtype, h, kind, p):
 @pytest.mark.parametrize("p", [0.0, P])
 def test_agrees(tolerances, ran, backend, dtype, shape, kind, p):
     compare(tolerances, ran, backend, dtype, torch.randn(shape) * 2, kind, p)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, P])
+def test_agrees_with_a_bias(tolerances, ran, backend, dtype, shape, kind, p):
+    compare(tolerances, ran, backend, dtype, torch.randn(shape), kind, p, torch.randn(shape[-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_bias_keeps_its_dtype(backend, kind, dtype):
+    """It is added unrounded, and its gradient is summed in the compute dtype."""
+    h, bias = torch.randn(5, 9).bfloat16(), torch.randn(9).to(dtype).requires_grad_()
+    fused(h, kind, 0.0, backend, bias).sum().backward()
+    assert bias.grad.dtype == dtype
+    # No gradient of h is wanted, and none of the bias.
+    assert not fused(h, kind, 0.0, backend, bias.detach()).requires_grad
 
 
 EXTREMES = {
@@ -105,7 +127,7 @@ def test_gelu_on_a_cpu_is_exact_to_a_few_units():
     for least, most in ((-12.5, 4.2), (-1, 3.2), (1, 1.5)):
         part = (h > least) & (h != 0)
         assert units(got[part], exact[part]) < most
-    slope = compute_grad(torch.ones_like(h), h, "gelu", 0.0, None, "cpu")
+    slope, _ = compute_grad(torch.ones_like(h), h, None, "gelu", 0.0, None, False, "cpu")
     leaf = x.requires_grad_()
     (exact,) = torch.autograd.grad(F.gelu(leaf).sum(), leaf)
     assert (slope.double() - exact).abs().max() < 1.5e-7
@@ -193,42 +215,45 @@ def test_seeds(backend, kind):
 def test_in_place(backend, kind, dtype, p):
     """The same bits, and the operand's memory."""
     h, dout = torch.randn(2, 5, 3, 37).to(dtype).unbind()
-    seed = torch.tensor(SEED)
-    out = compute(h, kind, p, seed, backend)
+    bias, seed = torch.randn(37), torch.tensor(SEED)
+    out = compute(h, bias, kind, p, seed, backend)
     h_again = h.clone()
-    assert torch.equal(compute(h_again, kind, p, seed, backend, inplace=True), out)
+    assert torch.equal(compute(h_again, bias, kind, p, seed, backend, inplace=True), out)
     assert torch.equal(h_again, out)
     saved = out if kind == "relu" else h
-    dh = compute_grad(dout, saved, kind, p, seed, backend)
+    rest = saved, bias, kind, p, seed, True, backend
+    dh, dbias = compute_grad(dout, *rest)
     dout_again = dout.clone()
-    assert torch.equal(compute_grad(dout_again, saved, kind, p, seed, backend, inplace=True), dh)
+    again = compute_grad(dout_again, *rest, inplace=True)
+    assert torch.equal(again[0], dh)
+    assert torch.equal(again[1], dbias)
     assert torch.equal(dout_again, dh)
 
 
 def test_the_gradient_may_take_the_place_of_what_was_saved(backend, kind):
     h, dout = torch.randn(2, 9, 37).unbind()
     seed = torch.tensor(SEED)
-    saved = compute(h, kind, P, seed, backend) if kind == "relu" else h
-    expected = compute_grad(dout, saved, kind, P, seed, backend)
+    saved = compute(h, None, kind, P, seed, backend) if kind == "relu" else h
+    expected, _ = compute_grad(dout, saved, None, kind, P, seed, False, backend)
     _, launch = backends.choose("activation", backend, "cpu", torch.float32)
-    launch.activation_backward(dout, saved, kind, P, seed, saved)
+    launch.activation_backward(dout, saved, None, kind, P, seed, saved, None)
     assert torch.equal(saved, expected)
 
 
 def test_in_place_without_contiguous_channels(backend, kind):
     """The op changes and returns a copy."""
     h = torch.randn(37, 6).t()
-    expected = compute(h, kind, 0.0, None, backend)
-    assert torch.equal(compute(h, kind, 0.0, None, backend, inplace=True), expected)
-    dout = torch.randn(37, 6).t()
-    expected = compute_grad(dout, h, kind, 0.0, None, backend)
-    assert torch.equal(compute_grad(dout, h, kind, 0.0, None, backend, inplace=True), expected)
+    expected = compute(h, None, kind, 0.0, None, backend)
+    assert torch.equal(compute(h, None, kind, 0.0, None, backend, inplace=True), expected)
+    dout, rest = torch.randn(37, 6).t(), (h, None, kind, 0.0, None, False, backend)
+    expected, _ = compute_grad(dout, *rest)
+    assert torch.equal(compute_grad(dout, *rest, inplace=True)[0], expected)
 
 
 def test_in_place_takes_no_memory(meter, kind):
     h = torch.randn(200, 300)
     with meter() as m:
-        compute(h, kind, P, torch.tensor(1), "cpu", inplace=True)
+        compute(h, None, kind, P, torch.tensor(1), "cpu", inplace=True)
     assert m.peak < h.nbytes / 10
 
 
@@ -238,9 +263,11 @@ def test_in_place_takes_no_memory(meter, kind):
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_gradcheck(exact_backend, kind, p):
     h = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda h: fused(h, kind, p, exact_backend), h, check_undefined_grad=False
-    )
+        lambda *leaves: fused(leaves[0], kind, p, exact_backend, *leaves[1:]), (h, bias),
+        check_undefined_grad=False,
+    )  # fmt: skip
 
 
 def test_relu_keeps_its_result_alone_and_gelu_its_input(backend, kind):
@@ -278,6 +305,7 @@ def test_autocast_changes_nothing(backend, kind):
         ({"h": torch.tensor(1.0)}, ValueError, r"h must be \(..., D\)"),
         ({"h": torch.ones(3, 0)}, ValueError, r"got \(3, 0\)"),
         ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias must be \(4,\), got \(3,\)"),
         ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
         ({"dropout_p": "a"}, ValueError, "activation: dropout_p must be between .*, got 'a'"),
@@ -295,10 +323,10 @@ def test_the_launch_guards_its_memory():
     _, launch = backends.choose("activation", "cpu", "cpu", torch.float32)
     h, out, seed = torch.ones(3, 4), torch.ones(3, 4), torch.tensor(1)
     with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
-        launch.activation_forward(h, "relu", 0.5, None, out)
+        launch.activation_forward(h, None, "relu", 0.5, None, out)
     with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
-        launch.activation_backward(out, h, "gelu", 0.5, None, out)
+        launch.activation_backward(out, h, None, "gelu", 0.5, None, out, None)
     with pytest.raises(RuntimeError, match="expected relu or gelu, got tanh"):
-        launch.activation_forward(h, "tanh", 0.5, seed, out)
+        launch.activation_forward(h, None, "tanh", 0.5, seed, out)
     with pytest.raises(RuntimeError, match=r"expected a tensor of shape \(3, 4\)"):
-        launch.activation_forward(h, "relu", 0.5, seed, out[:2])
+        launch.activation_forward(h, None, "relu", 0.5, seed, out[:2])

@@ -1,6 +1,8 @@
 """deepfast.ops.feed_forward against float64, and what it keeps for backward."""
 
+import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +95,47 @@ def test_gradcheck(exact_backend, kind, keep, want_norm):
     assert torch.autograd.gradcheck(run, leaves)
 
 
+@pytest.mark.parametrize("want_norm", [True, False])
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+def test_without_the_last_product(kind, want_norm):
+    """The hidden activation, from which the product gives the bits of the whole op."""
+    leaves, options = leaves_of((6, 16)), {"p": P, "kind": kind, "want_norm": want_norm}
+    seeds = torch.randn(6, N), torch.randn(6, 16)
+
+    def parts(*leaves, **options):
+        hidden, s = fused_form(*leaves[:-2], None, None, **options)
+        assert hidden.shape == (6, WIDTH)
+        return F.linear(hidden, *leaves[-2:]), s
+
+    whole = results(fused_form, leaves, torch.float32, seeds, **options)
+    for name, value in results(parts, leaves, torch.float32, seeds, **options).items():
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_the_product_may_apply_the_bias_and_relu(tolerances, monkeypatch, dtype):
+    """As on a GPU, and with the same bits whatever is kept."""
+    asked, product = [], torch._addmm_activation
+    module = importlib.import_module("deepfast.ops.feed_forward")
+    assert not module._in_product(SimpleNamespace(
+        activation="relu", activation_p=0.0, up=torch.ones(2, 2), up_bias=torch.ones(2)
+    ))  # fmt: skip
+    monkeypatch.setattr(module, "_in_product", lambda a: True)
+    monkeypatch.setattr(torch, "_addmm_activation", lambda *a: asked.append(a) or product(*a))
+    leaves = {k: v.to(dtype) for k, v in leaves_of((2, 3, 33)).items()}
+    seeds = [torch.randn(2, 3, N).to(dtype), torch.randn(2, 3, 33).to(dtype)]
+    got = results(fused_form, leaves, dtype, seeds, p=0.0, kind="relu")
+    assert len(asked) == 1
+    lean = results(fused_form, leaves, dtype, seeds, p=0.0, kind="relu", keep=False)
+    assert len(asked) == 3
+    for name, value in got.items():
+        assert torch.equal(lean[name], value), name
+    plain, exact = (
+        results(plain_form, leaves, d, seeds, p=0.0, kind="relu") for d in (dtype, torch.float64)
+    )
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
 def test_without_residual_and_biases():
     """Plain layer-norm, no dropout: x itself is the sum."""
     leaves = leaves_of((5, 8))
@@ -150,7 +193,8 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out, s = fused_form(*leaves.values(), p=0.0, kind="relu")
     assert out.dtype == s.dtype == torch.bfloat16
-    low = {k: v.bfloat16() if k not in NAMES[:2] else v for k, v in leaves.items()}
+    kept = ("norm_weight", "norm_bias", "up_bias")
+    low = {k: v.bfloat16() if k not in kept else v for k, v in leaves.items()}
     assert torch.equal(out, fused_form(*low.values(), p=0.0, kind="relu")[0])
 
 
@@ -168,6 +212,8 @@ def test_bad_operands_are_one_sentence():
         run(up_bias=torch.randn(20))
     with pytest.raises(ValueError, match=r"feed_forward: down must be torch.float32 on cpu"):
         run(down=torch.randn(11, 21).double())
+    with pytest.raises(ValueError, match="feed_forward: down_bias must be None where down is"):
+        run(down=None)
     with pytest.raises(TypeError, match="feed_forward: x must be a tensor"):
         run(x=3)
     with pytest.raises(ValueError, match="activation must be one of relu, gelu, got 'silu'"):

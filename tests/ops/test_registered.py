@@ -54,14 +54,18 @@ def test_opcheck_without_optional_operands(backend):
     x, w, weight = leaf(2, 3, D), leaf(D), leaf(N, D)
     opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, 0.0, None, backend))
     opcheck(operator("layer_norm"), (x, None, w, None, 1e-5, 0.5, torch.tensor(3), backend))
-    opcheck(operator("activation"), (x, "relu", 0.0, None, backend))
-    opcheck(operator("activation"), (x, "relu", 0.5, torch.tensor(3), backend))
+    opcheck(operator("activation"), (x, None, "relu", 0.0, None, backend))
+    opcheck(operator("activation"), (x, None, "gelu", 0.5, torch.tensor(3), backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2), None, None, 1e-5, backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2, D), None, leaf(2, D), 1e-5, backend))
     if backend != "cuda":
         scores = leaf(2, 3, 2, N)
         opcheck(operator("depth_attention"), ([x, x], None, scores, False, 1e-6, backend))
     opcheck(operator("norm_linear"), (x, None, None, None, weight, None, 1e-5, 0.0, None, backend))
+    for kind in ("relu", "gelu"):
+        # The hidden activation is the result.
+        without = (None, None, 1e-5, 0.0, None, kind, 0.5, torch.tensor(3), True, True, backend)
+        opcheck(operator("feed_forward"), (x, None, None, None, weight, leaf(N), *without))
 
 
 @pytest.fixture

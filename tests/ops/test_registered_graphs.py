@@ -104,7 +104,9 @@ def test_checkpointing_replays_dropout(backend, name):
 
     def run(*leaves):
         if name == "activation":
-            return ops.activation(*leaves, "gelu", dropout_p=0.3, training=True, backend=backend)
+            h, bias = leaves
+            options = {"dropout_p": 0.3, "training": True, "backend": backend}
+            return ops.activation(h, "gelu", bias=bias, **options)
         if name not in drawn:
             return c.run(*leaves)
         x, residual, *params = leaves

@@ -14,23 +14,22 @@ SEED, P = 5, 0.3
 @pytest.mark.parametrize("p", [0.0, P])
 def test_equals_pytorch(kind, p):
     h = (3 * torch.randn(2, 4, 7, dtype=torch.float64)).requires_grad_()
-    out = activation(h, kind, dropout_p=p, seed=SEED)
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    out = activation(h, kind, bias=bias, dropout_p=p, seed=SEED)
     mask = dropout_mask(SEED, 8, 7, p).view(2, 4, 7)
-    expected = getattr(F, kind)(h) * mask
+    expected = getattr(F, kind)(h + bias) * mask
     torch.testing.assert_close(out, expected)
     dout = torch.randn(2, 4, 7, dtype=torch.float64)
-    (dh,) = torch.autograd.grad(expected, h, dout)
-    saved = out if kind == "relu" else h
-    torch.testing.assert_close(
-        activation_grad(dout, saved.detach(), kind, dropout_p=p, seed=SEED), dh
-    )
+    saved = (out if kind == "relu" else h).detach()
+    got = activation_grad(dout, saved, kind, bias=bias.detach(), dropout_p=p, seed=SEED)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, (h, bias), dout))
 
 
 def test_relu_needs_no_seed_for_its_gradient():
     h, dout = torch.randn(2, 6, 9).unbind()
     out = activation(h, "relu", dropout_p=P, seed=SEED)
     assert torch.equal(
-        activation_grad(dout, out, "relu", dropout_p=P),
+        activation_grad(dout, out, "relu", dropout_p=P)[0],
         torch.where(out != 0, dout * dropout_mask(SEED, 6, 9, P).max().float(), 0),
     )
 
@@ -52,7 +51,7 @@ def test_16_bits_are_rounded_once(kind, dtype):
     assert torch.equal(out, wide.to(dtype))
     saved = out if kind == "relu" else h
     dh, exact = (
-        activation_grad(g, s, kind, dropout_p=P, seed=SEED)
+        activation_grad(g, s, kind, dropout_p=P, seed=SEED)[0]
         for g, s in ((dout, saved), (dout.float(), saved.float()))
     )
     assert dh.dtype == dtype
@@ -64,4 +63,4 @@ def test_dropout_of_everything(kind):
     h = torch.tensor([[torch.inf, torch.nan, 1.0, -1.0]])
     assert activation(h, kind, dropout_p=1.0, seed=SEED).eq(0).all()
     saved = torch.zeros_like(h) if kind == "relu" else h
-    assert activation_grad(h, saved, kind, dropout_p=1.0, seed=SEED).eq(0).all()
+    assert all(g.eq(0).all() for g in activation_grad(h, saved, kind, dropout_p=1.0, seed=SEED))

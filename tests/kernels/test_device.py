@@ -1,0 +1,63 @@
+"""Triton's launchers run on the device of their operands, shown without a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepfast import backend
+from deepfast.launches import LAUNCHES
+
+pytest.importorskip("triton")
+LAUNCHERS = [name for name in LAUNCHES if name != "advise_states"]
+
+
+class Entered(Exception):
+    """The device that a launcher made the current one."""
+
+
+@pytest.fixture
+def tensor(monkeypatch):
+    """A tensor of cuda:1 without memory, while cuda:0 is the current device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode():
+        return torch.empty(2, device="cuda:1")
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher_enters_the_device(monkeypatch, tensor, name):
+    def enter(index):
+        raise Entered(index)
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    launch = LAUNCHES[name]
+    given = {o.name: [tensor] if o.type == "Tensor[]" else tensor for o in launch.operands}
+    # Numbers, and the tensors that may be missing.
+    given |= {o.name: None for o in launch.operands if not o.dtype or o.type == "Tensor?"}
+    run = getattr(backend.choose(launch.op, "triton", "cpu", torch.float32)[1], name)
+    with pytest.raises(Entered, match=r"^1$"):
+        run(*given.values())
+    with pytest.raises(Entered, match=r"^1$"):
+        run(**given)
+
+
+def test_the_launch_is_inside(monkeypatch, tensor):
+    common = pytest.importorskip("deepfast.kernels.common")
+    log = []
+
+    @contextlib.contextmanager
+    def enter(index):
+        log.append(f"to {index}")
+        yield
+        log.append("back")
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    launch = common.launcher(lambda *_, **__: log.append("launch"))
+    launch(None, [tensor], tensor)
+    assert log == ["to 1", "launch", "back"]
+    # Nothing changes on the current device, nor on a CPU.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch(tensor)
+    launch(x=torch.empty(2))
+    assert log[3:] == ["launch", "launch"]

@@ -1,0 +1,31 @@
+"""How often Triton compiles: not again for another number of tokens or another layer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("variants.py")
+
+
+@pytest.fixture(scope="module")
+def found(python):
+    pytest.importorskip("triton")
+    return json.loads(python(PROGRAM, PYTHONPATH=str(PROGRAM.parents[2])).stdout)
+
+
+def test_no_kernel_depends_on_the_number_of_tokens(found):
+    more = {
+        (case, kernel): counts
+        for case, kernels in found["cases"].items()
+        for kernel, counts in kernels.items()
+        if counts[0] != counts[1]
+    }
+    assert found["cases"]
+    assert not more, "variants for one number of tokens, and for several"
+
+
+def test_the_boundaries_of_a_block_share_their_kernels(found):
+    """One sum is that of the norms' gradients, the other that of the weights'."""
+    expected = {"boundary_fwd_kernel": 1, "boundary_bwd_kernel": 1, "sum_partials_kernel": 2}
+    assert found["block"] == expected

@@ -1,0 +1,89 @@
+"""What a CUDA graph forbids does not occur in a training step, shown on a CPU.
+
+A step in a capture may not read a value back, nor bring one from the host: a replay would use that
+of the capture. The first step may; it prepares what later ones use.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepfast import ops
+from deepfast.memory.policies import POLICIES, RERUN
+from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
+
+D, B, S, WORDS = 32, 3, 5, 17
+FORBIDDEN = {
+    # Numbers that Python reads, sizes that depend on values, tensors made of Python's numbers.
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::unique_dim",
+    "aten::masked_select", "aten::lift_fresh", "aten::scalar_tensor",
+}  # fmt: skip
+
+
+class Forbidden(TorchDispatchMode):
+    """Collects the operations that a capture does not allow."""
+
+    # Eager code calls the ops inside deepfast's own.
+    sees_through = True
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.count = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if function._schema.name in FORBIDDEN:
+            self.found.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def trained(step, parameters):
+    """Runs the step twice; returns what is forbidden in the second one."""
+    step().backward()
+    with Forbidden() as mode:
+        step().backward()
+    assert mode.count > 20
+    assert all(p.grad is not None for p in parameters)
+    return mode.found
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("memory", [policy for policy in POLICIES if policy not in RERUN])
+def test_an_encoder_with_a_loss(memory, norm):
+    encoder = TransformerEncoder(
+        5, D, 2, 2 * D, norm=norm, dropout=0.1, activation_dropout=0.1, memory=memory
+    )
+    words = torch.randn(WORDS, D, requires_grad=True)
+    labels = torch.zeros(B * S, dtype=torch.int64)
+    x, packing = torch.randn(B * S, D), Packing.of(B, S, None)
+
+    def step():
+        y = encoder.forward_packed(x, packing)
+        return ops.linear_cross_entropy(y, words, labels, label_smoothing=0.1)
+
+    assert not trained(step, [words, *encoder.parameters()])
+
+
+@pytest.mark.parametrize("dlcl", [{"window": 3}, {"softmax": True}, {"weight": "vector"}], ids=str)
+def test_a_decoder(dlcl):
+    decoder = TransformerDecoder(5, D, 2, 2 * D, dropout=0.1, dlcl=dlcl)
+    x, encoded = torch.randn(2, B * S, D)
+    packing = Packing.of(B, S, None)
+
+    def step():
+        return decoder.forward_packed(x, packing, encoded, packing).sum()
+
+    assert not trained(step, list(decoder.parameters()))
+
+
+@pytest.mark.parametrize("bad", [lambda x: x * x.max().item(), lambda x: x * torch.tensor([2.0])])
+def test_what_is_forbidden_is_found(bad):
+    x = torch.randn(9, requires_grad=True)
+
+    def step():
+        y = bad(x)
+        for _ in range(20):
+            y = y + 1
+        return y.sum()
+
+    assert trained(step, [x])
