@@ -238,7 +238,7 @@ def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     if backend in PROVABLE.get(device.type, ()):
         found = known.entry(op, device, _name(dtype), cuda_build())
         if found is None or backend not in found["errors"]:
-            return f"not proved here yet; its first use on a GPU proves it, or {ask}"
+            return f"{known.missing(device)}; {ask}"
         error = found["errors"][backend]
         return None if error is None else f"failed its proof here ({error}); {ask}"
     if backend == "triton":

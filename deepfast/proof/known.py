@@ -68,6 +68,13 @@ def entry(op: str, device: torch.device, dtype: str, built: str | None) -> Entry
     return agreed or table(at, built).entry(op, dtype)
 
 
+def missing(device: torch.device) -> str:
+    """Why nothing is known of an op on a device."""
+    if device.type == "cuda" and torch.cuda.device_count() and exact(device) is None:
+        return f"not a default for {str(device)!r} without an index: the GPUs are of several kinds"
+    return "not proved here yet: its first use on a GPU proves it"
+
+
 def why_not_now() -> str | None:
     """Why nothing can be proved at this moment."""
     if torch._C._current_graph_task_id() != -1:
