@@ -73,8 +73,11 @@ def _activation(s: Sizes) -> Iterator[Case]:
             function = functools.partial(
                 ops.activation, kind=kind, dropout_p=p, training=True, seed=5
             )
-            h = _rows(T, D, apart=3 * (D % 2), offset=D % 2)
-            yield Case(f"{kind}, {name}", {"h": h}, function)
+            given: dict = {"h": _rows(T, D, apart=3 * (D % 2), offset=D % 2)}
+            # The bias comes with dropout, so that each is also left out.
+            if p:
+                given["bias"] = _values(D)
+            yield Case(f"{kind}, {name}", given, function)
 
 
 def _mix(weight, norm_weight=None, norm_bias=None, *, backend, **sources):
