@@ -47,7 +47,9 @@ setup(
         *find_packages(include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*"]),
     ],
     package_dir={"deepfast.kernels": "kernels"},
-    package_data={"deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html"]},
+    package_data={
+        "deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html", "proof/tables/*.json"]
+    },
     ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
     cmdclass={"build_ext": BuildOps},
 )

@@ -21,7 +21,7 @@ def compute(
 ) -> Tensor:
     """``dropout(act(h + bias))``, shaped like h, without autograd. With ``inplace`` the result
     overwrites h where h's last dimension is contiguous."""
-    _, launch = backends.choose("activation", backend, h.device.type, h.dtype, h.shape[-1])
+    _, launch = backends.choose("activation", backend, h.device, h.dtype, h.shape[-1])
     given, h = h, common.rows(h)
     out = h.view(given.shape) if inplace else common.empty_contiguous(given)
     bias = common.parameter(bias, h.dtype)
@@ -51,7 +51,7 @@ def compute_grad(
     gelu h. With ``inplace`` the gradient of h overwrites dout where dout's last dimension is
     contiguous.
     """
-    _, launch = backends.choose("activation", backend, dout.device.type, dout.dtype, dout.shape[-1])
+    _, launch = backends.choose("activation", backend, dout.device, dout.dtype, dout.shape[-1])
     given, dout = dout, common.rows(dout)
     dh = dout.view(given.shape) if inplace else common.empty_contiguous(given)
     dbias, bias = empty_bias_grad(dout, want_bias), common.parameter(bias, dout.dtype)

@@ -20,7 +20,7 @@ def _launch_operands(a):
     (T, D), the query (H, D), the scores (T, K, H)."""
     first = a.sources[0]
     _, launch = backends.choose(
-        "depth_attention", a.backend, first.device.type, first.dtype, first.shape[-1]
+        "depth_attention", a.backend, first.device, first.dtype, first.shape[-1]
     )
     rows = [common.rows(s) for s in a.sources]
     query, scores = (common.parameter(p, first.dtype) for p in (a.query, a.scores))

@@ -17,9 +17,7 @@ def _launch_operands(a):
     """The launches of the backend, the sources as rows (T, D), the parameters as kernels read them,
     whether there is a norm, and a view of the statistics (K, T) as kernels take them."""
     first = a.sources[0]
-    _, launch = backends.choose(
-        "depth_mix", a.backend, first.device.type, first.dtype, first.shape[-1]
-    )
+    _, launch = backends.choose("depth_mix", a.backend, first.device, first.dtype, first.shape[-1])
     rows = [common.rows(s) for s in a.sources]
     params = (common.parameter(p, first.dtype) for p in (a.weight, a.norm_weight, a.norm_bias))
     norm, shape = _has_norm(a), (len(rows), rows[0].shape[0])

@@ -12,7 +12,7 @@ from deepfast.reference.layer_norm import compute_dtype
 
 def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
     """y, sum, mean and rstd of the op, without autograd; sum is empty where it equals x."""
-    _, launch = backends.choose("layer_norm", backend, x.device.type, x.dtype, x.shape[-1])
+    _, launch = backends.choose("layer_norm", backend, x.device, x.dtype, x.shape[-1])
     y, sum, mean, rstd = results = empty_results(x, residual, dropout_p)
     changed = residual is not None or dropout_p > 0
     residual = None if residual is None else common.rows(residual)
@@ -35,7 +35,7 @@ def empty_results(x, residual, dropout_p):
 
 def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
     """dx, dresidual, dweight and dbias, each empty where its entry of ``wants`` is False."""
-    _, launch = backends.choose("layer_norm", backend, s.device.type, s.dtype, s.shape[-1])
+    _, launch = backends.choose("layer_norm", backend, s.device, s.dtype, s.shape[-1])
     results = empty_grads(s, mean, wants)
     dx, dresidual, dweight, dbias = (
         r if want else None for r, want in zip(results, wants, strict=True)

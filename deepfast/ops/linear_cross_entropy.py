@@ -62,7 +62,7 @@ def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> N
 
 def _forward(a):
     hidden, weight, dtype, (V, D) = a.hidden, a.weight, a.hidden.dtype, a.weight.shape
-    _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device.type, dtype)
+    _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device, dtype)
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
     _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]

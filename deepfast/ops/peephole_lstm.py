@@ -13,9 +13,8 @@ from deepfast.reference.layer_norm import compute_dtype
 
 
 def _launches(like: Tensor, backend: str | None):
-    return backends.choose(
-        "peephole_lstm", backend, like.device.type, like.dtype, like.shape[-1] // 4
-    )[1]
+    width = like.shape[-1] // 4
+    return backends.choose("peephole_lstm", backend, like.device, like.dtype, width)[1]
 
 
 def _forward(a):
