@@ -16,9 +16,7 @@ from tests.matrix import daily
 ROOT = Path(__file__).parents[1]
 
 # Programs that the tests start find the package of this tree, installed or not.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 # triton.jit reads this when a test imports a kernel file: without a GPU kernels run in Triton's
 # interpreter.
 if not torch.cuda.is_available():
