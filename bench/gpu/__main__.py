@@ -29,7 +29,7 @@ import torch
 
 from bench.gpu import machine, page, sections
 from bench.gpu.results import Results
-from bench.gpu.stages import STAGES, Stage
+from bench.gpu.stages import STAGES, Stage, build
 from deepfast.proof.table import digest
 
 
@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         stage, start = Stage(results, args, 60 * (args.minutes or minutes)), time.perf_counter()
         results.run["stages"][name] = {"status": "begun"}
         try:
+            build(stage)
             work(stage)
         except Exception:
             # The other stages and the results so far do not depend on it.

@@ -14,6 +14,7 @@ import torch
 
 from deepfast import backend
 from deepfast.measure.machine import environment
+from deepfast.proof import known
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ROOT / "deepfast" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -53,6 +54,15 @@ def stale() -> bool:
     sources = [ROOT / "deepfast" / "launches.py"]
     sources += [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".py")]
     return max(path.stat().st_mtime for path in sources) > OPS.stat().st_mtime
+
+
+def proved() -> bool:
+    """Whether it is known of every op which of its kernels are right and fastest on the GPU."""
+    if stale():
+        return False
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    table = known.table(gpu, backend.cuda_build())
+    return all(op in table.ops for op in backend.OPS if backend.provable(op, gpu))
 
 
 def compile_ops(architectures: list[str]) -> None:

@@ -1,5 +1,8 @@
 """The results of `bench.gpu` as a page of Markdown, and in short for the terminal."""
 
+from deepfast.proof.show import lines as proof_lines
+from deepfast.proof.table import Table
+
 
 def _cell(value) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
@@ -28,12 +31,16 @@ def _launches(record: dict) -> list[str]:
     return ["## Each launch once", "", *lines, ""] if lines else []
 
 
-def _proof(record: dict) -> list[str]:
+def proof(record: dict) -> list[str]:
+    """What `deepfast prove` found."""
     found = record.get("proof")
     if not found:
         return []
-    lines = ["## deepfast prove", "", f"Exit status {found['status']}.", ""]
-    return lines + (["```", found["said"].strip(), "```", ""] if found["said"] else [])
+    said = [found["said"].strip()] if found["said"] else []
+    table = found["table"] or {"key": {}, "ops": {}}
+    told = proof_lines(Table(table["key"], table["ops"]))
+    return ["## deepfast prove", "", f"{found['status']}, {found['seconds']} s", "", "```",
+            *told, *said, "```", ""]  # fmt: skip
 
 
 def _tests(record: dict) -> list[str]:
@@ -144,9 +151,9 @@ def page(data: dict, digest: str) -> str:
     lines += _table(["run", "stages", "seconds", "clocks before", "clocks after"], runs)
     facts = last["machine"].items()
     lines += _table(["", ""], [[k, v] for k, v in facts if v is not None])
-    if record.get("build", {}).get("error"):
-        lines += ["Building the ops failed:", "", "```", record["build"]["error"], "```", ""]
-    lines += [*_launches(record), *_proof(record), "## Targets", "", *_targets(record)]
+    if (last.get("build") or {}).get("error"):
+        lines += ["Building the ops failed:", "", "```", last["build"]["error"], "```", ""]
+    lines += [*_launches(record), *proof(record), "## Targets", "", *_targets(record)]
     lines += _tests(record)
     for name, section in record.get("sections", {}).items():
         lines += _section(name, section)

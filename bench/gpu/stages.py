@@ -10,8 +10,8 @@ from pathlib import Path
 from bench.gpu import machine, page, profiling, results, sections, workers
 from bench.gpu.workers import ROOT, Task
 
-BUILD_SECONDS, LAUNCH_SECONDS, TEST_SECONDS = 240, 90, 180
-"""Limits of the build, of one launch, of one test; compiling included."""
+BUILD_SECONDS, PROOF_SECONDS, LAUNCH_SECONDS, TEST_SECONDS = 240, 240, 90, 180
+"""Limits of the build, of the proof, of one launch, of one test; compiling included."""
 
 DRY_PATIENCE = 4
 """The factor of all limits in a dry run, whose processor may be busy."""
@@ -58,8 +58,11 @@ class Stage:
 
 
 def build(stage: Stage) -> None:
-    """Compiles deepfast._C for the GPU's own architecture where that is needed. If it fails, the
-    other steps still run."""
+    """Compiles deepfast._C for the GPU's own architecture where that is needed, once in a command.
+    If it fails, the other steps still run."""
+    if "build" in stage.results.run:
+        return
+    stage.results.run["build"] = None
     if stage.dry:
         # The emulator of the CUDA kernels, once for all processes.
         program = str(ROOT / "tests" / "cuda" / "build.py")
@@ -79,7 +82,7 @@ def build(stage: Stage) -> None:
     except subprocess.TimeoutExpired:
         error = f"stopped after {seconds:.0f} s"
     taken = round(time.perf_counter() - start, 1)
-    stage.results.part("build").update(seconds=taken, error=error)
+    stage.results.run["build"] = {"seconds": taken, "error": error}
     print(f"  {error or 'built'}, {taken} s", flush=True)
     stage.problems += ["building the compiled ops failed"] * bool(error)
     stage.results.save(now=True)
@@ -120,29 +123,33 @@ def dry_run(stage: Stage) -> list[str]:
 
 
 def prove(stage: Stage) -> None:
-    """`deepfast prove`, so that the defaults are the kernels that are right and fastest here."""
-    if stage.dry:
+    """`deepfast prove`, unless everything is proved: the defaults are then the kernels that are
+    right and fastest here."""
+    part = stage.results.part("proof")
+    if stage.dry or "proof" in stage.results.run or machine.proved():
+        print("a dry run proves nothing" if stage.dry else "proved before", flush=True)
         return
     print("deepfast prove", flush=True)
     command = [sys.executable, "-m", "deepfast.cli", "prove", "--json"]
+    start, part["status"], part["table"] = time.perf_counter(), "stopped", None
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=min(stage.left, 240),
-            env=machine.child_environment(False),
+            command, cwd=ROOT, capture_output=True, text=True,
+            timeout=min(stage.left, PROOF_SECONDS), env=machine.child_environment(False),
         )  # fmt: skip
-        found = json.loads(done.stdout) if done.stdout.strip() else None
-        status = done.returncode
-        said = done.stderr[-2000:]
+        part["status"], part["said"] = f"exit status {done.returncode}", done.stderr[-4000:]
+        part["table"] = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
-        found, status, said = None, None, str(error)
-    stage.results.part("proof").update(table=found, status=status, said=said)
-    print(f"  exit status {status}\n{said[-1500:]}", flush=True)
-    stage.problems += ["deepfast prove: a kernel failed, or it did not end"] * (status != 0)
+        part["said"] = part.get("said") or str(error)
+    part["seconds"] = round(time.perf_counter() - start, 1)
+    print("\n".join(page.proof(stage.results.record)), flush=True)
+    stage.results.run["proof"] = part["status"]
+    if part["status"] != "exit status 0":
+        stage.problems.append(f"deepfast prove: {part['status']}")
     stage.results.save(now=True)
 
 
 def smoke(stage: Stage) -> None:
-    build(stage)
     launches(stage)
     prove(stage)
     measure(stage, sections.SMOKE)
