@@ -16,7 +16,8 @@ help:
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
-	@echo "make gpu      on a GPU: tests, then benchmarks, in under ten minutes; installs nothing"
+	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
+	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"
 	@echo "make lint     check style and types"
 
 setup: $(VENV)/.installed
@@ -65,9 +66,7 @@ systems: setup
 	  $(if $(ROWS),--rows $(ROWS)) --write bench/results/systems.md $(SET)
 
 gpu:
-	@test -d deepfast/kernels || { echo "deepfast/kernels must be a link to kernels/: a copy" \
-	  "that keeps no links needs 'ln -sfn ../kernels deepfast/'"; exit 1; }
-	$(GPU_PYTHON) -m bench.gpu $(GPU_ARGS)
+	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""`make gpu` without a GPU: its dry run runs every step at toy sizes."""
+"""`make gpu` without a GPU: its dry run runs every stage at toy sizes."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,72 +11,72 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from bench.gpu import __main__ as gpu
+from bench.gpu import launches, machine, stages
+from bench.gpu.sections import BENCH, SECTIONS, SMOKE
+from deepfast.launches import LAUNCHES
+
 ROOT = Path(__file__).parents[1]
-SECTIONS = (
-    "copy", "layer_norm", "depth_mix", "boundary", "linear_cross_entropy", "launching", "mixing",
-    "attention", "training",
-)  # fmt: skip
 
 
-def start(folder, *options):
-    """A dry run in its own process."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "bench.gpu",
-            "--dry-run",
-            "--output",
-            str(folder),
-            *options,
-        ],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "OUT"} | {"OUT": str(folder / "out")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def command(folder, stage, *options, cwd=ROOT):
+    """A stage of a dry run in its own process."""
+    return subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--dry-run", "--output", str(folder),
+         "--stage", stage, *options],
+        cwd=cwd, env=os.environ | {"PYTHONPATH": str(cwd)}, capture_output=True, text=True,
+        timeout=900,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Exit status, output, results and page of a run of the tests, and of the benchmarks."""
-    # tests/gpu itself runs without a GPU elsewhere; this tests the groups and their processes.
-    parts = {"tests": ("--sections", "--tests", "activation", "elsewhere")}
-    parts["sections"] = ("--tests",)
-    started = {}
-    for name, options in parts.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "out").mkdir()
-        started[name] = folder, start(folder, *options)
-    results = {}
-    for name, (folder, process) in started.items():
-        output, _ = process.communicate(timeout=1500)
-        (data,), (page,) = folder.glob("*.json"), folder.glob("*.md")
-        assert sorted(p.name for p in (folder / "out").iterdir()) == [data.name, page.name]
-        results[name] = process.returncode, output, json.loads(data.read_text()), page.read_text()
-    return results
+def run(tmp_path_factory):
+    """What the four stages leave behind, each run by a command of its own: about two minutes."""
+    folder = tmp_path_factory.mktemp("results")
+    copies = tmp_path_factory.mktemp("copies")
+    for stage in stages.STAGES:
+        done = command(folder, stage, "--copies", str(copies))
+        assert done.returncode == 0, done.stdout + done.stderr
+    (data,), (told,) = folder.glob("*.json"), folder.glob("*.md")
+    assert sorted(path.name for path in copies.iterdir()) == [data.name, told.name]
+    (record,) = json.loads(data.read_text())["sources"].values()
+    return record, told.read_text()
 
 
-def test_every_section_has_numbers_and_no_errors(runs):
-    status, output, data, page = runs["sections"]
-    assert status == 0, output
-    assert data["complete"]
-    assert tuple(data["sections"]) == SECTIONS
-    for name, section in data["sections"].items():
-        assert section["status"] == "ok", output
+def test_separate_stages_add_up(run):
+    record, told = run
+    assert [list(r["stages"]) for r in record["runs"]] == [[name] for name in stages.STAGES]
+    assert all(s["status"] == "ok" for r in record["runs"] for s in r["stages"].values())
+    for head in ("Each launch once", "Tests", "Targets", "compute-sanitizer", *SECTIONS):
+        assert f"## {head}" in told
+    assert "its numbers mean nothing" in told
+
+
+def test_every_launch_runs(run):
+    found = run[0]["launches"]
+    assert set(found["triton"]) == set(LAUNCHES) - {"advise_states"}
+    assert set(found["cuda"]) == set(launches.names("cuda")) < set(found["triton"])
+    assert {r["outcome"] for by in found.values() for r in by.values()} == {"ok"}
+    assert run[0]["profile"]["memcheck of cuda, 1 of 1"]["launches"] == len(found["cuda"])
+
+
+def test_every_section_has_numbers_and_no_errors(run):
+    record, _ = run
+    assert tuple(record["sections"]) == tuple(SECTIONS)
+    for name, section in record["sections"].items():
+        assert section["status"] == "ok"
         assert section["errors"] == []
-        assert name in ("copy", "launching") or section["rows"], name
+        assert section["rows"], name
         for row in section["rows"]:
             assert row["median_seconds"] > 0
             assert (row["nbytes"] is None) == (row["fraction_of_copy"] is None)
-        if name != "launching":
-            assert section["copy_gb_per_second"] > 0
-    assert "its numbers mean nothing" in page
+        if name.startswith("sweep"):
+            assert any("fastest is" in note for note in section["notes"])
 
 
-def test_every_target_is_measured(runs):
-    targets = [t for s in runs["sections"][2]["sections"].values() for t in s["targets"]]
+def test_every_target_is_measured(run):
+    targets = [t for s in run[0]["sections"].values() for t in s["targets"]]
     names = " ".join(t["what"] for t in targets)
     mixing = ("depth mix forward", "depth mix pull", "stack and sum", "DenseFormer")
     for part in ("LN forward", "LN backward", *mixing, "SDPA and varlen", "over the residual"):
@@ -83,81 +84,74 @@ def test_every_target_is_measured(runs):
     assert all(t["value"] is not None for t in targets)
 
 
-def test_groups_of_tests_run(runs):
-    status, output, data, _ = runs["tests"]
-    assert status == 0, output
-    assert set(data["tests"]) == {"activation", "elsewhere"}
-    for name, group in data["tests"].items():
-        assert group["status"] == "ok"
-        assert group["failed"] == []
-        # Those of other folders need a GPU.
-        assert (group["passed"] > 0) == (name == "activation")
-        assert bool(group["skipped"]) == (name == "elsewhere")
+def test_the_training_step_comes_first():
+    assert SMOKE == ("copy", "training ratio")
+    assert BENCH[0] == "training"
 
 
-def test_every_gpu_test_is_of_a_group():
+def test_tests_run(run):
+    (found,) = run[0]["tests"].values()
+    assert found["passed"] == found["collected"] > 0
+    assert found["failed"] == found["skipped"] == []
+
+
+def test_every_gpu_test_is_run():
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    groups = gpu_module().TEST_GROUPS
-    assert sorted(file for names in groups.values() for file in names) == sorted(files)
-
-
-def gpu_module():
-    from bench.gpu import __main__ as gpu
-
-    return gpu
-
-
-def results_in(folder):
-    head = {"date": "today", "command": "none", "dry_run": True, "machine": {"device": "none"}}
-    return gpu_module().Results(folder, "none-today", head)
-
-
-def test_a_section_that_raises_is_kept_and_reported(tmp_path, monkeypatch):
-    """In a process; a clock without a device is an example of a benchmark that raises."""
-    gpu = gpu_module()
-    results = results_in(tmp_path)
-    results.data["tests"] = {"copy": {"status": "failed", "failed": [{"test": "t", "text": ""}],
-                                      "passed": 0, "skipped": []}}  # fmt: skip
-    monkeypatch.setattr(
-        gpu, "child_environment", lambda dry: os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )
-    gpu.run_section(results, "copy", False, 60.0)
-    data = json.loads((tmp_path / "none-today.json").read_text())
-    section = data["sections"]["copy"]
-    if not torch.cuda.is_available():
-        assert section["status"].startswith("failed")
-    assert section["tests_failed"] == ["t"]
-    assert not gpu.succeeded(data)
-    assert "Tests of these kernels failed" in (tmp_path / "none-today.md").read_text()
-
-
-def test_a_section_out_of_time_is_stopped(tmp_path):
-    gpu = gpu_module()
-    results = results_in(tmp_path)
-    gpu.run_section(results, "copy", True, 0.05)
-    assert results.data["sections"]["copy"]["status"].startswith("stopped after")
-    assert not gpu.succeeded(results.data)
-
-
-def test_a_variant_that_raises_leaves_the_others(tmp_path):
-    from bench.gpu.clock import Bench, Variant
-
-    saved = []
-    bench = Bench("cpu", saved.append)
-
-    def broken():
-        raise RuntimeError("this one is broken")
-
-    makers = {"whole": lambda: Variant(run=lambda: None), "made badly": broken}
-    makers["runs badly"] = lambda: Variant(run=broken)
-    assert list(bench.case("a case", makers)) == ["whole"]
-    assert [row["variant"] for row in saved[-1]["rows"]] == ["whole"]
-    texts = [error["error"] for error in saved[-1]["errors"]]
-    assert len(texts) == 2
-    assert all("this one is broken" in text for text in texts)
+    found = set(stages.test_files(dry=False))
+    assert files < found
+    assert "tests/memory/test_count.py" in found
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_module().main([]) == 2
+    assert gpu.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- a copy of the tree --------------------------------------------------------------------------
+
+
+def test_a_copy_without_git_and_links(tmp_path, monkeypatch):
+    # A few tests are enough.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k op_in_float32")
+    kept = ("bench", "csrc", "deepfast", "kernels", "tests")
+    for name in kept:
+        shutil.copytree(
+            ROOT / name, tmp_path / name, symlinks=True,
+            ignore=lambda folder, names: {n for n in names if Path(folder, n).is_symlink()}
+            | {"__pycache__", "results"},
+        )  # fmt: skip
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert not (tmp_path / "deepfast" / "kernels").exists()
+    # These tests need no emulator, which would have to be compiled.
+    done = command(
+        tmp_path / "out", "tests", "--tests", "tests/gpu/test_activation.py", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "out").glob("*.json")
+    (record,) = json.loads(path.read_text())["sources"].values()
+    assert record["tests"]["tests/gpu/test_activation.py"]["passed"] > 0
+    assert record["runs"][0]["machine"]["commit"] is None
+
+
+def test_a_file_in_place_of_the_link(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    (tmp_path / "deepfast").mkdir()
+    (tmp_path / "deepfast" / "kernels").write_text("../kernels")
+    machine.link_kernels(tmp_path)
+    machine.link_kernels(tmp_path)
+    assert (tmp_path / "deepfast" / "kernels" / "__init__.py").exists()
+
+
+def test_compiles_for_the_named_architecture(monkeypatch):
+    class Build:
+        CUDA_ARCHITECTURES = ("80", "90")
+
+        @staticmethod
+        def compile_ops(target):
+            assert target == machine.OPS
+
+    monkeypatch.setattr(machine, "module", lambda path: Build)
+    machine.compile_ops(["89"])
+    assert Build.CUDA_ARCHITECTURES == ("89",)

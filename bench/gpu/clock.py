@@ -1,14 +1,15 @@
 """Timing on a GPU: events around each run, L2 emptied before it; variants take turns.
 
-By default the replay of a CUDA graph is timed, which excludes Python's launches. If one set of
-operands would fit L2, a run calls its function on several sets. Its results stay alive to its end,
-so they are written to memory and do not overwrite each other in the cache. On a CPU (a dry run) a
-wall clock replaces the events, and the function itself replaces the graph.
+L2 is emptied by reading a large buffer: after a write, the timed run would wait until the lines
+of that write are stored. By default the replay of a CUDA graph is timed, which excludes Python's
+launches. If one set of operands would fit L2, a run calls its function on several sets. Its results
+stay alive to its end, so they are written to memory and do not overwrite each other in the cache.
+On a CPU (a dry run) a wall clock replaces the events, and the function itself replaces the graph.
 """
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,15 +40,16 @@ class Clock:
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
-        self.flush_bytes = 0
+        size = 0
         if self.cuda:
             # One stream for everything: autograd runs a backward on its forward's stream, and the
             # legacy stream cannot be captured.
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)
-            # Writing this much also takes longer than queueing the next run.
-            self.flush_bytes = max(1 << 28, 8 * torch.cuda.get_device_properties(0).L2_cache_size)
-        self.flush = torch.empty(self.flush_bytes, dtype=torch.uint8, device=device)
+            # Reading this much also takes longer than queueing a graph.
+            size = max(1 << 28, 8 * torch.cuda.get_device_properties(0).L2_cache_size)
+        self.unrelated = torch.ones(size // 4, device=device)
+        self.sum = torch.zeros((), device=device)
 
     def measure(
         self,
@@ -55,8 +57,13 @@ class Clock:
         *,
         seconds: float,
         rounds: tuple[int, int] = (5, 50),
+        report: Callable[[dict[str, Row]], object] = lambda rows: None,
     ) -> tuple[dict[str, Row], dict[str, str]]:
         """Rounds over all variants until ``seconds`` have passed, from least to most rounds.
+
+        Args:
+            report: called with the rows that have a time yet: when a variant has run once, after
+                1, 2, 4, ... rounds, and at the end.
 
         Returns:
             A row for each variant, whose note says what was timed; and the traceback of each
@@ -73,13 +80,23 @@ class Clock:
             if self.cuda:
                 torch.cuda.empty_cache()
 
+        def timed_so_far() -> dict[str, Row]:
+            return {name: row for name, row in rows.items() if row.seconds}
+
         for name, make in makers.items():
             try:
                 ready[name] = self._prepare(make(), rows[name])
+                # A time to report; it is not one of the rounds, in which variants take turns.
+                rows[name].seconds = [self._once(ready[name][0]) / ready[name][1]]
             except Exception:
                 fail(name)
+            report(timed_so_far())
+        for row in rows.values():
+            row.seconds = []
         end = time.perf_counter() + seconds
         for turn in range(rounds[1]):
+            if turn.bit_count() == 1:
+                report(timed_so_far())
             if turn >= rounds[0] and time.perf_counter() > end:
                 break
             for name, (run, calls) in list(ready.items()):
@@ -87,13 +104,14 @@ class Clock:
                     rows[name].seconds.append(self._once(run) / calls)
                 except Exception:
                     fail(name)
+        report(rows)
         return rows, errors
 
     def _prepare(self, variant: Variant, row: Row) -> tuple[Callable[[], object], int]:
         """Compiles the variant, fills caches, and captures the graph."""
         row.nbytes = variant.nbytes or None
         row.note = "graph" if variant.graph else "eager"
-        for _ in range(3 if self.cuda else 1):
+        for _ in range(3 if self.cuda else 0):
             variant.run()
         row.peak_bytes = self._peak(variant.run)
         if not variant.graph or not self.cuda:
@@ -124,7 +142,7 @@ class Clock:
         return torch.cuda.max_memory_allocated() - before
 
     def _once(self, run: Callable[[], object]) -> float:
-        self.flush.zero_()
+        torch.sum(self.unrelated, 0, out=self.sum)
         if not self.cuda:
             return timed(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -174,12 +192,10 @@ class Bench:
 
     def error(self, what: str, text: str) -> None:
         self.record["errors"].append({"what": what, "error": text})
-        print(f"  ERROR {what}\n{text}", flush=True)
         self.save(self.record)
 
     def note(self, text: str) -> None:
         self.record["notes"].append(text)
-        print(f"  note: {text}", flush=True)
         self.save(self.record)
 
     def copy(self) -> float:
@@ -195,34 +211,51 @@ class Bench:
                 raise RuntimeError(f"the copy failed: {errors['copy']}")
             self.record["copy_gb_per_second"] = rows["copy"].gb_per_second
             self.save(self.record)
-            print(f"  copy: {self.record['copy_gb_per_second']:.0f} GB/s", flush=True)
         return self.record["copy_gb_per_second"]
 
     def case(
-        self, what: str, makers: dict[str, Callable[[], Variant]], seconds: float = 1.0
+        self,
+        what: str,
+        makers: dict[str, Callable[[], Variant]],
+        seconds: float = 1.0,
+        may_fail: bool = False,
     ) -> dict[str, Row]:
-        """Measures the variants in turn and records a row for each; one that raised has none."""
+        """Measures the variants in turn and records a row for each; one that raised has none.
+
+        may_fail: whether a variant that raises is a note, and no error.
+        """
         self.copy()
+
+        def report(rows: dict[str, Row]) -> None:
+            for row in rows.values():
+                row.what = what
+            self.rows(rows.values())
+
         limits = self.size((5, 50), (1, 1))
-        rows, errors = self.clock.measure(makers, seconds=self.size(seconds, 0), rounds=limits)
-        print(f"  {what}", flush=True)
+        rows, errors = self.clock.measure(
+            makers, seconds=self.size(seconds, 0), rounds=limits, report=report
+        )
         for name, text in errors.items():
-            self.error(f"{what}: {name}", text)
+            # It may have run before it failed.
+            self.record["rows"] = [
+                row for row in self.record["rows"] if (row["what"], row["variant"]) != (what, name)
+            ]
+            if may_fail:
+                self.note(f"{what}: {name}: {text.strip().splitlines()[-1][:300]}")
+            else:
+                self.error(f"{what}: {name}", text)
         for name, row in rows.items():
             if row.note.startswith("eager: "):
                 self.note(f"{what}: {name}: {row.note}")
-            row.what = what
-            self.row(row)
         return rows
 
-    def row(self, row: Row) -> None:
-        """Records a row."""
-        plain = row.as_dict() | {"fraction_of_copy": self.fraction(row)}
-        self.record["rows"].append(plain)
-        text = f"{row.variant:34} {row.median * 1e6:11.1f} us"
-        if row.nbytes:
-            text += f" {row.gb_per_second:8.1f} GB/s {plain['fraction_of_copy']:6.3f} of a copy"
-        print(f"    {text}" + (f"  [{row.note}]" if row.note != "graph" else ""), flush=True)
+    def rows(self, rows: Iterable[Row]) -> None:
+        """Records rows; each replaces the row of its case and variant."""
+        known = {(row["what"], row["variant"]): row for row in self.record["rows"]}
+        for row in rows:
+            plain = row.as_dict() | {"fraction_of_copy": self.fraction(row)}
+            known[row.what, row.variant] = plain
+        self.record["rows"] = list(known.values())
         self.save(self.record)
 
     def target(self, what: str, value: float | None, wanted: float, *, at_most: bool = False):

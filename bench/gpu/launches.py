@@ -1,104 +1,161 @@
-"""Every CUDA kernel once, at small sizes: for a sanitizer, and to list what launches need.
+"""Every launch of the GPU backends once, with operands of the table `deepfast.launches`.
 
-compute-sanitizer --tool racecheck python -m bench.gpu.launches
+    python -m bench.gpu.launches --by triton --thorough
+    compute-sanitizer --tool racecheck python -m bench.gpu.launches --by cuda --thorough
+
+`make gpu` runs it first of all, and under compute-sanitizer and ncu.
 """
 
+import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 
+from bench.gpu.journal import Journal
+from bench.gpu.machine import device as device_of
+from deepfast import backend
 from deepfast.depth.state import empty_slots
+from deepfast.launches import LAUNCHES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYERS = 100
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+ROWS = 100
 # Rows of the second are no multiple of 16 bytes, so other kernels run.
 SIZES = ((37, 512), (9, 100), (5, 2048))
+TOY = ((3, 64),)
+
+FAR, BLOCKS, PULLED = 80, (4, 8, 16), [91, 93, 94]
+NUMBERS = {
+    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "dropout_p": 0.1, "kind": "gelu",
+    "norm": True, "norm_source": True, "accumulate": False, "k": 91, "near": [88, 89, 90, 91],
+    "grad_slot": 92, "pull_rows": PULLED, "pull_slots": [r + 1 for r in PULLED],
+    "label_smoothing": 0.1, "ignore_index": -100, "write_grad": True, "reverse": False,
+    "causal": True, "scale": 0.125,
+}  # fmt: skip
+"""The operands that are no tensors, of a state in the middle of a block of a deep stack."""
 
 
-def _slots(count: int, tokens: int, dim: int, **kind) -> torch.Tensor:
-    return empty_slots(count, torch.empty(tokens, dim, **kind)).zero_()
+def names(by: str) -> list[str]:
+    """The launches that a backend has kernels for."""
+    return [
+        name for name, launch in LAUNCHES.items()
+        if name != "advise_states"
+        and (by == "triton" or (launch.compiled and launch.op not in backend.NO_CUDA))
+    ]  # fmt: skip
 
 
-def _layer_norm(ops, x, y, z, channels, stat, seed) -> None:
-    one, stat = channels, (stat, stat.clone())
-    ops.layer_norm_forward(x, x, one, one, 1e-5, 0.1, seed, y, z, *stat)
-    ops.layer_norm_backward(
-        x, x, x, one, *stat, 0.1, seed, y, z, torch.empty_like(one), torch.empty_like(one)
-    )
+def variants(name: str, toy: bool) -> Iterator[dict]:
+    """The operands of every call of a launch that are not those of the table and NUMBERS."""
+    if name in ("mix_rows", "pull_rows"):
+        for block in BLOCKS[:1] if toy else BLOCKS:
+            # Rows that are out of order make the launch scatter its sums.
+            rows = [81, 80, *range(82, 80 + block)]
+            lists = {"rows": rows, "out_rows": list(range(block))}
+            if name == "mix_rows":
+                yield lists | {"sources": list(range(block if toy else FAR))}
+                continue
+            lists |= {"sources": list(range(block)), "grad_slots": [r + 1 for r in rows]}
+            yield lists
+            yield lists | {"dweight": None}
+        return
+    yield {"scores": None, "dscores": None}
+    if name.startswith("depth_mix"):
+        # Without a bias another kernel runs.
+        yield {"norm_bias": None, "dnorm_bias": None}
+    if name.startswith("depth_attention"):
+        yield {"query": None, "dquery": None, "norm": False}
+    if name.startswith("activation"):
+        yield {"kind": "relu"}
+    if name.startswith("attention"):
+        yield {"causal": False}
 
 
-def _depth_mix(ops, x, y, weight, norm_weight) -> None:
-    count, tokens = len(weight), len(x)
-    sources, mean = [x] * count, norm_weight.new_zeros(count, tokens)
-    # Without a bias another kernel runs.
-    for norm_bias in (norm_weight, None):
-        ops.depth_mix_forward(
-            sources, weight, norm_weight, norm_bias, True, 1e-5, y, mean, mean.clone()
-        )
-        results = [torch.empty_like(x) for _ in sources]
-        ops.depth_mix_backward(
-            sources, weight, norm_weight, norm_bias, True, mean, mean, x, results,
-            torch.empty_like(weight), torch.empty_like(norm_weight),
-            None if norm_bias is None else torch.empty_like(norm_weight),
-        )  # fmt: skip
+def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: bool, given: dict):
+    """Every operand of a launch by name: ones in what it reads, zeros in what it writes.
+
+    channels: whether depth weights are one per channel.
+    """
+    sizes = {"T": tokens, "Q": tokens, "D": dim, "V": dim, "R": ROWS, "S": ROWS + 1, "B": 16,
+             "K": 3, "H": 4, "E": 64, "N": 1, "P": 3}  # fmt: skip
+    kinds = {"storage": dtype, "compute": torch.float32, "int32": torch.int32, "int64": torch.int64}
+    made = NUMBERS | {"max_seqlen_q": tokens, "max_seqlen_k": tokens} | given
+    for o in LAUNCHES[name].operands:
+        if not o.dtype or o.name in given:
+            continue
+        shape = o.shape(sizes) + ((dim,) if channels and len(o.shapes) > 1 else ())
+        kind = {"dtype": kinds[o.dtype], "device": device}
+        if o.dtype == "int32":
+            made[o.name] = torch.arange(2, **kind) * tokens  # one sentence
+        elif o.shapes[0][:1] in (("S",), ("B",)):
+            made[o.name] = empty_slots(shape[0], torch.empty(shape[1:], **kind)).zero_()
+        else:
+            fill = torch.zeros if o.writes else torch.ones
+            x = [fill(shape, **kind) for _ in range(sizes["K"] if o.type == "Tensor[]" else 1)]
+            made[o.name] = x if o.type == "Tensor[]" else x[0]
+    return {o.name: made[o.name] for o in LAUNCHES[name].operands}
 
 
-def _far_passes(ops, states, weight, norm_weight, block: int) -> None:
-    far, near = list(range(80)), list(range(80, 80 + block))
-    # Rows that are out of order make the launch scatter its sums.
-    near[:2] = reversed(near[:2])
-    out = _slots(block, *states.shape[1:], dtype=states.dtype, device=states.device)
-    places = list(range(block))
-    ops.mix_rows(states, far, weight, near, norm_weight, norm_weight, out, places, False)
-    for dweight in (torch.zeros_like(weight), None):
-        ops.pull_rows(
-            states, [r + 1 for r in near], near, states, far[:block], weight, norm_weight,
-            norm_weight, out, places, False, dweight,
-        )  # fmt: skip
+def arguments(name: str, **operands: object) -> list:
+    """A launch's arguments in order; an operand that is not given is missing."""
+    return [operands.get(operand) for operand in LAUNCHES[name].names]
 
 
-def _boundary(ops, states, x, y, z, weight, norm_weight, channels, stat, seed) -> None:
-    near, row = list(range(88, 92)), 91
-    stats = stat, stat.clone(), stat.clone()
-    ops.boundary_forward(
-        x, x, 0.1, seed, states, row, near, weight, norm_weight, norm_weight, True, 1e-5, y,
-        channels, channels, 1e-5, y, z, *stats,
-    )  # fmt: skip
-    sums = [torch.empty_like(channels) for _ in range(4)]
-    pulls = [91, 93, 94]
-    ops.boundary_backward(
-        states, row, near, weight, norm_weight, norm_weight, True, y, channels, channels,
-        *stats, 0.1, seed, x, x, states, row + 1, pulls, [r + 1 for r in pulls], x, y, z,
-        torch.zeros_like(weight), *sums,
-    )  # fmt: skip
+def launch(
+    run: Callable, name: str, tokens: int, dim: int, dtype, device: str, toy: bool = False
+) -> Iterator[tuple[dict, dict]]:
+    """Every variant of a launch, a few if ``toy``: what was given, and all operands after it."""
+    per_channel = any(len(o.shapes) > 1 for o in LAUNCHES[name].operands)
+    for channels in (False, True)[: 1 + per_channel]:
+        for given in variants(name, toy):
+            made = operands(name, tokens, dim, dtype, device, channels, given)
+            # ncu reads the kernels of this range alone.
+            marked = torch.cuda.nvtx.range("launch") if device == "cuda" else nullcontext()
+            with marked:
+                run(**made)
+            yield given, made
+
+
+def check_finite(name: str, given: dict, made: dict) -> None:
+    """Raises if a result of a launch is not finite."""
+    for o in LAUNCHES[name].operands:
+        written = made[o.name] if o.writes and made[o.name] is not None else []
+        for x in [written] if isinstance(written, torch.Tensor) else written:
+            if not x.isfinite().all():
+                raise ValueError(f"{name}: {o.name} is not finite with {given or 'all operands'}")
 
 
 def every_launch(ops, device: str, tokens: int, dim: int) -> None:
     """All launches of ``ops``, a namespace of `torch.ops`, with every dtype and kind of weight."""
-    f32 = {"device": device}
-    channels, stat = torch.ones(dim, **f32), torch.ones(tokens, **f32)
-    seed, norm_weight = torch.tensor(1, **f32), torch.ones(LAYERS, dim, **f32)
-    for dtype in DTYPES:
-        x, y, z = torch.ones(3, tokens, dim, dtype=dtype, **f32)
-        _layer_norm(ops, x, y, z, channels, stat, seed)
-        states = _slots(LAYERS + 1, tokens, dim, dtype=dtype, **f32)
-        for per_channel in ((), (dim,)):
-            _depth_mix(ops, x, y, torch.ones(3, *per_channel, **f32), norm_weight[:3].clone())
-            weight = torch.ones(LAYERS, LAYERS, *per_channel, **f32)
-            for block in (4, 8, 16):
-                _far_passes(ops, states, weight, norm_weight, block)
-            _boundary(ops, states, x, y, z, weight, norm_weight, channels, stat, seed)
+    for name in names("cuda"):
+        for dtype in DTYPES:
+            for _ in launch(getattr(ops, name), name, tokens, dim, dtype, device):
+                pass
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)
-        return 2
-    for tokens, dim in SIZES:
-        every_launch(torch.ops.deepfast, "cuda", tokens, dim)
-    torch.cuda.synchronize()
-    print("every launch ran")
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--by", choices=("triton", "cuda"), required=True)
+    parser.add_argument("--share", default="0/1", help="i/n: only the i-th of n parts")
+    parser.add_argument("--thorough", action="store_true", help="all sizes and dtypes")
+    parser.add_argument("--size", type=int, nargs=2, help="tokens and width", metavar=("T", "D"))
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU")
+    args = parser.parse_args(argv)
+    device = device_of(args.dry_run)
+    sizes = (args.size,) if args.size else TOY if args.dry_run else SIZES
+    sizes, dtypes = (sizes, DTYPES) if args.thorough else (sizes[:1], DTYPES[:1])
+
+    def work(name: str) -> None:
+        for dtype in dtypes:
+            run = getattr(backend.choose(LAUNCHES[name].op, args.by, device, dtype)[1], name)
+            for tokens, dim in sizes:
+                for given, made in launch(run, name, tokens, dim, dtype, device, args.dry_run):
+                    check_finite(name, given, made)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    index, count = map(int, args.share.split("/"))
+    return 0 if Journal().run(names(args.by)[index::count], work) else 1
 
 
 if __name__ == "__main__":

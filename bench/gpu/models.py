@@ -2,13 +2,16 @@
 
 import copy
 import statistics
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
-from deepfast import ops
+from bench.gpu.launches import arguments
+from bench.gpu.ops import ours
+from deepfast import backend, ops
 from deepfast.measure.clock import timed
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
@@ -70,7 +73,12 @@ def _mixing(bench: Bench) -> None:
 
 
 def training(bench: Bench) -> None:
-    bench.attempt(_training)
+    bench.attempt(_training, bench.size((None, "triton", "cuda"), (None,)), True)
+
+
+def ratio(bench: Bench) -> None:
+    """The step of `training` in the two forms that matter most, for a first look."""
+    bench.attempt(_training, (None,), False)
 
 
 def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
@@ -92,53 +100,78 @@ def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
     return step
 
 
-def _training(bench: Bench) -> None:
-    """A step of a DLCL encoder and of the plain residual one, compiled, on the same tokens.
+class _Training:
+    """A step of a 30-layer DLCL encoder and of the plain residual one on the same tokens.
 
     Sentences are equally long, so that no form computes padding. The residual stream is bf16 in
     both.
     """
-    layers, sentences, length, D, H, FFN = bench.size(
-        (30, 256, 32, 512, 8, 2048), (1, 2, 3, 16, 2, 32)
-    )
-    x, target = torch.randn(2, sentences, length, D, device=bench.device)
-    # As with a padding mask, the layout of the sentences is on the device.
-    padding = torch.zeros(sentences, length, dtype=torch.bool, device=bench.device)
-    positions = torch.arange(sentences * length, device=bench.device)
-    packing = Packing(sentences, length, positions, padding)
 
-    def maker(residual, compiled, graph):
+    def __init__(self, bench: Bench):
+        self.bench = bench
+        self.sizes = bench.size((30, 512, 8, 2048), (1, 16, 2, 32))
+        sentences, length = bench.size((256, 32), (2, 3))
+        layers, D, _, ffn = self.sizes
+        x, target = torch.randn(2, sentences, length, D, device=bench.device)
+        self.plain_operands = x.to(BF16), target
+        self.operands = x.flatten(0, 1), target.flatten(0, 1)
+        # As with a padding mask, the layout of the sentences is on the device.
+        padding = torch.zeros(sentences, length, dtype=torch.bool, device=bench.device)
+        positions = torch.arange(sentences * length, device=bench.device)
+        self.packing = Packing(sentences, length, positions, padding)
+        self.what = (
+            f"training step, {layers} layers, {sentences} sentences of {length}, D={D}, F={ffn}, "
+            "bf16 autocast, Adam"
+        )
+
+    def plain(self, graph: bool) -> Callable[[], Variant]:
         def make():
-            if residual:
-                encoder = PlainEncoder(layers, D, H, FFN)
-                forward, operands = encoder, (x.to(BF16), target)
-            else:
-                encoder = TransformerEncoder(layers, D, H, FFN, dropout=DROPOUT, backend="triton")
-                operands = x.flatten(0, 1), target.flatten(0, 1)
-
-                def forward(x):
-                    return encoder.forward_packed(x, packing)
-
-            if compiled:
-                for layer in encoder.layers:
-                    layer.forward = peers.compiled(layer.forward, bench.toy)
-            step = _step(bench, encoder, forward, *operands)
+            encoder = PlainEncoder(*self.sizes)
+            self._compile(encoder)
+            step = _step(self.bench, encoder, encoder, *self.plain_operands)
             return Variant(run=step, graph=graph, graph_only=graph)
 
         return make
 
+    def deepfast(self, by: str | None, compiled: bool, graph: bool) -> Callable[[], Variant]:
+        def make():
+            encoder = TransformerEncoder(*self.sizes, dropout=DROPOUT, backend=by)
+            if compiled:
+                self._compile(encoder)
+            step = _step(
+                self.bench, encoder, lambda x: encoder.forward_packed(x, self.packing),
+                *self.operands,
+            )  # fmt: skip
+            with backend.record() as seen:
+                step()
+            ran = ", ".join(f"{op} by {name}" for op, name in sorted(set(seen)))
+            self.bench.note(f"{ours(by)}{', layers compiled' * compiled}: {ran}")
+            return Variant(run=step, graph=graph, graph_only=graph)
+
+        return make
+
+    def _compile(self, encoder: torch.nn.Module) -> None:
+        for layer in encoder.layers:
+            layer.forward = peers.compiled(layer.forward, self.bench.toy)
+
+
+def _training(bench: Bench, backends: tuple[str | None, ...], whole: bool) -> None:
+    """Steps of deepfast over the plain residual one, whose layers are compiled.
+
+    backends: None is what deepfast chooses: of the kernels that were proved here the fastest.
+    whole: also with compiled layers, and without CUDA graphs.
+    """
+    case = _Training(bench)
     forms = {}
     # Toy sizes run without graphs: the forms would be measured twice.
-    suffixes = bench.size({"": False, ", CUDA graph": True}, {"": False})
+    suffixes = bench.size({", CUDA graph": True} | ({"": False} if whole else {}), {"": False})
     for suffix, graph in suffixes.items():
-        forms[f"residual, layers compiled{suffix}"] = maker(True, True, graph)
-        forms[f"deepfast{suffix}"] = maker(False, False, graph)
-        forms[f"deepfast, layers compiled{suffix}"] = maker(False, True, graph)
-    what = (
-        f"training step, {layers} layers, {sentences} sentences of {length}, D={D}, F={FFN}, "
-        "bf16 autocast, Adam"
-    )
-    timings = bench.case(what, forms, seconds=6.0)
+        forms[f"residual, layers compiled{suffix}"] = case.plain(graph)
+        for by in backends:
+            forms[f"{ours(by)}{suffix}"] = case.deepfast(by, False, graph)
+        if whole:
+            forms[f"{ours(None)}, layers compiled{suffix}"] = case.deepfast(None, True, graph)
+    timings = bench.case(case.what, forms, seconds=6.0)
     # Imported here, because it takes seconds and no other section needs it.
     from torch._dynamo.utils import counters
 
@@ -146,10 +179,12 @@ def _training(bench: Bench) -> None:
                f"encoders; graph breaks: {len(counters['graph_break'])}")  # fmt: skip
     for suffix in suffixes:
         base = timings.get(f"residual, layers compiled{suffix}")
-        for name in (f"deepfast{suffix}", f"deepfast, layers compiled{suffix}"):
+        for name in forms:
+            if not name.startswith(ours(None)) or name.endswith("CUDA graph") != bool(suffix):
+                continue
             there = base is not None and name in timings
             reached = timings[name].median / base.median if there else None
-            bench.target(f"{what}: {name} over the residual", reached, 1.0, at_most=True)
+            bench.target(f"{case.what}: {name} over the residual", reached, 1.0, at_most=True)
 
 
 def launching(bench: Bench) -> None:
@@ -160,7 +195,7 @@ def launching(bench: Bench) -> None:
 def _host_seconds(bench: Bench, run) -> list[float]:
     """Seconds until Python has queued the work, not until the GPU has done it."""
     seconds = []
-    for turn in range(bench.size(30, 2)):
+    for turn in range(bench.size(30, 1)):
         elapsed = timed(run)
         if bench.device == "cuda":
             torch.cuda.synchronize()
@@ -171,7 +206,8 @@ def _host_seconds(bench: Bench, run) -> list[float]:
 
 def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], calls: int) -> None:
     each = [s / calls for s in seconds]
-    bench.row(Row(what=what, variant=variant, seconds=each, note="eager: time until it is queued"))
+    row = Row(what=what, variant=variant, seconds=each, note="eager: time until it is queued")
+    bench.rows([row])
 
 
 def _boundary_launch(bench: Bench) -> None:
@@ -213,18 +249,25 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
     weight, bias = (p.detach().float() for p in (norm.weight, norm.bias))
     row, seed = layers, torch.tensor(5, device=bench.device)
 
+    source_rstd, (out_mean, out_rstd) = state.source_rstd[row], state.out_statistics(row)
+    operands = arguments(
+        "boundary_forward", branch=branch.detach(), residual=out, dropout_p=0.1, seed=seed,
+        states=state.states, k=row, near=state.near(row), weight=state.weight,
+        norm_weight=state.norm_weight, norm_bias=state.norm_bias, norm_source=True,
+        source_eps=1e-5, out_norm_weight=weight, out_norm_bias=bias, out_eps=1e-5, x=x, out=out,
+        source_rstd=source_rstd, out_mean=out_mean, out_rstd=out_rstd,
+    )  # fmt: skip
+
+    calls = bench.size(50, 2)
+
     def launches():
-        for _ in range(50):
-            state.launch.boundary_forward(
-                branch.detach(), out, 0.1, seed, state.states, row, state.near(row), state.weight,
-                state.norm_weight, state.norm_bias, True, 1e-5, None, weight, bias, 1e-5, x, out,
-                state.source_rstd[row], *state.out_statistics(row),
-            )  # fmt: skip
+        for _ in range(calls):
+            state.launch.boundary_forward(*operands)
 
     seconds = _host_seconds(bench, launches)
-    _launch_row(bench, what, "the launch alone, forward", seconds, 50)
+    _launch_row(bench, what, "the launch alone, forward", seconds, calls)
     if by == "cuda":
-        reached = statistics.median(seconds) / 50 * 1e6
+        reached = statistics.median(seconds) / calls * 1e6
         bench.target(f"{what}, the launch alone, us", reached, 10.0, at_most=True)
 
 
@@ -235,6 +278,7 @@ def _layer_norm_launch(bench: Bench) -> None:
         f"deepfast, {by}": lambda by=by: ops.layer_norm(x, w, b, backend=by)
         for by in bench.backends("layer_norm")
     } | {"torch": lambda: F.layer_norm(x, (D,), w, b)}
+    what, calls = f"launch cost of a layer-norm forward, T={T}, D={D}", bench.size(20, 2)
     for name, run in forms.items():
-        seconds = _host_seconds(bench, lambda run=run: [run() for _ in range(20)])
-        _launch_row(bench, f"launch cost of a layer-norm forward, T={T}, D={D}", name, seconds, 20)
+        seconds = _host_seconds(bench, lambda run=run: [run() for _ in range(calls)])
+        _launch_row(bench, what, name, seconds, calls)

@@ -6,9 +6,11 @@ import torch
 
 from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
+from bench.gpu.launches import arguments
 from deepfast import backend, ops
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
+from deepfast.measure.rows import Row
 
 BF16 = torch.bfloat16
 DROPOUT = 0.1
@@ -56,9 +58,34 @@ DEPTH_MIX = {"triton": (0.80, 0.80), "cuda": (0.90, 0.85)}
 BOUNDARY = {"cuda": 0.80}
 
 
-def ours(by: str) -> str:
-    """The name of a variant of deepfast."""
-    return f"deepfast, {by}"
+def ours(by: str | None) -> str:
+    """The name of a variant of deepfast; None is what deepfast chooses."""
+    return "deepfast" if by is None else f"deepfast, {by}"
+
+
+def copy(bench: Bench) -> None:
+    """The bandwidth of a copy, by this clock and by Triton's, which has to agree."""
+    elements = bench.size(1 << 30, 1 << 12)
+    source = torch.randn(elements, device=bench.device).to(BF16)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    what = f"copy of {elements} elements, bf16"
+
+    def run():
+        target.copy_(source)
+
+    rows = bench.case(what, {"copy": lambda: Variant(run=run, nbytes=moved)})
+    if bench.toy:
+        return
+    from triton.testing import do_bench
+
+    seconds = do_bench(run, return_mode="median") / 1e3
+    bench.rows([
+        Row(what=what, variant="triton.testing.do_bench", seconds=[seconds], nbytes=moved,
+            note="eager")
+    ])  # fmt: skip
+    ratio = seconds / rows["copy"].median
+    bench.target(f"{what}: agreement of do_bench and this clock", min(ratio, 1 / ratio), 0.97)
 
 
 def layer_norm(bench: Bench) -> None:
@@ -123,12 +150,13 @@ def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
             bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
 
 
-class _Stack:
+class Stack:
     """States, weights and launches of a deep stack, as a history holds them."""
 
-    def __init__(self, bench: Bench, layers: int, T: int, D: int):
+    def __init__(self, bench: Bench, layers: int, T: int, D: int, block: int | None = None):
         self.device = bench.device
-        self.rows, self.block, self.T, self.D = layers + 1, default_block(layers + 1), T, D
+        self.rows, self.block = layers + 1, block or default_block(layers + 1)
+        self.T, self.D = T, D
         like = torch.empty(T, D, dtype=BF16, device=bench.device)
         self.states = empty_slots(self.rows + 1, like).normal_()
         self.out = empty_slots(self.block, like)
@@ -189,7 +217,7 @@ def depth_mix(bench: Bench) -> None:
 def _depth_mix(bench: Bench) -> None:
     """All passes over far states of a forward, and of a backward, of a 100-layer stack."""
     layers, T, D = bench.size((100, 8192, 512), (9, 8, 16))
-    stack = _Stack(bench, layers, T, D)
+    stack = Stack(bench, layers, T, D)
     size = f"L={layers}, T={T}, D={D}, bf16"
     moved = stack.nbytes(pull=False)
     kernels = bench.backends("boundary")
@@ -262,63 +290,92 @@ def boundary(bench: Bench) -> None:
         bench.attempt(_boundary, dim)
 
 
-def _boundary(bench: Bench, dim: int) -> None:
-    """Boundaries in the middle of their blocks: half of the block's states are near states."""
-    layers, T, D = bench.size((100, 8192, dim), (9, 8, dim // 32))
-    stack = _Stack(bench, layers, T, D)
-    place = stack.block // 2 - 1
-    rows = [start + place for start, end in stack.blocks()[1:] if end - start == stack.block]
-    branch, residual, pulled, dx, dout = (random(bench, T, D) for _ in range(5))
-    w, b = torch.randn(2, D, device=bench.device)
-    source_rstd, mean, rstd = torch.rand(3, T, device=bench.device)
-    dnorm_weight, dnorm_bias, dw, db = torch.empty(4, D, device=bench.device)
-    seed, affine = _seed(bench), (stack.norm_weight, stack.norm_bias, True)
+class Boundary:
+    """Boundaries in the middle of their blocks: half of the block's states are near states.
 
-    def forward(by, k):
-        near, x, out = list(range(k - place, k + 1)), torch.empty_like(dx), torch.empty_like(dx)
-        stack.launch(by).boundary_forward(
-            branch, residual, DROPOUT, seed, stack.states, k, near, stack.weight, *affine, 1e-5,
-            stack.out[place], w, b, 1e-5, x, out, source_rstd, mean, rstd,
-        )  # fmt: skip
-        return x, out
+    Each boundary of a run has operands of its own.
+    """
 
-    def backward(by, k):
-        near, pulls = list(range(k - place, k + 1)), list(range(k, k - place + stack.block))
-        results = torch.empty_like(dx), torch.empty_like(dx)
-        stack.launch(by).boundary_backward(
-            stack.states, k, near, stack.weight, *affine, stack.out[place], w, b, source_rstd,
-            mean, rstd, DROPOUT, seed, dx, dout, stack.states, k + 1, pulls,
-            [r + 1 for r in pulls], pulled, *results, stack.dweight, dnorm_weight, dnorm_bias, dw,
-            db,
-        )  # fmt: skip
-        return results
+    def __init__(self, bench: Bench, dim: int):
+        layers, T, D = bench.size((100, 8192, dim), (9, 8, dim // 32))
+        self.stack = stack = Stack(bench, layers, T, D)
+        self.place = stack.block // 2 - 1
+        blocks = stack.blocks()[1:]
+        self.ks = [s + self.place for s, end in blocks if end - s == stack.block]
+        names = "branch", "residual", "pulled", "dx", "dout"
+        self.inputs = {k: {name: random(bench, T, D) for name in names} for k in self.ks}
+        weight, bias = torch.randn(2, D, device=bench.device)
+        source_rstd, mean, rstd = torch.rand(3, T, device=bench.device)
+        self.shared = {
+            "states": stack.states, "weight": stack.weight, "norm_weight": stack.norm_weight,
+            "norm_bias": stack.norm_bias, "norm_source": True, "source_eps": 1e-5, "out_eps": 1e-5,
+            "dropout_p": DROPOUT, "seed": _seed(bench), "out_norm_weight": weight,
+            "out_norm_bias": bias, "source_rstd": source_rstd, "out_mean": mean, "out_rstd": rstd,
+            "dweight": stack.dweight, "grads": stack.states,
+        }  # fmt: skip
+        channels = "dnorm_weight", "dnorm_bias", "dout_norm_weight", "dout_norm_bias"
+        self.shared |= {name: torch.empty(D, device=bench.device) for name in channels}
 
-    def plain(_, k):
-        near = stack.states[k - place : k].unbind()
-        weights = stack.weight[k, k - place : k + 1].to(BF16)
-        norm = w.to(BF16), b.to(BF16)
+    def call(self, by: str, name: str, k: int, *results: str) -> list[torch.Tensor]:
+        """The launch of row k; returns fresh tensors for ``results``."""
+        end = k - self.place + self.stack.block
+        pulls = list(range(k, end))
+        operands = self.shared | self.inputs[k] | {
+            "k": k, "near": list(range(k - self.place, k + 1)), "grad_slot": k + 1,
+            "partial": self.stack.out[k // self.stack.block % self.stack.block],
+            "pull_rows": pulls, "pull_slots": [r + 1 for r in pulls],
+        }  # fmt: skip
+        made = {result: torch.empty_like(operands["branch"]) for result in results}
+        operands |= made
+        getattr(self.stack.launch(by), name)(*arguments(name, **operands))
+        return list(made.values())
+
+    def forward(self, by: str, k: int):
+        return self.call(by, "boundary_forward", k, "x", "out")
+
+    def backward(self, by: str, k: int):
+        return self.call(by, "boundary_backward", k, "dbranch", "dresidual")
+
+    def plain(self, _, k: int):
+        stack = self.stack
+        near = stack.states[k - self.place : k].unbind()
+        weights = stack.weight[k, k - self.place : k + 1].to(BF16)
+        norm = [self.shared[f"out_norm_{name}"].to(BF16) for name in ("weight", "bias")]
         return peers.plain_boundary(
-            branch, residual, stack.out[place], near, weights, norm, norm, DROPOUT
-        )
+            self.inputs[k]["branch"], self.inputs[k]["residual"], stack.out[self.place], near,
+            weights, norm, norm, DROPOUT,
+        )  # fmt: skip
 
-    def maker(run, states, by=None):
-        moved = states * 2 * T * D
+    def maker(self, run, states: int, by: str | None = None):
+        """A variant that runs every boundary; ``states`` is how many each moves."""
+        moved = states * 2 * self.stack.T * self.stack.D
         return lambda: Variant(
-            run=lambda: [run(by, k) for k in rows], calls=len(rows), nbytes=moved
+            run=lambda: [run(by, k) for k in self.ks], calls=len(self.ks), nbytes=moved
         )
 
-    def measure(what, run, moved, **peers):
-        kernels = bench.backends("boundary")
-        timings = bench.case(what, {ours(by): maker(run, moved, by) for by in kernels} | peers)
+    @property
+    def moved(self) -> tuple[int, int]:
+        """States that a forward and a backward read and write."""
+        # Read: branch, residual, partial sum, near states. Written: the state, x, LN(x).
+        forward = 3 + self.place + 3
+        # Read: dx, dout, partial sum, own and near states, far pull, the block's later gradients.
+        # Written: the row's gradient, dbranch, dresidual.
+        later = self.stack.block - 1 - self.place
+        return forward, 3 + 1 + self.place + 1 + later + 3
+
+
+def _boundary(bench: Bench, dim: int) -> None:
+    case = Boundary(bench, dim)
+    size = f"T={case.stack.T}, D={case.stack.D}, {case.place} near states, bf16"
+    kernels = bench.backends("boundary")
+    for which, run, moved in zip(
+        ("forward", "backward"), (case.forward, case.backward), case.moved, strict=True
+    ):
+        what = f"boundary {which}, {size}"
+        forms = {ours(by): case.maker(run, moved, by) for by in kernels}
+        if which == "forward":
+            forms["torch"] = case.maker(case.plain, moved)
+        timings = bench.case(what, forms)
         for by in set(kernels) & set(BOUNDARY):
             reached = bench.fraction(timings.get(ours(by)))
             bench.target(f"{what}, {by}, fraction of copy", reached, BOUNDARY[by])
-
-    size = f"T={T}, D={D}, {place} near states, bf16"
-    # Read: branch, residual, partial sum, near states. Written: the state, x, LN(x).
-    moved = 3 + place + 3
-    measure(f"boundary forward, {size}", forward, moved, torch=maker(plain, moved))
-    # Read: dx, dout, partial sum, own and near states, far pull, the block's later gradients.
-    # Written: the row's gradient, dbranch, dresidual.
-    moved = 3 + 1 + place + 1 + (stack.block - 1 - place) + 3
-    measure(f"boundary backward, {size}", backward, moved)

@@ -1,0 +1,142 @@
+"""The machine of `make gpu`: its facts, the compiled ops for its GPU, the emulator in a dry run."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from deepfast import backend
+from deepfast.measure.machine import environment
+from deepfast.proof import known
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = ROOT / "deepfast" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def link_kernels(root: Path) -> None:
+    """Makes the link deepfast/kernels, which a copy without symbolic links lacks."""
+    link = root / "deepfast" / "kernels"
+    if (link / "__init__.py").exists():
+        return
+    # Some copies hold a small file that names the link's target.
+    if link.is_file():
+        link.unlink()
+    link.symlink_to(Path("..", "kernels"), target_is_directory=True)
+
+
+def module(path: Path) -> ModuleType:
+    """A Python file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def architecture() -> str:
+    """Of the GPU, such as 90."""
+    return "".join(map(str, torch.cuda.get_device_capability()))
+
+
+def stale() -> bool:
+    """Whether deepfast._C is missing, is older than a source, or has no kernels for this GPU."""
+    info = backend.build_info()
+    if "missing" in info or not OPS.exists():
+        return True
+    if torch.version.cuda and architecture() not in (info["cuda"] or "").split("+"):
+        return True
+    sources = [ROOT / "deepfast" / "launches.py"]
+    sources += [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".py")]
+    return max(path.stat().st_mtime for path in sources) > OPS.stat().st_mtime
+
+
+def proved() -> bool:
+    """Whether it is known of every op which of its kernels are right and fastest on the GPU."""
+    if stale():
+        return False
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    table = known.table(gpu, backend.cuda_build())
+    return all(op in table.ops for op in backend.OPS if backend.provable(op, gpu))
+
+
+def compile_ops(architectures: list[str]) -> None:
+    """Compiles deepfast._C in place, with CUDA kernels for these architectures alone."""
+    build = module(ROOT / "csrc" / "build.py")
+    build.CUDA_ARCHITECTURES = tuple(architectures)
+    build.compile_ops(OPS)
+
+
+def emulate_cuda() -> None:
+    """Makes the CUDA kernels of tests/cuda's emulator the backend cuda on a CPU."""
+    torch.ops.load_library(module(ROOT / "tests" / "cuda" / "build.py").build())
+    backend.emulate_cuda(torch.ops.deepfast_emulated)
+
+
+def device(dry: bool) -> str:
+    """Where a process of this command runs its work."""
+    if dry:
+        emulate_cuda()
+    return "cpu" if dry else "cuda"
+
+
+def first_line(*command: str, last: bool = False) -> str | None:
+    """The first or last line of a tool's output; None if there is no such tool."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[-1 if last else 0] if done.returncode == 0 and lines else None
+
+
+def tool(name: str) -> str | None:
+    """The path of a program of the CUDA toolkit."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+
+
+def clocks() -> str | None:
+    """The clocks, temperature and power of the GPU, which nothing here changes."""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    return first_line("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def facts(dry: bool) -> dict:
+    """What a reader needs to judge the numbers: the device, the machine, versions."""
+    version = importlib.metadata.version if importlib.util.find_spec("triton") else lambda _: None
+    found = {"device": "dry run" if dry else torch.cuda.get_device_name()}
+    found |= {k: v for k, v in environment().items() if not isinstance(v, dict)}
+    found |= {
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+        "nvcc": first_line(tool("nvcc") or "nvcc", "--version", last=True),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+    if not dry:
+        p = torch.cuda.get_device_properties(0)
+        found |= {
+            "capability": f"{p.major}.{p.minor}",
+            "multiprocessors": p.multi_processor_count,
+            "memory_gib": round(p.total_memory / 2**30, 1),
+            "l2_mib": round(p.L2_cache_size / 2**20, 1),
+        }
+    return found
+
+
+def child_environment(dry: bool, **more: str) -> dict[str, str]:
+    """The environment of the processes that this command starts."""
+    changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    if dry:
+        changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    # A variable of the shell must not change what is measured.
+    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_PROOF")
+    return {k: v for k, v in os.environ.items() if k not in ours} | changed | more
+
+
+if __name__ == "__main__":
+    compile_ops(sys.argv[1:])
