@@ -45,11 +45,9 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
-        h = ops.activation(
-            self.up(x), self.activation, dropout_p=self.dropout, training=self.training,
-            backend=self.backend,
-        )  # fmt: skip
-        return gated(self.down, h, gate)
+        if plain(self.up, nn.Linear):
+            return self._rest(F.linear(x, self.up.weight), gate, self.up.bias)
+        return self._rest(self.up(x), gate)
 
     def after_norm(
         self,
@@ -67,19 +65,33 @@ class FeedForward(nn.Module):
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``memory`` decides whether it saves the hidden activation.
         """
-        if not (plain(norm, LayerNorm) and plain(self.up, nn.Linear)):
-            n, s = norm(x, residual=residual, dropout_p=dropout_p)
-            return (n if want_norm else s), self(n, gate)
-        # A rerun stops before the last product, which it could not do inside one op.
-        whole = memory not in RERUN and plain(self.down, nn.Linear)
-        down = gated_parameters(self.down, gate) if whole else (None, None)
+        fused = plain(norm, LayerNorm) and plain(self.up, nn.Linear)
+        if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
+            # A rerun stops before the last product, which it could not do inside one op.
+            if want_norm or not fused:
+                n, s = norm(x, residual=residual, dropout_p=dropout_p)
+                return (n if want_norm else s), self(n, gate)
+            h, s = ops.norm_linear(
+                x, norm.weight, norm.bias, self.up.weight, None, norm.eps, residual=residual,
+                dropout_p=dropout_p, training=self.training, backend=norm.backend,
+            )  # fmt: skip
+            return s, self._rest(h, gate, self.up.bias)
+        down = gated_parameters(self.down, gate)
         branch, s = ops.feed_forward(
             x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
             residual=residual, dropout_p=dropout_p, activation=self.activation,
-            activation_dropout_p=self.dropout, training=self.training,
-            keep=memory == "keep" or not whole, want_norm=want_norm, backend=norm.backend,
+            activation_dropout_p=self.dropout, training=self.training, keep=memory == "keep",
+            want_norm=want_norm, backend=norm.backend,
         )  # fmt: skip
-        return s, branch if whole else gated(self.down, branch, gate)
+        return s, branch
+
+    def _rest(self, h: Tensor, gate: Gate | None, bias: Tensor | None = None) -> Tensor:
+        """``gate * W_2 dropout(activation(h + bias))``."""
+        h = ops.activation(
+            h, self.activation, bias=bias, dropout_p=self.dropout, training=self.training,
+            backend=self.backend,
+        )  # fmt: skip
+        return gated(self.down, h, gate)
 
 
 class _Layer(nn.Module):

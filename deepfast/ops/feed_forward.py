@@ -31,9 +31,8 @@ def _forward(a):
     if not a.want_norm:
         n = a.x.new_empty(0)
     hidden = h if _in_product(a) else _activate(a, h)
-    kept = a.x.new_empty(0) if not _keeps(a) else hidden if a.activation == "relu" else h
-    out = hidden if a.down is None else F.linear(hidden, a.down, a.down_bias)
-    return out, s, n, mean, rstd, kept
+    kept = a.x.new_empty(0) if not a.keep else hidden if a.activation == "relu" else h
+    return F.linear(hidden, a.down, a.down_bias), s, n, mean, rstd, kept
 
 
 def _in_product(a) -> bool:
@@ -62,15 +61,10 @@ def _activate(a, h):
     )  # fmt: skip
 
 
-def _keeps(a) -> bool:
-    """Whether ``kept`` has what the activation's backward reads, which may be the op's result."""
-    return a.keep and not (a.down is None and a.activation == "relu")
-
-
 def _fake(a):
     y, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
-    out = a.x.new_empty((*a.x.shape[:-1], (a.up if a.down is None else a.down).shape[0]))
-    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if _keeps(a) else 0)
+    out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
+    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
     return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
 
 
@@ -90,10 +84,10 @@ def _grad_forward(a):
         if relu:
             kept = hidden
         del hidden
-        dh = a.dout if a.down is None else a.dout.matmul(a.down)
+        dh = a.dout.matmul(a.down)
         dh, dup_bias = activate_grad(
             dh, kept, a.up_bias, a.activation, a.activation_p, a.activation_seed, want.dup_bias,
-            a.backend, a.down is not None,
+            a.backend, True,
         )  # fmt: skip
         del kept
         products = common.linear_grads(dh, n, want.dup, False)[0], dup_bias, *down
@@ -125,7 +119,7 @@ def _grad_fake(a):
 
 
 def _products_flops(x, up, down) -> int:
-    return 2 * math.prod(x) * (up[0] + (0 if down is None else down[0] * up[0] // x[-1]))
+    return 2 * math.prod(x) * (up[0] + down[0] * up[0] // x[-1])
 
 
 def _grad_flops(a) -> int:
@@ -135,7 +129,7 @@ def _grad_flops(a) -> int:
 
 _feed_forward_grad = register(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor? down, Tensor mean, Tensor rstd, "
+    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor mean, Tensor rstd, "
     "Tensor kept, float eps, float dropout_p, Tensor? seed, str activation, float activation_p, "
     "Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, Tensor ddown, "
@@ -148,12 +142,11 @@ _feed_forward_grad = register(
 
 def _setup(ctx, a, results):
     ctx.want_norm = a.want_norm
-    same = a.down is None and a.activation == "relu"
     return {
         "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
         "norm_bias": common.detached(a.norm_bias), "up": a.up,
         "up_bias": common.detached(a.up_bias), "down": a.down, "mean": results.mean,
-        "rstd": results.rstd, "kept": results.out if same else results.kept, "eps": a.eps,
+        "rstd": results.rstd, "kept": results.kept, "eps": a.eps,
         "dropout_p": a.dropout_p, "seed": a.seed, "activation": a.activation,
         "activation_p": a.activation_p, "activation_seed": a.activation_seed, "backend": a.backend,
     }  # fmt: skip
@@ -169,7 +162,7 @@ def _backward(ctx, kept, grads):
 
 _feed_forward = register(
     "feed_forward(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor up, "
-    "Tensor? up_bias, Tensor? down, Tensor? down_bias, float eps, float dropout_p, Tensor? seed, "
+    "Tensor? up_bias, Tensor down, Tensor? down_bias, float eps, float dropout_p, Tensor? seed, "
     "str activation, float activation_p, Tensor? activation_seed, bool keep, bool want_norm, "
     "str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, Tensor rstd, Tensor kept)",
     _forward,
@@ -188,7 +181,7 @@ def feed_forward(
     norm_bias: Tensor | None,
     up: Tensor,
     up_bias: Tensor | None,
-    down: Tensor | None,
+    down: Tensor,
     down_bias: Tensor | None,
     eps: float = 1e-5,
     *,
@@ -217,8 +210,7 @@ def feed_forward(
         norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
         up: (F, D), in x's dtype.
         up_bias: (F,), any of these dtypes, or None.
-        down, down_bias: (N, F) and (N,) or None, in x's dtype. With ``down`` None the result is the
-            hidden activation.
+        down, down_bias: (N, F) and (N,) or None, in x's dtype.
         eps: added to the variance.
         residual: shaped like x.
         dropout_p, activation_dropout_p: probability of dropout on x and on the hidden activation,
@@ -230,8 +222,7 @@ def feed_forward(
         backend: backend of layer-norm and activation, see `deepfast.backend`.
 
     Returns:
-        (..., N), or (..., F) without ``down``; and s (x itself without residual and dropout), or n
-        with ``want_norm``.
+        (..., N), and s (x itself without residual and dropout), or n with ``want_norm``.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -250,11 +241,8 @@ def feed_forward(
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
     up, _ = common.linear_operands(name, x, dim, ("up", "F", "up_bias"), up, None)
     checks.parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
-    if down is not None:
-        names = "down", "N", "down_bias"
-        down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
-    elif down_bias is not None:
-        raise ValueError(f"{name}: down_bias must be None where down is None, got a tensor")
+    names = "down", "N", "down_bias"
+    down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
     p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
     seed = common.draw_seed(name, seed, x.device) if p > 0 else None
     if q > 0:
