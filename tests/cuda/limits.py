@@ -274,18 +274,21 @@ def table(cases: list[Case]) -> str:
 
 # K near states with the pushed one, P pulls with the row itself.
 BOUNDARY = {
-    "source": "boundary", "kernel": "boundary_fwd_kernel<bf16,1>", "rows_written": 3, "warps": 16,
+    "source": "boundary", "kernel": "boundary_fwd_kernel<bf16,1,2>", "rows_written": 3, "ahead": 5,
+    "warps": 16,
 }  # fmt: skip
-BACKWARD = BOUNDARY | {"source": "boundary_backward", "kernel": "boundary_bwd_kernel<bf16,1>"}
+BACKWARD = BOUNDARY | {
+    "source": "boundary_backward", "kernel": "boundary_bwd_kernel<bf16,1,2>", "warps": 8,
+}  # fmt: skip
 NORM = {"source": "layer_norm", "what": "residual, dropout", "rows_written": 2}
 CASES = [
-    Case(**BOUNDARY, what="K=4", loops=(1,), rows_read=6, ahead=6),
-    Case(**BOUNDARY, what="K=8", loops=(2,), rows_read=10, ahead=5),
-    Case(**BACKWARD | {"warps": 12}, what="K=4 P=4", loops=(1, 1), rows_read=11, ahead=6),
-    Case(**BACKWARD | {"warps": 12}, what="K=8 P=8", loops=(2, 2), rows_read=19, ahead=5),
-    Case(**NORM, kernel="layer_norm_fwd_kernel<bf16>", rows_read=2, ahead=2, warps=32,
+    Case(**BOUNDARY, what="K=4", loops=(3,), rows_read=6),
+    Case(**BOUNDARY, what="K=8", loops=(7,), rows_read=10),
+    Case(**BACKWARD, what="K=4 P=4", loops=(3, 4), rows_read=11),
+    Case(**BACKWARD, what="K=8 P=8", loops=(7, 8), rows_read=19),
+    Case(**NORM, kernel="layer_norm_fwd_kernel<bf16,2,1>", rows_read=2, ahead=2, warps=32,
          looped=False),
-    Case(**NORM, kernel="layer_norm_bwd_kernel<bf16>", rows_read=3, ahead=2, warps=16),
+    Case(**NORM, kernel="layer_norm_bwd_kernel<bf16,2,1>", rows_read=3, ahead=6, warps=16),
 ]  # fmt: skip
 
 
