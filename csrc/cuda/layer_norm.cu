@@ -93,24 +93,27 @@ using Inputs = RowRing<T, kChunks, 3, kFast ? 1 + tokens_ahead(sizeof(T)) : 1, k
 template <class T, int kChunks, bool kFast>
 __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     layer_norm_bwd_kernel(const __grid_constant__ Backward<T> op) {
-  const Lane at(op.dim, op.lanes, kFast || op.aligned);
+  // Without kFast fp32 goes value by value: code for both ways would spill registers.
+  const Lane at(op.dim, op.lanes, kFast || (sizeof(T) == 2 && op.aligned));
   RowSum row_sum(op.lanes, dynamic_shared());
   using Rows = Inputs<T, kChunks, kFast>;
   Rows rows(dynamic_shared() + kRowSumBytes, at);
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
   const int64_t first = int64_t{blockIdx.x} * at.rows_per_block();
-  int64_t t = first + at.row_in_block(), t_ask = t;
-  const auto ask = [&] {
-    const bool exists = t_ask < op.tokens;
-    rows.ask(0, op.sum + t_ask * op.sum_stride, exists);
-    rows.ask(1, op.dy + t_ask * op.dy_stride, exists);
-    rows.ask(2, op.dsum + t_ask * op.dsum_stride, exists && op.dsum != nullptr);
+  int64_t t = first + at.row_in_block();
+  const auto ask = [&](int64_t token) {
+    const bool exists = token < op.tokens;
+    rows.ask(0, op.sum + token * op.sum_stride, exists);
+    rows.ask(1, op.dy + token * op.dy_stride, exists);
+    rows.ask(2, op.dsum + token * op.dsum_stride, exists && op.dsum != nullptr);
     rows.asked();
-    t_ask += step;
   };
-  for (int i = 0; i < Rows::kAhead; ++i) ask();
-  Moments next = {0.0f, 0.0f};
-  if (t < op.tokens) next = {op.mean[t], op.rstd[t]};
+  for (int i = 0; i < Rows::kAhead; ++i) ask(t + i * step);
+  const auto moments_of = [&](int64_t token) {
+    return token < op.tokens ? Moments{op.mean[token], op.rstd[token]} : Moments{0.0f, 0.0f};
+  };
+  Moments next;
+  if (kFast) next = moments_of(t);
   float weight[kChunks][kChunk];
   if (kFast && op.weight != nullptr) load_row(op.weight, at, true, weight);
   // [0] for the weight, [1] for the bias.
@@ -120,15 +123,13 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
 #pragma unroll 1
   for (int64_t begin = first; begin < op.tokens; begin += step, t += step) {
     const bool exists = t < op.tokens;
-    ask();
-    const Moments moments = next;
-    if (t + step < op.tokens) next = {op.mean[t + step], op.rstd[t + step]};
+    ask(t + Rows::kAhead * step);
+    const Moments moments = kFast ? next : moments_of(t);
+    if (kFast) next = moments_of(t + step);
     rows.wait();
     float n[kChunks][kChunk], d[kChunks][kChunk];
     widen(rows.take(0), n);
     widen(rows.take(1), d);
-    const auto dsum = rows.take(2);
-    rows.taken();
     // Behind the end of a row d is 0.
     DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
     if (exists) {
@@ -137,11 +138,12 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
         sums[1][c][i] += d[c][i];
       }
     }
-    // Rows of any alignment take so many registers that the weight is read again.
+    // Loads of any alignment take so many registers that the weight is read again.
     if (!kFast && op.weight != nullptr) load_row(op.weight, at, true, weight);
     if (op.weight != nullptr) DEEPFAST_EACH(c, i) d[c][i] *= weight[c][i];
     norm_backward(d, n, moments.rstd, at, row_sum);
-    if (op.dsum != nullptr) add_row(d, dsum);
+    if (op.dsum != nullptr) add_row(d, rows.take(2));
+    rows.taken();
     if (op.dresidual != nullptr) store_row(op.dresidual + t * op.dresidual_stride, at, exists, d);
     if (op.dx != nullptr) {
       drop_row(d, op.dropout, t, at);
