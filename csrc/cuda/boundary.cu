@@ -3,19 +3,17 @@
 //     y = residual + dropout(branch),  n = norm(y) rounded into its slot
 //     x = partial + sum over near j of W[k, j] * (n_j * norm_weight_j + norm_bias_j),  out = LN(x)
 //
-// A row stays in the registers of its threads (see row.h) from its first read to its last write:
+// A row stays in the registers of its threads (see row.h) from its first read to its last write,
+// while the rows of the next operands and tokens are copied into shared memory:
 //
-//     branch --+                      near states, four in flight at a time
-//     residual +-> y -> n -> slot           |
-//                       |                   v
-//     partial ----------+-------> x = partial + S + sum c_j n_j -> x, LN -> out
+//     near states -> x = partial + S + sum c_j n_j --+
+//     branch --+                                     v
+//     residual +-> y -> n -> slot ----------------> x -> x, LN -> out
 //
 // where c_j = W[k, j] * norm_weight_j and S = sum W[k, j] * norm_bias_j (boundary.h).
 //
-// With K near states, the pushed one among them, a launch reads K + 2 rows and writes 3. At D = 512
-// in bf16 a warp holds a row, with up to 6 KB of it in flight. For K = 4 the warp issues about
-// 1,550 instructions. That is about 70% of what a multiprocessor of an H200 can start in the time
-// in which memory delivers the row's 9 KB.
+// With K near states, the pushed one among them, a launch reads K + 2 rows and writes 3. What a
+// row costs beside them is counted in bench/results/limits.md.
 #include "boundary.h"
 
 namespace deepfast {
@@ -34,45 +32,62 @@ struct Forward {
   DropoutMask dropout;
 };
 
-template <class T, bool kFast>
-__global__ void __launch_bounds__(kMostLanes)
+// How the kernel runs, and the layout of a block's shared memory.
+template <class T, bool kFast, int kChunks>
+struct ForwardKernel {
+  using Rows = RowQueue<T, kFast, kChunks>;
+  static constexpr int kThreads = kMostThreads<kChunks>;
+  static constexpr int kRows = kRowSumBytes + kOperandBytes<T>;
+  static int64_t bytes(const Operands& given, int threads) {
+    return kRows + threads * Rows::kThreadBytes + given.table<kChunks>(kFast);
+  }
+};
+
+template <class T, bool kFast, int kChunks>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     boundary_fwd_kernel(const __grid_constant__ Forward<T> op) {
-  constexpr bool early = kEarly<T, kFast>;
+  using Kernel = ForwardKernel<T, kFast, kChunks>;
   const Mix<T>& mix = op.mix;
   const Lane at(mix.dim, mix.lanes, kFast || mix.aligned);
-  RowsApart row_sum(mix.lanes, dynamic_shared());
-  const Table table(dynamic_shared() + kRowSumBytes, kNear + mix.count, at.lane);
+  char* const shared = dynamic_shared();
+  RowsApart row_sum(mix.lanes, shared);
+  typename Kernel::Rows rows(shared + kRowSumBytes, shared + Kernel::kRows, at, op.tokens);
+  add_near(mix, rows);
+  rows.add(op.partial, op.partial_stride);
+  const bool reads_slot = op.branch == nullptr && mix.reads_own;
+  rows.add(reads_slot ? op.state : op.branch, reads_slot ? mix.row_stride : op.branch_stride);
+  if (op.branch != nullptr) rows.add(op.residual, op.residual_stride);
+  rows.start();
+  const Table<kChunks> table(
+      shared + Kernel::kRows + int64_t{blockDim.x} * Kernel::Rows::kThreadBytes, kNear + mix.count,
+      at.lane);
   if (kFast) fill(mix, table, at);
   __syncthreads();
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
   // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
   // threads.
+#pragma unroll 1
   for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
        first += step) {
     const int64_t t = first + at.row_in_block();
     const bool exists = t < op.tokens;
-    T* const state = op.state + t * mix.row_stride;
-    RowChunks<T> own = op.branch != nullptr ? load_row(op.branch + t * op.branch_stride, at, exists)
-                                            : load_row<T>(state, at, exists && mix.reads_own);
-    const RowChunks<T> residual = load_present(op.residual, op.residual_stride, t, at, exists);
-    RowChunks<T> partial;
-    if (early) partial = load_present(op.partial, op.partial_stride, t, at, exists);
-    float x[kRowChunks][kChunk];
-    mix_near<kFast>(mix, table, at, t * mix.row_stride, exists, x);
-    if (!early) partial = load_present(op.partial, op.partial_stride, t, at, exists);
-    add_row(x, partial);
+    float x[kChunks][kChunk];
+    mix_near(mix, table, at, rows, x);
+    if (op.partial != nullptr) add_row(x, rows.take());
+    RowChunks<T, kChunks> own;
+    if (op.branch != nullptr || mix.reads_own) own = rows.take();
     if (op.branch != nullptr) {
-      float y[kRowChunks][kChunk];
+      float y[kChunks][kChunk];
       widen(own, y);
       drop_row(y, op.dropout, t, at);
-      add_row(y, residual);
+      if (op.residual != nullptr) add_row(y, rows.take());
       if (op.norm_source) {
         const Moments moments = normalise(y, at, row_sum, op.source_eps);
         if (at.lane == 0 && exists) op.source_rstd[t] = moments.rstd;
       }
       // The state is mixed as later rows will read it: rounded.
       own = narrow_row<T>(y);
-      store_row(state, at, exists, own);
+      store_row(op.state + t * mix.row_stride, at, exists, own);
     }
     if (mix.reads_own) add_state<kFast>(mix, table, at, kOwn, mix.k, own, x);
     if (op.x != nullptr) store_row(op.x + t * op.x_stride, at, exists, x);
@@ -86,6 +101,7 @@ __global__ void __launch_bounds__(kMostLanes)
       op.out_rstd[t] = moments.rstd;
     }
   }
+  rows.end();
 }
 
 void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
@@ -107,19 +123,19 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   float* const source_rstd_ = floats(source_rstd, tokens);
   float *const mean_ = floats(out_mean, tokens), *const rstd_ = floats(out_rstd, tokens);
   DEEPFAST_CHECK(!norm_source || !branch.has_value() || source_rstd.has_value(),
-                 "boundary: source_rstd is missing");
+                 "boundary: expected source_rstd for a normalised state, got None");
   DEEPFAST_CHECK(!out.has_value() || (out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: out_mean or out_rstd is missing");
+                 "boundary: expected out_mean and out_rstd beside out, got None");
   const bool aligned =
       given.aligned && Alignment(storage, dim).rows({branch_, residual_, partial_, x_, out_});
-  const int lanes = row_lanes(dim);
   const Device device(states);
-  const Shape shape(device, tokens, lanes, aligned,
-                    [&](int, bool fast) { return kRowSumBytes + given.table(fast); });
-  dispatch(storage, shape.fast, [&](auto type, auto fast) {
+  const auto bytes = [&](auto type, auto fast, auto chunks, int threads) {
+    return ForwardKernel<decltype(type), fast, chunks>::bytes(given, threads);
+  };
+  const auto run = [&](auto type, auto fast, auto chunks, const Shape& shape) {
     using T = decltype(type);
     Forward<T> op{};
-    op.mix = given.mix<T>(aligned);
+    op.mix = given.mix<T>(shape.lanes, aligned);
     op.mix.parameters[0] = given.out_norm_weight, op.mix.parameters[1] = given.out_norm_bias;
     op.branch = static_cast<const T*>(branch_.data), op.branch_stride = branch_.row_stride;
     op.residual = static_cast<const T*>(residual_.data), op.residual_stride = residual_.row_stride;
@@ -132,8 +148,9 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
     op.source_eps = static_cast<float>(source_eps), op.out_eps = static_cast<float>(out_eps);
     op.norm_source = norm_source;
     op.dropout = dropout_mask(seed, dropout_p);
-    launch(boundary_fwd_kernel<T, fast>, shape.grid, device.stream(), op);
-  });
+    launch(boundary_fwd_kernel<T, fast, chunks>, shape.grid, device.stream(), op);
+  };
+  dispatch_shape<ForwardKernel>(device, given, aligned, bytes, run);
 }
 
 }  // namespace

@@ -1,17 +1,18 @@
 // What forward and backward of a boundary share: a row's sum over the near states, with
-// coefficients in shared memory, and the choice of blocks.
+// coefficients in shared memory, the queue of rows in flight, and the choice of blocks.
 //
 //     x = S + sum over near j of c_j * n_j
 //     c_j = W[k, j] * norm_weight_j,  S = sum W[k, j] * norm_bias_j
 //
 // A block processes many rows. It computes c and S once, in the layout in which its threads hold a
-// row. Each channel of a state then costs one product, with scalar and per-channel weights alike.
+// row, while its first rows are in flight. Each channel of a state then costs one product, with
+// scalar and per-channel weights alike.
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "op.h"
+#include "row_queue.h"
 
 namespace deepfast {
 namespace {
@@ -19,21 +20,8 @@ namespace {
 // Blocks are large, so the warps of a row wait for each other only, not for the whole block.
 using RowsApart = RowSums<true>;
 
-// The most states or rows in one list.
-constexpr int kMost = 64;
-
 // Most rows are aligned and narrow enough for the table: kernels with kFast. Other rows run in an
 // instance of the same kernels without kFast, so they cost the fast ones no registers.
-//
-// States or gradients of a row whose loads are in flight at a time:
-template <class T, bool kFast>
-constexpr int kAtOnce = !kFast           ? 1
-                        : sizeof(T) == 2 ? 4
-                                         : 2;
-// Whether there are enough registers to load partial, dx, dout and pulled before the loop over the
-// states. The loop then hides their latency.
-template <class T, bool kFast>
-constexpr bool kEarly = kFast && sizeof(T) == 2;
 
 // The states that a row reads, and parameters of all channels.
 template <class T>
@@ -48,24 +36,26 @@ struct Mix {
   int32_t near[kMost];
 };
 
-// Rows of values in shared memory, sixteen for each thread of a row or of the block. A thread's
-// values are 16 bytes apart from those of the next thread, so no two threads meet in a bank.
+// Rows of values in shared memory, kChunks chunks for each thread of a row or of the block. A
+// thread's values are 16 bytes apart from those of the next thread, so no two threads meet in a
+// bank.
+template <int kChunks>
 class Table {
  public:
   static DEEPFAST_HOST_DEVICE int floats(int rows, int threads) {
-    return (rows * kRowValues + 4) * threads;
+    return (rows * kChunks * kChunk + 4) * threads;
   }
   DEEPFAST_DEVICE Table(void* base, int rows, int thread)
-      : words_(static_cast<Words*>(base) + (rows * kRowValues / 4 + 1) * thread) {}
+      : words_(static_cast<Words*>(base) + (rows * kChunks * 2 + 1) * thread) {}
   DEEPFAST_DEVICE void put(int row, int c, const float (&v)[kChunk]) const {
     const Chunk<float> chunk = narrow<float>(v);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) words_[(row * kRowChunks + c) * 2 + h] = chunk.words[h];
+    for (int h = 0; h < 2; ++h) words_[(row * kChunks + c) * 2 + h] = chunk.words[h];
   }
   DEEPFAST_DEVICE void get(int row, int c, float (&v)[kChunk]) const {
     Chunk<float> chunk;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) chunk.words[h] = words_[(row * kRowChunks + c) * 2 + h];
+    for (int h = 0; h < 2; ++h) chunk.words[h] = words_[(row * kChunks + c) * 2 + h];
     widen(chunk, v);
   }
 
@@ -99,11 +89,11 @@ DEEPFAST_DEVICE void terms(const Mix<T>& mix, const Lane& at, int64_t k, int c, 
 }
 
 // Fills the table; each of the block's rows of threads takes some chunks of it.
-template <class T>
-DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table& table, const Lane& at) {
+template <class T, int kChunks>
+DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at) {
 #pragma unroll 1
-  for (int q = at.row_in_block(); q < (kNear + mix.count) * kRowChunks; q += at.rows_per_block()) {
-    const int r = q / kRowChunks, c = q % kRowChunks;
+  for (int q = at.row_in_block(); q < (kNear + mix.count) * kChunks; q += at.rows_per_block()) {
+    const int r = q / kChunks, c = q % kChunks;
     float a[kChunk] = {}, b[kChunk];
     if (r == kSum) {
 #pragma unroll 4
@@ -123,9 +113,9 @@ DEEPFAST_DEVICE void fill(const Mix<T>& mix, const Table& table, const Lane& at)
 }
 
 // A parameter's values for one chunk; the parameter is not null.
-template <bool kFast, class T>
-DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table& table, const Lane& at, int p, int c,
-                               float (&v)[kChunk]) {
+template <bool kFast, class T, int kChunks>
+DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at,
+                               int p, int c, float (&v)[kChunk]) {
   if (kFast)
     table.get(kParameter + p, c, v);
   else
@@ -133,23 +123,23 @@ DEEPFAST_DEVICE void parameter(const Mix<T>& mix, const Table& table, const Lane
 }
 
 // v times parameter p, and v plus parameter p; v itself if p is null.
-template <bool kFast, class T>
-DEEPFAST_DEVICE void scale(const Mix<T>& mix, const Table& table, const Lane& at, int p,
-                           float (&v)[kRowChunks][kChunk]) {
+template <bool kFast, class T, int kChunks>
+DEEPFAST_DEVICE void scale(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at, int p,
+                           float (&v)[kChunks][kChunk]) {
   if (mix.parameters[p] == nullptr) return;
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     float factor[kChunk];
     parameter<kFast>(mix, table, at, p, c, factor);
     for (int i = 0; i < kChunk; ++i) v[c][i] *= factor[i];
   }
 }
-template <bool kFast, class T>
-DEEPFAST_DEVICE void shift(const Mix<T>& mix, const Table& table, const Lane& at, int p,
-                           float (&v)[kRowChunks][kChunk]) {
+template <bool kFast, class T, int kChunks>
+DEEPFAST_DEVICE void shift(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at, int p,
+                           float (&v)[kChunks][kChunk]) {
   if (mix.parameters[p] == nullptr) return;
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     float term[kChunk];
     parameter<kFast>(mix, table, at, p, c, term);
     for (int i = 0; i < kChunk; ++i) v[c][i] += term[i];
@@ -157,11 +147,12 @@ DEEPFAST_DEVICE void shift(const Mix<T>& mix, const Table& table, const Lane& at
 }
 
 // x += W[row, k] * z_k for state n_k, whose coefficients are row r of the table.
-template <bool kFast, class T>
-DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane& at, int r, int k,
-                               const RowChunks<T>& state, float (&x)[kRowChunks][kChunk]) {
+template <bool kFast, class T, int kChunks>
+DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at,
+                               int r, int k, const RowChunks<T, kChunks>& state,
+                               float (&x)[kChunks][kChunk]) {
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     float n[kChunk], a[kChunk];
     widen(state.chunk[c], n);
     if (kFast) {
@@ -175,45 +166,24 @@ DEEPFAST_DEVICE void add_state(const Mix<T>& mix, const Table& table, const Lane
   }
 }
 
-// x = S + the sum over the near states, without the pushed one, of the row at `offset`.
-template <bool kFast, class T>
-DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table& table, const Lane& at, int64_t offset,
-                              bool exists, float (&x)[kRowChunks][kChunk]) {
+template <class T, bool kFast, int kChunks>
+DEEPFAST_DEVICE void add_near(const Mix<T>& mix, RowQueue<T, kFast, kChunks>& rows) {
+  for (int j = 0; j < mix.count; ++j)
+    rows.add(mix.states + mix.near[j] * mix.slot_stride, mix.row_stride);
+}
+
+// x = S + the sum over the near states, without the pushed one.
+template <bool kFast, class T, int kChunks>
+DEEPFAST_DEVICE void mix_near(const Mix<T>& mix, const Table<kChunks>& table, const Lane& at,
+                              RowQueue<T, kFast, kChunks>& rows, float (&x)[kChunks][kChunk]) {
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     for (int i = 0; i < kChunk; ++i) x[c][i] = 0.0f;
     if (kFast) table.get(kSum, c, x[c]);
   }
-  constexpr int kGroup = kAtOnce<T, kFast>;
 #pragma unroll 1
-  for (int first = 0; first < mix.count; first += kGroup) {
-    RowChunks<T> states[kGroup];
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const bool there = first + j < mix.count;
-      const T* state = mix.states + mix.near[there ? first + j : 0] * mix.slot_stride;
-      states[j] = load_row(state + offset, at, exists && there);
-    }
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j)
-      if (first + j < mix.count)
-        add_state<kFast>(mix, table, at, kNear + first + j, mix.near[first + j], states[j], x);
-  }
-}
-
-// Row t of an operand, or zeros if the operand is null. The zeros matter: a register that some path
-// through a loop does not write stays occupied during the whole loop.
-template <class T>
-DEEPFAST_DEVICE RowChunks<T> load_present(const T* operand, int64_t stride, int64_t t,
-                                          const Lane& at, bool exists) {
-  return load_row(operand + t * stride, at, exists && operand != nullptr);
-}
-
-template <class T>
-DEEPFAST_DEVICE void add_row(float (&v)[kRowChunks][kChunk], const RowChunks<T>& row) {
-  float r[kRowChunks][kChunk];
-  widen(row, r);
-  DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
+  for (int j = 0; j < mix.count; ++j)
+    add_state<kFast>(mix, table, at, kNear + j, mix.near[j], rows.take(), x);
 }
 
 // ---- on the host -------------------------------------------------------------------------------
@@ -245,29 +215,32 @@ struct Operands {
         out_norm_bias(floats(out_norm_bias_, dim)),
         storage(storage_of(states_)) {
     check_dim(dim);
+    DEEPFAST_CHECK(tokens < int64_t{1} << 31, "boundary: expected fewer than 2^31 tokens, got ",
+                   tokens);
     aligned = Alignment(storage, dim)
                   .slots(states)
                   .values({w.base, norm_weight, norm_bias, out_norm_weight, out_norm_bias});
-    DEEPFAST_CHECK(near.size() <= kMost, "boundary: CUDA kernels read at most ", kMost,
+    DEEPFAST_CHECK(near.size() <= kMost, "boundary: CUDA kernels: expected at most ", kMost,
                    " near states, got ", near.size());
   }
 
   // Near states without the pushed one.
   int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), k); }
   // Bytes of the table, or 0 without one.
+  template <int kChunks>
   int64_t table(bool fast, int64_t pulls = 0) const {
     const int rows = static_cast<int>(kNear + mixed_from() + pulls);
-    return fast ? Table::floats(rows, row_lanes(dim)) * kFloat : 0;
+    return fast ? Table<kChunks>::floats(rows, row_lanes(dim, kChunks)) * kFloat : 0;
   }
 
   template <class T>
-  Mix<T> mix(bool aligned) const {
+  Mix<T> mix(int lanes, bool aligned) const {
     Mix<T> mix{};
     mix.states = static_cast<const T*>(deepfast::slot(states, k).data) - k * states.stride(0);
     mix.slot_stride = states.stride(0), mix.row_stride = states.stride(1);
     mix.weight = reinterpret_cast<const float*>(w.base + w.offset(k, 0));
     mix.norm_weight = norm_weight, mix.norm_bias = norm_bias;
-    mix.dim = static_cast<int>(dim), mix.lanes = row_lanes(dim), mix.k = static_cast<int>(k);
+    mix.dim = static_cast<int>(dim), mix.lanes = lanes, mix.k = static_cast<int>(k);
     mix.per_channel = w.width > 1, mix.aligned = aligned;
     for (int64_t j : near) {
       DEEPFAST_CHECK(j >= 0 && j < states.size(0), "slot ", j, " of a buffer of ", states.size(0));
@@ -282,46 +255,65 @@ struct Operands {
   }
 };
 
-// Calls f with a value of the storage type and with whether the fast kernel runs.
-template <class F>
-void dispatch(Storage storage, bool fast, const F& f) {
-  dispatch(storage, [&](auto type) {
-    if (fast)
-      f(type, std::true_type{});
-    else
-      f(type, std::false_type{});
-  });
-}
-
-// Blocks of 16 warps. Of fewer warps where there are few rows, or where a block would need more
-// shared memory, `bytes(threads, fast)`, than the device has. Depends on the device and the shapes
-// alone.
+// How a launch runs. Depends on the device and the shapes alone.
 struct Shape {
   Grid grid;
+  int chunks, lanes;
   bool fast;
-
-  template <class Bytes>
-  Shape(const Device& device, int64_t tokens, int lanes, bool aligned, const Bytes& bytes) {
-    const auto tiles = [&](int threads) {
-      return (tokens + threads / lanes - 1) / (threads / lanes);
-    };
-    const int64_t most = device.shared();
-    int threads = kMostLanes;
-    while (threads > row_threads(lanes) && device.blocks(tiles(threads), 1) == tiles(threads))
-      threads /= 2;
-    while (threads > std::max(lanes, kMostLanes / 2) && bytes(threads, true) > most) threads /= 2;
-    fast = aligned && bytes(threads, true) <= most;
-    while (threads > std::max(lanes, kWarp) && bytes(threads, fast) > most) threads /= 2;
-    const int64_t shared = bytes(threads, fast);
-    DEEPFAST_CHECK(shared <= most, "boundary: a block takes ", shared,
-                   " bytes of shared memory, and this device gives it ", most);
-    // CUDA takes one kilobyte more for each block, and a multiprocessor has one more than `most`.
-    const int64_t own = 1 << 10;
-    const int64_t resident =
-        std::clamp<int64_t>((most + own) / (shared + own), 1, kMostLanes / threads);
-    grid = {device.blocks(tiles(threads), static_cast<int>(resident)), threads, shared};
-  }
 };
+
+// The kernel for aligned rows if the device has the shared memory, `bytes(threads)`, for a block
+// of at least half of the threads that registers leave room for, `most`. Of these, as few as give
+// each multiprocessor a block.
+template <class Bytes>
+bool fits(const Device& device, int64_t tokens, int lanes, int most, bool fast, const Bytes& bytes,
+          Grid& grid) {
+  const int unit = std::max(lanes, kWarp);
+  const auto tiles = [&](int threads) {
+    return (tokens + threads / lanes - 1) / (threads / lanes);
+  };
+  const auto halve = [&](int threads) { return (threads / unit + 1) / 2 * unit; };
+  const int64_t available = device.shared();
+  int threads = most / unit * unit;
+  while (threads > row_threads(lanes) && device.blocks(tiles(threads), 1) == tiles(threads))
+    threads = halve(threads);
+  while (threads > (fast ? std::max(unit, most / 2) : unit) && bytes(threads) > available)
+    threads = halve(threads);
+  const int64_t shared = bytes(threads);
+  if (shared > available) return false;
+  // CUDA takes one kilobyte more for each block, and a multiprocessor has one more than it gives.
+  const int64_t own = 1 << 10;
+  const int64_t resident =
+      std::clamp<int64_t>((available + own) / (shared + own), 1, std::max(1, most / threads));
+  grid = {device.blocks(tiles(threads), static_cast<int>(resident)), threads, shared};
+  return true;
+}
+
+// Calls f(type, fast, chunks) with types and the shape for the first of three kernels whose blocks
+// fit: fast with the chunks that suit the row, fast with two, and the one for any row.
+// `Kernel<T, kFast, kChunks>::kThreads` is the most threads of a multiprocessor, and
+// `bytes(type, fast, chunks, threads)` the shared memory of a block.
+template <template <class, bool, int> class Kernel, class Bytes, class F>
+void dispatch_shape(const Device& device, const Operands& given, bool aligned, const Bytes& bytes,
+                    const F& f) {
+  bool done = false;
+  const auto attempt = [&](auto type, auto fast, auto chunks) {
+    using T = decltype(type);
+    const int lanes = row_lanes(given.dim, chunks);
+    Shape shape{{}, chunks, lanes, fast};
+    const auto of_block = [&](int threads) { return bytes(type, fast, chunks, threads); };
+    done = fits(device, given.tokens, lanes, Kernel<T, fast, chunks>::kThreads, fast, of_block,
+                shape.grid);
+    if (done) f(type, fast, chunks, shape);
+  };
+  const int chunks = row_chunks(given.dim, aligned);
+  if (aligned) dispatch_rows(given.storage, true, chunks, attempt);
+  if (!done && aligned && chunks != 2) dispatch_rows(given.storage, true, 2, attempt);
+  if (!done) dispatch_rows(given.storage, false, 2, attempt);
+  DEEPFAST_CHECK(done, "boundary: expected a row and lists that fit the shared memory of a block, ",
+                 device.shared(), " bytes, got ", given.dim, " channels and ", given.near.size(),
+                 " near states");
+}
 
 }  // namespace
 }  // namespace deepfast

@@ -29,47 +29,92 @@ struct Backward {
   int32_t rows[kMost], slots[kMost];
 };
 
-// Adds d * n and d to the thread's own sums `row` and `row` + 1.
-DEEPFAST_DEVICE void add_sums(const Table& sums, int row, const float (&d)[kRowChunks][kChunk],
-                              const float (&n)[kRowChunks][kChunk]) {
-#pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
-    float sum[kChunk];
-    sums.get(row, c, sum);
-    for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i] * n[c][i];
-    sums.put(row, c, sum);
-    sums.get(row + 1, c, sum);
-    for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i];
-    sums.put(row + 1, c, sum);
+// A thread's sums over tokens, (kSums, kChunks, kChunk): in registers, or in shared memory where
+// a thread has too few.
+template <bool kRegisters, int kChunks>
+class ChannelSums {
+ public:
+  static constexpr int64_t kThreadBytes = 0;
+  DEEPFAST_DEVICE explicit ChannelSums(char*) {}
+  // Adds d * n and d to sums `first` and `first` + 1.
+  DEEPFAST_DEVICE void add(int first, const float (&d)[kChunks][kChunk],
+                           const float (&n)[kChunks][kChunk]) {
+    DEEPFAST_EACH(c, i) {
+      sum_[first][c][i] += d[c][i] * n[c][i];
+      sum_[first + 1][c][i] += d[c][i];
+    }
   }
-}
+  DEEPFAST_DEVICE void store(const Lane& at, char* scratch, float* out) const {
+    store_channel_sums(sum_, at, reinterpret_cast<float*>(scratch), out);
+  }
+
+ private:
+  float sum_[kSums][kChunks][kChunk] = {};
+};
+
+template <int kChunks>
+class ChannelSums<false, kChunks> {
+ public:
+  static constexpr int64_t kThreadBytes = (kSums * kChunks * kChunk + 4) * sizeof(float);
+  DEEPFAST_DEVICE explicit ChannelSums(char* shared) : sums_(shared, kSums, threadIdx.x) {
+    const float zero[kChunk] = {};
+    for (int s = 0; s < kSums; ++s)
+      for (int c = 0; c < kChunks; ++c) sums_.put(s, c, zero);
+  }
+  DEEPFAST_DEVICE void add(int first, const float (&d)[kChunks][kChunk],
+                           const float (&n)[kChunks][kChunk]) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float sum[kChunk];
+      sums_.get(first, c, sum);
+      for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i] * n[c][i];
+      sums_.put(first, c, sum);
+      sums_.get(first + 1, c, sum);
+      for (int i = 0; i < kChunk; ++i) sum[i] += d[c][i];
+      sums_.put(first + 1, c, sum);
+    }
+  }
+  // `scratch` may be the memory of the sums.
+  DEEPFAST_DEVICE void store(const Lane& at, char* scratch, float* out) const {
+    float sum[kSums][kChunks][kChunk];
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) sums_.get(s, c, sum[s][c]);
+    }
+    store_channel_sums(sum, at, reinterpret_cast<float*>(scratch), out);
+  }
+
+ private:
+  Table<kChunks> sums_;
+};
 
 // Dot products of per-channel weights, from the gradients as they are stored: too many for
 // boundary_bwd_kernel. Blocks b, b + op.blocks, ... share the rows of that kernel's block b; each
 // has one group of pulls.
 constexpr int kPulls = 2;
 
-template <class T>
-__global__ void __launch_bounds__(kMostLanes)
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     boundary_dots_kernel(const __grid_constant__ Backward<T> op) {
   const Mix<T>& mix = op.mix;
   const Lane at(mix.dim, mix.lanes, mix.aligned);
   const int block = blockIdx.x % op.blocks, pull = blockIdx.x / op.blocks * kPulls;
-  float sums[kPulls][kRowChunks][kChunk] = {};
+  float sums[kPulls][kChunks][kChunk] = {};
   const int64_t step = int64_t{op.blocks} * at.rows_per_block();
   for (int64_t t = int64_t{block} * at.rows_per_block() + at.row_in_block(); t < op.tokens;
        t += step) {
-    RowChunks<T> grads[kPulls];
-    const RowChunks<T> own =
-        load_row(mix.states + mix.k * mix.slot_stride + t * mix.row_stride, at);
+    RowChunks<T, kChunks> grads[kPulls];
+    const auto own =
+        load_row<kChunks>(mix.states + mix.k * mix.slot_stride + t * mix.row_stride, at);
 #pragma unroll
     for (int j = 0; j < kPulls; ++j) {
       const bool there = pull + j < op.pulls;
       const T* grad = op.grads + op.slots[there ? pull + j : 0] * op.grads_stride;
-      grads[j] = load_row(grad + t * op.grad_stride, at, there);
+      grads[j] = load_row<kChunks>(grad + t * op.grad_stride, at, there);
     }
 #pragma unroll
-    for (int c = 0; c < kRowChunks; ++c) {
+    for (int c = 0; c < kChunks; ++c) {
       float z[kChunk], p[kChunk];
       widen(own.chunk[c], z);
       if (mix.parameters[1] != nullptr) {

@@ -13,15 +13,15 @@
 // bytes a value, beside 2 bytes of a source: more than L1 could deliver for one row at a time. (K +
 // 1) T D values of memory.
 //
-// Backward: a block has one source and every `chunks`-th group of rows; G_k and S stay in registers
-// until its end. Blocks of one chunk are neighbours. Their K reads of a row of dout are then close
+// Backward: a block has one source and one of several groups of rows; G_k and S stay in registers
+// until its end. Blocks of one group are neighbours. Their K reads of a row of dout are then close
 // in time, and all but the first come from L2: (2 K + 1) T D values of memory. Two sources a block
 // would read a quarter less from L2, but take 32 more registers of a thread.
 //
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, ACL 2019, Eq. 8.
 #include <algorithm>
 
-#include "row_pairs.h"
+#include "row_ring.h"
 #include "source_list.h"
 
 namespace deepfast {
@@ -37,17 +37,13 @@ struct Forward {
   Matrix out;
   int64_t tokens;
   int sources, dim, lanes;
-  float one_by_dim, eps;
+  float eps;
   bool per_channel, first, last;
 };
 
-DEEPFAST_DEVICE float reciprocal_root(float x) {
-#if defined(__CUDA_ARCH__)
-  return rsqrtf(x);
-#else
-  return 1.0f / sqrtf(x);
-#endif
-}
+// Two rows at a time, of 16-bit values two stages ahead; of fp32, twice as long, one.
+template <class T, int kChunks, bool kAligned>
+using RowPairs = RowRing<T, kChunks, kPair, sizeof(T) == 4 ? 2 : 3, kAligned>;
 
 // Loops over the rows of the pair, unrolled.
 #define EACH_ROW(r) _Pragma("unroll") for (int r = 0; r < kPair; ++r)
@@ -55,25 +51,24 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 
 // normalise() of row.h for a pair of rows, whose sums are computed together. Values behind the end
 // of a row are undefined.
-DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kRowChunks][kChunk], const Lane& at,
-                                    RowSum& row_sum, float one_by_dim, float eps,
-                                    Moments (&moments)[kPair]) {
+template <int kChunks>
+DEEPFAST_DEVICE void normalise_pair(float (&v)[kPair][kChunks][kChunk], const Lane& at,
+                                    RowSum& row_sum, float eps, Moments (&moments)[kPair]) {
   float rough[kPair] = {}, sums[2 * kPair] = {};
   EACH_ROW(r) DEEPFAST_EACH(c, i) rough[r] += v[r][c][i];
   row_sum(rough);
   EACH_ROW(r) {
-    rough[r] *= one_by_dim;
+    rough[r] *= at.one_by_dim;
     DEEPFAST_EACH(c, i) {
-      // An aligned row has all of a chunk or none of it: one comparison for its eight values.
-      if (at.aligned ? at.count(c) > 0 : i < at.count(c)) v[r][c][i] -= rough[r];
+      if (at.has(c, i)) v[r][c][i] -= rough[r];
       sums[r] += v[r][c][i];
       sums[kPair + r] += v[r][c][i] * v[r][c][i];
     }
   }
   row_sum(sums);
   EACH_ROW(r) {
-    const float rest = sums[r] * one_by_dim;
-    const float variance = fmaxf(sums[kPair + r] * one_by_dim - rest * rest, 0.0f);
+    const float rest = sums[r] * at.one_by_dim;
+    const float variance = fmaxf(sums[kPair + r] * at.one_by_dim - rest * rest, 0.0f);
     const float rstd = reciprocal_root(variance + eps);
     DEEPFAST_EACH(c, i) v[r][c][i] = (v[r][c][i] - rest) * rstd;
     moments[r] = {rough[r] + rest, rstd};
@@ -89,12 +84,12 @@ DEEPFAST_DEVICE void load_parameter(const float* p, int row, const Lane& at, int
 }
 
 // `kAffine`: both norm_weight and norm_bias are given.
-template <class T, bool kAligned, bool kAffine>
-__global__ void __launch_bounds__(kMostLanes)
+template <class T, int kChunks, bool kAligned, bool kAffine>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     depth_mix_fwd_kernel(const __grid_constant__ Forward op) {
   const Lane at(op.dim, op.lanes, kAligned);
   RowSum row_sum(op.lanes, dynamic_shared());
-  using Pairs = RowPairs<T, kAligned>;
+  using Pairs = RowPairs<T, kChunks, kAligned>;
   Pairs pairs(dynamic_shared() + kRowSumBytes, at);
   // Rows behind the last one repeat it: they are not stored, and their moments are the same.
   const int last = static_cast<int>(op.tokens) - 1;
@@ -109,27 +104,27 @@ __global__ void __launch_bounds__(kMostLanes)
     }
     pairs.asked();
   };
-  for (int k = 0; k < Pairs::kDepth - 1; ++k) ask(k);
-  float sum[kPair][kRowChunks][kChunk] = {};
+  for (int k = 0; k < Pairs::kAhead; ++k) ask(k);
+  float sum[kPair][kChunks][kChunk] = {};
   if (!op.first) EACH_ROW(r) load_row(op.total + int64_t{t[r]} * op.dim, at, true, sum[r]);
 #pragma unroll 1
   for (int k = 0; k < op.sources; ++k) {
-    ask(k + Pairs::kDepth - 1);
+    ask(k + Pairs::kAhead);
     const float weight = op.per_channel ? 0.0f : op.weight[k];
     pairs.wait();
-    float v[kPair][kRowChunks][kChunk];
-    EACH_ROW(r) pairs.take(r, v[r]);
+    float v[kPair][kChunks][kChunk];
+    EACH_ROW(r) widen(pairs.take(r), v[r]);
     pairs.taken();
     if (op.mean != nullptr) {
       Moments moments[kPair];
-      normalise_pair(v, at, row_sum, op.one_by_dim, op.eps, moments);
+      normalise_pair(v, at, row_sum, op.eps, moments);
       EACH_ROW(r) if (at.lane == 0) {
         op.mean[k * op.tokens + t[r]] = moments[r].mean;
         op.rstd[k * op.tokens + t[r]] = moments[r].rstd;
       }
     }
 #pragma unroll
-    for (int c = 0; c < kRowChunks; ++c) {
+    for (int c = 0; c < kChunks; ++c) {
       float p[kChunk], q[kChunk];
       if constexpr (kAffine) {
         load_parameter(op.norm_weight, k, at, c, p);
@@ -166,22 +161,21 @@ struct Backward {
   Matrix source[kSources], dsource[kSources];
   const float *weight, *norm_weight, *mean, *rstd;
   Matrix dout;
-  float* partial;  // (chunks, partial_rows, D), or null: G of every source of the list, then S
+  float* partial;  // (groups, partial_rows, D), or null: G of every source of the list, then S
   int64_t tokens;
   int partial_rows, first, sources, dim, lanes;
-  float one_by_dim;
   bool per_channel, need_dsource;
 };
 
-template <class T, bool kAligned>
-__global__ void __launch_bounds__(kMostLanes)
+template <class T, int kChunks, bool kAligned>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     depth_mix_bwd_kernel(const __grid_constant__ Backward op) {
   const Lane at(op.dim, op.lanes, kAligned);
   RowSum row_sum(op.lanes, dynamic_shared());
-  using Pairs = RowPairs<T, kAligned>;
+  using Pairs = RowPairs<T, kChunks, kAligned>;
   Pairs pairs(dynamic_shared() + kRowSumBytes, at);
-  const int k = blockIdx.x % op.sources, chunk = blockIdx.x / op.sources;
-  const int tokens = static_cast<int>(op.tokens), first = chunk * at.rows_per_block();
+  const int k = blockIdx.x % op.sources, group = blockIdx.x / op.sources;
+  const int tokens = static_cast<int>(op.tokens), first = group * at.rows_per_block();
   const int step = static_cast<int>(gridDim.x) / op.sources * at.rows_per_block();
   const Matrix source = op.source[k], dsource = op.dsource[k];
   const bool norm = op.mean != nullptr, need_source = norm || op.partial != nullptr;
@@ -197,13 +191,13 @@ __global__ void __launch_bounds__(kMostLanes)
     pairs.asked();
     p_source += step * source.row_stride, p_dout += step * op.dout.row_stride, t_ask += step;
   };
-  for (int i = 0; i < Pairs::kDepth - 1; ++i) ask();
+  for (int i = 0; i < Pairs::kAhead; ++i) ask();
   Moments next = {0.0f, 0.0f};
   if (norm && t < tokens) next = {mean[t], rstd[t]};
   // weight * norm_weight.
-  float w[kRowChunks][kChunk];
+  float w[kChunks][kChunk];
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     float norm_weight[kChunk];
     if (op.per_channel) load_parameter(op.weight, k, at, c, w[c]);
     if (op.norm_weight != nullptr) load_parameter(op.norm_weight, k, at, c, norm_weight);
@@ -212,7 +206,7 @@ __global__ void __launch_bounds__(kMostLanes)
       w[c][i] = (op.per_channel ? w[c][i] : op.weight[k]) *
                 (op.norm_weight != nullptr ? norm_weight[i] : 1.0f);
   }
-  float gn[1][kRowChunks][kChunk] = {}, g[1][kRowChunks][kChunk] = {};
+  float gn[1][kChunks][kChunk] = {}, g[1][kChunks][kChunk] = {};
   // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
   // threads.
 #pragma unroll 1
@@ -222,9 +216,9 @@ __global__ void __launch_bounds__(kMostLanes)
     const Moments moments = next;
     if (norm && t + step < tokens) next = {mean[t + step], rstd[t + step]};
     pairs.wait();
-    float n[kRowChunks][kChunk], d[kRowChunks][kChunk];
-    pairs.take(0, n);
-    pairs.take(1, d);
+    float n[kChunks][kChunk], d[kChunks][kChunk];
+    widen(pairs.take(0), n);
+    widen(pairs.take(1), d);
     pairs.taken();
     // Behind the end of a row n is undefined and d is 0.
     if (norm) DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
@@ -241,7 +235,7 @@ __global__ void __launch_bounds__(kMostLanes)
       float sums[2] = {0.0f, 0.0f};
       DEEPFAST_EACH(c, i) sums[0] += d[c][i], sums[1] += d[c][i] * n[c][i];
       row_sum(sums);
-      const float offset = sums[0] * op.one_by_dim, slope = sums[1] * op.one_by_dim;
+      const float offset = sums[0] * at.one_by_dim, slope = sums[1] * at.one_by_dim;
       DEEPFAST_EACH(c, i) d[c][i] = moments.rstd * (d[c][i] - offset - n[c][i] * slope);
     }
     store_row(p_dsource, at, exists, d);
@@ -251,7 +245,7 @@ __global__ void __launch_bounds__(kMostLanes)
   if (op.partial == nullptr) return;
   // All pairs have been read, so their shared memory is free.
   float* scratch = reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes);
-  float* partial = op.partial + int64_t{chunk} * op.partial_rows * op.dim;
+  float* partial = op.partial + int64_t{group} * op.partial_rows * op.dim;
   store_channel_sums(gn, at, scratch, partial + int64_t{op.first + k} * op.dim);
   // S depends on dout alone: only the first source of the list writes it.
   if (op.first + k == 0)
@@ -299,14 +293,13 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
   const Device device(out);
   std::optional<Tensor> total;
   if (in.count > kSources) total = scratch(out, in.tokens * in.dim);
-  const int64_t blocks = (in.tokens + kPair * in.rows - 1) / (kPair * in.rows);
-  dispatch(in.storage, [&](auto type) {
+  const int64_t blocks = (in.tokens + kPair * in.rows() - 1) / (kPair * in.rows());
+  dispatch_rows(in.storage, in.aligned, in.chunks(), [&](auto type, auto aligned, auto chunks) {
     using T = decltype(type);
-    const auto kernel = !in.aligned ? depth_mix_fwd_kernel<T, false, false>
-                        : in.norm_weight != nullptr && in.norm_bias != nullptr
-                            ? depth_mix_fwd_kernel<T, true, true>
-                            : depth_mix_fwd_kernel<T, true, false>;
-    const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, true>::kThreadBytes;
+    const auto kernel = aligned && in.norm_weight != nullptr && in.norm_bias != nullptr
+                            ? depth_mix_fwd_kernel<T, chunks, aligned, aligned>
+                            : depth_mix_fwd_kernel<T, chunks, aligned, false>;
+    const int64_t shared = kRowSumBytes + in.threads() * RowPairs<T, chunks, aligned>::kThreadBytes;
     for (int64_t first = 0; first < in.count; first += kSources) {
       Forward op{};
       const int sources_here = in.fill(op, first);
@@ -315,13 +308,10 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
       op.out = out_;
       op.eps = static_cast<float>(eps);
       op.first = first == 0, op.last = first + sources_here == in.count;
-      launch(kernel, {blocks, in.threads, shared}, device.stream(), op);
+      launch(kernel, {blocks, in.threads(), shared}, device.stream(), op);
     }
   });
 }
-
-// Threads of a multiprocessor: it has 65536 registers, and a thread takes at most 128.
-constexpr int kResident = 512;
 
 void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
                         OptionalTensor norm_bias, bool norm, OptionalTensor mean,
@@ -342,17 +332,18 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
   const Device device(dout);
   // No more blocks than run at once, shared evenly by the sources of a launch.
   const int64_t together = std::min<int64_t>(kSources, in.count);
-  const int64_t tiles = (in.tokens + in.rows - 1) / in.rows;
-  const int64_t chunks =
-      std::max<int64_t>(1, device.blocks(together * tiles, kResident / in.threads) / together);
+  const int64_t tiles = (in.tokens + in.rows() - 1) / in.rows();
+  const int resident = in.chunks() == 2 ? kMostThreads<2> : kMostThreads<3>;
+  const int64_t groups =
+      std::max<int64_t>(1, device.blocks(together * tiles, resident / in.threads()) / together);
   std::optional<Tensor> partial;
-  if (sums) partial = scratch(dout, chunks * (in.count + 1) * in.dim);
-  dispatch(in.storage, [&](auto type) {
+  if (sums) partial = scratch(dout, groups * (in.count + 1) * in.dim);
+  dispatch_rows(in.storage, in.aligned, in.chunks(), [&](auto type, auto aligned, auto chunks) {
     using T = decltype(type);
-    const auto kernel = in.aligned ? depth_mix_bwd_kernel<T, true> : depth_mix_bwd_kernel<T, false>;
-    const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, true>::kThreadBytes;
-    static_assert(RowPairs<T, true>::kThreadBytes >= kRowValues * 4,
-                  "room for the sums of the end");
+    using Pairs = RowPairs<T, chunks, aligned>;
+    const auto kernel = depth_mix_bwd_kernel<T, chunks, aligned>;
+    const int64_t shared = kRowSumBytes + in.threads() * Pairs::kThreadBytes;
+    static_assert(Pairs::kThreadBytes >= chunks * kChunk * 4, "room for the sums of the end");
     for (int64_t first = 0; first < in.count; first += kSources) {
       Backward op{};
       const int sources_here = in.fill(op, first);
@@ -361,12 +352,12 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
       op.dout = dout_;
       op.partial = sums ? floats(*partial) : nullptr;
       op.partial_rows = static_cast<int>(in.count + 1), op.first = static_cast<int>(first);
-      launch(kernel, {chunks * sources_here, in.threads, shared}, device.stream(), op);
+      launch(kernel, {groups * sources_here, in.threads(), shared}, device.stream(), op);
     }
   });
   if (!sums) return;
   const Tensor totals = scratch(dout, (in.count + 1) * in.dim);
-  sum_partials(device, floats(*partial), chunks, 1, in.count + 1, in.dim,
+  sum_partials(device, floats(*partial), groups, 1, in.count + 1, in.dim,
                Sums{{floats(totals)}, {in.dim}});
   launch(depth_mix_gradients_kernel, {in.count, kGradientThreads, kRowSumBytes}, device.stream(),
          Gradients{floats(totals), in.weight, in.norm_weight, in.norm_bias, dweight_, dnorm_weight_,

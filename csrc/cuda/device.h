@@ -66,7 +66,8 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.blocks == 0) return;
-  DEEPFAST_CHECK(grid.blocks < (int64_t{1} << 31), "too many blocks in a launch: ", grid.blocks);
+  DEEPFAST_CHECK(grid.blocks < (int64_t{1} << 31),
+                 "expected fewer than 2^31 blocks in a launch, got ", grid.blocks);
   // CUDA refuses more than this unless an attribute of the kernel allows it.
   constexpr int64_t kPlain = 48 << 10;
   if (grid.shared > kPlain)

@@ -39,12 +39,13 @@ DEEPFAST_HOST_DEVICE void drop(float (&v)[kChunk], uint64_t seed, int64_t token,
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
 // Applies the mask to a row; without a mask it does nothing.
-DEEPFAST_DEVICE void drop_row(float (&v)[kRowChunks][kChunk], const DropoutMask& mask,
-                              int64_t token, const Lane& at) {
+template <int kChunks>
+DEEPFAST_DEVICE void drop_row(float (&v)[kChunks][kChunk], const DropoutMask& mask, int64_t token,
+                              const Lane& at) {
   if (mask.seed == nullptr) return;
   const uint64_t seed = static_cast<uint64_t>(*mask.seed);
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c)
+  for (int c = 0; c < kChunks; ++c)
     drop(v[c], seed, token, at.chunk(c), mask.threshold, mask.scale);
 }
 

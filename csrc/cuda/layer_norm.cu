@@ -7,11 +7,12 @@
 // A row stays in registers from its first read to its last write (see row.h): the mean and the
 // variance are two passes over registers, not over memory. Forward reads x and residual and writes
 // s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D.
-// Each of its blocks processes many rows and keeps its share of dweight and dbias in registers;
-// partials.cu adds these up.
+// Each of its blocks processes many rows, the next ones in flight, and keeps its share of dweight
+// and dbias in registers; partials.cu adds these up.
 //
 // Ba, Kiros, Hinton: Layer Normalization, 2016.
 #include "op.h"
+#include "row_ring.h"
 
 namespace deepfast {
 namespace {
@@ -25,36 +26,34 @@ struct Forward {
   int64_t x_stride, residual_stride, sum_stride, y_stride;
   int64_t tokens;
   int dim, lanes;
-  bool aligned;
   float eps;
   DropoutMask dropout;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kMostLanes) layer_norm_fwd_kernel(const Forward<T> op) {
-  const Lane at(op.dim, op.lanes, op.aligned);
+template <class T, int kChunks, bool kAligned>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
+    layer_norm_fwd_kernel(const Forward<T> op) {
+  const Lane at(op.dim, op.lanes, kAligned);
   RowSum row_sum(op.lanes, dynamic_shared());
   const int64_t t = int64_t{blockIdx.x} * at.rows_per_block() + at.row_in_block();
   const bool exists = t < op.tokens;
-  RowChunks<T> x = load_row(op.x + t * op.x_stride, at, exists), residual;
-  if (op.residual != nullptr) residual = load_row(op.residual + t * op.residual_stride, at, exists);
-  float v[kRowChunks][kChunk];
+  const auto x = load_row<kChunks>(op.x + t * op.x_stride, at, exists);
+  RowChunks<T, kChunks> residual;
+  if (op.residual != nullptr)
+    residual = load_row<kChunks>(op.residual + t * op.residual_stride, at, exists);
+  float v[kChunks][kChunk];
   widen(x, v);
   drop_row(v, op.dropout, t, at);
-  if (op.residual != nullptr) {
-    float r[kRowChunks][kChunk];
-    widen(residual, r);
-    DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
-  }
+  if (op.residual != nullptr) add_row(v, residual);
   if (op.sum != nullptr) {
     // The stored (rounded) row is normalised, because backward reads that.
-    const RowChunks<T> stored = narrow_row<T>(v);
+    const auto stored = narrow_row<T>(v);
     store_row(op.sum + t * op.sum_stride, at, exists, stored);
     widen(stored, v);
   }
   const Moments moments = normalise(v, at, row_sum, op.eps);
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     float p[kChunk];
     if (op.weight != nullptr) {
       load_chunk(op.weight + at.channel(c), at.count(c), at.aligned, p);
@@ -85,47 +84,74 @@ struct Backward {
   DropoutMask dropout;
 };
 
-// Threads of a multiprocessor: it has 65536 registers, and a thread takes at most 128.
-constexpr int kResident = 512;
+// The rows of s, dy and dsum of a token, with kFast one or two tokens ahead.
+constexpr int tokens_ahead(int64_t value_size) { return value_size == 4 ? 1 : 2; }
+template <class T, int kChunks, bool kFast>
+using Inputs = RowRing<T, kChunks, 3, kFast ? 1 + tokens_ahead(sizeof(T)) : 1, kFast>;
 
-template <class T>
-__global__ void __launch_bounds__(kMostLanes) layer_norm_bwd_kernel(const Backward<T> op) {
-  const Lane at(op.dim, op.lanes, op.aligned);
+// kFast: aligned rows, for whose copies a block has the shared memory.
+template <class T, int kChunks, bool kFast>
+__global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
+    layer_norm_bwd_kernel(const __grid_constant__ Backward<T> op) {
+  // Without kFast fp32 goes value by value: code for both ways would spill registers.
+  const Lane at(op.dim, op.lanes, kFast || (sizeof(T) == 2 && op.aligned));
   RowSum row_sum(op.lanes, dynamic_shared());
-  float weight[kRowChunks][kChunk];
-  if (op.weight != nullptr) load_row(op.weight, at, true, weight);
-  // [0] for the weight, [1] for the bias.
-  float sums[2][kRowChunks][kChunk] = {};
+  using Rows = Inputs<T, kChunks, kFast>;
+  Rows rows(dynamic_shared() + kRowSumBytes, at);
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
+  const int64_t first = int64_t{blockIdx.x} * at.rows_per_block();
+  int64_t t = first + at.row_in_block();
+  const auto ask = [&](int64_t token) {
+    const bool exists = token < op.tokens;
+    rows.ask(0, op.sum + token * op.sum_stride, exists);
+    rows.ask(1, op.dy + token * op.dy_stride, exists);
+    rows.ask(2, op.dsum + token * op.dsum_stride, exists && op.dsum != nullptr);
+    rows.asked();
+  };
+  for (int i = 0; i < Rows::kAhead; ++i) ask(t + i * step);
+  const auto moments_of = [&](int64_t token) {
+    return token < op.tokens ? Moments{op.mean[token], op.rstd[token]} : Moments{0.0f, 0.0f};
+  };
+  Moments next;
+  if (kFast) next = moments_of(t);
+  float weight[kChunks][kChunk];
+  if (kFast && op.weight != nullptr) load_row(op.weight, at, true, weight);
+  // [0] for the weight, [1] for the bias.
+  float sums[2][kChunks][kChunk] = {};
   // Every thread of a block runs equally many rounds, because a sum over a row needs all of its
   // threads.
-  for (int64_t first = int64_t{blockIdx.x} * at.rows_per_block(); first < op.tokens;
-       first += step) {
-    const int64_t t = first + at.row_in_block();
+#pragma unroll 1
+  for (int64_t begin = first; begin < op.tokens; begin += step, t += step) {
     const bool exists = t < op.tokens;
-    float n[kRowChunks][kChunk], d[kRowChunks][kChunk];
-    const RowChunks<T> s = load_row(op.sum + t * op.sum_stride, at, exists);
-    load_row(op.dy + t * op.dy_stride, at, exists, d);
-    widen(s, n);
-    const float mean = exists ? op.mean[t] : 0.0f, rstd = exists ? op.rstd[t] : 0.0f;
-    DEEPFAST_EACH(c, i) {
-      n[c][i] = i < at.count(c) ? (n[c][i] - mean) * rstd : 0.0f;
-      sums[0][c][i] += d[c][i] * n[c][i];
-      sums[1][c][i] += d[c][i];
-      if (op.weight != nullptr) d[c][i] *= weight[c][i];
+    ask(t + Rows::kAhead * step);
+    const Moments moments = kFast ? next : moments_of(t);
+    if (kFast) next = moments_of(t + step);
+    rows.wait();
+    float n[kChunks][kChunk], d[kChunks][kChunk];
+    widen(rows.take(0), n);
+    widen(rows.take(1), d);
+    // Behind the end of a row d is 0.
+    DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
+    if (exists) {
+      DEEPFAST_EACH(c, i) {
+        sums[0][c][i] += d[c][i] * n[c][i];
+        sums[1][c][i] += d[c][i];
+      }
     }
-    norm_backward(d, n, rstd, at, row_sum);
-    if (op.dsum != nullptr) {
-      float g[kRowChunks][kChunk];
-      load_row(op.dsum + t * op.dsum_stride, at, exists, g);
-      DEEPFAST_EACH(c, i) d[c][i] += g[c][i];
-    }
+    // Loads of any alignment take so many registers that the weight is read again.
+    if (!kFast && op.weight != nullptr) load_row(op.weight, at, true, weight);
+    if (op.weight != nullptr) DEEPFAST_EACH(c, i) d[c][i] *= weight[c][i];
+    norm_backward(d, n, moments.rstd, at, row_sum);
+    if (op.dsum != nullptr) add_row(d, rows.take(2));
+    rows.taken();
     if (op.dresidual != nullptr) store_row(op.dresidual + t * op.dresidual_stride, at, exists, d);
     if (op.dx != nullptr) {
       drop_row(d, op.dropout, t, at);
       store_row(op.dx + t * op.dx_stride, at, exists, d);
     }
   }
+  wait_copies<0>();
+  // All rows have been read, so their shared memory is free.
   if (op.partial != nullptr)
     store_channel_sums(sums, at, reinterpret_cast<float*>(dynamic_shared() + kRowSumBytes),
                        op.partial + int64_t{blockIdx.x} * 2 * op.dim);
@@ -143,17 +169,18 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
   const float *weight_ = floats(weight, dim), *bias_ = floats(bias, dim);
   const bool aligned =
       Alignment(storage, dim).rows({x_, y_, residual_, sum_}).values({weight_, bias_});
-  const int lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
+  const int chunks = row_chunks(dim, aligned), lanes = row_lanes(dim, chunks);
+  const int threads = row_threads(lanes), rows = threads / lanes;
   const Device device(x);
-  dispatch(storage, [&](auto type) {
+  dispatch_rows(storage, aligned, chunks, [&](auto type, auto aligned_, auto chunks_) {
     using T = decltype(type);
     launch(
-        layer_norm_fwd_kernel<T>, {(tokens + rows - 1) / rows, threads, kRowSumBytes},
-        device.stream(),
+        layer_norm_fwd_kernel<T, chunks_, aligned_>,
+        {(tokens + rows - 1) / rows, threads, kRowSumBytes}, device.stream(),
         Forward<T>{static_cast<const T*>(x_.data), static_cast<const T*>(residual_.data), weight_,
                    bias_, static_cast<T*>(sum_.data), static_cast<T*>(y_.data),
                    floats(mean, tokens), floats(rstd, tokens), x_.row_stride, residual_.row_stride,
-                   sum_.row_stride, y_.row_stride, tokens, static_cast<int>(dim), lanes, aligned,
+                   sum_.row_stride, y_.row_stride, tokens, static_cast<int>(dim), lanes,
                    static_cast<float>(eps), dropout_mask(seed, dropout_p)});
   });
 }
@@ -171,18 +198,27 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   const float* weight_ = floats(weight, dim);
   const bool aligned =
       Alignment(storage, dim).rows({sum_, dy_, dsum_, dx_, dresidual_}).values({weight_});
-  const int lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
   const Device device(sum);
-  const int64_t blocks = device.blocks((tokens + rows - 1) / rows, kResident / threads);
+  // The copies of 512 threads, or of 256 with three chunks, may be more than the device has.
+  const int64_t size = storage == Storage::f32 ? 4 : 2;
+  const auto of_block = [&](int chunks) {
+    return kRowSumBytes + row_threads(row_lanes(dim, chunks)) * 3 * (1 + tokens_ahead(size)) *
+                              chunks * kChunk * size;
+  };
+  const bool fast = aligned && of_block(row_chunks(dim, true)) <= device.shared();
+  const int chunks = row_chunks(dim, fast), lanes = row_lanes(dim, chunks);
+  const int threads = row_threads(lanes), rows = threads / lanes;
+  const int resident = chunks == 2 ? kMostThreads<2> : kMostThreads<3>;
+  const int64_t blocks = device.blocks((tokens + rows - 1) / rows, resident / threads);
   const bool sums = dweight.has_value() || dbias.has_value();
   std::optional<Tensor> partial;
   if (sums) partial = scratch(sum, blocks * 2 * dim);
-  dispatch(storage, [&](auto type) {
+  dispatch_rows(storage, fast, chunks, [&](auto type, auto fast_, auto chunks_) {
     using T = decltype(type);
-    launch(layer_norm_bwd_kernel<T>,
-           {blocks, threads,
-            kRowSumBytes + int64_t{threads} * kRowValues * static_cast<int64_t>(sizeof(float))},
-           device.stream(),
+    using Rows = Inputs<T, chunks_, fast_>;
+    static_assert(Rows::kThreadBytes >= chunks_ * kChunk * 4, "room for the sums of the end");
+    launch(layer_norm_bwd_kernel<T, chunks_, fast_>,
+           {blocks, threads, kRowSumBytes + threads * Rows::kThreadBytes}, device.stream(),
            Backward<T>{static_cast<const T*>(sum_.data), static_cast<const T*>(dy_.data),
                        static_cast<const T*>(dsum_.data), weight_, floats(mean, tokens),
                        floats(rstd, tokens), static_cast<T*>(dx_.data),

@@ -5,12 +5,10 @@
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
 //
 // A product of a small matrix (B, K) and a tall one (K, T D). Reading the states once bounds its
-// time. A block has a tile of tokens and channels (stream.h); the sums of all B rows stay in its
-// registers while it reads the K states. Of 2-byte states a multiprocessor of an H200 receives
-// about 9 values a cycle and starts 128 lanes of instructions: 14 for each value. B = 8 takes 8
-// FMA, one instruction to widen the value, one for the norm, and 2.5 for loads, addresses and the
-// loop, because what a thread reads of W and the norm serves 16 values. 7 stages in flight are 56
-// KB.
+// time. 16-bit states in aligned rows are multiplied on tensor cores, for up to 16 rows in one pass:
+// mix_dot.h. Here are the others. A block has a tile of tokens and channels (stream.h); the sums of
+// all B rows stay in its registers while it reads the K states. What a thread reads of W and the
+// norm serves 16 values. 7 stages in flight are 56 KB.
 //
 //      blockIdx    slice of 128 channels     tiles of 32 tokens; the blocks of a slice take turns
 //         0        channels   0 - 127        0, 2, 4, ...
@@ -18,9 +16,11 @@
 //         2        channels   0 - 127        1, 3, 5, ...
 //         3        channels 128 - 255        1, 3, 5, ...
 //
-// (K + B) T D values of memory for each eight rows, or for each four where rows are not aligned or
-// have a weight per channel. More than 128 states take several launches, with rounding in between;
-// fewer states do where a block has less than 195 KB of shared memory (94 on sm_80 with a norm).
+// (K + B) T D values of memory for each sixteen rows; for each eight in fp32, and for each four where
+// rows are not aligned or have a weight per channel. More than 128 states take several launches,
+// with rounding in between; fewer do where a block has less shared memory (94 fp32 states on sm_80
+// with a norm).
+#include "mix_dot.h"
 #include "stream.h"
 
 namespace deepfast {
@@ -28,7 +28,7 @@ namespace {
 
 // One block per multiprocessor: a thread may have 255 registers, of which 128 are sums.
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kMostRows = 8, kLines = 4;
+constexpr int kMostRows = 16, kLines = 4;
 
 template <class T>
 struct Mix {
@@ -156,22 +156,47 @@ __global__ void __launch_bounds__(kThreads, 1) mix_rows_kernel(const __grid_cons
   }
 }
 
-template <class T, int kRows, bool kGeneral>
-void launch_mix(const Device& device, Mix<T>& op, const Indices& sources, bool accumulate) {
-  using At = Layout<T, kRows>;
-  const int64_t fit = (device.shared() - At::kAffine) / At::kAffineBytes;
-  const size_t most = op.affine ? std::min<size_t>(Stream<T>::kMost, fit) : Stream<T>::kMost;
+template <class T, int kRows, bool kAffine>
+__global__ void __launch_bounds__(kThreads, 1)
+    mix_rows_dot_kernel(const __grid_constant__ Mix<T> op) {
+  mix_dot<T, kRows, kAffine>(op);
+}
+
+// Launches for at most `most` states each, with bytes(states) of shared memory.
+template <class T, class Bytes>
+void launch_mix(void (*kernel)(Mix<T>), const Device& device, Mix<T>& op, const Indices& sources,
+                bool accumulate, size_t most, const Bytes& bytes) {
   size_t k = 0;
   do {
     op.accumulate = accumulate || k > 0;
     op.from.count = static_cast<int>(std::min(most, sources.size() - k));
     for (int i = 0; i < op.from.count; ++i) op.from.slot[i] = static_cast<int32_t>(sources[k + i]);
     k += op.from.count;
-    launch(mix_rows_kernel<T, kRows, kGeneral>,
-           {stream_blocks(device, op.from), kThreads,
-            At::kAffine + int64_t{At::kAffineBytes} * (op.affine ? op.from.count : 1)},
+    launch(kernel, {stream_blocks(device, op.from), kThreads, bytes(op.from.count)},
            device.stream(), op);
   } while (k < sources.size());
+}
+
+template <class T, int kRows, bool kGeneral>
+void launch_fma(const Device& device, Mix<T>& op, const Indices& sources, bool accumulate) {
+  using At = Layout<T, kRows>;
+  const size_t fit = (device.shared() - At::kAffine) / At::kAffineBytes;
+  const size_t most = op.affine ? std::min<size_t>(Stream<T>::kMost, fit) : Stream<T>::kMost;
+  launch_mix(mix_rows_kernel<T, kRows, kGeneral>, device, op, sources, accumulate, most,
+             [&](int64_t states) {
+               return At::kAffine + int64_t{At::kAffineBytes} * (op.affine ? states : 1);
+             });
+}
+
+template <class T, int kRows>
+void launch_dot(const Device& device, Mix<T>& op, const Indices& sources, bool accumulate) {
+  using At = MixLayout<T, kRows>;
+  op.from.tile_tokens = kDotTokens;
+  const int64_t groups = (device.shared() - At::kWeights) / At::kGroup;
+  const size_t most = std::min<size_t>(Stream<T>::kMost, groups * kDotRows);
+  launch_mix(op.norm_weight != nullptr ? mix_rows_dot_kernel<T, kRows, true>
+                                       : mix_rows_dot_kernel<T, kRows, false>,
+             device, op, sources, accumulate, most, At::bytes);
 }
 
 void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
@@ -179,8 +204,8 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
               bool accumulate) {
   check_buffer(states);
   check_buffer(out, states);
-  DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: ", rows.size(), " rows and ",
-                 out_rows.size(), " places for them");
+  DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: expected ", rows.size(),
+                 " out_rows, one for each row, got ", out_rows.size());
   const Storage storage = storage_of(states);
   const int64_t dim = states.size(2);
   const Weights w(weight, Storage::f32, dim);
@@ -190,13 +215,18 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
   for (int64_t b : out_rows) slot(out, b);
   for (int64_t r : rows) w.offset(r, 0);
   for (int64_t k : sources) w.offset(0, k);
+  DEEPFAST_CHECK(states.size(1) * dim < int64_t{1} << 38,
+                 "mix_rows: expected a slot of fewer than 2^38 elements, got ",
+                 states.size(1) * dim);
   const bool aligned = Alignment(storage, dim).slots(states);
   const bool out_aligned = Alignment(storage, dim).slots(out), per_channel = w.width != 1;
   const Device device(states);
   dispatch(storage, [&](auto type) {
     using T = decltype(type);
-    const bool general = per_channel || !aligned || !out_aligned;
-    const size_t most = general ? 4 : kMostRows;
+    const bool half = sizeof(T) == 2;
+    const bool plain = !per_channel && aligned && out_aligned;
+    const bool dot = half && plain && MixLayout<T, 16>::bytes(kDotRows) <= device.shared();
+    const size_t most = dot ? kMostRows : plain && !half ? 8 : 4;
     for (size_t first = 0; first < rows.size(); first += most) {
       Mix<T> op{};
       op.rows = static_cast<int>(std::min(most, rows.size() - first));
@@ -213,10 +243,17 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
         op.row[b] = static_cast<int32_t>(rows[first + b]);
         op.out_row[b] = static_cast<int32_t>(out_rows[first + b]);
       }
-      const auto run = general        ? launch_mix<T, 4, true>
-                       : op.rows <= 4 ? launch_mix<T, 4, false>
-                                      : launch_mix<T, 8, false>;
-      run(device, op, sources, accumulate);
+      if constexpr (sizeof(T) == 2) {
+        const auto run = !dot           ? launch_fma<T, 4, true>
+                         : op.rows <= 8 ? launch_dot<T, 8>
+                                        : launch_dot<T, 16>;
+        run(device, op, sources, accumulate);
+      } else {
+        const auto run = !plain         ? launch_fma<T, 4, true>
+                         : op.rows <= 4 ? launch_fma<T, 4, false>
+                                        : launch_fma<T, 8, false>;
+        run(device, op, sources, accumulate);
+      }
     }
   });
 }

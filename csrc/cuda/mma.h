@@ -4,6 +4,7 @@
 //              a  four words: rows g, g+8, g, g+8; columns 2t, 2t+1 and, in the last two, 8 more
 //              b  two words: column g; rows 2t, 2t+1 and 8 more
 //              d  four values: rows g, g, g+8, g+8; columns 2t, 2t+1, 2t, 2t+1
+// fma_pair   a * b + c of the two 16-bit values in each word, rounded once.
 // load_tiles four (8, 8) tiles of 16-bit values in shared memory: lane l gives the address of row
 //            l % 8 of tile l / 8 and gets, of tile i, row g, columns 2t and 2t+1 in word i.
 // load_tiles_transposed
@@ -37,6 +38,22 @@ DEEPFAST_DEVICE void mma<f16>(float (&d)[4], const uint32_t (&a)[4], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+template <class T>
+DEEPFAST_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+DEEPFAST_DEVICE uint32_t fma_pair<bf16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <>
+DEEPFAST_DEVICE uint32_t fma_pair<f16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 DEEPFAST_DEVICE void load_tiles(uint32_t (&words)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -50,6 +67,16 @@ DEEPFAST_DEVICE void load_tiles_transposed(uint32_t (&words)[4], const void* row
                : "memory");
 }
 #endif
+
+// Splits the next part off two numbers; `rest` keeps the remainder, times `step`.
+template <class T>
+DEEPFAST_DEVICE uint32_t cut(Pair& rest, float step = 1.0f) {
+  const uint32_t part = pack<T>(rest.first, rest.second);
+  const Pair taken = unpack<T>(part);
+  rest.first = (rest.first - taken.first) * step;
+  rest.second = (rest.second - taken.second) * step;
+  return part;
+}
 
 }  // namespace deepfast
 

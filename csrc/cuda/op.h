@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <initializer_list>
+#include <type_traits>
 
 #include "../common/tensor.h"
 #include "device.h"
@@ -85,8 +86,23 @@ void dispatch(Storage storage, const F& f) {
     case Storage::f16:
       return f(f16{});
     default:
-      DEEPFAST_CHECK(false, "CUDA kernels compute in float32: expected a narrower dtype");
+      DEEPFAST_CHECK(false, "CUDA kernels: expected float32, bfloat16 or float16, got float64");
   }
+}
+
+// The same for kernels of rows: also with `aligned` and the chunks of a thread as types. Only
+// aligned rows have three chunks.
+template <class F>
+void dispatch_rows(Storage storage, bool aligned, int chunks, const F& f) {
+  using Two = std::integral_constant<int, 2>;
+  dispatch(storage, [&](auto type) {
+    if (!aligned)
+      f(type, std::false_type{}, Two{});
+    else if (chunks == 2)
+      f(type, std::true_type{}, Two{});
+    else
+      f(type, std::true_type{}, std::integral_constant<int, 3>{});
+  });
 }
 
 // Whether all rows of these tensors start at multiples of 16 bytes; null tensors do.
@@ -119,7 +135,7 @@ class Alignment {
 };
 
 inline void check_dim(int64_t dim) {
-  DEEPFAST_CHECK(dim <= kMostChannels, "CUDA kernels hold rows of at most ", kMostChannels,
+  DEEPFAST_CHECK(dim <= kMostChannels, "CUDA kernels: expected rows of at most ", kMostChannels,
                  " channels, got ", dim);
 }
 

@@ -38,16 +38,6 @@ struct Parts<f16> {
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
-// Splits the next part off two numbers; `rest` keeps the remainder.
-template <class T>
-DEEPFAST_DEVICE uint32_t cut(Pair& rest) {
-  const uint32_t part = pack<T>(rest.first, rest.second);
-  const Pair taken = unpack<T>(part);
-  rest.first = (rest.first - taken.first) * Parts<T>::kStep;
-  rest.second = (rest.second - taken.second) * Parts<T>::kStep;
-  return part;
-}
-
 // A stage: a tile of all z, or of the next sixteen gradients.
 template <class T>
 struct DotCopies {
@@ -143,7 +133,8 @@ DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
     Pair rest = {weight(l, j) * scale, weight(l + 1, j) * scale};
 #pragma unroll
     for (int p = 0; p < 3; ++p)
-      parts[((i / kWarp / 2 * 3 + p) * 2 + i / kWarp % 2) * kWarp + i % kWarp] = cut<T>(rest);
+      parts[((i / kWarp / 2 * 3 + p) * 2 + i / kWarp % 2) * kWarp + i % kWarp] =
+          cut<T>(rest, Parts<T>::kStep);
   }
   return back;
 }
@@ -184,8 +175,8 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
       const float second = fmaf(n.second, norm_weight[pair].second, norm_bias[pair].second);
       Pair rest = {exists ? first * Parts<T>::kStates : 0.0f,
                    exists ? second * Parts<T>::kStates : 0.0f};
-      z[0][pair / 2][pair % 2] = cut<T>(rest);
-      z[1][pair / 2][pair % 2] = cut<T>(rest);
+      z[0][pair / 2][pair % 2] = cut<T>(rest, Parts<T>::kStep);
+      z[1][pair / 2][pair % 2] = cut<T>(rest, Parts<T>::kStep);
     }
   }
 }

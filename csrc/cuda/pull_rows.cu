@@ -90,7 +90,8 @@ template <class T>
 void launch_pull_dot(const Device& device, Pull<T>& op, const OptionalTensor& dweight) {
   const int64_t shared = DotLayout<T>::bytes(op.from.count);
   const int64_t tiles = (op.from.tokens * op.from.dim + kDotTile - 1) / kDotTile;
-  DEEPFAST_CHECK(tiles < int64_t{1} << 31, "too many tokens: ", op.from.tokens);
+  DEEPFAST_CHECK(tiles < int64_t{1} << 31,
+                 "pull_rows: expected fewer than 2^31 tiles of 512 elements, got ", tiles);
   const int64_t blocks = device.blocks(tiles, 2 * shared <= device.shared() ? 2 : 1);
   run_pull(pull_rows_dot_kernel<T>, device, {blocks, kPullThreads, shared}, blocks, op, dweight);
 }
@@ -101,10 +102,10 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   check_buffer(states);
   check_buffer(grads, states);
   check_buffer(out, states);
-  DEEPFAST_CHECK(rows.size() == grad_slots.size(), "pull_rows: ", rows.size(), " rows and ",
-                 grad_slots.size(), " gradients");
-  DEEPFAST_CHECK(sources.size() == out_rows.size(), "pull_rows: ", sources.size(), " sources and ",
-                 out_rows.size(), " places for them");
+  DEEPFAST_CHECK(rows.size() == grad_slots.size(), "pull_rows: expected ", rows.size(),
+                 " grad_slots, one for each row, got ", grad_slots.size());
+  DEEPFAST_CHECK(sources.size() == out_rows.size(), "pull_rows: expected ", sources.size(),
+                 " out_rows, one for each source, got ", out_rows.size());
   const Storage storage = storage_of(states);
   const int64_t dim = states.size(2);
   const Weights w(weight, Storage::f32, dim);

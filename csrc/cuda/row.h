@@ -1,27 +1,37 @@
 // A row of channels across threads: its layout, loads, stores, sums over the row.
 //
-// `lanes` threads, a power of two, hold a row of D channels, two chunks of eight each:
+// `lanes` threads, a power of two, hold a row of D channels, kChunks chunks of eight each:
 //
 //      lane        0        1     ...  lanes-1 |   0        1     ...  lanes-1
 //      channels  0 .. 7   8 .. 15  ...         |  8*lanes ...                    (zeros from D on)
 //
 // So a warp's loads are whole cache lines. With up to 32 lanes a warp holds 32 / lanes rows. With
-// more, a block holds one row and its warps exchange their sums in shared memory.
+// more, a block holds one row and its warps exchange their sums in shared memory. kChunks is 2, or
+// 3 where fewer lanes stay idle: 768 channels are 3 chunks of 32 lanes.
 #pragma once
 
 #include "vector.h"
 
 namespace deepfast {
 
-constexpr int kRowChunks = 2, kRowValues = kRowChunks * kChunk;
 constexpr int kMostLanes = 512;
-constexpr int64_t kMostChannels = int64_t{kMostLanes} * kRowValues;
+constexpr int64_t kMostChannels = int64_t{kMostLanes} * 2 * kChunk;
+// Threads that a block may have: 65536 registers leave 128 for each of 512.
+template <int kChunks>
+constexpr int kMostThreads = kChunks == 2 ? kMostLanes : kMostLanes / 2;
 
 // Threads that share a row of `dim` channels.
-inline int row_lanes(int64_t dim) {
+inline int row_lanes(int64_t dim, int chunks) {
   int lanes = 1;
-  while (lanes < kMostLanes && int64_t{lanes} * kRowValues < dim) lanes *= 2;
+  while (lanes < kMostLanes && int64_t{lanes} * chunks * kChunk < dim) lanes *= 2;
   return lanes;
+}
+
+// Chunks of a thread. Rows that are not aligned always have two.
+inline int row_chunks(int64_t dim, bool aligned) {
+  const int lanes = row_lanes(dim, 3);
+  const bool fewer = lanes <= kMostThreads<3> && 3 * lanes < 2 * row_lanes(dim, 2);
+  return aligned && fewer ? 3 : 2;
 }
 
 // Threads of a block: four warps, or as many as one row takes.
@@ -36,9 +46,14 @@ constexpr int kRowSumBytes = 2 * (kMostLanes / kWarp) * 4 * static_cast<int>(siz
 struct Lane {
   int dim, lanes, lane;
   bool aligned;
+  float one_by_dim;
 
   DEEPFAST_DEVICE Lane(int dim_, int lanes_, bool aligned_)
-      : dim(dim_), lanes(lanes_), lane(threadIdx.x & (lanes_ - 1)), aligned(aligned_) {}
+      : dim(dim_),
+        lanes(lanes_),
+        lane(threadIdx.x & (lanes_ - 1)),
+        aligned(aligned_),
+        one_by_dim(1.0f / static_cast<float>(dim_)) {}
 
   DEEPFAST_DEVICE int row_in_block() const { return threadIdx.x / lanes; }
   DEEPFAST_DEVICE int rows_per_block() const { return blockDim.x / lanes; }
@@ -46,62 +61,72 @@ struct Lane {
   DEEPFAST_DEVICE int chunk(int c) const { return c * lanes + lane; }
   DEEPFAST_DEVICE int channel(int c) const { return chunk(c) * kChunk; }
   DEEPFAST_DEVICE int count(int c) const { return dim - channel(c); }
+  // Whether value i of chunk c is in the row. An aligned row has all of a chunk or none of it.
+  DEEPFAST_DEVICE bool has(int c, int i) const { return aligned ? count(c) > 0 : i < count(c); }
 };
 
 // A thread's part of a row, as stored: several can be in flight before one is used.
-template <class T>
+template <class T, int kChunks>
 struct RowChunks {
-  Chunk<T> chunk[kRowChunks];
+  Chunk<T> chunk[kChunks];
 };
 
 // `row` points to channel 0; a row that does not exist (`exists` false) is zeros.
-template <class T>
-DEEPFAST_DEVICE RowChunks<T> load_row(const T* row, const Lane& at, bool exists = true) {
-  RowChunks<T> r;
+template <int kChunks, class T>
+DEEPFAST_DEVICE RowChunks<T, kChunks> load_row(const T* row, const Lane& at, bool exists = true) {
+  RowChunks<T, kChunks> r;
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c)
+  for (int c = 0; c < kChunks; ++c)
     r.chunk[c] = load_chunk(row + at.channel(c), exists ? at.count(c) : 0, at.aligned);
   return r;
 }
 
-template <class T>
-DEEPFAST_DEVICE void widen(const RowChunks<T>& r, float (&v)[kRowChunks][kChunk]) {
+template <class T, int kChunks>
+DEEPFAST_DEVICE void widen(const RowChunks<T, kChunks>& r, float (&v)[kChunks][kChunk]) {
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) widen(r.chunk[c], v[c]);
+  for (int c = 0; c < kChunks; ++c) widen(r.chunk[c], v[c]);
 }
 
-template <class T>
+template <class T, int kChunks>
 DEEPFAST_DEVICE void load_row(const T* row, const Lane& at, bool exists,
-                              float (&v)[kRowChunks][kChunk]) {
-  widen(load_row(row, at, exists), v);
+                              float (&v)[kChunks][kChunk]) {
+  widen(load_row<kChunks>(row, at, exists), v);
 }
 
-template <class T>
-DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists, const RowChunks<T>& r) {
+template <class T, int kChunks>
+DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
+                               const RowChunks<T, kChunks>& r) {
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c)
+  for (int c = 0; c < kChunks; ++c)
     store_chunk(row + at.channel(c), exists ? at.count(c) : 0, at.aligned, r.chunk[c]);
 }
 
-template <class T>
-DEEPFAST_DEVICE RowChunks<T> narrow_row(const float (&v)[kRowChunks][kChunk]) {
-  RowChunks<T> r;
+template <class T, int kChunks>
+DEEPFAST_DEVICE RowChunks<T, kChunks> narrow_row(const float (&v)[kChunks][kChunk]) {
+  RowChunks<T, kChunks> r;
 #pragma unroll
-  for (int c = 0; c < kRowChunks; ++c) r.chunk[c] = narrow<T>(v[c]);
+  for (int c = 0; c < kChunks; ++c) r.chunk[c] = narrow<T>(v[c]);
   return r;
 }
 
-template <class T>
+template <class T, int kChunks>
 DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
-                               const float (&v)[kRowChunks][kChunk]) {
+                               const float (&v)[kChunks][kChunk]) {
   store_row(row, at, exists, narrow_row<T>(v));
 }
 
-// Loops over a thread's sixteen values, chunk c and index i in it. Unrolled, so they stay in
-// registers.
-#define DEEPFAST_EACH(c, i)                              \
-  _Pragma("unroll") for (int c = 0; c < kRowChunks; ++c) \
+// Loops over the values of a thread that has kChunks chunks, chunk c and index i in it. Unrolled,
+// so they stay in registers.
+#define DEEPFAST_EACH(c, i)                           \
+  _Pragma("unroll") for (int c = 0; c < kChunks; ++c) \
       _Pragma("unroll") for (int i = 0; i < kChunk; ++i)
+
+template <class T, int kChunks>
+DEEPFAST_DEVICE void add_row(float (&v)[kChunks][kChunk], const RowChunks<T, kChunks>& row) {
+  float r[kChunks][kChunk];
+  widen(row, r);
+  DEEPFAST_EACH(c, i) v[c][i] += r[c][i];
+}
 
 // Sums over the threads of a row, in one order: each thread gets the same bits, in every run. Every
 // thread of the block takes part in each sum, with zeros if it has no row. With `kApart`, several
@@ -158,54 +183,63 @@ struct Moments {
   float mean, rstd;
 };
 
+DEEPFAST_DEVICE float reciprocal_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return rsqrtf(x);
+#else
+  return 1.0f / sqrtf(x);
+#endif
+}
+
 // Turns a row into (v - mean) * rstd, zeros behind its end, in two passes over the registers. The
 // second pass sums both d = v - mean and d^2. The first sum is tiny and corrects the mean. It
 // corrects the variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0.
-template <class Sum>
-DEEPFAST_DEVICE Moments normalise(float (&v)[kRowChunks][kChunk], const Lane& at, Sum& row_sum,
+template <class Sum, int kChunks>
+DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, Sum& row_sum,
                                   float eps) {
   float total[1] = {0.0f};
   DEEPFAST_EACH(c, i) total[0] += v[c][i];
   row_sum(total);
-  const float n = static_cast<float>(at.dim), rough = total[0] / n;
+  const float rough = total[0] * at.one_by_dim;
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
-    v[c][i] = i < at.count(c) ? v[c][i] - rough : 0.0f;
+    if (at.has(c, i)) v[c][i] -= rough;
     sums[0] += v[c][i];
     sums[1] += v[c][i] * v[c][i];
   }
   row_sum(sums);
-  const float rest = sums[0] / n;
-  const float rstd = 1.0f / sqrtf(fmaxf(sums[1] / n - rest * rest, 0.0f) + eps);
-  DEEPFAST_EACH(c, i) v[c][i] = i < at.count(c) ? (v[c][i] - rest) * rstd : 0.0f;
+  const float rest = sums[0] * at.one_by_dim;
+  const float rstd = reciprocal_root(fmaxf(sums[1] * at.one_by_dim - rest * rest, 0.0f) + eps);
+  DEEPFAST_EACH(c, i) {
+    if (at.has(c, i)) v[c][i] = (v[c][i] - rest) * rstd;
+  }
   return {rough + rest, rstd};
 }
 
-// Overwrites the gradient of the result n with the gradient before normalisation; both are zeros
-// behind the row's end.
-template <class Sum>
-DEEPFAST_DEVICE void norm_backward(float (&d)[kRowChunks][kChunk],
-                                   const float (&n)[kRowChunks][kChunk], float rstd, const Lane& at,
-                                   Sum& row_sum) {
+// Overwrites the gradient of the result n with the gradient before normalisation; d is zero behind
+// the row's end.
+template <class Sum, int kChunks>
+DEEPFAST_DEVICE void norm_backward(float (&d)[kChunks][kChunk], const float (&n)[kChunks][kChunk],
+                                   float rstd, const Lane& at, Sum& row_sum) {
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
     sums[0] += d[c][i];
     sums[1] += d[c][i] * n[c][i];
   }
   row_sum(sums);
-  const float mean = sums[0] / static_cast<float>(at.dim);
-  const float slope = sums[1] / static_cast<float>(at.dim);
+  const float mean = sums[0] * at.one_by_dim, slope = sums[1] * at.one_by_dim;
   DEEPFAST_EACH(c, i) {
-    d[c][i] = i < at.count(c) ? rstd * (d[c][i] - mean - n[c][i] * slope) : 0.0f;
+    if (at.has(c, i)) d[c][i] = rstd * (d[c][i] - mean - n[c][i] * slope);
   }
 }
 
 // Adds up `N` sums of the rows of a block, channel by channel, and writes them to out[n * dim + d]:
-// rows of the block in their order. `scratch`: threads * kRowValues floats of shared memory.
-template <int N>
-DEEPFAST_DEVICE void store_channel_sums(const float (&sum)[N][kRowChunks][kChunk], const Lane& at,
+// rows of the block in their order. `scratch`: kChunks * kChunk floats of shared memory for each
+// thread.
+template <int N, int kChunks>
+DEEPFAST_DEVICE void store_channel_sums(const float (&sum)[N][kChunks][kChunk], const Lane& at,
                                         float* scratch, float* out) {
-  const int rows = at.rows_per_block(), width = at.lanes * kRowValues;
+  const int rows = at.rows_per_block(), width = at.lanes * kChunks * kChunk;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     __syncthreads();

@@ -17,12 +17,11 @@ struct SourceList {
   const float *weight, *norm_weight, *norm_bias;
   float *mean, *rstd;
   bool per_channel, aligned;
-  int lanes, threads, rows;
 
   SourceList(const std::vector<Tensor>& sources, const Tensor& weight_,
              const OptionalTensor& norm_weight_, const OptionalTensor& norm_bias_, bool norm,
              const OptionalTensor& mean_, const OptionalTensor& rstd_) {
-    DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source");
+    DEEPFAST_CHECK(!sources.empty(), "depth_mix: expected at least one source, got none");
     DEEPFAST_CHECK(sources[0].dim() == 2 && sources[0].size(1) > 0,
                    "depth_mix: expected sources of shape (T, D)");
     storage = storage_of(sources[0]);
@@ -33,16 +32,22 @@ struct SourceList {
     weights = count * (per_channel ? dim : 1);
     weight = floats(OptionalTensor(weight_), weights);
     norm_weight = floats(norm_weight_, count * dim), norm_bias = floats(norm_bias_, count * dim);
-    DEEPFAST_CHECK(tokens < int64_t{1} << 29, "depth_mix: too many tokens: ", tokens);
+    DEEPFAST_CHECK(tokens < int64_t{1} << 29, "depth_mix: expected fewer than 2^29 tokens, got ",
+                   tokens);
     DEEPFAST_CHECK(!norm || (mean_.has_value() && rstd_.has_value()),
-                   "depth_mix: mean or rstd is missing");
+                   "depth_mix: expected mean and rstd with norm, got None");
     mean = norm ? floats(mean_, count * tokens) : nullptr;
     rstd = norm ? floats(rstd_, count * tokens) : nullptr;
     aligned =
         Alignment(storage, dim).values({per_channel ? weight : nullptr, norm_weight, norm_bias});
     source = matrices(sources);
-    lanes = row_lanes(dim), threads = row_threads(lanes), rows = threads / lanes;
   }
+  // How threads hold a row, once all tensors are known.
+  int chunks() const { return row_chunks(dim, aligned); }
+  int lanes() const { return row_lanes(dim, chunks()); }
+  int threads() const { return row_threads(lanes()); }
+  int rows() const { return threads() / lanes(); }
+
   // Another (T, D) tensor of the call.
   Matrix one(const Tensor& t) {
     const Matrix m = matrix(t, storage, tokens, dim);
@@ -68,8 +73,7 @@ struct SourceList {
     op.weight = from(weight, first, per_channel ? dim : 1);
     op.norm_weight = from(norm_weight, first, dim);
     op.mean = from(mean, first, tokens), op.rstd = from(rstd, first, tokens);
-    op.tokens = tokens, op.dim = static_cast<int>(dim), op.lanes = lanes;
-    op.one_by_dim = static_cast<float>(1.0 / static_cast<double>(dim));
+    op.tokens = tokens, op.dim = static_cast<int>(dim), op.lanes = lanes();
     op.per_channel = per_channel;
     return op.sources;
   }

@@ -456,6 +456,15 @@ struct Pair;
 template <class T>
 Pair unpack(uint32_t bits);
 
+template <class T>
+uint32_t pack(float first, float second);
+template <class T>
+uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  const auto x = unpack<T>(a), y = unpack<T>(b), z = unpack<T>(c);
+  return pack<T>(static_cast<float>(double(x.first) * y.first + z.first),
+                 static_cast<float>(double(x.second) * y.second + z.second));
+}
+
 struct MmaOperands {
   uint32_t a[4], b[2];
 };

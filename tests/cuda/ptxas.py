@@ -35,8 +35,9 @@ with these numbers. Otherwise the numbers would be the same.
 Sources {sources}.
 
 *registers* per thread, bytes of *stack* frame, *spills* in bytes stored and loaded; *threads* of a
-block and its bytes of *shared* memory in a launch at D = 512, or at 508 and 509 for rows that are
-not aligned; *resident* the warps that a multiprocessor holds at once, of 64.
+block and its bytes of *shared* memory in a launch at D = 512, at 768 for three chunks a thread, or
+at 508 and 509 for rows that are not aligned; *resident* the warps that a multiprocessor holds at
+once, of 64.
 
 """
 
@@ -137,8 +138,15 @@ LAUNCHES = """
 import sys, torch
 from bench.gpu.launches import every_launch
 torch.ops.load_library(sys.argv[1])
-for dim in 512, 508, 509:
-    every_launch(torch.ops.deepfast_emulated, "cpu", 2, dim)
+ops = torch.ops.deepfast_emulated
+for dim in 512, 768, 508, 509:
+    every_launch(ops, "cpu", 2, dim)
+# A far pass over states without norms.
+for dtype in torch.bfloat16, torch.float16:
+    states = torch.zeros(20, 2, 512, dtype=dtype)
+    for rows in range(8), range(16):
+        rows = list(rows)
+        ops.mix_rows(states, [16], torch.ones(20, 20), rows, None, None, states, rows, False)
 """
 
 

@@ -73,11 +73,14 @@ void dropout_factors_op(OptionalTensor seed, double p, Tensor out) {
   data<double>(out)[0] = factors.threshold, data<double>(out)[1] = factors.scale;
 }
 
-// Lanes of a row and threads of its block, for each of `dims`.
-void row_op(Tensor dims, Tensor lanes, Tensor threads) {
+// Chunks and lanes of a row and threads of its block, for each of `dims`.
+void row_op(Tensor dims, bool aligned, Tensor chunks, Tensor lanes, Tensor threads) {
   for (int64_t i = 0; i < dims.numel(); ++i) {
-    data<int64_t>(lanes)[i] = row_lanes(data<int64_t>(dims)[i]);
-    data<int64_t>(threads)[i] = row_threads(row_lanes(data<int64_t>(dims)[i]));
+    const int64_t dim = data<int64_t>(dims)[i];
+    const int count = row_chunks(dim, aligned), own = row_lanes(dim, count);
+    data<int64_t>(chunks)[i] = count;
+    data<int64_t>(lanes)[i] = own;
+    data<int64_t>(threads)[i] = row_threads(own);
   }
 }
 
@@ -88,7 +91,9 @@ STABLE_TORCH_LIBRARY(deepfast_device_functions, m) {
   m.def("narrow(Tensor values, bool half, Tensor(a!) out) -> ()");
   m.def("drop(Tensor(a!) x, Tensor seed, int first, float p) -> ()");
   m.def("dropout_factors(Tensor? seed, float p, Tensor(a!) out) -> ()");
-  m.def("row(Tensor dims, Tensor(a!) lanes, Tensor(b!) threads) -> ()");
+  m.def(
+      "row(Tensor dims, bool aligned, Tensor(a!) chunks, Tensor(b!) lanes, Tensor(c!) threads) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(deepfast_device_functions, CPU, m) {

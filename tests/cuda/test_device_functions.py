@@ -168,21 +168,32 @@ def test_dropout_without_a_seed_is_an_error(functions):
         functions.dropout_factors(None, 0.1, out)
 
 
-def test_every_channel_has_one_owner(functions):
-    dims = torch.arange(1, 8193)
-    lanes, threads = torch.empty_like(dims), torch.empty_like(dims)
-    functions.row(dims, lanes, threads)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_every_channel_has_one_owner(aligned, functions):
+    dims = torch.arange(8, 8193, 8) if aligned else torch.arange(1, 8193)
+    chunks, lanes, threads = (torch.empty_like(dims) for _ in range(3))
+    functions.row(dims, aligned, chunks, lanes, threads)
     assert (lanes & (lanes - 1) == 0).all()
-    # Lane l holds channels 8 (c lanes + l) and on, c = 0, 1: each number below 16 lanes once.
-    assert (16 * lanes >= dims).all()
-    for count in lanes.unique().tolist():
+    assert set(chunks.tolist()) == ({2, 3} if aligned else {2})
+    # Lane l holds channels 8 (c lanes + l) and on, c below `chunks`: each number below 8 chunks
+    # lanes once.
+    assert (8 * chunks * lanes >= dims).all()
+    for count, many in torch.stack([lanes, chunks], 1).unique(dim=0).tolist():
         lane, c, i = torch.meshgrid(
-            torch.arange(count), torch.arange(2), torch.arange(8), indexing="ij"
+            torch.arange(count), torch.arange(many), torch.arange(8), indexing="ij"
         )
         owned = 8 * (c * count + lane) + i
-        assert torch.equal(owned.flatten().sort().values, torch.arange(16 * count))
-    # No more lanes than a row needs, whole rows in a block, whole warps, at most 512 threads.
-    assert ((8 * lanes < dims) | (lanes == 1)).all()
+        assert torch.equal(owned.flatten().sort().values, torch.arange(8 * many * count))
+    # No more lanes than a row needs, whole rows in a block, whole warps, at most as many threads as
+    # registers leave room for.
+    assert ((4 * chunks * lanes < dims) | (lanes == 1)).all()
     assert (threads % lanes == 0).all()
     assert (threads % 32 == 0).all()
-    assert ((threads >= 128) & (threads <= 512)).all()
+    assert ((threads >= 128) & (threads <= torch.where(chunks == 2, 512, 256))).all()
+
+
+def test_few_lanes_are_idle(functions):
+    dims = torch.tensor([512, 640, 768, 1024, 1536, 3072, 6144])
+    chunks, lanes, threads = (torch.empty_like(dims) for _ in range(3))
+    functions.row(dims, True, chunks, lanes, threads)
+    assert (8 * chunks * lanes).tolist() == [512, 768, 768, 1024, 1536, 3072, 6144]

@@ -1,0 +1,315 @@
+"""How near to a plain copy the CUDA kernels can come, counted from their machine code.
+
+    python tests/cuda/limits.py                                     # prints the table
+    python tests/cuda/limits.py --write bench/results/limits.md
+
+Nothing is measured. The kernels are compiled for sm_90, and the instructions of a kernel's loop
+over tokens are counted, each inner loop as often as it runs.
+"""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+ptxas = module(Path(__file__).with_name("ptxas.py"))
+ARCHITECTURE = 90
+
+# ---- what is assumed of a chip -------------------------------------------------------------------
+
+# Bytes a second of a copy: 0.9 of the datasheet's 3.35e12 and 4.8e12.
+COPIES = {"H100": 3.0e12, "H200": 4.3e12}
+MULTIPROCESSORS, CLOCK, SCHEDULERS = 132, 1.755e9, 4
+# Cycles from a load of device memory to its value, in a busy chip.
+LATENCY = 900
+# Cycles to the result of other instructions whose time is not fixed; to that of the rest.
+RESULT = {"LDG": LATENCY, "LDS": 33, "LDSM": 36, "SHFL": 26, "MUFU": 24, "LDC": 40, "HMMA": 35}
+OTHER_RESULT = 22
+# Cycles in which shared memory serves 32 lanes: 128 bytes in each.
+SHARED_CYCLES = {32: 1, 64: 2, 128: 4}
+
+HEADER = """\
+# Computed, not measured: how near to a copy the CUDA kernels can come
+
+`python tests/cuda/limits.py --write bench/results/limits.md`, nvcc {version}, sm_90.
+
+For a token of D = 512 channels in bf16, of the machine code of the loop over tokens, each inner
+loop as often as it runs:
+
+- *bytes* to and from device memory;
+- *slots*: the instructions that warps start;
+- *alone*: the cycles that a pass takes if a warp has the multiprocessor for itself, from the waits
+  that the compiler wrote into each instruction, with {latency} cycles for a load of device memory;
+- *shared*: the cycles in which shared memory is busy.
+
+Left out: what a block does once, and code that aligned rows of one warp never reach: barriers
+between the warps of a row, accesses of single 16-bit values, slow paths of divisions.
+
+A copy moves the bytes at its rate. The *fraction* is its time over the longest of
+
+- the copy itself;
+- *warps*: of W resident warps one row takes (alone + slots (W / 4 - 1)) / W cycles if a warp waits
+  for all others of its scheduler in each pass;
+- *shared*: the cycles of shared memory;
+- *latency*: the bytes in flight must cover {latency} cycles of the copy's reads (Little's law).
+
+Assumed: {chips} for a copy; {count} multiprocessors at {clock:.3f} GHz. The latencies are guesses
+until a GPU has run the kernels; the counts are not.
+
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A launch whose loop over tokens is counted."""
+
+    source: str
+    kernel: str
+    what: str
+    dim: int = 512
+    tokens: float = 1
+    """Tokens that a warp finishes in one pass of the loop."""
+    loops: tuple[float, ...] = ()
+    """How often each inner loop runs in one pass, in the order of the code."""
+    rows_read: int
+    rows_written: int
+    ahead: float
+    """Rows of the token's operands that a warp has in flight at once."""
+    warps: int
+    """Warps of a multiprocessor."""
+    looped: bool = True
+    """Whether the kernel has a loop over tokens; else all of it is counted."""
+
+
+# ---- reading machine code ------------------------------------------------------------------------
+
+LINE = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);[^\n]*\n"
+    r"\s+/\* 0x([0-9a-f]{16}) \*/",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    opcode: str
+    operands: str
+    control: int
+    """From bit 0: 4 bits of stall, a yield bit, 3 bits each for the results written and the
+    operands read, 6 bits of a wait mask. As in the machine code since Volta, from bit 41 of the
+    second word on."""
+
+    @property
+    def first(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
+        return int(found[1], 16) if self.first == "BRA" and found else None
+
+    @property
+    def unusual(self) -> bool:
+        """Whether a row of one warp, of aligned 16-bit values, never gets here."""
+        narrow = self.first in ("LDG", "STG") and ".U16" in self.opcode
+        return narrow or self.first in ("BAR", "CALL")
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """Those of one function, as cuobjdump prints it."""
+    return [
+        Instruction(int(m[1], 16), m[2], m[3], int(m[4], 16) >> 41) for m in LINE.finditer(listing)
+    ]
+
+
+def functions(cubin: Path) -> dict[str, list[Instruction]]:
+    """The instructions of each kernel by its short name."""
+    tool = next(Path(module_folder("triton"), "backends/nvidia/bin").glob("cuobjdump"))
+    done = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
+    parts = re.split(r"^\s*Function : (\S+)\n", done.stdout, flags=re.MULTILINE)[1:]
+    names = map(ptxas.short, ptxas.demangled(parts[::2]))
+    return {name: instructions(body) for name, body in zip(names, parts[1::2], strict=True)}
+
+
+def module_folder(name: str) -> str:
+    return importlib.util.find_spec(name).submodule_search_locations[0]
+
+
+def usual(code: list[Instruction]) -> list[Instruction]:
+    """Without the smallest stretch around each unusual instruction that a branch jumps over."""
+    jumps = [(i.address, i.target) for i in code if i.target is not None and i.target > i.address]
+    skipped = []
+    for odd in (i.address for i in code if i.unusual):
+        around = [(b - a, a, b) for a, b in jumps if a < odd < b]
+        if around:
+            skipped.append(min(around)[1:])
+    return [i for i in code if not any(a < i.address < b for a, b in skipped)]
+
+
+def loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """First and last address of every loop."""
+    found: dict[int, int] = {}
+    for i in code:
+        if i.target is not None and i.target <= i.address:
+            found[i.target] = max(found.get(i.target, 0), i.address)
+    return sorted(found.items())
+
+
+def weighted(code: list[Instruction], case: Case) -> list[tuple[Instruction, float]]:
+    """The instructions of the loop over tokens, and how often each runs in one pass."""
+    begin, end = 0, max(i.address for i in code if i.first == "EXIT")
+    if case.looped:
+        begin, end = max(loops(code), key=lambda span: span[1] - span[0])
+    body = usual([i for i in code if begin <= i.address <= end])
+    inner = [span for span in loops(body) if span != (begin, end)]
+    if len(inner) != len(case.loops):
+        raise SystemExit(
+            f"{case.kernel}: expected {len(case.loops)} inner loops, got {len(inner)}:"
+            f" {[(hex(a), hex(b)) for a, b in inner]}"
+        )
+    times = dict(zip(inner, case.loops, strict=True))
+
+    def weight(address: int) -> float:
+        runs = 1.0
+        for (a, b), often in times.items():
+            runs *= often if a <= address <= b else 1.0
+        return runs
+
+    return [(i, weight(i.address)) for i in body]
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def alone(code: list[tuple[Instruction, float]]) -> float:
+    """Cycles that one warp takes for these instructions without any other warp.
+
+    An instruction starts when the results that its wait mask names have come. Where it ends its
+    own result comes after `RESULT`, and the next one starts after its stall.
+    """
+    now, total, ready = 0, 0.0, dict.fromkeys(range(6), 0)
+    for i, runs in code:
+        before = now
+        now = max([now, *(ready[b] for b in range(6) if i.control >> 11 + b & 1)])
+        written, read = i.control >> 5 & 7, i.control >> 8 & 7
+        if written < 6:
+            ready[written] = max(ready[written], now + RESULT.get(i.first, OTHER_RESULT))
+        if read < 6:
+            ready[read] = max(ready[read], now + OTHER_RESULT)
+        now += max(1, i.control & 15)
+        total += (now - before) * runs
+    return total
+
+
+def count(code: list[Instruction], case: Case) -> dict[str, float]:
+    """Slots, cycles alone and cycles of shared memory for a token."""
+    body, shared = weighted(code, case), 0.0
+    for i, runs in body:
+        if i.first in ("LDS", "STS", "LDSM", "LDGSTS"):
+            bits = 128 if i.first == "LDSM" else ptxas.sass.width(i.opcode)
+            shared += runs * SHARED_CYCLES[bits]
+    found = {"slots": sum(runs for _, runs in body), "alone": alone(body), "shared": shared}
+    return {name: number / case.tokens for name, number in found.items()}
+
+
+def fractions(case: Case, counted: dict[str, float], chip: str) -> dict[str, float]:
+    """The time of a copy over the time that each limit asks for."""
+    rate = COPIES[chip] / (MULTIPROCESSORS * CLOCK)
+    rows, row = case.rows_read + case.rows_written, case.dim * 2
+    copy, others = rows * row / rate, case.warps / SCHEDULERS - 1
+    return {
+        "warps": copy * case.warps / (counted["alone"] + counted["slots"] * others),
+        "shared": copy / max(counted["shared"], 1),
+        "latency": case.warps * case.ahead * row / (LATENCY * rate * case.rows_read / rows),
+    }
+
+
+def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
+    build, cubin = ptxas.build, Path(folder, f"{source}.cubin")
+    code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
+    command = [build.find_nvcc(), *build.cuda_flags([]), "-cubin", code]
+    path = ROOT / "csrc" / "cuda" / f"{source}.cu"
+    subprocess.run([*command, path, "-o", cubin], check=True, capture_output=True)
+    return functions(cubin)
+
+
+COLUMNS = ("kernel", "case", "bytes", "slots", "alone", "shared", "warps", "in flight", "limit")
+
+
+def table(cases: list[Case]) -> str:
+    columns = (*COLUMNS, *COPIES)
+    lines = [columns, ["---"] * len(columns)]
+    with tempfile.TemporaryDirectory() as folder:
+        code = {source: compiled(source, folder) for source in sorted({c.source for c in cases})}
+    for case in cases:
+        counted = count(code[case.source][case.kernel], case)
+        limits = {chip: fractions(case, counted, chip) for chip in COPIES}
+        nearest = min(limits["H200"], key=limits["H200"].__getitem__)
+        row = case.dim * 2
+        lines.append((
+            case.kernel, case.what, str((case.rows_read + case.rows_written) * row),
+            *(f"{counted[name]:.0f}" for name in ("slots", "alone", "shared")), str(case.warps),
+            f"{case.warps * case.ahead * row / 1024:.0f} KB",
+            nearest if limits["H200"][nearest] < 1 else "copy",
+            *(f"{min(1, *limits[chip].values()):.2f}" for chip in COPIES),
+        ))  # fmt: skip
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# K near states with the pushed one, P pulls with the row itself.
+BOUNDARY = {
+    "source": "boundary", "kernel": "boundary_fwd_kernel<bf16,1,2>", "rows_written": 3, "ahead": 5,
+    "warps": 16,
+}  # fmt: skip
+BACKWARD = BOUNDARY | {
+    "source": "boundary_backward", "kernel": "boundary_bwd_kernel<bf16,1,2>", "warps": 8,
+}  # fmt: skip
+NORM = {"source": "layer_norm", "what": "residual, dropout", "rows_written": 2}
+CASES = [
+    Case(**BOUNDARY, what="K=4", loops=(3,), rows_read=6),
+    Case(**BOUNDARY, what="K=8", loops=(7,), rows_read=10),
+    Case(**BACKWARD, what="K=4 P=4", loops=(3, 4), rows_read=11),
+    Case(**BACKWARD, what="K=8 P=8", loops=(7, 8), rows_read=19),
+    Case(**NORM, kernel="layer_norm_fwd_kernel<bf16,2,1>", rows_read=2, ahead=2, warps=32,
+         looped=False),
+    Case(**NORM, kernel="layer_norm_bwd_kernel<bf16,2,1>", rows_read=3, ahead=6, warps=16),
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, help="file of the table")
+    args = parser.parse_args()
+    if ptxas.build.find_nvcc() is None:
+        print("limits: no nvcc was found, nothing was counted")
+        return 0
+    version, _ = ptxas.build.nvcc_facts(ptxas.build.find_nvcc())
+    chips = ", ".join(f"{chip} {rate / 1e12:.1f} TB/s" for chip, rate in COPIES.items())
+    text = HEADER.format(
+        version=version, latency=LATENCY, chips=chips,
+        count=MULTIPROCESSORS, clock=CLOCK / 1e9,
+    ) + table(CASES)  # fmt: skip
+    print(text)
+    if args.write:
+        args.write.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
