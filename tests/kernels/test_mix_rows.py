@@ -103,6 +103,17 @@ def test_mix_rows_with_optional_operands(absent, per_channel, dtype, tolerances,
     tolerances.assert_all_accurate(*results, dtype)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_mix_rows_of_large_fp16_states(affine, tolerances, kernels):
+    """Near the largest number of fp16, with weights that keep the results in its range."""
+    given = numbers(5, 64, affine=affine)
+    given["states"] = (3e4 * given["states"]).clamp(-65504, 65504)
+    given["weight"] = 0.01 * given["weight"]
+    results = three_ways(kernels, mix(range(13), range(5, 21), False), given, torch.float16)
+    assert results[0]["out"].isfinite().all()
+    tolerances.assert_all_accurate(*results, torch.float16)
+
+
 def pull(sources, rows, *, accumulate=False, inplace=True, weight_grad=True):
     def run(launch, states, weight, norm_weight, norm_bias):
         grads = states if inplace else states.flip(0)
