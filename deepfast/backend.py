@@ -38,11 +38,18 @@ OPS = {
 KERNEL_FILES = {
     # The boundary's far passes have their own file.
     "boundary": ("boundary", "mix_rows"),
+    "attention_boundary": ("attention_boundary", "attend_rows"),
     "linear_cross_entropy": ("cross_entropy",),
 }
 """The files of kernels/ that serve an op, where it is not one file with the op's name."""
 
-NO_CUDA = ("activation", "depth_attention", "linear_cross_entropy", "peephole_lstm")
+NO_CUDA = (
+    "activation",
+    "attention_boundary",
+    "depth_attention",
+    "linear_cross_entropy",
+    "peephole_lstm",
+)
 """Ops without kernels in csrc/cuda. With ``backend="cuda"`` Triton's kernels run them, because a
 model has one ``backend`` for all its ops."""
 

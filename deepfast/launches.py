@@ -112,6 +112,13 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "boundary_forward": lambda near, states, **_: 2 * len(near) * math.prod(states[1:]),
     "boundary_backward": _boundary_backward,
     "mix_rows": _mix_rows,
+    # A score and a weighted sum; backward computes the score again, and <g, z>, dz and dq.
+    "attention_boundary_forward": lambda near, states, **_: 4 * len(near) * math.prod(states[1:]),
+    "attention_boundary_backward": lambda states, near, pull_rows, **_: (
+        (4 * len(near) + 10 * len(pull_rows)) * math.prod(states[1:])
+    ),
+    "attend_rows": lambda **shapes: 2 * _mix_rows(**shapes),
+    "attend_pull": lambda **shapes: 5 * _mix_rows(**shapes),
     "pull_rows": lambda **shapes: 2 * _mix_rows(**shapes),
     "depth_mix_forward": _depth_mix,
     "depth_mix_backward": lambda **shapes: 2 * _depth_mix(**shapes),
@@ -255,6 +262,91 @@ boundary: pull_rows
 
 boundary: advise_states
     states  Tensor  storage  (S, T, D)
+
+attention_boundary: attention_boundary_forward
+    branch           Tensor?   storage  (T, D)
+    residual         Tensor?   storage  (T, D)
+    dropout_p        float
+    seed             Tensor?   int64    ()
+    states           Tensor!   storage  (S, T, D)
+    k                int
+    near             int[]
+    query            Tensor    compute  (R, D)
+    bias             Tensor?   compute  (R, R)
+    kind             str
+    eps              float
+    partial          Tensor?   storage  (T, D)
+    partial_stats    Tensor?   compute  (2, T)
+    out_norm_weight  Tensor?   compute  (D)
+    out_norm_bias    Tensor?   compute  (D)
+    out_eps          float
+    x                Tensor?!  storage  (T, D)
+    out              Tensor?!  storage  (T, D)
+    source_rstd      Tensor!   compute  (R, T)
+    stats            Tensor?!  compute  (R, 3, T)
+    out_mean         Tensor?!  compute  (T)
+    out_rstd         Tensor?!  compute  (T)
+
+attention_boundary: attention_boundary_backward
+    states            Tensor    storage  (S, T, D)
+    k                 int
+    near              int[]
+    query             Tensor    compute  (R, D)
+    bias              Tensor?   compute  (R, R)
+    kind              str
+    partial           Tensor?   storage  (T, D)
+    partial_stats     Tensor?   compute  (2, T)
+    out_norm_weight   Tensor?   compute  (D)
+    out_norm_bias     Tensor?   compute  (D)
+    source_rstd       Tensor    compute  (R, T)
+    stats             Tensor?!  compute  (R, 3, T)
+    out_mean          Tensor?   compute  (T)
+    out_rstd          Tensor?   compute  (T)
+    dropout_p         float
+    seed              Tensor?   int64    ()
+    dx                Tensor?   storage  (T, D)
+    dout              Tensor?   storage  (T, D)
+    grads             Tensor!   storage  (S, T, D)
+    grad_slot         int
+    pull_rows         int[]
+    pull_slots        int[]
+    pulled            Tensor?   storage  (T, D)
+    dbranch           Tensor?!  storage  (T, D)
+    dresidual         Tensor?!  storage  (T, D)
+    dquery            Tensor?!  compute  (R, D)
+    dbias             Tensor?!  compute  (R, R)
+    dout_norm_weight  Tensor?!  compute  (D)
+    dout_norm_bias    Tensor?!  compute  (D)
+
+attention_boundary: attend_rows
+    states       Tensor    storage  (S, T, D)
+    sources      int[]
+    query        Tensor    compute  (R, D)
+    bias         Tensor?   compute  (R, R)
+    kind         str
+    source_rstd  Tensor    compute  (R, T)
+    rows         int[]
+    out          Tensor!   storage  (B, T, D)
+    out_stats    Tensor?!  compute  (B, 2, T)
+    out_rows     int[]
+    accumulate   bool
+
+attention_boundary: attend_pull
+    grads        Tensor    storage  (S, T, D)
+    grad_slots   int[]
+    rows         int[]
+    states       Tensor    storage  (S, T, D)
+    sources      int[]
+    query        Tensor    compute  (R, D)
+    bias         Tensor?   compute  (R, R)
+    kind         str
+    source_rstd  Tensor    compute  (R, T)
+    stats        Tensor?   compute  (R, 3, T)
+    out          Tensor!   storage  (B, T, D)
+    out_rows     int[]
+    accumulate   bool
+    dquery       Tensor?!  compute  (R, D)
+    dbias        Tensor?!  compute  (R, R)
 
 depth_mix: depth_mix_forward
     sources      Tensor[]  storage  (T, D)

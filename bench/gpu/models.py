@@ -252,7 +252,7 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
     source_rstd, (out_mean, out_rstd) = state.source_rstd[row], state.out_statistics(row)
     operands = arguments(
         "boundary_forward", branch=branch.detach(), residual=out, dropout_p=0.1, seed=seed,
-        states=state.states, k=row, near=state.near(row), weight=state.weight,
+        states=state.states, k=row, near=state.near(row), weight=state.weights.weight,
         norm_weight=state.norm_weight, norm_bias=state.norm_bias, norm_source=True,
         source_eps=1e-5, out_norm_weight=weight, out_norm_bias=bias, out_eps=1e-5, x=x, out=out,
         source_rstd=source_rstd, out_mean=out_mean, out_rstd=out_rstd,
@@ -262,7 +262,7 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
 
     def launches():
         for _ in range(calls):
-            state.launch.boundary_forward(*operands)
+            state.weights.launch.boundary_forward(*operands)
 
     seconds = _host_seconds(bench, launches)
     _launch_row(bench, what, "the launch alone, forward", seconds, calls)

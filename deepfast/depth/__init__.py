@@ -40,14 +40,27 @@ backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
 So the connection needs one buffer of L + 2 states for forward and backward together, and reads each
 state about sqrt(L) times.
 
-To read the code, follow a push: `DLCL.forward` (dlcl.py) checks it (check_push.py), begins the pass
-with the first one, and calls `push` (boundary.py), whose autograd node calls the kernels in both
-directions. `DepthState` (state.py) knows what each slot holds, `Schedule` (schedule.py) which row
-reads which state in which pass, and `DepthHistory` (history.py) is the caller's handle.
+Attention residuals have weights of each token: ``p_{l,k} = softmax_k(q_l . RMSNorm(z_k))``. A query
+belongs to a row, not to a token, so the score of a state for every later row is known as soon as
+the state is, and the same blocks serve. P_l is then the weighted mean over the earlier states with
+its largest score and its sum of exponentials, and each row joins its own block's states to it (an
+online softmax). Backward computes the weights again from two numbers per row and token. With
+``delta_l = <g_l, x_{l+1}>``, ``s = q_l . n_k``, ``p = exp(s - lse_l)`` and
+``ds = p (<g_l, z_k> - delta_l)``, summed over the rows l that read state k:
+
+    dz_k = sum p g_l + r_k (sum ds q_l - n_k sum ds s / D),   n_k = z_k r_k
+    dq_l = sum over tokens and k of ds n_k
+
+To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
+`AttentionResiduals` share, checks it (check_push.py), begins the pass with the first one, and calls
+`push` (boundary.py), whose autograd node calls the kernels in both directions. `DepthState`
+(state.py) knows what each slot holds, `Schedule` (schedule.py) which row reads which state in which
+pass, the classes of weights.py what a pass computes, and `DepthHistory` (history.py) is the
+caller's handle.
 """
 
-from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
+from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 
-__all__ = ["DLCL", "AttentionResiduals", "DepthHistory", "ResidualHistory"]
+__all__ = ["DLCL", "AttentionResiduals", "DepthHistory"]

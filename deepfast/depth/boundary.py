@@ -30,13 +30,13 @@ class _Parameters(torch.autograd.Function):
     """Starts the chain of tokens, and returns the parameters' gradients when backward ends."""
 
     @staticmethod
-    def forward(ctx, state, weight, norm_weight, norm_bias):
+    def forward(ctx, state, *parameters):
         ctx.state = state
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, norm_weight, norm_bias)]
-        return weight.new_empty(0)
+        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        return parameters[0].new_empty(0)
 
     @staticmethod
-    @common.first_order("DLCL")
+    @common.first_order("depth connection")
     def backward(ctx, _token):
         grads = ctx.state.take_parameter_grads()
         needs = ctx.needs_input_grad[1:]
@@ -49,16 +49,21 @@ class _Parameters(torch.autograd.Function):
         )
 
 
-def first_token(
-    state: DepthState, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
-) -> Tensor | None:
+def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
     """The first token of a pass; None where no parameter of the connection needs a gradient.
 
-    weight: W masked to its pattern, (L+1, L+1) or (L+1, L+1, D). norm_weight, norm_bias: (L+1, D).
+    parameters: what `DepthState.take_parameter_grads` returns the gradients of.
     """
-    if not (state.need_weight_grad or state.need_norm_grad):
+    if not (state.weights.learns or state.need_norm_grad):
         return None
-    return _Parameters.apply(state, weight, norm_weight, norm_bias)
+    return _Parameters.apply(state, *parameters)
+
+
+def _either(carried: Tensor | None, dresidual: Tensor | None, like: Tensor) -> Tensor | None:
+    """Where the kernel writes the gradient of what it adds to the branch."""
+    if carried is None and dresidual is not None:
+        return dresidual.view(like.shape)
+    return carried
 
 
 class _Boundary(torch.autograd.Function):
@@ -70,10 +75,13 @@ class _Boundary(torch.autograd.Function):
         recomputed = k < state.pushed
         if not recomputed:
             state.open_slot(k, branch_rows)
+            if state.running[k]:
+                before = state.states[k - 1]
+                residual_rows = before if residual is None else residual_rows + before
         # Results are allocated in the branch's shape. The caller could not modify a view of a
         # (T, D) tensor in place.
         x = x_rows = out = out_rows = out_mean = out_rstd = None
-        source_eps, flat = state.eps, branch_rows is branch
+        flat = branch_rows is branch
         if want_x:
             x = common.empty_contiguous(branch)
             x_rows = x if flat else x.view(branch_rows.shape)
@@ -89,11 +97,10 @@ class _Boundary(torch.autograd.Function):
             out = common.empty_contiguous(branch)
             out_rows = out if flat else out.view(branch_rows.shape)
             out_mean, out_rstd = state.out_statistics(k)
-        state.launch.boundary_forward(
-            None if recomputed else branch_rows, residual_rows, dropout_p, seed, state.states, k,
-            state.near(k), state.weight, state.norm_weight, state.norm_bias, state.norm_source[k],
-            source_eps, state.partial(k), out_norm_weight, out_norm_bias, out_eps or 0.0, x_rows,
-            out_rows, state.source_rstd[k], out_mean, out_rstd,
+        state.weights.forward(
+            state, k, None if recomputed else branch_rows, residual_rows, dropout_p, seed,
+            state.partial(k), (out_norm_weight, out_norm_bias, out_eps or 0.0), x_rows, out_rows,
+            out_mean, out_rstd,
         )  # fmt: skip
         if not recomputed and k < state.lowest:
             if True in ctx.needs_input_grad:
@@ -111,12 +118,13 @@ class _Boundary(torch.autograd.Function):
         return x, out, torch.empty(0)
 
     @staticmethod
-    @common.first_order("DLCL")
+    @common.first_order("depth connection")
     def backward(ctx, dx, dout, _token):
         state, k, indexed, _, dropout_p, seed, out_eps = ctx.call
         if ctx.recomputed:
             raise RuntimeError(
-                "DLCL: backward through a recomputed push; checkpoint it with use_reentrant=False, "
+                f"{state.owner.name}: backward through a recomputed push; checkpoint it with "
+                "use_reentrant=False, "
                 "and push each state once"
             )
         state.enter(k, torch._C._current_graph_task_id())
@@ -140,20 +148,22 @@ class _Boundary(torch.autograd.Function):
         shared = dropout_p == 0 and need_branch and need_residual
         dbranch = fresh(need_branch)
         dresidual = None if shared else fresh(need_residual)
+        # A tensor of its own, because callers may modify the gradients that they get.
+        carried = torch.empty_like(like) if state.running[k] else None
+        pulled = state.pulled(k)
         dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = state.norm_grads(
             k, dout is not None, need_weight, need_bias
         )
-        partial, pulled = state.partial(k) if dout is not None else None, state.far_pull(k)
-        pull_rows = state.near_pull(k)
-        pull_slots = [state.grad_slot(r) for r in pull_rows]
-        state.launch.boundary_backward(
-            state.states, k, state.near(k), state.weight, state.norm_weight, state.norm_bias,
-            state.norm_source[k], partial, out_norm_weight, out_norm_bias, state.source_rstd[k],
-            out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
-            pull_rows, pull_slots, pulled, None if dbranch is None else dbranch.view(like.shape),
-            None if dresidual is None else dresidual.view(like.shape), state.dweight, dnorm_weight,
-            dnorm_bias, dout_norm_weight, dout_norm_bias,
+        mixes = dout is not None or state.weights.mixes_again
+        state.weights.backward(
+            state, k, state.partial(k) if mixes else None, (out_norm_weight, out_norm_bias),
+            out_mean, out_rstd, dropout_p, seed, dx, dout, state.near_pull(k), pulled,
+            None if dbranch is None else dbranch.view(like.shape), _either(carried, dresidual, like),
+            (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias),
         )  # fmt: skip
+        if carried is not None and dresidual is not None:
+            dresidual.copy_(carried.view(ctx.shape))
+        state.carried = carried
         state.leave(k)
         if not need_weight or dout_norm_weight is None:
             dout_norm_weight = None
@@ -236,7 +246,7 @@ def recompute_row(
     state.check_readable(k)
     like = state.states[k]
     x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = None
-    source_eps, out_eps = state.eps, 0.0
+    out_eps = 0.0
     if state.norm_out[k]:
         out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
         out_eps, want_x = state.eps, False
@@ -249,10 +259,9 @@ def recompute_row(
     if out_norm_weight is not None:
         out = like.new_empty(like.shape)
         out_mean, out_rstd = state.out_statistics(k)
-    state.launch.boundary_forward(
-        None, None, 0.0, None, state.states, k, state.near(k), state.weight, state.norm_weight,
-        state.norm_bias, state.norm_source[k], source_eps, state.partial(k), out_norm_weight,
-        out_norm_bias, out_eps, x, out, state.source_rstd[k], out_mean, out_rstd,
+    state.weights.forward(
+        state, k, None, None, 0.0, None, state.partial(k), (out_norm_weight, out_norm_bias, out_eps),
+        x, out, out_mean, out_rstd,
     )  # fmt: skip
     return x, out
 

@@ -1,4 +1,4 @@
-"""What `DLCL` checks before a push: its operands, and its place in the pass."""
+"""What a `DepthConnection` checks before a push: its operands, and its place in the pass."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from deepfast.depth.history import DepthHistory
 
 
 def check_push(
-    dlcl,
+    connection,
     y: Tensor,
     residual: Tensor | None,
     history: DepthHistory,
@@ -19,58 +19,66 @@ def check_push(
 ) -> int:
     """Checks a push and returns its index k. It changes nothing."""
     if not isinstance(history, DepthHistory):
-        raise TypeError(f"DLCL: history must be a DepthHistory, got {type(history).__name__}")
+        raise TypeError(
+            f"{connection.name}: history must be a DepthHistory, got {type(history).__name__}"
+        )
     kind = y.shape, y.dtype, y.device
     # A state of the same kind as the first one of this pass needs no further check.
-    if history.owner is not dlcl or history.kind != kind:
-        _check_state(dlcl, y, history)
-    checks.probability("DLCL", dropout_p)
+    if history.owner is not connection or history.kind != kind:
+        _check_state(connection, y, history)
+    checks.probability(connection.name, dropout_p)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
-        checks.like("DLCL", "residual", residual, "the branch", y)
+        checks.like(connection.name, "residual", residual, "the branch", y)
     if out_norm is not None:
-        _check_out_norm(dlcl, out_norm, y)
-    k = _check_index(dlcl, history, index)
-    if out_norm is not None and dlcl.norm == "post" and dlcl.has_norm(k):
-        raise ValueError("DLCL: a post-norm boundary has its own LN; out_norm must be None")
+        _check_out_norm(connection, out_norm, y)
+    k = _check_index(connection, history, index)
+    if out_norm is not None and connection.norm == "post" and connection.has_norm(k):
+        raise ValueError(
+            f"{connection.name}: a post-norm boundary has its own LN; out_norm must be None"
+        )
     return k
 
 
-def _check_state(dlcl: nn.Module, y: Tensor, history: DepthHistory) -> None:
-    if y.shape[-1] != dlcl.dim:
-        raise ValueError(f"DLCL: the input must be (..., {dlcl.dim}), got {tuple(y.shape)}")
-    if y.device != dlcl.weight.device:
-        raise ValueError(f"DLCL: the input must be on {dlcl.weight.device}, got {y.device}")
-    if history.owner is not dlcl or history.kind is None:
+def _check_state(connection: nn.Module, y: Tensor, history: DepthHistory) -> None:
+    if y.shape[-1] != connection.dim:
+        raise ValueError(
+            f"{connection.name}: the input must be (..., {connection.dim}), got {tuple(y.shape)}"
+        )
+    if y.device != connection.device:
+        raise ValueError(
+            f"{connection.name}: the input must be on {connection.device}, got {y.device}"
+        )
+    if history.owner is not connection or history.kind is None:
         return
     shape, dtype, device = history.kind
-    expected, got = shape.numel() // dlcl.dim, y.numel() // dlcl.dim
+    expected, got = shape.numel() // connection.dim, y.numel() // connection.dim
     if (expected, dtype, device) != (got, y.dtype, y.device):
         raise ValueError(
-            f"DLCL: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
+            f"{connection.name}: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
             f"{device}, got {got} of {y.dtype} on {y.device}"
         )
 
 
-def _check_out_norm(dlcl: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
+def _check_out_norm(connection: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
     if not isinstance(out_norm, OutNorm):
         raise TypeError(
-            f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output()), "
+            f"{connection.name}: out_norm must be an OutNorm (LayerNorm.as_output()), "
             f"got {type(out_norm).__name__}"
         )
     for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
-        checks.parameter("DLCL", f"out_norm.{name}", p, (dlcl.dim,), y.device)
+        checks.parameter(connection.name, f"out_norm.{name}", p, (connection.dim,), y.device)
 
 
-def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
+def _check_index(connection, history: DepthHistory, index: int | None) -> int:
     """The index k of this push: the next one or, in backward, a recomputed one."""
-    if history.owner is not None and history.owner is not dlcl:
+    if history.owner is not None and history.owner is not connection:
         raise RuntimeError(
-            "DLCL: this history belongs to another stack; make a DepthHistory for each stack "
+            f"{connection.name}: this history belongs to another stack; make a DepthHistory for each stack "
             "and each forward pass"
         )
     if history.traced:
         raise RuntimeError(
-            "DLCL: this pass began inside torch.compile and goes on outside; compile the whole "
+            f"{connection.name}: this pass began inside torch.compile and goes on outside; compile the whole "
             "stack with fullgraph=True, or the layers alone"
         )
     pushed, begun = len(history), history.state is not None
@@ -79,29 +87,29 @@ def _check_index(dlcl, history: DepthHistory, index: int | None) -> int:
     # A pass that began in this backward pass recomputes a whole stack, which is allowed.
     if k >= pushed and begun and task not in (-1, history.task):
         raise RuntimeError(
-            "DLCL: a push during the backward pass of another forward pass; under checkpointing "
+            f"{connection.name}: a push during the backward pass of another forward pass; under checkpointing "
             "pass index= and use, in each recomputation, the history of its own forward pass"
         )
-    if k > dlcl.num_layers:
+    if k >= connection.rows:
         raise RuntimeError(
-            f"DLCL: {dlcl.num_layers} layers push {dlcl.num_layers + 1} states, and this "
+            f"{connection.name}: {connection.num_layers} layers push {connection.rows} states, and this "
             f"history has them all; expected a new DepthHistory for a new forward pass"
         )
     if not 0 <= k <= pushed or (k < pushed and task == -1):
         already = ", which is pushed already" if 0 <= k < pushed else ""
         raise RuntimeError(
-            f"DLCL: layer called out of order: expected index {pushed}, got {k}{already}"
+            f"{connection.name}: layer called out of order: expected index {pushed}, got {k}{already}"
         )
     if k < pushed:
         _check_recomputed(history, k, task)
         return k
     if history.closed:
-        raise RuntimeError("DLCL: this history is closed; make a new one")
+        raise RuntimeError(f"{connection.name}: this history is closed; make a new one")
     if begun and history.state.released:
-        raise RuntimeError("DLCL: this history's backward has ended; make a new one")
+        raise RuntimeError(f"{connection.name}: this history's backward has ended; make a new one")
     if begun and history.grad_mode != torch.is_grad_enabled():
         raise RuntimeError(
-            "DLCL: grad mode changed within a pass; push every state under the grad mode of the "
+            f"{connection.name}: grad mode changed within a pass; push every state under the grad mode of the "
             "first push (reentrant checkpointing changes it: use use_reentrant=False), and "
             "detach the output of a layer that must not learn"
         )
@@ -120,7 +128,7 @@ def _check_recomputed(history: DepthHistory, k: int, task: int) -> None:
     passes = nearest_passes(torch._C._current_autograd_node(), history.owner)
     if state not in passes and (passes or state.task != task):
         raise RuntimeError(
-            f"DLCL: push {k} is recomputed for another forward pass than its history's; make a "
+            f"{history.owner.name}: push {k} is recomputed for another forward pass than its history's; make a "
             "DepthHistory in each forward pass, and let the checkpointed function refer to it, "
             "not to an attribute that the next forward pass replaces"
         )

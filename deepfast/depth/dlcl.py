@@ -4,19 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import backend as backends
-from deepfast import checks
-from deepfast.depth.boundary import OutNorm, first_token, push
-from deepfast.depth.check_push import check_push
-from deepfast.depth.history import DepthHistory
+from deepfast import checks, ops
+from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
-from deepfast.depth.schedule import Schedule, default_block
-from deepfast.depth.state import DepthState
-from deepfast.depth.traced import traced
-from deepfast.ops import common
+from deepfast.depth.weights import ConstantWeights
 from deepfast.reference.layer_norm import compute_dtype
 
 
-class DLCL(nn.Module):
+class DLCL(DepthConnection):
     """Every layer reads a learned weighted sum of all layers below it.
 
     pre-norm    ``x_{l+1} = sum_{k<=l} W[l,k] * LN_k(y_k)``        the LN belongs to the source
@@ -57,6 +52,8 @@ class DLCL(nn.Module):
     Eq. 7 to 9.
     """
 
+    name = "DLCL"
+
     def __init__(
         self,
         num_layers: int,
@@ -75,7 +72,6 @@ class DLCL(nn.Module):
         eps: float = 1e-5,
         backend: str | None = None,
     ):
-        super().__init__()
         checks.choice("DLCL", ("pre", "post", None), norm=norm)
         checks.choice("DLCL", ("scalar", "group", "vector"), weight=weight)
         checks.choice("DLCL", ("average", "one", "identity"), init=init)
@@ -93,16 +89,15 @@ class DLCL(nn.Module):
             raise ValueError(f"DLCL: {groups=} needs weight='group', got {weight=}")
         if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
-        self.num_layers, self.dim, self.norm, self.kind = num_layers, dim, norm, weight
-        self.groups, self.init, self.softmax, self.eps = groups, init, softmax, eps
+        pattern = depth_pattern(num_layers + 1, window, dilation, period)
+        super().__init__(num_layers, dim, pattern, norm=norm, eps=eps, backend=backend)
+        self.kind = weight
+        self.groups, self.init, self.softmax = groups, init, softmax
         self.window, self.dilation, self.period = window, dilation, period
-        self.normalize_embedding, self.backend = normalize_embedding, backend
-
-        rows = num_layers + 1
-        self.pattern = depth_pattern(rows, window, dilation, period)
+        self.normalize_embedding = normalize_embedding
         # Computed on first use and shared by all passes.
         self._masks: dict[torch.device, Tensor] = {}
-        self._schedules: dict[int, Schedule] = {}
+        rows = self.rows
         extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
         self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
         if norm is None:
@@ -128,10 +123,6 @@ class DLCL(nn.Module):
                 self.norm_weight.fill_(1.0)
                 self.norm_bias.zero_()
 
-    def has_norm(self, k: int) -> bool:
-        """Whether ``norm_weight[k]`` is used; index 0 needs ``normalize_embedding``."""
-        return self.norm is not None and (k > 0 or self.normalize_embedding)
-
     def effective_weight(self) -> Tensor:
         """W as it is applied: masked to the pattern and, with ``softmax``, a softmax of each row.
 
@@ -154,76 +145,10 @@ class DLCL(nn.Module):
             self._masks[device] = mask
         return mask
 
-    def _schedule(self, block: int) -> Schedule:
-        if block not in self._schedules:
-            self._schedules[block] = Schedule(self.pattern, block)
-        return self._schedules[block]
-
-    def forward(
-        self,
-        y: Tensor,
-        history: DepthHistory,
-        *,
-        index: int | None = None,
-        residual: Tensor | None = None,
-        dropout_p: float = 0.0,
-        seed: int | Tensor | None = None,
-        out_norm: OutNorm | None = None,
-        want_x: bool = True,
-    ) -> Tensor | tuple[Tensor | None, Tensor]:
-        """Pushes a layer's output and returns the next layer's input.
-
-        Args:
-            y: (..., D), the output of the layer (or, with ``residual``, its last branch).
-            history: the history of this forward pass.
-            index: k of y_k. Give it where a call may be repeated, for example inside
-                `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
-            residual: added to dropout(y) in the same pass.
-            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
-            out_norm: a pre-norm layer's first LN, applied in the same pass.
-            want_x: with ``out_norm``, whether to return x too.
-
-        Returns:
-            x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
-
-        Raises:
-            TypeError, ValueError: for operands that do not fit.
-            RuntimeError: for a push out of order, with another stack's history or under another
-                grad mode; for a push that checkpointing repeats with the history of another pass;
-                in backward, for a second derivative.
-            NotImplementedError: under forward-mode differentiation (dual tensors).
-        """
-        if torch.compiler.is_compiling():
-            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
-        checks.tensor("DLCL", "the layer's output", y)
-        if residual is not None:
-            checks.tensor("DLCL", "residual", residual)
-        y, residual = common.autocast(y, residual)
-        k = check_push(self, y, residual, history, index, dropout_p, out_norm)
-        if history.state is None:
-            self._begin(y, history)
-        p = dropout_p if self.training else 0.0
-        if p == 0:
-            seed = None
-        elif seed is None:
-            seed = history.state.seed(k)
-        else:
-            seed = common.draw_seed("DLCL", seed, y.device)
-        x, out = push(
-            history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
-            seed=seed, indexed=index is not None,
-        )  # fmt: skip
-        if out_norm is not None:
-            return x, out
-        return x if out is None else out
-
-    def _begin(self, y: Tensor, history: DepthHistory) -> None:
-        """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
+    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
         weight = self.effective_weight()
-        dtype, rows = compute_dtype(y.dtype), self.num_layers + 1
-        norms = (self.normalize_embedding,) + (True,) * self.num_layers
-        none = (False,) * rows
-        norm_weight = norm_bias = None
+        dtype = compute_dtype(y.dtype)
+        norms: tuple[Tensor, Tensor] | None = None
         if self.norm is not None:
             # Copies: a parameter changed before backward must not change this pass.
             norm_weight, norm_bias = (
@@ -234,30 +159,18 @@ class DLCL(nn.Module):
                 # Assigning a number may copy it from the host.
                 norm_weight[0].fill_(1.0)
                 norm_bias[0].zero_()
-        pre, post = self.norm == "pre", self.norm == "post"
-        learning = torch.is_grad_enabled()
+            norms = norm_weight, norm_bias
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
-        history.owner, history.kind = self, (y.shape, y.dtype, y.device)
-        history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
-        history.state = DepthState(
-            owner=self,
-            weight=weight.detach().to(dtype, copy=True).contiguous(),
-            norm_weight=norm_weight if pre else None,
-            norm_bias=norm_bias if pre else None,
-            norm_source=norms if pre else none,
-            out_norm_weight=norm_weight if post else None,
-            out_norm_bias=norm_bias if post else None,
-            norm_out=norms if post else none,
-            eps=self.eps,
-            schedule=self._schedule(history.block or default_block(rows)),
-            inplace=history.inplace,
-            launch=launch,
-            need_weight_grad=learning and weight.requires_grad,
-            need_norm_grad=learning
-            and self.norm is not None
-            and (self.norm_weight.requires_grad or self.norm_bias.requires_grad),
-        )
-        history.token = first_token(history.state, weight, self.norm_weight, self.norm_bias)
+        copy = weight.detach().to(dtype, copy=True).contiguous()
+        weights = ConstantWeights(launch, copy, learning and weight.requires_grad)
+        return PassWeights(weights, (weight, self.norm_weight, self.norm_bias), norms)
+
+    def traced_weights(self) -> Tensor:
+        return self.effective_weight()
+
+    def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
+        weight = torch.stack([weights[k, j] for j in self.pattern[k]])
+        return ops.depth_mix(sources, weight, backend=self.backend)
 
     def extra_repr(self) -> str:
         return (

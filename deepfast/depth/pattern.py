@@ -26,6 +26,18 @@ def depth_pattern(
     return tuple(pattern)
 
 
+@functools.cache
+def block_pattern(rows: int, size: int) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+    """The pattern of attention residuals in blocks of ``size`` states, and which states continue.
+
+    State 0 is the embedding. After it state k is the sum of its block so far, so it contains state
+    k - 1 unless it begins a block. Row l reads the embedding, the last state of every finished
+    block, and state l.
+    """
+    pattern = tuple(tuple(sorted({0, *range(size, row + 1, size), row})) for row in range(rows))
+    return pattern, tuple(k > 0 and (k - 1) % size != 0 for k in range(rows))
+
+
 def pattern_mask(pattern: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """(L+1, L+1) bool: whether row l reads state k."""
     mask = torch.zeros(len(pattern), len(pattern), dtype=torch.bool)

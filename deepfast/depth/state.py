@@ -3,19 +3,20 @@
 A state is one (T, D) tensor in a slot. Where sources have layer-norms the slot holds the normalised
 output n_k of layer k, and the kernels compute ``z_k = norm_weight[k] n_k + norm_bias[k]`` when they
 read it. Elsewhere it holds the output itself. The picture in `deepfast.depth` shows what a slot
-holds when. The functions in ``launch`` are the kernels of the backend that `deepfast.backend`
-chose; `deepfast.launches` lists their operands. Nothing here knows autograd; its nodes, in
-`deepfast.depth.boundary`, call these methods in order.
+holds when. What a pass computes from the states is behind ``weights``. Nothing here knows autograd;
+its nodes, in `deepfast.depth.boundary`, call these methods in order.
 """
 
+import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from deepfast import backend
 from deepfast.depth.schedule import Schedule
 from deepfast.depth.slots import BlockSums, empty_slots
+from deepfast.depth.weights import AttentionWeights, ConstantWeights
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
@@ -26,12 +27,14 @@ OVERWRITTEN = (
 
 @dataclass(kw_only=True, eq=False)
 class DepthState:
-    """The buffers and the bookkeeping of one forward pass of a `DLCL`."""
+    """The buffers and the bookkeeping of one forward pass of a `DepthConnection`."""
 
     owner: object
-    """The DLCL."""
-    weight: Tensor
-    """W: (L+1, L+1) or (L+1, L+1, D), compute dtype, zero outside the pattern."""
+    """The connection."""
+    weights: ConstantWeights | AttentionWeights
+    """How a row weighs the states."""
+    running: tuple[bool, ...]
+    """Whether state k is what is pushed plus state k - 1."""
     norm_weight: Tensor | None
     """(L+1, D), compute dtype; row k scales state k. None: states have no layer-norm weights."""
     norm_bias: Tensor | None
@@ -47,12 +50,10 @@ class DepthState:
     schedule: Schedule
     inplace: bool
     """Whether gradients overwrite states."""
-    launch: SimpleNamespace
-    need_weight_grad: bool
     need_norm_grad: bool
 
     def __post_init__(self):
-        self.rows = self.weight.shape[0]
+        self.rows = self.weights.rows
         self.near = self.schedule.near.__getitem__
         self.pushed = 0
         self.states: Tensor | None = None
@@ -69,10 +70,11 @@ class DepthState:
         self.task: int | None = None
         self._live: set[int] = set()
         self.grads: Tensor | None = None
-        self.dweight: Tensor | None = None
         self.dnorm_weight: Tensor | None = None
         self.dnorm_bias: Tensor | None = None
         self._pulled = BlockSums(self.schedule.block)
+        # What state k + 1, where it contains state k, adds to the gradient of state k.
+        self.carried: Tensor | None = None
         # Which states gradients have overwritten, and whether the whole buffer is freed.
         self._overwritten = [False] * self.rows
         self.released = False
@@ -81,7 +83,8 @@ class DepthState:
     def nbytes(self) -> int:
         """Bytes of the states and partial sums that are alive now."""
         buffers = (self.states, self._ahead.sums, self._pulled.sums)
-        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+        sizes = (b.numel() * b.element_size() for b in buffers if b is not None)
+        return sum(sizes) + self.weights.nbytes
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -96,8 +99,10 @@ class DepthState:
             # In place g_l is stored in slot l + 1, so the last row needs one more slot.
             self.states = empty_slots(self.rows + 1 if self.inplace else self.rows, y)
             if any(self.norm_source):
-                self.source_rstd = list(self.weight.new_empty(self.rows, y.shape[0]).unbind(0))
-            self.launch.advise_states(self.states)
+                self.source_rstd = list(self.weights.new_empty(self.rows, y.shape[0]).unbind(0))
+            self.weights.begin(y.shape[0])
+            if backend.compiled():
+                torch.ops.deepfast.advise_states(self.states)
         self.pushed = k + 1
 
     def partial(self, row: int) -> Tensor | None:
@@ -110,13 +115,9 @@ class DepthState:
             groups = self.schedule.far_reads(start, end)
             if not groups:
                 return None
-            self._ahead.compute(
-                start, end, groups, self.states[0],
-                lambda rows, sources, out, out_rows, accumulate: self.launch.mix_rows(
-                    self.states, sources, self.weight, list(rows), self.norm_weight,
-                    self.norm_bias, out, out_rows, accumulate,
-                ),
-            )  # fmt: skip
+            self.weights.begin_mix(self.schedule.block)
+            launch = functools.partial(self.weights.mix, self)
+            self._ahead.compute(start, end, groups, self.states[0], launch)
         return self._ahead.sums[row - start]
 
     def seed(self, k: int) -> Tensor:
@@ -126,7 +127,7 @@ class DepthState:
         boundary is recomputed, it draws again, so that the generator advances as in forward.
         """
         if self._seeds is None or self._seeds_drawn_by == k:
-            seeds = torch.randint(2**62, (self.rows,), device=self.weight.device)
+            seeds = torch.randint(2**62, (self.rows,), device=self.weights.device)
             if self._seeds is None:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
@@ -135,12 +136,12 @@ class DepthState:
         """(T,) mean and rstd of the layer-norm on row's result."""
         if self._out_statistics is None:
             tokens = self.states.shape[1]
-            self._out_statistics = self.weight.new_empty(2 * self.rows, tokens).unbind(0)
+            self._out_statistics = self.weights.new_empty(2 * self.rows, tokens).unbind(0)
         return self._out_statistics[row], self._out_statistics[self.rows + row]
 
     def token_grad(self, k: int) -> bool:
         """Whether the token that boundary k took requires a gradient."""
-        return self.need_weight_grad or self.need_norm_grad or k > self.lowest
+        return self.weights.learns or self.need_norm_grad or k > self.lowest
 
     def check_readable(self, k: int) -> None:
         """Raises where row k cannot be recomputed: a gradient has overwritten a state up to k."""
@@ -157,7 +158,8 @@ class DepthState:
         """Frees the states and everything else that grows with the number of tokens."""
         self._ahead.clear()
         self._pulled.clear()
-        self.states = self.grads = self._out_statistics = None
+        self.weights.release()
+        self.states = self.grads = self._out_statistics = self.carried = None
         self.source_rstd = [None] * self.rows
         self.released = True
 
@@ -171,15 +173,14 @@ class DepthState:
             raise RuntimeError(OVERWRITTEN)
         if new:
             # Discards what an earlier backward pass has left.
-            self.task, self._pulled.start = task, -1
+            self.task, self._pulled.start, self.carried = task, -1, None
             self._live.clear()
-            self.dweight = self.dnorm_weight = self.dnorm_bias = None
+            self.take_parameter_grads()
         if self.grads is None:
             self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
-        if self.dweight is None and self.need_weight_grad:
-            self.dweight = torch.zeros_like(self.weight)
+        self.weights.begin_grads()
         if self.dnorm_weight is None and self.need_norm_grad:
-            self.dnorm_weight = self.weight.new_zeros(self.rows, self.states.shape[2])
+            self.dnorm_weight = self.weights.new_empty(self.rows, self.states.shape[2]).zero_()
             self.dnorm_bias = torch.zeros_like(self.dnorm_weight)
 
     def grad_slot(self, row: int) -> int:
@@ -200,16 +201,17 @@ class DepthState:
             groups = self.schedule.far_readers(start, k + 1, later)
             if not groups:
                 return None
-
-            def pull(sources, rows, out, out_rows, accumulate):
-                grad_slots = [self.grad_slot(r) for r in rows]
-                self.launch.pull_rows(
-                    self.grads, grad_slots, rows, self.states, list(sources), self.weight,
-                    self.norm_weight, self.norm_bias, out, out_rows, accumulate, self.dweight,
-                )  # fmt: skip
-
-            self._pulled.compute(start, k + 1, groups, self.states[0], pull)
+            launch = functools.partial(self.weights.pull, self)
+            self._pulled.compute(start, k + 1, groups, self.states[0], launch)
         return self._pulled.sums[k - start]
+
+    def pulled(self, k: int) -> Tensor | None:
+        """What boundaries after k's block, and state k + 1 where it contains state k, add to dz_k;
+        None where that is nothing."""
+        far, carried, self.carried = self.far_pull(k), self.carried, None
+        if far is None or carried is None:
+            return carried if far is None else far
+        return far.add_(carried)
 
     def near_pull(self, k: int) -> list[int]:
         """Rows of k's own block that have a gradient and read state k; row k comes first."""
@@ -226,7 +228,7 @@ class DepthState:
             rows = self.dnorm_weight[k], self.dnorm_bias[k]
         if self.norm_out[k]:
             return (None, None, *(rows if has_out else (None, None)))
-        fresh = self.weight.new_empty(self.states.shape[2]) if has_out else None
+        fresh = self.weights.new_empty(self.states.shape[2]) if has_out else None
         return (
             *rows,
             fresh if need_weight else None,
@@ -249,7 +251,7 @@ class DepthState:
                 self.release()
 
     def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of W, norm weights and norm biases (all rows) and keeps none."""
-        grads = self.dweight, self.dnorm_weight, self.dnorm_bias
-        self.dweight = self.dnorm_weight = self.dnorm_bias = None
+        """Returns the gradients of the weights, norm weights and norm biases, and keeps none."""
+        grads = *self.weights.take_grads(), self.dnorm_weight, self.dnorm_bias
+        self.dnorm_weight = self.dnorm_bias = None
         return grads

@@ -1,6 +1,6 @@
 """Modules: the depth connection, and Transformer layers and stacks around it."""
 
-from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
+from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
@@ -23,7 +23,6 @@ __all__ = [
     "LayerNorm",
     "MultiheadAttention",
     "Packing",
-    "ResidualHistory",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",

@@ -111,7 +111,7 @@ class _Stack(nn.Module):
             ValueError: for an unknown policy, a number of policies that is not num_layers, or
                 "history" without DLCL.
         """
-        connection = "residual" if self.connection.dlcl is None else "dlcl"
+        connection = "residual" if self.connection.depth is None else "dlcl"
         memory = getattr(memory, self.planned, memory)
         self.policies = resolve(memory, len(self.layers), connection)
         """The memory policy of each layer."""

@@ -188,6 +188,165 @@ def boundary_backward(
     _put(dbranch, dropout(u, dropout_p, seed))
 
 
+def _scores(states, j, query, bias, rows, source_rstd):
+    """The scores (T,) of state j for each of ``rows``."""
+    n = _load(states[j]) * source_rstd[j].unsqueeze(-1)
+    return [n @ query[row] + (0 if bias is None else bias[row, j]) for row in rows]
+
+
+def _join(x, stats, v, score, kind):
+    """The sum (T, D) and its statistics after one more source v with ``score`` (T,).
+
+    stats: the largest score and ``sum exp(score - largest)``, of which x is the weighted mean; None
+        for relu.
+    """
+    if kind == "relu":
+        return x + score.relu().unsqueeze(-1) * v, None
+    most = torch.maximum(stats[0], score)
+    kept, p = stats[1] * (stats[0] - most).exp(), (score - most).exp()
+    total = kept + p
+    x = x * (kept / total).unsqueeze(-1) + (p / total).unsqueeze(-1) * v
+    return x, torch.stack((most, total))
+
+
+def _no_sources(like, kind):
+    zero = torch.zeros_like(_load(like))
+    none = zero.new_empty(2, zero.shape[0])
+    none[0], none[1] = float("-inf"), 0
+    return zero, None if kind == "relu" else none
+
+
+def attend_rows(
+    states, sources, query, bias, kind, source_rstd, rows, out, out_stats, out_rows, accumulate
+):  # fmt: skip
+    """``out[b] = sum_k p_k z_k`` over ``sources`` k for each of ``rows``, and the statistics of the
+    softmax; joined to what they hold if ``accumulate``. z_k is in slot k, ``p = softmax(s)`` or
+    ``relu(s)``, and ``s_k = query[row] . z_k * source_rstd[k] + bias[row, k]``."""
+    for b, row in zip(out_rows, rows, strict=True):
+        x, stats = _no_sources(out[b], kind)
+        if accumulate:
+            x, stats = _load(out[b]), None if out_stats is None else out_stats[b]
+        for k in sources:
+            (score,) = _scores(states, k, query, bias, [row], source_rstd)
+            x, stats = _join(x, stats, _load(states[k]), score, kind)
+        out[b] = x
+        if stats is not None:
+            out_stats[b] = stats
+
+
+def _attend_back(g, v, score, r, q, stats, kind):
+    """What a row with gradient g and query q adds to dz of a source v, to dq, and ds (T,)."""
+    slope = (g * v).sum(-1)
+    if kind == "relu":
+        p, ds = score.relu(), slope * (score > 0)
+    else:
+        p = (score - stats[0]).exp() / stats[1]
+        ds = p * (slope - stats[2])
+    n, ds_r = v * r.unsqueeze(-1), (ds * r).unsqueeze(-1)
+    dz = p.unsqueeze(-1) * g + ds_r * (q - n * ((n @ q) / v.shape[-1]).unsqueeze(-1))
+    return dz, (ds.unsqueeze(-1) * n).sum(0), ds
+
+
+def _pull_attention(states, j, v, g, row, query, bias, kind, source_rstd, stats, dquery, dbias):
+    r = source_rstd[j]
+    score = (v * r.unsqueeze(-1)) @ query[row] + (0 if bias is None else bias[row, j])
+    of_row = None if stats is None else stats[row]
+    dz, dq, ds = _attend_back(g, v, score, r, query[row], of_row, kind)
+    if dquery is not None:
+        dquery[row] += dq
+    if dbias is not None:
+        dbias[row, j] = ds.sum()
+    return dz
+
+
+def attend_pull(
+    grads, grad_slots, rows, states, sources, query, bias, kind, source_rstd, stats, out, out_rows,
+    accumulate, dquery, dbias,
+):  # fmt: skip
+    """``out[j] = sum_l`` of what row l adds to the gradient of state j, added if ``accumulate``.
+
+    ``stats[l]`` has the softmax's two statistics and ``<g_l, x_l>``. Adds to ``dquery`` and sets the
+    entries of ``dbias``.
+    """
+    for b, j in zip(out_rows, sources, strict=True):
+        v = _load(states[j])
+        total = _load(out[b]) if accumulate else torch.zeros_like(v)
+        for slot, row in zip(grad_slots, rows, strict=True):
+            total = total + _pull_attention(
+                states, j, v, _load(grads[slot]), row, query, bias, kind, source_rstd, stats,
+                dquery, dbias,
+            )  # fmt: skip
+        out[b] = total
+
+
+def _attend_near(states, near, query, bias, kind, row, source_rstd, partial, partial_stats):
+    x, stats = _no_sources(states[0], kind)
+    if partial is not None:
+        x, stats = _load(partial), partial_stats
+    for k in near:
+        (score,) = _scores(states, k, query, bias, [row], source_rstd)
+        x, stats = _join(x, stats, _load(states[k]), score, kind)
+    return x, stats
+
+
+def attention_boundary_forward(
+    branch, residual, dropout_p, seed, states, k, near, query, bias, kind, eps, partial,
+    partial_stats, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, stats, out_mean,
+    out_rstd,
+):  # fmt: skip
+    """`boundary_forward` with the weights of `attend_rows`: ``partial`` is joined to the states of
+    ``near``. ``source_rstd[k] = 1 / RMS(z_k)``, and ``stats[k]`` gets the row's statistics."""
+    if branch is not None:
+        y = dropout(_load(branch), dropout_p, seed)
+        states[k] = y if residual is None else y + _load(residual)
+        source_rstd[k] = (_load(states[k]).square().mean(-1) + eps).rsqrt()
+    mixed, found = _attend_near(
+        states, near, query, bias, kind, k, source_rstd, partial, partial_stats
+    )
+    if found is not None:
+        stats[k, :2] = found
+    _put(x, mixed)
+    if out is not None:
+        n, mean, rstd = normalise(mixed, out_eps)
+        out.copy_(_affine(n, out_norm_weight, out_norm_bias))
+        out_mean.copy_(mean)
+        out_rstd.copy_(rstd)
+
+
+def attention_boundary_backward(
+    states, k, near, query, bias, kind, partial, partial_stats, out_norm_weight, out_norm_bias,
+    source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, pull_rows,
+    pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
+):  # fmt: skip
+    """`boundary_backward` with the weights of `attend_rows`. ``stats[k, 2]`` gets <g, x>, of the
+    rounded g, which is the one that later boundaries read."""
+    g = 0 if dx is None else _load(dx)
+    mixed = None
+    if dout is not None or stats is not None:
+        mixed, _ = _attend_near(
+            states, near, query, bias, kind, k, source_rstd, partial, partial_stats
+        )
+    if dout is not None:
+        n = (mixed - out_mean.unsqueeze(-1)) * out_rstd.unsqueeze(-1)
+        d = _load(dout)
+        _put(dout_norm_weight, (d * n).sum(0))
+        _put(dout_norm_bias, d.sum(0))
+        g = g + _norm_backward(_affine(d, out_norm_weight, None), n, out_rstd)
+    v = _load(states[k]).clone()
+    grads[grad_slot] = g
+    g = _load(grads[grad_slot])
+    if stats is not None:
+        stats[k, 2] = (g * mixed).sum(-1)
+    u = torch.zeros_like(v) if pulled is None else _load(pulled)
+    for row, slot in zip(pull_rows, pull_slots, strict=True):
+        u = u + _pull_attention(
+            states, k, v, g if row == k else _load(grads[slot]), row, query, bias, kind,
+            source_rstd, stats, dquery, dbias,
+        )  # fmt: skip
+    _put(dresidual, u)
+    _put(dbranch, dropout(u, dropout_p, seed))
+
+
 def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
     """``out = sum_k weight[k] * LN_k(sources[k])`` over separate tensors."""
     total = 0

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
-from deepfast.depth.attention_residuals import AttentionResiduals, ResidualHistory
+from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import OutNorm, recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
@@ -130,6 +129,11 @@ class Connection(nn.Module):
                 LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
             )
 
+    @property
+    def depth(self) -> DLCL | AttentionResiduals | None:
+        """The depth connection; None where a layer reads only the layer below it."""
+        return self.residuals if self.dlcl is None else self.dlcl
+
     def forward(
         self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
@@ -144,13 +148,16 @@ class Connection(nn.Module):
         (x,) = common.autocast(x)
         if self.norm == "post":
             return self._post_norm(x, calls, states)
-        history = None if self.dlcl is None else DepthHistory()
-        sublayers = None if self.residuals is None else ResidualHistory()
+        history = None if self.depth is None else DepthHistory()
         branch, residual, p = x, None, 0.0
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
         for call, norm in (*used, (None, self.norms[-1])):
             if history is not None:
-                x, n = self.dlcl(
+                if self.residuals is not None and residual is not None:
+                    # The state is what all sublayers of the layer have added. The last residual
+                    # holds the layer's input and every sublayer but the last.
+                    residual = residual - x
+                x, n = self.depth(
                     branch,
                     history,
                     residual=residual,
@@ -158,12 +165,6 @@ class Connection(nn.Module):
                     out_norm=norm.as_output(),
                     want_x=call is not None or states is not None,
                 )
-            elif sublayers is not None:
-                # v is what all sublayers of the layer have added. The last residual already holds
-                # the input and every sublayer but the last.
-                v = x if residual is None else residual - x + F.dropout(branch, p, self.training)
-                x = self.residuals(v, sublayers)
-                n = norm(x)
             elif residual is None:
                 x, n = branch, norm(branch)
             else:
@@ -173,7 +174,7 @@ class Connection(nn.Module):
             if call is None:
                 return n
             # Freed here, so that only the layer holds its input.
-            branch = residual = v = None
+            branch = residual = None
             residual, branch = run_layer(call, x, n, norm, history)
             p = self.dropout
         raise AssertionError("the last norm, which has no layer, returns")
@@ -203,7 +204,7 @@ def run_layer(
 
     Args:
         norm: the layer-norm with n = norm(x); None in post-norm, where n is None too.
-        history: the pass of DLCL; None under other connections.
+        history: the pass of the depth connection; None without one.
     """
     layer, policy, options = call
     if not torch.is_grad_enabled():
@@ -219,7 +220,8 @@ def run_layer(
         return rerun(layer, x, n, _from_states(norm, history), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
-    # DLCL keeps n and not x. Without DLCL the layer-norm keeps x, and backward recomputes n.
+    # A depth connection keeps states and not x, so autograd keeps n. Without one the layer-norm
+    # keeps x, and backward recomputes n.
     if n is not None and history is None and plain(norm, LayerNorm):
         return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
     return layer(x, normed=n, **options)

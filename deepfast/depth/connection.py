@@ -1,0 +1,178 @@
+"""What all depth connections share: the push of a state, and the pass that it belongs to."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepfast import checks
+from deepfast.depth.boundary import OutNorm, first_token, push
+from deepfast.depth.check_push import check_push
+from deepfast.depth.history import DepthHistory
+from deepfast.depth.schedule import Schedule, default_block
+from deepfast.depth.state import DepthState
+from deepfast.depth.traced import traced
+from deepfast.depth.weights import AttentionWeights, ConstantWeights
+from deepfast.ops import common
+
+
+class PassWeights(NamedTuple):
+    """What a connection contributes to one pass. Detached tensors are copies: a parameter changed
+    before backward must not change the pass."""
+
+    weights: ConstantWeights | AttentionWeights
+    parameters: tuple[Tensor | None, ...]
+    """The tensors that the gradients of the weights belong to, then norm weights and biases."""
+    norms: tuple[Tensor, Tensor] | None
+    """Weights and biases (L+1, D) of the stack's own layer-norms, detached; None without."""
+
+
+class DepthConnection(nn.Module):
+    """Every layer reads a weighted sum of the states of all layers below it.
+
+    A subclass has the parameters, and says how a row weighs the states (`_pass_weights`).
+
+    Args:
+        num_layers: L.
+        dim: D.
+        pattern: pattern[l] has the states that row l reads, in ascending order.
+        running: running[k]: whether state k is what is pushed plus state k - 1.
+        norm: "pre": states have layer-norms; "post": rows have; None.
+        eps: added to the variance in these layer-norms.
+        backend: see `deepfast.backend`.
+    """
+
+    name: str
+    """In errors. The class of a sharded module has another name."""
+    normalize_embedding = False
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        pattern: tuple[tuple[int, ...], ...],
+        *,
+        running: tuple[bool, ...] | None = None,
+        norm: str | None,
+        eps: float,
+        backend: str | None,
+    ):
+        super().__init__()
+        self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
+        self.running = running or (False,) * self.rows
+        self.norm, self.eps, self.backend = norm, eps, backend
+        # Computed on first use and shared by all passes.
+        self._schedules: dict[int, Schedule] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def has_norm(self, k: int) -> bool:
+        """Whether state k, or in post-norm row k, has a layer-norm of this connection; index 0
+        needs ``normalize_embedding``."""
+        return self.norm is not None and (k > 0 or self.normalize_embedding)
+
+    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
+        """The weights of a pass whose first push is y."""
+        raise NotImplementedError
+
+    def traced_weights(self):
+        """Inside torch.compile: what the rows of one pass share."""
+        raise NotImplementedError
+
+    def traced_row(self, sources: list[Tensor], k: int, weights) -> Tensor:
+        """Inside torch.compile: row k from the states that it reads."""
+        raise NotImplementedError
+
+    def _schedule(self, block: int) -> Schedule:
+        if block not in self._schedules:
+            self._schedules[block] = Schedule(self.pattern, block)
+        return self._schedules[block]
+
+    def forward(
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        *,
+        index: int | None = None,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: int | Tensor | None = None,
+        out_norm: OutNorm | None = None,
+        want_x: bool = True,
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """Pushes a layer's output and returns the next layer's input.
+
+        Args:
+            y: (..., D), the output of the layer (or, with ``residual``, its last branch).
+            history: the history of this forward pass.
+            index: k of y_k. Give it where a call may be repeated, for example inside
+                `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+            residual: added to dropout(y) in the same pass.
+            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
+            out_norm: a pre-norm layer's first LN, applied in the same pass.
+            want_x: with ``out_norm``, whether to return x too.
+
+        Returns:
+            x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
+            RuntimeError: for a push out of order, with another stack's history or under another
+                grad mode; for a push that checkpointing repeats with the history of another pass;
+                in backward, for a second derivative.
+            NotImplementedError: under forward-mode differentiation (dual tensors).
+        """
+        if torch.compiler.is_compiling():
+            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
+        checks.tensor(self.name, "the layer's output", y)
+        if residual is not None:
+            checks.tensor(self.name, "residual", residual)
+        y, residual = common.autocast(y, residual)
+        k = check_push(self, y, residual, history, index, dropout_p, out_norm)
+        if history.state is None:
+            self._begin(y, history)
+        p = dropout_p if self.training else 0.0
+        if p == 0:
+            seed = None
+        elif seed is None:
+            seed = history.state.seed(k)
+        else:
+            seed = common.draw_seed(self.name, seed, y.device)
+        x, out = push(
+            history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
+            seed=seed, indexed=index is not None,
+        )  # fmt: skip
+        if out_norm is not None:
+            return x, out
+        return x if out is None else out
+
+    def _begin(self, y: Tensor, history: DepthHistory) -> None:
+        """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
+        learning = torch.is_grad_enabled()
+        weights, parameters, norms = self._pass_weights(y, learning)
+        has = (self.normalize_embedding,) + (True,) * (self.rows - 1)
+        none = (False,) * self.rows
+        pre, post = self.norm == "pre", self.norm == "post"
+        source, out = norms if pre else (None, None), norms if post else (None, None)
+        history.owner, history.kind = self, (y.shape, y.dtype, y.device)
+        history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
+        history.state = DepthState(
+            owner=self,
+            weights=weights,
+            running=self.running,
+            norm_weight=source[0],
+            norm_bias=source[1],
+            norm_source=has if pre else none,
+            out_norm_weight=out[0],
+            out_norm_bias=out[1],
+            norm_out=has if post else none,
+            eps=self.eps,
+            schedule=self._schedule(history.block or default_block(self.rows)),
+            inplace=history.inplace,
+            need_norm_grad=learning
+            and norms is not None
+            and any(p.requires_grad for p in parameters[-2:]),
+        )
+        history.token = first_token(history.state, *parameters)

@@ -1,0 +1,211 @@
+"""How a row weighs the states, which is all that differs between the kinds of depth connections.
+
+`DepthState` knows slots, blocks and layer-norms. What a pass over the states computes is behind the
+methods of one of two classes:
+
+    ConstantWeights     ``x_{l+1} = sum_k W[l,k] z_k``, the same weights for all tokens
+    AttentionWeights    ``x_{l+1} = sum_k p_{l,k} z_k``, weights from each token's scores
+
+    mix        the far pass of forward: the sums of a block of rows over earlier states
+    pull       the far pass of backward: what later rows add to the gradients of a block of states
+    forward    one boundary: stores a state and computes its row
+    backward   one boundary: stores the row's gradient and computes that of its state
+
+``launch`` has the kernels of the backend that `deepfast.backend` chose; `deepfast.launches` lists
+their operands.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+class ConstantWeights:
+    """W of DLCL and DenseFormer.
+
+    Args:
+        launch: the launches of the op "boundary".
+        weight: W (L+1, L+1) or (L+1, L+1, D), compute dtype, zero outside the pattern.
+        learns: whether W needs a gradient.
+    """
+
+    def __init__(self, launch: SimpleNamespace, weight: Tensor, learns: bool):
+        self.launch, self.weight, self.learns = launch, weight, learns
+        self.rows, self.device = weight.shape[0], weight.device
+        self.dweight: Tensor | None = None
+
+    nbytes = 0
+    """Bytes of what grows with the number of tokens, beside states and sums."""
+    mixes_again = False
+    """Whether backward needs a row's x even where no layer-norm follows it."""
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """An uninitialised tensor in the compute dtype, on the device of the pass."""
+        return self.weight.new_empty(shape)
+
+    def begin(self, tokens: int) -> None:
+        """Called when the first state comes."""
+
+    def release(self) -> None:
+        """Frees what grows with the number of tokens."""
+
+    def begin_mix(self, block: int) -> None:
+        """Called before the passes that compute the partial sums of a block of rows."""
+
+    def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
+        self.launch.mix_rows(
+            state.states, sources, self.weight, list(rows), state.norm_weight, state.norm_bias,
+            out, out_rows, accumulate,
+        )  # fmt: skip
+
+    def pull(self, state, sources, rows, out, out_rows, accumulate) -> None:
+        grad_slots = [state.grad_slot(r) for r in rows]
+        self.launch.pull_rows(
+            state.grads, grad_slots, rows, state.states, list(sources), self.weight,
+            state.norm_weight, state.norm_bias, out, out_rows, accumulate, self.dweight,
+        )  # fmt: skip
+
+    def forward(
+        self, state, k, branch, residual, dropout_p, seed, partial, out_norm, x, out, mean, rstd
+    ) -> None:
+        self.launch.boundary_forward(
+            branch, residual, dropout_p, seed, state.states, k, state.near(k), self.weight,
+            state.norm_weight, state.norm_bias, state.norm_source[k], state.eps, partial, *out_norm,
+            x, out, state.source_rstd[k], mean, rstd,
+        )  # fmt: skip
+
+    def backward(
+        self, state, k, partial, out_norm, mean, rstd, dropout_p, seed, dx, dout, pull_rows, pulled,
+        dbranch, dresidual, norm_grads,
+    ) -> None:  # fmt: skip
+        pull_slots = [state.grad_slot(r) for r in pull_rows]
+        self.launch.boundary_backward(
+            state.states, k, state.near(k), self.weight, state.norm_weight, state.norm_bias,
+            state.norm_source[k], partial, *out_norm[:2], state.source_rstd[k], mean, rstd,
+            dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows, pull_slots,
+            pulled, dbranch, dresidual, self.dweight, *norm_grads,
+        )  # fmt: skip
+
+    def begin_grads(self) -> None:
+        """Called before a boundary of backward adds to the gradients."""
+        if self.learns and self.dweight is None:
+            self.dweight = torch.zeros_like(self.weight)
+
+    def take_grads(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the parameters and keeps none."""
+        dweight, self.dweight = self.dweight, None
+        return (dweight,)
+
+
+class AttentionWeights:
+    """Weights from the scores ``s_{l,k} = q_l . z_k r_k + b[l,k]``, ``r_k = 1 / RMS(z_k)``.
+
+    The query belongs to a row and not to a token. So the score of a state for every later row is
+    known as soon as the state is, and the rows are computed in the blocks of DLCL.
+
+    Args:
+        launch: the launches of the op "attention_boundary".
+        query: q (L+1, D), compute dtype.
+        bias: b (L+1, L+1), compute dtype, or None.
+        kind: "softmax" over the states that a row reads, or "relu".
+        eps: added to the mean square in the RMSNorm.
+        learns: whether the query or the bias needs a gradient.
+    """
+
+    def __init__(
+        self,
+        launch: SimpleNamespace,
+        query: Tensor,
+        bias: Tensor | None,
+        kind: str,
+        eps: float,
+        learns: bool,
+    ):
+        self.launch, self.query, self.bias, self.kind = launch, query, bias, kind
+        self.mixes_again = kind == "softmax"
+        self.eps, self.learns, self.rows = eps, learns, query.shape[0]
+        self.device = query.device
+        self.dquery: Tensor | None = None
+        self.dbias: Tensor | None = None
+        self.release()
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.source_rstd, self.stats, self._far_stats)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def new_empty(self, *shape: int) -> Tensor:
+        return self.query.new_empty(shape)
+
+    def begin(self, tokens: int) -> None:
+        self.source_rstd = self.query.new_empty(self.rows, tokens)
+        if self.kind == "softmax":
+            self.stats = self.query.new_empty(self.rows, 3, tokens)
+
+    def release(self) -> None:
+        # (L+1, T): r_k.
+        self.source_rstd: Tensor | None = None
+        # (L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>.
+        self.stats: Tensor | None = None
+        # (B, 2, T): the first two over the earlier states alone, for the rows of one block.
+        self._far_stats: Tensor | None = None
+
+    def begin_mix(self, block: int) -> None:
+        if self.kind == "relu":
+            return
+        if self._far_stats is None:
+            self._far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
+        # Of no states yet. Rows that several passes compute add to it.
+        self._far_stats[:, 0] = float("-inf")
+        self._far_stats[:, 1] = 0
+
+    def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
+        self.launch.attend_rows(
+            state.states, sources, self.query, self.bias, self.kind, self.source_rstd, list(rows),
+            out, self._far_stats, out_rows, accumulate,
+        )  # fmt: skip
+
+    def pull(self, state, sources, rows, out, out_rows, accumulate) -> None:
+        grad_slots = [state.grad_slot(r) for r in rows]
+        self.launch.attend_pull(
+            state.grads, grad_slots, rows, state.states, list(sources), self.query, self.bias,
+            self.kind, self.source_rstd, self.stats, out, out_rows, accumulate, self.dquery,
+            self.dbias,
+        )  # fmt: skip
+
+    def _partial_stats(self, state, k: int, partial: Tensor | None) -> Tensor | None:
+        if partial is None or self._far_stats is None:
+            return None
+        return self._far_stats[k - state.schedule.blocks[k][0]]
+
+    def forward(
+        self, state, k, branch, residual, dropout_p, seed, partial, out_norm, x, out, mean, rstd
+    ) -> None:
+        self.launch.attention_boundary_forward(
+            branch, residual, dropout_p, seed, state.states, k, state.near(k), self.query,
+            self.bias, self.kind, self.eps, partial, self._partial_stats(state, k, partial),
+            *out_norm, x, out, self.source_rstd, self.stats, mean, rstd,
+        )  # fmt: skip
+
+    def backward(
+        self, state, k, partial, out_norm, mean, rstd, dropout_p, seed, dx, dout, pull_rows, pulled,
+        dbranch, dresidual, norm_grads,
+    ) -> None:  # fmt: skip
+        pull_slots = [state.grad_slot(r) for r in pull_rows]
+        self.launch.attention_boundary_backward(
+            state.states, k, state.near(k), self.query, self.bias, self.kind, partial,
+            self._partial_stats(state, k, partial), *out_norm[:2], self.source_rstd, self.stats,
+            mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows,
+            pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias, *norm_grads[2:],
+        )  # fmt: skip
+
+    def begin_grads(self) -> None:
+        if self.learns and self.dquery is None:
+            self.dquery = torch.zeros_like(self.query)
+            self.dbias = None if self.bias is None else torch.zeros_like(self.bias)
+
+    def take_grads(self) -> tuple[Tensor | None, ...]:
+        grads = self.dquery, self.dbias
+        self.dquery = self.dbias = None
+        return grads
