@@ -103,7 +103,7 @@ class AttentionResiduals(DepthConnection):
                 nn.init.ones_(p)
 
     def effective_query(self) -> Tensor:
-        """``scale * query * norm_weight``, (rows, D), with gradient: q with scores q . RMSNorm(v)."""
+        """q of the scores ``q . RMSNorm(v)``: ``scale * query * norm_weight``, with gradient."""
         return _Query.apply(self.query, self.norm_weight, self.scale)
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:

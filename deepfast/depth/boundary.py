@@ -59,13 +59,6 @@ def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
     return _Parameters.apply(state, *parameters)
 
 
-def _either(carried: Tensor | None, dresidual: Tensor | None, like: Tensor) -> Tensor | None:
-    """Where the kernel writes the gradient of what it adds to the branch."""
-    if carried is None and dresidual is not None:
-        return dresidual.view(like.shape)
-    return carried
-
-
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, branch, residual, out_norm_weight, out_norm_bias, _token):
@@ -154,11 +147,14 @@ class _Boundary(torch.autograd.Function):
         dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = state.norm_grads(
             k, dout is not None, need_weight, need_bias
         )
-        mixes = dout is not None or state.weights.mixes_again
+        partial = state.partial(k) if dout is not None or state.weights.mixes_again else None
+        written = dresidual if carried is None else carried
+        dbranch_rows, written = (
+            None if d is None else d.view(like.shape) for d in (dbranch, written)
+        )
         state.weights.backward(
-            state, k, state.partial(k) if mixes else None, (out_norm_weight, out_norm_bias),
-            out_mean, out_rstd, dropout_p, seed, dx, dout, state.near_pull(k), pulled,
-            None if dbranch is None else dbranch.view(like.shape), _either(carried, dresidual, like),
+            state, k, partial, (out_norm_weight, out_norm_bias), out_mean, out_rstd, dropout_p,
+            seed, dx, dout, state.near_pull(k), pulled, dbranch_rows, written,
             (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias),
         )  # fmt: skip
         if carried is not None and dresidual is not None:
@@ -259,10 +255,10 @@ def recompute_row(
     if out_norm_weight is not None:
         out = like.new_empty(like.shape)
         out_mean, out_rstd = state.out_statistics(k)
+    norm = out_norm_weight, out_norm_bias, out_eps
     state.weights.forward(
-        state, k, None, None, 0.0, None, state.partial(k), (out_norm_weight, out_norm_bias, out_eps),
-        x, out, out_mean, out_rstd,
-    )  # fmt: skip
+        state, k, None, None, 0.0, None, state.partial(k), norm, x, out, out_mean, out_rstd
+    )
     return x, out
 
 

@@ -18,67 +18,63 @@ def check_push(
     out_norm: OutNorm | None,
 ) -> int:
     """Checks a push and returns its index k. It changes nothing."""
+    op = connection.name
     if not isinstance(history, DepthHistory):
-        raise TypeError(
-            f"{connection.name}: history must be a DepthHistory, got {type(history).__name__}"
-        )
+        raise TypeError(f"{op}: history must be a DepthHistory, got {type(history).__name__}")
     kind = y.shape, y.dtype, y.device
     # A state of the same kind as the first one of this pass needs no further check.
     if history.owner is not connection or history.kind != kind:
         _check_state(connection, y, history)
-    checks.probability(connection.name, dropout_p)
+    checks.probability(op, dropout_p)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
-        checks.like(connection.name, "residual", residual, "the branch", y)
+        checks.like(op, "residual", residual, "the branch", y)
     if out_norm is not None:
         _check_out_norm(connection, out_norm, y)
     k = _check_index(connection, history, index)
     if out_norm is not None and connection.norm == "post" and connection.has_norm(k):
-        raise ValueError(
-            f"{connection.name}: a post-norm boundary has its own LN; out_norm must be None"
-        )
+        raise ValueError(f"{op}: a post-norm boundary has its own LN; out_norm must be None")
     return k
 
 
-def _check_state(connection: nn.Module, y: Tensor, history: DepthHistory) -> None:
+def _check_state(connection, y: Tensor, history: DepthHistory) -> None:
+    op = connection.name
     if y.shape[-1] != connection.dim:
-        raise ValueError(
-            f"{connection.name}: the input must be (..., {connection.dim}), got {tuple(y.shape)}"
-        )
+        raise ValueError(f"{op}: the input must be (..., {connection.dim}), got {tuple(y.shape)}")
     if y.device != connection.device:
-        raise ValueError(
-            f"{connection.name}: the input must be on {connection.device}, got {y.device}"
-        )
+        raise ValueError(f"{op}: the input must be on {connection.device}, got {y.device}")
     if history.owner is not connection or history.kind is None:
         return
     shape, dtype, device = history.kind
     expected, got = shape.numel() // connection.dim, y.numel() // connection.dim
     if (expected, dtype, device) != (got, y.dtype, y.device):
         raise ValueError(
-            f"{connection.name}: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
+            f"{op}: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
             f"{device}, got {got} of {y.dtype} on {y.device}"
         )
 
 
-def _check_out_norm(connection: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
+def _check_out_norm(connection, out_norm: OutNorm, y: Tensor) -> None:
+    op = connection.name
     if not isinstance(out_norm, OutNorm):
         raise TypeError(
-            f"{connection.name}: out_norm must be an OutNorm (LayerNorm.as_output()), "
+            f"{op}: out_norm must be an OutNorm (LayerNorm.as_output()), "
             f"got {type(out_norm).__name__}"
         )
     for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
-        checks.parameter(connection.name, f"out_norm.{name}", p, (connection.dim,), y.device)
+        checks.parameter(op, f"out_norm.{name}", p, (connection.dim,), y.device)
 
 
 def _check_index(connection, history: DepthHistory, index: int | None) -> int:
     """The index k of this push: the next one or, in backward, a recomputed one."""
+    op = connection.name
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(
-            f"{connection.name}: this history belongs to another stack; make a DepthHistory for each stack "
+            f"{op}: this history belongs to another stack; make a DepthHistory for each stack "
             "and each forward pass"
         )
     if history.traced:
         raise RuntimeError(
-            f"{connection.name}: this pass began inside torch.compile and goes on outside; compile the whole "
+            f"{op}: this pass began inside torch.compile and goes on outside; compile the whole "
             "stack with fullgraph=True, or the layers alone"
         )
     pushed, begun = len(history), history.state is not None
@@ -87,29 +83,29 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
     # A pass that began in this backward pass recomputes a whole stack, which is allowed.
     if k >= pushed and begun and task not in (-1, history.task):
         raise RuntimeError(
-            f"{connection.name}: a push during the backward pass of another forward pass; under checkpointing "
+            f"{op}: a push during the backward pass of another forward pass; under checkpointing "
             "pass index= and use, in each recomputation, the history of its own forward pass"
         )
     if k >= connection.rows:
         raise RuntimeError(
-            f"{connection.name}: {connection.num_layers} layers push {connection.rows} states, and this "
+            f"{op}: {connection.num_layers} layers push {connection.rows} states, and this "
             f"history has them all; expected a new DepthHistory for a new forward pass"
         )
     if not 0 <= k <= pushed or (k < pushed and task == -1):
         already = ", which is pushed already" if 0 <= k < pushed else ""
         raise RuntimeError(
-            f"{connection.name}: layer called out of order: expected index {pushed}, got {k}{already}"
+            f"{op}: layer called out of order: expected index {pushed}, got {k}{already}"
         )
     if k < pushed:
         _check_recomputed(history, k, task)
         return k
     if history.closed:
-        raise RuntimeError(f"{connection.name}: this history is closed; make a new one")
+        raise RuntimeError(f"{op}: this history is closed; make a new one")
     if begun and history.state.released:
-        raise RuntimeError(f"{connection.name}: this history's backward has ended; make a new one")
+        raise RuntimeError(f"{op}: this history's backward has ended; make a new one")
     if begun and history.grad_mode != torch.is_grad_enabled():
         raise RuntimeError(
-            f"{connection.name}: grad mode changed within a pass; push every state under the grad mode of the "
+            f"{op}: grad mode changed within a pass; push every state under the grad mode of the "
             "first push (reentrant checkpointing changes it: use use_reentrant=False), and "
             "detach the output of a layer that must not learn"
         )
@@ -124,11 +120,11 @@ def _check_recomputed(history: DepthHistory, k: int, task: int) -> None:
     runs now. The first boundaries on the way must belong to this pass. If there is no boundary on
     the way, this pass must be in the middle of its backward. The states up to k must still exist.
     """
-    state = history.state
+    state, op = history.state, history.owner.name
     passes = nearest_passes(torch._C._current_autograd_node(), history.owner)
     if state not in passes and (passes or state.task != task):
         raise RuntimeError(
-            f"{history.owner.name}: push {k} is recomputed for another forward pass than its history's; make a "
+            f"{op}: push {k} is recomputed for another forward pass than its history's; make a "
             "DepthHistory in each forward pass, and let the checkpointed function refer to it, "
             "not to an attribute that the next forward pass replaces"
         )

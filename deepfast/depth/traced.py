@@ -36,7 +36,7 @@ def traced(
     out_norm: OutNorm | None,
     want_x: bool,
 ) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DepthConnection.forward` with registered ops only; the history keeps the states as they are mixed."""
+    """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed."""
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")

@@ -265,8 +265,8 @@ def attend_pull(
 ):  # fmt: skip
     """``out[j] = sum_l`` of what row l adds to the gradient of state j, added if ``accumulate``.
 
-    ``stats[l]`` has the softmax's two statistics and ``<g_l, x_l>``. Adds to ``dquery`` and sets the
-    entries of ``dbias``.
+    ``stats[l]`` has the softmax's two statistics and ``<g_l, x_l>``. Adds to ``dquery`` and sets
+    the entries of ``dbias``.
     """
     for b, j in zip(out_rows, sources, strict=True):
         v = _load(states[j])
