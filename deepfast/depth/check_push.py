@@ -1,7 +1,7 @@
 """What a `DepthConnection` checks before a push: its operands, and its place in the pass."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepfast import checks
 from deepfast.depth.boundary import OutNorm, nearest_passes
