@@ -135,11 +135,12 @@ layer_norm: layer_norm_forward
     weight     Tensor?   compute  (D)
     bias       Tensor?   compute  (D)
     eps        float
+    rms        bool
     dropout_p  float
     seed       Tensor?   int64    ()
     sum        Tensor?!  storage  (T, D)
     y          Tensor!   storage  (T, D)
-    mean       Tensor!   compute  (T)
+    mean       Tensor?!  compute  (T)
     rstd       Tensor!   compute  (T)
 
 layer_norm: layer_norm_backward
@@ -147,7 +148,8 @@ layer_norm: layer_norm_backward
     dy         Tensor    storage  (T, D)
     dsum       Tensor?   storage  (T, D)
     weight     Tensor?   compute  (D)
-    mean       Tensor    compute  (T)
+    rms        bool
+    mean       Tensor?   compute  (T)
     rstd       Tensor    compute  (T)
     dropout_p  float
     seed       Tensor?   int64    ()
@@ -191,6 +193,7 @@ boundary: boundary_forward
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
     out_eps          float
+    out_rms          bool
     x                Tensor?!  storage  (T, D)
     out              Tensor?!  storage  (T, D)
     source_rstd      Tensor?!  compute  (T)
@@ -208,6 +211,7 @@ boundary: boundary_backward
     partial           Tensor?   storage  (T, D)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)
+    out_rms           bool
     source_rstd       Tensor?   compute  (T)
     out_mean          Tensor?   compute  (T)
     out_rstd          Tensor?   compute  (T)

@@ -22,12 +22,13 @@ struct Dropout {
 struct LayerNorm {
   Storage storage;
   int64_t dim;
+  bool rms;  // no mean is subtracted
   double eps;
   Dropout dropout;
   Matrix x, residual;         // s = residual + dropout(x)
   Matrix sum, y;              // y = (s - mean) * rstd * weight + bias
   const void *weight, *bias;  // (D)
-  void *mean, *rstd;          // (T)
+  void *mean, *rstd;          // (T); with rms no mean
   Matrix dy, dsum, dx, dresidual;
   void *dweight, *dbias;  // (chunks, D) partial sums
 };
@@ -61,12 +62,12 @@ struct Pull {
 
 // Everything between two layers' matrix products, one token at a time:
 //   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
-//   out = norm(x).
+//   out = norm(x), without a mean if out_rms.
 // Without a branch the state is only read: backward recomputes a layer's input this way.
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read
-  bool per_channel, norm_source;
+  bool per_channel, norm_source, out_rms;
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;
@@ -79,7 +80,7 @@ struct Boundary {
   Matrix x, out;
   const void *out_norm_weight, *out_norm_bias;
   void* source_rstd;          // (T)
-  void *out_mean, *out_rstd;  // (T)
+  void *out_mean, *out_rstd;  // (T); with out_rms no mean
 };
 
 // Backward of Boundary. The row's gradient g is written to `grad`. The gradient of the pushed state
