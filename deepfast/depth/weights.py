@@ -82,7 +82,7 @@ class ConstantWeights:
         pull_slots = [state.grad_slot(r) for r in pull_rows]
         self.launch.boundary_backward(
             state.states, k, state.near(k), self.weight, state.norm_weight, state.norm_bias,
-            state.norm_source[k], partial, *out_norm[:2], state.source_rstd[k], mean, rstd,
+            state.norm_source[k], partial, *out_norm, state.source_rstd[k], mean, rstd,
             dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows, pull_slots,
             pulled, dbranch, dresidual, self.dweight, *norm_grads,
         )  # fmt: skip
@@ -195,7 +195,7 @@ class AttentionWeights:
         pull_slots = [state.grad_slot(r) for r in pull_rows]
         self.launch.attention_boundary_backward(
             state.states, k, state.near(k), self.query, self.bias, self.kind, partial,
-            self._partial_stats(state, k, partial), *out_norm[:2], self.source_rstd, self.stats,
+            self._partial_stats(state, k, partial), *out_norm, self.source_rstd, self.stats,
             mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows,
             pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias, *norm_grads[2:],
         )  # fmt: skip
