@@ -8,78 +8,14 @@
 //
 // The softmax is computed online, a few sources at a time (Milakov, Gimelshein 2018), and again in
 // backward. Tiles are those of depth_mix_kernel.cpp. Compiled once per instruction set.
-#include "exp.h"
+#include "attend.h"
 #include "tiles.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Sources of a group, and rows (or sources against rows) of a group, whose products fill the
-// registers.
-constexpr int kGroup = 4, kAcross = kManyRegisters ? 4 : 2;
-
-template <int N>
-struct Count {
-  static constexpr int n = N;
-};
-
-// Calls f(Count, i) for groups of N, then for single ones.
-template <int N, class F>
-DEEPFAST_INLINE void for_groups(int64_t count, const F& f) {
-  int64_t i = 0;
-  for (; i + N <= count; i += N) f(Count<N>{}, i);
-  for (; i < count; ++i) f(Count<1>{}, i);
-}
-
-// The least multiple of the lanes that is at least n.
-template <class A>
-DEEPFAST_INLINE int64_t padded(int64_t n) {
-  return (n + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-}
-
-// products[i * stride + j] = <a_i, b_j> for I times J rows of dim channels.
-template <class A, int I, int J, class X, class Y>
-DEEPFAST_INLINE void multiply_rows(const X* const* a, const Y* const* b, int64_t dim, A* products,
-                                   int64_t stride) {
-  constexpr int N = kLanes<A>;
-  constexpr Lanes<N> lanes;
-  vec_t<A, N> sum[I][J] = {};
-  int64_t d = 0;
-  for (; d + N <= dim; d += N) {
-    vec_t<A, N> x[I];
-    for (int i = 0; i < I; ++i) x[i] = load(lanes, a[i] + d);
-    for (int j = 0; j < J; ++j) {
-      const auto y = load(lanes, b[j] + d);
-      for (int i = 0; i < I; ++i) sum[i][j] += x[i] * y;
-    }
-  }
-  for (int i = 0; i < I; ++i)
-    for (int j = 0; j < J; ++j) {
-      A total = sum_lanes<A, N>(sum[i][j]);
-      for (int64_t e = d; e < dim; ++e)
-        total += load(Lanes<1>{}, a[i] + e)[0] * load(Lanes<1>{}, b[j] + e)[0];
-      products[i * stride + j] = total;
-    }
-}
-
 // ---- attend ------------------------------------------------------------------------------------
-
-// sum_r = sum_r * kept[r] + sum_c p[c * stride + r] v_c for C sources and R rows.
-template <class T, int C, int R, class A = compute_t<T>>
-DEEPFAST_INLINE void add_weighted(const T* const* v, const A* p, int64_t stride, const A* kept,
-                                  A* sums, int64_t sum_stride, int64_t dim) {
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    vec_t<A, lanes.n> x[C];
-    for (int c = 0; c < C; ++c) x[c] = load(lanes, v[c] + d);
-    for (int r = 0; r < R; ++r) {
-      A* at_sum = sums + r * sum_stride + d;
-      auto sum = load(lanes, at_sum) * kept[r];
-      for (int c = 0; c < C; ++c) sum += p[c * stride + r] * x[c];
-      store(lanes, at_sum, sum);
-    }
-  });
-}
 
 // The state of the online softmax of one token: for each row the largest score, the sum of
 // exponentials, and the factor that the last sources have left of it.
@@ -231,32 +167,6 @@ void attend_all(const Attend& op, int64_t begin, int64_t end) {
 
 // ---- pull --------------------------------------------------------------------------------------
 
-// u_j += sum_l p_lj g_l + c_lj q_l and dq_l += sum_j c_lj v_j for L rows and J sources.
-template <class T, int L, int J, class A = compute_t<T>>
-DEEPFAST_INLINE void pull_weighted(const T* const* g, const A* const* q, A* dq, const T* const* v,
-                                   const A* p, const A* c, int64_t stride, A* u, int64_t u_stride,
-                                   int64_t dim) {
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    vec_t<A, lanes.n> b_g[L], b_q[L], sum[L];
-    for (int l = 0; l < L; ++l) {
-      b_g[l] = load(lanes, g[l] + d);
-      b_q[l] = load(lanes, q[l] + d);
-      sum[l] = dq == nullptr ? vec_t<A, lanes.n>{} : load(lanes, dq + l * dim + d);
-    }
-    for (int j = 0; j < J; ++j) {
-      auto b_u = load(lanes, u + j * u_stride + d);
-      const auto b_v = load(lanes, v[j] + d);
-      for (int l = 0; l < L; ++l) {
-        b_u += p[l * stride + j] * b_g[l] + c[l * stride + j] * b_q[l];
-        sum[l] += c[l * stride + j] * b_v;
-      }
-      store(lanes, u + j * u_stride + d, b_u);
-    }
-    if (dq == nullptr) return;
-    for (int l = 0; l < L; ++l) store(lanes, dq + l * dim + d, sum[l]);
-  });
-}
-
 template <class T, bool Softmax>
 class PullTile {
   using A = compute_t<T>;
@@ -318,10 +228,10 @@ class PullTile {
       });
       for (int i = 0; i < L; ++i) weights(tile, t, l, i);
       for_groups<kGroup>(op_.sources, [&](auto across, int64_t j) {
-        pull_weighted<T, L, across.n>(
-            g, q, dquery_ == nullptr ? nullptr : dquery_ + l * op_.dim, v + j, scores_ + j,
-            dots_ + j, stride_, u_ + tile_index(shape_, j, t - tile.t0, 0),
-            shape_.tokens * op_.dim, op_.dim);
+        pull_weighted<T, L, across.n>(g, q, dquery_ == nullptr ? nullptr : dquery_ + l * op_.dim,
+                                      v + j, scores_ + j, dots_ + j, stride_,
+                                      u_ + tile_index(shape_, j, t - tile.t0, 0),
+                                      shape_.tokens * op_.dim, op_.dim);
       });
     }
   }
@@ -415,7 +325,8 @@ void attend(const Attend& op, int64_t begin, int64_t end, int64_t) {
 void attend_pull(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
-    op.softmax ? pull_all<T, true>(op, begin, end, chunk) : pull_all<T, false>(op, begin, end, chunk);
+    op.softmax ? pull_all<T, true>(op, begin, end, chunk)
+               : pull_all<T, false>(op, begin, end, chunk);
   });
 }
 

@@ -31,7 +31,8 @@ struct Rows {
         softmax(is_softmax(kind)) {
     query_ = parameter(OptionalTensor(query), storage, count * dim);
     this->query = static_cast<const char*>(query_);
-    rstd = static_cast<const char*>(parameter(OptionalTensor(source_rstd), storage, count * tokens));
+    rstd =
+        static_cast<const char*>(parameter(OptionalTensor(source_rstd), storage, count * tokens));
     stats = static_cast<char*>(parameter(stats_, storage, count * 3 * tokens));
     if (bias_.has_value()) bias.emplace_back(*bias_, storage, dim);
   }
@@ -135,7 +136,8 @@ void attend_pull(Tensor grads, Indices grad_slots, Indices rows, Tensor states, 
   const auto grad = slots(grads, grad_slots), source = slots(states, sources);
   const auto target = slots(out, out_rows);
   const auto queries = r.queries(rows), rstds = r.rstds(sources), biases = r.biases(rows, sources);
-  const auto most = r.statistic(rows, 0), total = r.statistic(rows, 1), delta = r.statistic(rows, 2);
+  const auto most = r.statistic(rows, 0), total = r.statistic(rows, 1),
+             delta = r.statistic(rows, 2);
   // The partial sums of all queries are large: few chunks keep them small.
   const Chunks chunks(r.tokens, 8);
   const auto count = static_cast<int64_t>(rows.size());

@@ -136,9 +136,9 @@ struct AttentionBoundary {
   Boundary base;
   bool softmax;
   double eps;
-  const void* query;        // (D)
-  const void* const* rstd;  // [near], (T) each
-  const void* const* bias;  // [near], one value each, or null
+  const void* query;                         // (D)
+  const void* const* rstd;                   // [near], (T) each
+  const void* const* bias;                   // [near], one value each, or null
   const void *partial_most, *partial_total;  // (T)
   void* own_rstd;                            // (T), of the pushed state
   void *most, *total;                        // (T), of this row
@@ -151,7 +151,7 @@ struct AttentionBoundaryGrad {
   const void* const* pull_query;  // [pulls], (D) each
   const void* const* pull_bias;   // [pulls], one value each, or null
   const void *const *pull_most, *const *pull_total, *const *pull_delta;  // [pulls], (T) each
-  void* delta;   // (T), of this row
+  void* delta;                                                           // (T), of this row
   void* dquery;  // (chunks, pulls, D), or null
   void* dbias;   // (chunks, pulls), or null
 };
@@ -239,27 +239,27 @@ constexpr int64_t kPanelBytes = 64;
 
 // Every kernel with its structure. A table's members, its declarations and its entries are all
 // generated from this list, so their orders cannot differ.
-#define DEEPFAST_KERNELS(KERNEL)                      \
-  KERNEL(layer_norm_forward, LayerNorm)               \
-  KERNEL(layer_norm_backward, LayerNorm)              \
-  KERNEL(mix, Mix)                                    \
-  KERNEL(pull, Pull)                                  \
-  KERNEL(boundary_forward, Boundary)                  \
-  KERNEL(boundary_backward, BoundaryGrad)             \
-  KERNEL(attend, Attend) \
-  KERNEL(attend_pull, AttendPull) \
-  KERNEL(attention_boundary_forward, AttentionBoundary) \
+#define DEEPFAST_KERNELS(KERNEL)                             \
+  KERNEL(layer_norm_forward, LayerNorm)                      \
+  KERNEL(layer_norm_backward, LayerNorm)                     \
+  KERNEL(mix, Mix)                                           \
+  KERNEL(pull, Pull)                                         \
+  KERNEL(boundary_forward, Boundary)                         \
+  KERNEL(boundary_backward, BoundaryGrad)                    \
+  KERNEL(attend, Attend)                                     \
+  KERNEL(attend_pull, AttendPull)                            \
+  KERNEL(attention_boundary_forward, AttentionBoundary)      \
   KERNEL(attention_boundary_backward, AttentionBoundaryGrad) \
-  KERNEL(depth_mix_forward, DepthMix)                 \
-  KERNEL(depth_mix_backward, DepthMix)                \
-  KERNEL(depth_attention_forward, DepthAttention)     \
-  KERNEL(depth_attention_backward, DepthAttention)    \
-  KERNEL(activation_forward, Activation)              \
-  KERNEL(activation_backward, Activation)             \
-  KERNEL(cross_entropy, CrossEntropy)                 \
-  KERNEL(peephole_lstm_pack, PeepholeLstm)            \
-  KERNEL(peephole_lstm_pack_transposed, PeepholeLstm) \
-  KERNEL(peephole_lstm_forward, PeepholeLstm)         \
+  KERNEL(depth_mix_forward, DepthMix)                        \
+  KERNEL(depth_mix_backward, DepthMix)                       \
+  KERNEL(depth_attention_forward, DepthAttention)            \
+  KERNEL(depth_attention_backward, DepthAttention)           \
+  KERNEL(activation_forward, Activation)                     \
+  KERNEL(activation_backward, Activation)                    \
+  KERNEL(cross_entropy, CrossEntropy)                        \
+  KERNEL(peephole_lstm_pack, PeepholeLstm)                   \
+  KERNEL(peephole_lstm_pack_transposed, PeepholeLstm)        \
+  KERNEL(peephole_lstm_forward, PeepholeLstm)                \
   KERNEL(peephole_lstm_backward, PeepholeLstm)
 
 // Runs on the tokens (or sentences, or panels) from `begin` to `end`.
