@@ -43,7 +43,7 @@ def rows(m, v):
     return [m(x, history) for x in v]
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @BLOCKS
 def test_is_the_equation(block, backend):
     m = learned(block, backend)
