@@ -54,7 +54,7 @@ def _check_state(dlcl: nn.Module, y: Tensor, history: DepthHistory) -> None:
 def _check_out_norm(dlcl: nn.Module, out_norm: OutNorm, y: Tensor) -> None:
     if not isinstance(out_norm, OutNorm):
         raise TypeError(
-            f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output()), "
+            f"DLCL: out_norm must be an OutNorm (LayerNorm.as_output() or RMSNorm.as_output()), "
             f"got {type(out_norm).__name__}"
         )
     for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):

@@ -57,7 +57,8 @@ class DepthState:
         self.pushed = 0
         self.states: Tensor | None = None
         self.source_rstd: list[Tensor | None] = [None] * self.rows
-        self._out_statistics: tuple[Tensor, ...] | None = None
+        self._out_mean: tuple[Tensor, ...] | None = None
+        self._out_rstd: tuple[Tensor, ...] | None = None
         self._seeds: tuple[Tensor, ...] | None = None
         self._seeds_drawn_by = -1
         self._ahead = BlockSums(self.schedule.block)
@@ -133,11 +134,12 @@ class DepthState:
 
     def out_statistics(self, row: int, rms: bool = False) -> tuple[Tensor | None, Tensor]:
         """(T,) mean and rstd of the norm on row's result; an RMS norm has no mean."""
-        if self._out_statistics is None:
-            tokens = self.states.shape[1]
-            self._out_statistics = self.weight.new_empty(2 * self.rows, tokens).unbind(0)
-        mean, rstd = self._out_statistics[row], self._out_statistics[self.rows + row]
-        return None if rms else mean, rstd
+        tokens = self.states.shape[1]
+        if self._out_rstd is None:
+            self._out_rstd = self.weight.new_empty(self.rows, tokens).unbind(0)
+        if self._out_mean is None and not rms:
+            self._out_mean = self.weight.new_empty(self.rows, tokens).unbind(0)
+        return None if rms else self._out_mean[row], self._out_rstd[row]
 
     def token_grad(self, k: int) -> bool:
         """Whether the token that boundary k took requires a gradient."""
@@ -158,7 +160,7 @@ class DepthState:
         """Frees the states and everything else that grows with the number of tokens."""
         self._ahead.clear()
         self._pulled.clear()
-        self.states = self.grads = self._out_statistics = None
+        self.states = self.grads = self._out_mean = self._out_rstd = None
         self.source_rstd = [None] * self.rows
         self.released = True
 

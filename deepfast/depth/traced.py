@@ -12,6 +12,7 @@ from torch import Tensor
 from deepfast import ops
 from deepfast.depth.boundary import OutNorm
 from deepfast.depth.history import DepthHistory
+from deepfast.ops.layer_norm import normalise
 
 
 def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
@@ -66,5 +67,5 @@ def traced(
         return ops.layer_norm(x, *norm, backend=dlcl.backend)
     if out_norm is None:
         return x
-    n = ops.layer_norm(x, *out_norm, backend=dlcl.backend)
+    n = normalise("DLCL", x, None, *out_norm, 0.0, False, None, dlcl.backend)
     return x if want_x else None, n  # type: ignore[return-value]
