@@ -7,7 +7,7 @@ from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.connections.fusion import LayerFusion
 from deepfast.nn.connections.latent import LatentDepth
 from deepfast.nn.connections.transparent import TransparentAttention
-from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.layer_norm import LayerNorm, RMSNorm
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing
 from deepfast.nn.transformer import DecoderCache, TransformerDecoder, TransformerEncoder
@@ -23,6 +23,7 @@ __all__ = [
     "LayerNorm",
     "MultiheadAttention",
     "Packing",
+    "RMSNorm",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
