@@ -8,6 +8,14 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
+// Prefetches a row: the processor's own prefetcher does not follow a stream for every state.
+template <class T>
+DEEPFAST_INLINE void prefetch_row(const T* row, int64_t dim) {
+  const auto* p = reinterpret_cast<const char*>(row);
+  for (int64_t at = 0; at < dim * static_cast<int64_t>(sizeof(T)); at += 64)
+    __builtin_prefetch(p + at, 0, 3);
+}
+
 // One token's near states and their weights.
 template <class T, class A = compute_t<T>>
 struct Near {
@@ -32,8 +40,8 @@ DEEPFAST_INLINE void add_registers(const Near<T>& near, int64_t count, A* x, int
 
 // x = sum_k p_k v_k of one token. Stores the row's statistics.
 template <class T>
-DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, const Near<T>& near,
-                                 compute_t<T>* x) {
+DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, int64_t end,
+                                 const Near<T>& near, compute_t<T>* x) {
   using A = compute_t<T>;
   constexpr int N = kLanes<A>;
   constexpr Lanes<N> lanes;
@@ -41,7 +49,10 @@ DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, const N
   const bool joins = f.partial.data != nullptr;
   const A* query = at<A>(op.query, 0);
   A* p = near.p;
-  for (int64_t j = 0; j < f.near; ++j) near.v[j] = row_of<T>(f.source[j], t);
+  for (int64_t j = 0; j < f.near; ++j) {
+    near.v[j] = row_of<T>(f.source[j], t);
+    if (t + 1 < end) prefetch_row(row_of<T>(f.source[j], t + 1), f.dim);
+  }
   for_groups<kGroup>(f.near, [&](auto group, int64_t j) {
     multiply_rows<A, 1, group.n>(&query, near.v.get() + j, f.dim, p + j, 0);
   });
@@ -105,7 +116,7 @@ void forward(const AttentionBoundary& op, int64_t begin, int64_t end) {
       const A mean = squares.total() / static_cast<A>(f.dim);
       *at<A>(op.own_rstd, t) = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
     }
-    attend_near<T>(op, t, near, mixed);
+    attend_near<T>(op, t, end, near, mixed);
     store_output<T>(f, t, mixed);
   }
 }
@@ -130,9 +141,13 @@ class Pulls {
     for (int64_t i = count_; i < padded<A>(count_); ++i) p_[i] = c_[i] = A(0);
   }
 
-  DEEPFAST_INLINE void add(int64_t t, const A* v, A* u) {
+  DEEPFAST_INLINE void add(int64_t t, int64_t end, const A* v, A* u) {
     const int64_t dim = op_.base.forward.dim;
-    for (int64_t i = 0; i < count_; ++i) grad_[i] = row_of<T>(op_.base.pull_grad[i], t);
+    for (int64_t i = 0; i < count_; ++i) {
+      grad_[i] = row_of<T>(op_.base.pull_grad[i], t);
+      // The first row's gradient is the one that this pass stores.
+      if (i > 0 && t + 1 < end) prefetch_row(row_of<T>(op_.base.pull_grad[i], t + 1), dim);
+    }
     for_groups<kGroup>(count_, [&](auto group, int64_t i) {
       multiply_rows<A, 1, group.n>(&v, query_.get() + i, dim, p_ + i, 0);
       multiply_rows<A, 1, group.n>(&v, grad_.get() + i, dim, c_ + i, 0);
@@ -191,7 +206,7 @@ void backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end, int64
   const Near<T> near(f.near);
   Pulls<T> pulls(op, chunk);
   for (int64_t t = begin; t < end; ++t) {
-    if (b.dout.data != nullptr || op.forward.softmax) attend_near<T>(op.forward, t, near, x);
+    if (b.dout.data != nullptr || op.forward.softmax) attend_near<T>(op.forward, t, end, near, x);
     memcpy(n.get(), x.get(), dim * sizeof(A));
     output_gradient<T>(b, t, chunk, n, g);
     // The state is read before the gradient is stored: the gradient may overwrite a slot of its
@@ -209,7 +224,7 @@ void backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end, int64
       load_row(row_of<T>(b.pulled, t), u.get(), dim);
     else
       memset(u.get(), 0, dim * sizeof(A));
-    pulls.add(t, v, u);
+    pulls.add(t, end, v, u);
     push_gradient<T>(b, t, chunk, v, u);
   }
 }
