@@ -23,14 +23,15 @@ help:
 setup: $(VENV)/.installed
 
 # An installed torch is kept, with its triton: constraints.txt decides only if there is none yet.
-# Torch comes first and alone, because its CUDA builds demand a triton of their own. The ops compile
-# while pip fetches the packages of tests and training. The install then links the ops, or says why
-# they do not compile.
+# Torch comes first and alone, because its CUDA builds demand a triton of their own. Triton 3.6's
+# interpreter fails with numpy 2.4. The ops compile while pip fetches the packages of tests and
+# training. The install then links the ops, or says why they do not compile.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q "$$(grep ^torch== constraints.txt)"
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
+	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11
 	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(extras.values(), []), sep="\n")' > $(VENV)/extras.txt
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/build.log 2>&1 & \

@@ -55,7 +55,8 @@ def table(device: torch.device, built: str | None) -> Table:
     """
     name = tables.device_name(device)
     if name not in _tables:
-        _tables[name] = tables.load(tables.make_key(device, built))
+        # Two threads may load it at once; both then use the one that came first.
+        _tables.setdefault(name, tables.load(tables.make_key(device, built)))
     return _tables[name]
 
 

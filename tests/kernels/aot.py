@@ -6,6 +6,8 @@ each access to global memory.
 
     python tests/kernels/aot.py --only layer_norm --target 90
     python tests/kernels/aot.py --write bench/results/aot.md
+
+Where deepfast is not installed, PYTHONPATH=. goes before them.
 """
 
 import argparse
@@ -162,7 +164,11 @@ def compare(kernels: list[dict]) -> list[str]:
     text = COMMITTED.read_text() if COMMITTED.exists() else ""
     # Another compiler allocates registers differently.
     committed = sass.read_table(text) if f"Triton {triton.__version__}," in text else {}
-    return [line for k in kernels for line in sass.faults(k, committed.get(sass.key(k)))]
+    return [
+        line
+        for k in kernels
+        for line in sass.faults(k, committed.get(sass.key(k)), triton.__version__)
+    ]
 
 
 def show(kernels: list[dict]) -> None:

@@ -80,6 +80,12 @@ FEWER_WIDE = {
     "depth_attention_delta_kernel": 0.0,
 }
 
+# What older compilers spill, in accesses, by Triton's version, the kernel and the target.
+SPILLED = {
+    ("3.6.0", "attention_bwd_kernel", 80): 6,
+    ("3.6.0", "boundary_bwd_kernel", 100): 10,
+}
+
 # What a change may add to the committed numbers without an error.
 MORE_REGISTERS, MORE_SHARED = 8, 1024
 
@@ -90,8 +96,9 @@ def wide_share(accesses: Counter) -> float:
     return sum(bits * n for bits, n in accesses.items() if bits >= 128) / moved if moved else 1.0
 
 
-def faults(kernel: dict, committed: dict | None) -> list[str]:
-    """The faults of a kernel, one line each; ``committed`` is its row of the table."""
+def faults(kernel: dict, committed: dict | None, version: str) -> list[str]:
+    """The faults of a kernel, one line each; ``committed`` is its row of the table, ``version``
+    that of the Triton that compiled it."""
     lines = []
 
     def limit(what, held, expected, got):
@@ -99,11 +106,13 @@ def faults(kernel: dict, committed: dict | None) -> list[str]:
             where = f"{kernel['kernel']} on sm_{kernel['sm']} in {kernel['case']}"
             lines.append(f"{where}: {what}: expected {expected}, got {got}")
 
-    limit("LDL and STL", kernel["spills"] == 0, 0, kernel["spills"])
+    name = kernel["kernel"].split()[0]
+    most = SPILLED.get((version, name, kernel["sm"]), 0)
+    limit("LDL and STL", kernel["spills"] <= most, most and f"at most {most}", kernel["spills"])
     limit("atomics", kernel["atomics"] == 0, 0, kernel["atomics"])
     limit("shared memory", kernel["resident"] > 0, "what the chip has", kernel["shared"])
     loads, stores = kernel["loads"] + kernel["async"], kernel["stores"]
-    least = FEWER_WIDE.get(kernel["kernel"].split()[0], LEAST_WIDE)
+    least = FEWER_WIDE.get(name, LEAST_WIDE)
     for what, accesses in {"loads": loads, "stores": stores}.items():
         share = wide_share(accesses)
         got = f"{share:.0%} ({widths(accesses)})"

@@ -136,15 +136,23 @@ def test_resident_warps(sass, sm, registers, shared, warps, resident):
 )
 def test_a_fault_is_one_line(sass, kernel, change, line):
     committed = {"registers": "40", "shared": "0"}
-    assert sass.faults(kernel, committed) == []
+    assert sass.faults(kernel, committed, "3.9.0") == []
     kernel |= change
-    lines = sass.faults(kernel, committed)
+    lines = sass.faults(kernel, committed, "3.9.0")
     assert lines == [f"{kernel['kernel']} on sm_90 in copy bfloat16 D=512: {line}"]
+
+
+def test_an_older_compiler_may_spill(sass, kernel):
+    kernel |= {"kernel": "boundary_bwd_kernel 2", "sm": 100, "spills": 10}
+    assert sass.faults(kernel, None, "3.6.0") == []
+    assert len(sass.faults(kernel, None, "3.9.0")) == 1
+    (line,) = sass.faults(kernel | {"spills": 11}, None, "3.6.0")
+    assert line.endswith("LDL and STL: expected at most 10, got 11")
 
 
 def test_small_kernels_may_be_narrow(sass, kernel):
     narrow = {"kernel": "sum_partials_kernel 2", "loads": Counter({32: 4})}
-    assert sass.faults(kernel | narrow, None) == []
+    assert sass.faults(kernel | narrow, None, "3.9.0") == []
 
 
 def test_table_reads_back(sass, kernel):

@@ -333,7 +333,15 @@ def test_peak_memory(meter, monkeypatch, weights, cast):
     # Only the two gradients are kept for backward.
     kept = hidden.numel() * (2 if cast else weights.itemsize) + 4 * weight.numel()
     assert kept <= forward.left < kept + 2000
-    assert forward.peak - hidden.nbytes - 4 * weight.numel() < 0.05 * 4 * T * V
+    # On some processors torch's products copy blocks of their operands, at any T, D and V about as
+    # many bytes.
+    h = hidden.detach().to(torch.bfloat16 if cast else weights)
+    logits, dhidden = h.new_empty(T // 32, V), torch.empty_like(h[: T // 32])
+    w = weight.detach().to(h.dtype)
+    with meter() as product:
+        torch.mm(logits, w, out=dhidden)
+    peak = forward.peak - product.peak
+    assert peak - hidden.nbytes - 4 * weight.numel() < 0.05 * 4 * T * V
     with meter() as backward:
         loss.backward()
     # In fp32 the kept tensor becomes the gradient; a CPU widens a product of 16 bits.

@@ -160,6 +160,24 @@ def test_one_thread_proves_and_the_others_wait(device):
     assert device.runs == 1
 
 
+def test_threads_that_load_a_table_at_once_share_it(device, monkeypatch):
+    both, load, found = threading.Barrier(2), tables.load, []
+
+    def load_at_once(key):
+        both.wait(60)
+        return load(key)
+
+    monkeypatch.setattr(tables, "load", load_at_once)
+    threads = [
+        threading.Thread(target=lambda: found.append(known.table(CPU, None))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1]
+
+
 def test_a_folder_that_cannot_be_written_keeps_the_table_here(device, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path / "file" / "cache"))
@@ -172,6 +190,7 @@ def test_each_kind_of_gpu_has_its_own_table(device, monkeypatch):
     """A bare "cuda" is none of them where they differ."""
     names = ["card a", "card b", "card b"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda at: names[getattr(at, "index", at)])
     monkeypatch.setattr(tables, "_driver", lambda: "1.0")
     a, b = torch.device("cuda:0"), torch.device("cuda:1")
