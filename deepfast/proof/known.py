@@ -153,9 +153,10 @@ def first_use(
             run(known, {op: kernels}, device)
         entries = known.ops.get(op) or known.lost.get(op, {})
         lines = [f"{dtype}: {summary(found)}" for dtype, found in entries.items()]
+        kept = known.source if op in known.ops else None
         log.warning(
             "deepfast: %s took %.0f s on %s; %s; kept in %s",
-            op, time.monotonic() - start, name, "; ".join(lines), known.source or "this process",
+            op, time.monotonic() - start, name, "; ".join(lines), kept or "this process",
         )  # fmt: skip
 
 
