@@ -135,15 +135,16 @@ DEEPFAST_DEVICE Pair form_states(const Pull<T>& op, const char* corner, int chan
   // Places behind the last source repeat source 0. All loads are issued before the first use.
   const int64_t row = int64_t{op.source[j]} * op.from.dim;
   Two norm_weight[kPairs], norm_bias[kPairs];
+  int c = channel + lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    int c = channel + i * 8 + lane % 4 * 2;
-    if (c >= op.from.dim) c = op.from.dim < kDotOwn ? c % op.from.dim : c - op.from.dim;
     norm_weight[i] = {1.0f, 1.0f}, norm_bias[i] = {0.0f, 0.0f};
     if (op.norm_weight != nullptr)
       norm_weight[i] = *reinterpret_cast<const Two*>(op.norm_weight + row + c);
     if (op.norm_bias != nullptr)
       norm_bias[i] = *reinterpret_cast<const Two*>(op.norm_bias + row + c);
+    c += 8;
+    if (c >= op.from.dim) c -= op.from.dim;
   }
   Pair rest[kPairs];
   float most = 0.0f;
