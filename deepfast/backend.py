@@ -311,7 +311,9 @@ def _resolve(op: str, requested: str | None, device, dtype: torch.dtype, width: 
     """The choice; kept unless a later call may know more. Proves an op at its first use."""
     at, settled = torch.device(device), True
     if requested is None and at.type in PROVABLE and dtype != torch.float64:
-        settled, wrong = known.settle(op, at, _name(dtype), provable(op, at), cuda_build())
+        settled, changed, wrong = known.settle(op, at, _name(dtype), provable(op, at), cuda_build())
+        if changed:
+            _choices.clear()
         if wrong is not None:
             raise BackendError(wrong)
     found = preview(op, requested, at, dtype, width)

@@ -269,6 +269,7 @@ template <class Bytes>
 bool fits(const Device& device, int64_t tokens, int lanes, int most, bool fast, const Bytes& bytes,
           Grid& grid) {
   const int unit = std::max(lanes, kWarp);
+  if (unit > most) return false;
   const auto tiles = [&](int threads) {
     return (tokens + threads / lanes - 1) / (threads / lanes);
   };

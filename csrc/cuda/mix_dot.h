@@ -97,15 +97,6 @@ struct MixLayout {
   }
 };
 
-// The power of two that brings numbers up to `most` to [2^exponent, 2^(exponent + 1)), and its
-// reciprocal.
-DEEPFAST_DEVICE Pair scale_to(float most, int exponent) {
-  int e = static_cast<int>(detail::bits_as<uint32_t>(most) >> 23);
-  e = e < 40 ? 40 : e > 220 ? 220 : e;
-  return {detail::bits_as<float>(static_cast<uint32_t>(254 + exponent - e) << 23),
-          detail::bits_as<float>(static_cast<uint32_t>(e - exponent) << 23)};
-}
-
 // The largest magnitude that the block's threads give, for all of them.
 DEEPFAST_DEVICE float block_most(float most, float* scratch) {
   for (int step = kWarp / 2; step > 0; step /= 2)

@@ -68,14 +68,22 @@ DEEPFAST_DEVICE void load_tiles_transposed(uint32_t (&words)[4], const void* row
 }
 #endif
 
-// Splits the next part off two numbers; `rest` keeps the remainder, times `step`.
+// Splits the next part off two numbers; `rest` keeps the remainder.
 template <class T>
-DEEPFAST_DEVICE uint32_t cut(Pair& rest, float step = 1.0f) {
+DEEPFAST_DEVICE uint32_t cut(Pair& rest) {
   const uint32_t part = pack<T>(rest.first, rest.second);
   const Pair taken = unpack<T>(part);
-  rest.first = (rest.first - taken.first) * step;
-  rest.second = (rest.second - taken.second) * step;
+  rest.first -= taken.first, rest.second -= taken.second;
   return part;
+}
+
+// The power of two that brings numbers up to `most` to [2^exponent, 2^(exponent + 1)), and its
+// reciprocal.
+DEEPFAST_DEVICE Pair scale_to(float most, int exponent) {
+  int e = static_cast<int>(detail::bits_as<uint32_t>(most) >> 23);
+  e = e < 40 ? 40 : e > 220 ? 220 : e;
+  return {detail::bits_as<float>(static_cast<uint32_t>(254 + exponent - e) << 23),
+          detail::bits_as<float>(static_cast<uint32_t>(e - exponent) << 23)};
 }
 
 }  // namespace deepfast

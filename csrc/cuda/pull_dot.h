@@ -7,11 +7,13 @@
 //      dW (16 l, 8 j)  +=  g   (16 l, 16 e)  z (16 e, 8 j)     over all tiles, in shared memory
 //      u  (16 e, 8 j)  +=  g^T (16 e, 16 l)  W (16 l, 8 j)     until the tile ends, in registers
 //
-// No number is rounded to 16 bits: z is a sum of two 16-bit numbers and a weight a sum of three.
-// (In fp16 this holds for |z| < 2^20; beyond, dW is NaN.) Twenty products and eight loads of tiles
-// serve 1024 values. Everything included, a value and eight sources take about 7 instructions of a
-// thread, of 14 in the time in which an H200 reads 2 bytes. Two blocks have 64 KB in flight.
+// A weight and z are each a sum of two 16-bit numbers: W g then has 16 bits of bf16 and 22 of fp16,
+// more than a result keeps. fp16 numbers are scaled by powers of two, W by one and each source of a
+// tile by its own, so no part of them overflows. Sixteen products and eight loads of tiles serve
+// 1024 values. Two blocks have 64 KB in flight.
 #pragma once
+
+#include <type_traits>
 
 #include "mma.h"
 #include "pull.h"
@@ -21,20 +23,6 @@ namespace deepfast {
 
 constexpr int kDotRows = 16, kDotOwn = 64, kDotTile = kPullWarps * kDotOwn;
 constexpr int kDotSteps = kDotOwn / 16, kDotStages = 3;
-
-// fp32 numbers as sums of 16-bit ones. bf16 has the range of fp32. fp16 has not: each part of a
-// number is scaled by 2^11 more than the part before, and their products are summed separately.
-template <class T>
-struct Parts {
-  static constexpr int kSums = 1;  // of products that may be added at once
-  static constexpr float kStep = 1.0f, kStates = 1.0f;
-};
-template <>
-struct Parts<f16> {
-  static constexpr int kSums = 3;
-  // States are scaled to have |z| < 2^20.
-  static constexpr float kStep = 2048.0f, kStates = 0.0625f;
-};
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 
@@ -92,17 +80,17 @@ struct DotCopies {
   }
 };
 
-// Shared memory: the ring, W's parts in the layout of the products, (groups of l, 3, 2, 32) words,
-// each warp's u of a tile, and each warp's dW, (groups of l, 16, 8).
+// Shared memory: the ring, each warp's u of a tile, W's parts in the layout of the products, (groups
+// of l, 2, 2, 32) words, and each warp's dW, (groups of l, 16, 8).
 template <class T>
 struct DotLayout {
   using Stages = Ring<DotCopies<T>, kDotStages, kPullWarps>;
-  static constexpr int kPitch = kDotOwn + 4;
+  static constexpr int kPitch = kDotOwn + 4, kPartWords = 2 * 2 * kWarp;
   static constexpr int kTurn = (Stages::kBytes + 127) / 128 * 128;
   static constexpr int kParts = kTurn + kPullWarps * kMostSources * kPitch * 4;
   static int64_t bytes(int64_t rows) {
     const int64_t groups = (rows + kDotRows - 1) / kDotRows;
-    return kParts + groups * (3 * 2 * kWarp * 4 + kPullWarps * kDotRows * kMostSources * 4);
+    return kParts + groups * (kPartWords * 4 + kPullWarps * kDotRows * kMostSources * 4);
   }
 };
 
@@ -115,34 +103,29 @@ DEEPFAST_DEVICE float fill_parts(const Pull<T>& op, uint32_t* parts) {
                : 0.0f;
   };
   const int groups = (op.from.count + kDotRows - 1) / kDotRows, lane = threadIdx.x % kWarp;
-  float scale = 1.0f, back = 1.0f;
-  if (Parts<T>::kSums > 1) {
-    // The power of two that scales the largest weight to [2^14, 2^15).
+  Pair scale = {1.0f, 1.0f};
+  if (std::is_same_v<T, f16>) {
     float most = 0.0f;
     for (int i = lane; i < groups * kDotRows * kMostSources; i += kWarp)
       most = fmaxf(most, fabsf(weight(i / kMostSources, i % kMostSources)));
     for (int step = kWarp / 2; step > 0; step /= 2)
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-    uint32_t exponent = detail::bits_as<uint32_t>(most) >> 23;
-    exponent = exponent < 15 ? 15 : exponent > 253 ? 253 : exponent;
-    scale = detail::bits_as<float>((268 - exponent) << 23);
-    back = detail::bits_as<float>((exponent - 14) << 23);
+    scale = scale_to(most, 14);
   }
   for (int i = threadIdx.x; i < groups * 2 * kWarp; i += kPullThreads) {
     const int l = i / kWarp * 8 + i % 4 * 2, j = i % kWarp / 4;
-    Pair rest = {weight(l, j) * scale, weight(l + 1, j) * scale};
+    Pair rest = {weight(l, j) * scale.first, weight(l + 1, j) * scale.first};
 #pragma unroll
-    for (int p = 0; p < 3; ++p)
-      parts[((i / kWarp / 2 * 3 + p) * 2 + i / kWarp % 2) * kWarp + i % kWarp] =
-          cut<T>(rest, Parts<T>::kStep);
+    for (int p = 0; p < 2; ++p)
+      parts[((i / kWarp / 2 * 2 + p) * 2 + i / kWarp % 2) * kWarp + i % kWarp] = cut<T>(rest);
   }
-  return back;
+  return scale.second;
 }
 
 // This warp's z in the layout of the products, in two parts; zeros where there is no element or
-// source.
+// source. Returns the factors of dW's sums of the lane's two sources.
 template <class T>
-DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int channel, int own,
+DEEPFAST_DEVICE Pair form_states(const Pull<T>& op, const char* corner, int channel, int own,
                                  uint32_t (&z)[2][kDotSteps][2]) {
   constexpr int kPairs = kDotSteps * 2;
   struct alignas(8) Two {
@@ -152,16 +135,19 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
   // Places behind the last source repeat source 0. All loads are issued before the first use.
   const int64_t row = int64_t{op.source[j]} * op.from.dim;
   Two norm_weight[kPairs], norm_bias[kPairs];
+  int c = channel + lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    int c = channel + i * 8 + lane % 4 * 2;
-    if (c >= op.from.dim) c = op.from.dim < kDotOwn ? c % op.from.dim : c - op.from.dim;
     norm_weight[i] = {1.0f, 1.0f}, norm_bias[i] = {0.0f, 0.0f};
     if (op.norm_weight != nullptr)
       norm_weight[i] = *reinterpret_cast<const Two*>(op.norm_weight + row + c);
     if (op.norm_bias != nullptr)
       norm_bias[i] = *reinterpret_cast<const Two*>(op.norm_bias + row + c);
+    c += 8;
+    if (c >= op.from.dim) c -= op.from.dim;
   }
+  Pair rest[kPairs];
+  float most = 0.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t words[4];
@@ -173,18 +159,33 @@ DEEPFAST_DEVICE void form_states(const Pull<T>& op, const char* corner, int chan
       const Pair n = unpack<T>(words[i]);
       const float first = fmaf(n.first, norm_weight[pair].first, norm_bias[pair].first);
       const float second = fmaf(n.second, norm_weight[pair].second, norm_bias[pair].second);
-      Pair rest = {exists ? first * Parts<T>::kStates : 0.0f,
-                   exists ? second * Parts<T>::kStates : 0.0f};
-      z[0][pair / 2][pair % 2] = cut<T>(rest, Parts<T>::kStep);
-      z[1][pair / 2][pair % 2] = cut<T>(rest, Parts<T>::kStep);
+      rest[pair] = {exists ? first : 0.0f, exists ? second : 0.0f};
+      most = fmaxf(most, fmaxf(fabsf(rest[pair].first), fabsf(rest[pair].second)));
     }
   }
+  Pair scale = {1.0f, 1.0f}, back = scale;
+  if (std::is_same_v<T, f16>) {
+    // The four lanes of a source have its elements; sums have two sources in a lane.
+    for (int step = 2; step > 0; step /= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    scale = scale_to(most, 14);
+    back = {__shfl_sync(0xffffffffu, scale.second, lane % 4 * 8),
+            __shfl_sync(0xffffffffu, scale.second, lane % 4 * 8 + 4)};
+  }
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+    rest[pair].first *= scale.first, rest[pair].second *= scale.first;
+    z[0][pair / 2][pair % 2] = cut<T>(rest[pair]);
+    z[1][pair / 2][pair % 2] = cut<T>(rest[pair]);
+  }
+  return back;
 }
 
 // dW of sixteen rows over this warp's elements, added to the warp's own sums.
 template <class T>
 DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
-                                     const uint32_t (&z)[2][kDotSteps][2], float* sums) {
+                                     const uint32_t (&z)[2][kDotSteps][2], const Pair& back,
+                                     float* sums) {
   const int lane = threadIdx.x % kWarp;
   float d[2][4] = {};
 #pragma unroll
@@ -200,7 +201,7 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     sums[(lane / 4 + i / 2 * 8) * kMostSources + lane % 4 * 2 + i % 2] +=
-        (d[0][i] + d[1][i] * (1.0f / Parts<T>::kStep)) * (1.0f / Parts<T>::kStates);
+        (d[0][i] + d[1][i]) * (i % 2 == 0 ? back.first : back.second);
 }
 
 // u of this warp's elements: sixteen gradients times W's parts. `keep` masks rows 2t, 2t + 1, 2t +
@@ -208,13 +209,11 @@ DEEPFAST_DEVICE void multiply_states(const char* corner, int own,
 // be NaN.
 template <class T>
 DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)[2],
-                                      const uint32_t* parts,
-                                      float (&u)[Parts<T>::kSums][kDotSteps][4]) {
-  constexpr int kSums = Parts<T>::kSums;
+                                      const uint32_t* parts, float (&u)[kDotSteps][4]) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t w[3][2];
+  uint32_t w[2][2];
 #pragma unroll
-  for (int p = 0; p < 3; ++p) {
+  for (int p = 0; p < 2; ++p) {
     w[p][0] = parts[p * 2 * kWarp + lane];
     w[p][1] = parts[(p * 2 + 1) * kWarp + lane];
   }
@@ -230,9 +229,9 @@ DEEPFAST_DEVICE void multiply_weights(const char* corner, const uint32_t (&keep)
       for (int i = 0; i < 4; ++i) g[h][i] &= keep[i / 2];
     }
 #pragma unroll
-    for (int p = 2; p >= 0; --p) {
-      mma<T>(u[kSums == 1 ? 0 : p][s], g[0], w[p]);
-      mma<T>(u[kSums == 1 ? 0 : p][s + 1], g[1], w[p]);
+    for (int p = 1; p >= 0; --p) {
+      mma<T>(u[s], g[0], w[p]);
+      mma<T>(u[s + 1], g[1], w[p]);
     }
   }
 }
@@ -241,18 +240,17 @@ template <class T>
 __global__ void __launch_bounds__(kPullThreads, 2)
     pull_rows_dot_kernel(const __grid_constant__ Pull<T> op) {
   using At = DotLayout<T>;
-  constexpr int kSums = Parts<T>::kSums;
   char* shared = dynamic_shared();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int groups = (op.from.count + kDotRows - 1) / kDotRows;
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + At::kParts);
-  float* all_sums = reinterpret_cast<float*>(parts + groups * 3 * 2 * kWarp);
+  float* all_sums = reinterpret_cast<float*>(parts + groups * At::kPartWords);
   float* sums = all_sums + warp * groups * kDotRows * kMostSources;
   float* turn = reinterpret_cast<float*>(shared + At::kTurn) + warp * kMostSources * At::kPitch;
   const DotCopies<T> copies(op);
   typename At::Stages ring(copies, shared);
   ring.start();
-  const float back = fill_parts(op, parts);
+  const float factor = fill_parts(op, parts);
   for (int i = lane; i < groups * kDotRows * kMostSources; i += kWarp) sums[i] = 0.0f;
   uint32_t last[2];
 #pragma unroll
@@ -266,33 +264,29 @@ __global__ void __launch_bounds__(kPullThreads, 2)
     const int own = left < 0 ? 0 : left < kDotOwn ? left : kDotOwn;
     const int64_t first = int64_t{tile} * kDotTile + warp * kDotOwn;
     uint32_t z[2][kDotSteps][2];
+    Pair back = {1.0f, 1.0f};
     if (op.partial != nullptr) {
-      form_states(op, ring.take() + warp * kDotOwn * 2, static_cast<int>(first % op.from.dim), own,
-                  z);
+      back = form_states(op, ring.take() + warp * kDotOwn * 2,
+                         static_cast<int>(first % op.from.dim), own, z);
       ring.give_back();
     }
-    float u[kSums][kDotSteps][4] = {};
+    float u[kDotSteps][4] = {};
     for (int group = 0; group < groups; ++group) {
       const char* corner = ring.take() + warp * kDotOwn * 2;
       if (op.partial != nullptr)
-        multiply_states<T>(corner, own, z, sums + group * kDotRows * kMostSources);
+        multiply_states<T>(corner, own, z, back, sums + group * kDotRows * kMostSources);
       const bool whole = group + 1 < groups;
       const uint32_t keep[2] = {whole ? ~0u : last[0], whole ? ~0u : last[1]};
-      multiply_weights<T>(corner, keep, parts + group * 3 * 2 * kWarp, u);
+      multiply_weights<T>(corner, keep, parts + group * At::kPartWords, u);
       ring.give_back();
     }
     // Shared memory transposes columns of j to rows, 16 bytes for a lane.
 #pragma unroll
     for (int s = 0; s < kDotSteps; ++s) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = u[0][s][i];
-        if (kSums > 1)
-          sum = (sum +
-                 (u[kSums / 2][s][i] + u[kSums - 1][s][i] / Parts<T>::kStep) / Parts<T>::kStep) *
-                back;
-        turn[(lane % 4 * 2 + i % 2) * At::kPitch + s * 16 + i / 2 * 8 + lane / 4] = sum;
-      }
+      for (int i = 0; i < 4; ++i)
+        turn[(lane % 4 * 2 + i % 2) * At::kPitch + s * 16 + i / 2 * 8 + lane / 4] =
+            u[s][i] * factor;
     }
     __syncwarp();
 #pragma unroll

@@ -130,7 +130,7 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
     using T = decltype(type);
     const bool four = sizeof(T) == 2 ? !dot : general;
     const size_t most_sources = four ? 4 : kMostSources;
-    // 96 rows need 95 KB of shared memory, 128 need 104. A longer list is rounded between launches.
+    // 96 rows need 93 KB of shared memory, 128 need 102. A longer list is rounded between launches.
     const size_t most_rows = device.shared() < (104 << 10) ? 96 : Stream<T>::kMost;
     for (size_t j = 0; j < sources.size(); j += most_sources) {
       size_t l = 0;

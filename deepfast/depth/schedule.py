@@ -4,10 +4,11 @@ from collections import defaultdict
 
 
 def default_block(rows: int) -> int:
-    """Rows per block, chosen by measurement.
+    """Rows per block, chosen by measurement on a CPU.
 
-    Memory traffic falls until a block has about sqrt(rows) rows. But a pass for more than 8 rows is
-    limited by arithmetic, not by memory traffic.
+    Memory traffic falls until a block has about sqrt(rows) rows. But there a pass for more than 8
+    rows is limited by arithmetic, not by memory traffic. On CUDA a far pass of forward takes up to
+    16 rows, one of backward 8; bench/results/limits.md counts what that gives.
     """
     return 4 if rows <= 32 else 8
 

@@ -18,6 +18,9 @@ MODES = ("auto", "off", "require")
 _tables: dict[str, Table] = {}
 """By the device's name."""
 _agreed: dict[tuple[str, str, str], Entry] = {}
+"""By op, the device's name and dtype."""
+_alone: dict[tuple[str, str, str], None] = {}
+"""Those of `_agreed` that were not compared with other ranks, in the order of their choice."""
 _proving = threading.RLock()
 
 make_runner = Runner
@@ -37,6 +40,7 @@ def forget() -> None:
     """Reads every table anew when it is next asked for."""
     _tables.clear()
     _agreed.clear()
+    _alone.clear()
 
 
 def exact(device: torch.device) -> torch.device | None:
@@ -55,7 +59,7 @@ def table(device: torch.device, built: str | None) -> Table:
     """
     name = tables.device_name(device)
     if name not in _tables:
-        # Two threads may load it at once; both then use the one that came first.
+        # All threads must have the same table: one of them writes into it what it proves.
         _tables.setdefault(name, tables.load(tables.make_key(device, built)))
     return _tables[name]
 
@@ -93,18 +97,35 @@ def _tell_once(text: str) -> None:
     log.warning("%s", text)
 
 
+def _compare() -> tuple[bool, str | None]:
+    """Compares with other ranks what was not compared yet, also what was chosen before there was a
+    process group. Returns whether an answer changed, and what differs, or None."""
+    store = ranks.store() if _alone else None
+    changed = False
+    for each in list(_alone) if store is not None else ():
+        op, name, dtype = each
+        entry, difference = ranks.agree(store, op, dtype, _tables[name].key, _agreed[each])
+        if difference is not None:
+            return changed, difference
+        changed |= entry != _agreed[each]
+        _agreed[each] = entry
+        _alone.pop(each, None)
+    return changed, None
+
+
 def settle(
     op: str, device: torch.device, dtype: str, kernels: dict[str, list[str]], built: str | None
-) -> tuple[bool, str | None]:
+) -> tuple[bool, bool, str | None]:
     """Proves an op that nothing is known of, where the environment lets it; then the ranks agree.
 
     kernels: the backends that could be proved, with their dtypes.
 
     Returns:
-        Whether the answer may be kept, and what is wrong, or None.
+        Whether the answer may be kept, whether other answers may have changed, and what is wrong,
+        or None.
     """
     how, at = mode(), exact(device)
-    found, settled = entry(op, device, dtype, built), True
+    found, settled, changed = entry(op, device, dtype, built), True, False
     if found is None and at is not None and kernels and how == "auto":
         reason = why_not_now()
         if reason is None:
@@ -117,18 +138,21 @@ def settle(
                 "form serves; run `deepfast prove`, or the op once outside, before"
             )
     if found is not None:
-        name = tables.device_name(at)
-        found, difference = ranks.agree(op, dtype, table(at, built).key, found)
+        asked = op, tables.device_name(at), dtype
+        if asked not in _agreed:
+            _agreed[asked], _alone[asked] = found, None
+        changed, difference = _compare()
         if difference is not None:
-            return False, difference
-        _agreed[op, name, dtype] = found
+            return False, changed, difference
+        found = _agreed[asked]
     if how == "require" and not (found and tables.proved(found)):
         failed = "; ".join(f"{by}: {e}" for by, e in (found or {"errors": {}})["errors"].items())
-        return False, (
+        wrong = (
             f"DEEPFAST_PROOF=require: {op} {dtype} has no proved kernel on {device}"
             f"{f' ({failed})' if failed else ''}; `deepfast prove` proves it"
         )
-    return settled, None
+        return False, changed, wrong
+    return settled, changed, None
 
 
 def first_use(
@@ -154,9 +178,10 @@ def first_use(
             run(known, {op: kernels}, device)
         entries = known.ops.get(op) or known.lost.get(op, {})
         lines = [f"{dtype}: {summary(found)}" for dtype, found in entries.items()]
+        kept = known.source if op in known.ops else None
         log.warning(
             "deepfast: %s took %.0f s on %s; %s; kept in %s",
-            op, time.monotonic() - start, name, "; ".join(lines), known.source or "this process",
+            op, time.monotonic() - start, name, "; ".join(lines), kept or "this process",
         )  # fmt: skip
 
 

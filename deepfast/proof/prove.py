@@ -107,7 +107,8 @@ class Runner:
 
     def run(self, op: str, items: list[dict]) -> Iterator[tuple[dict, dict]]:
         """(item, result) of every item, in their order. The item that was running when a worker
-        ended has its end as the error, and another worker continues with the next item.
+        ended has its end as the error, and another worker continues with the next item. A result's
+        "memory" says that memory ran out: in the kernels, or so that the system killed the worker.
 
         Raises:
             NoWorker: where a worker ends before its first item.
@@ -128,6 +129,7 @@ class Runner:
                         elif "done" in line:
                             yield items[line["done"]], line
                             finished = line["done"] + 1
+                    ended = process.poll()
                 finally:
                     kill(process)
                     self._live.discard(process)
@@ -138,7 +140,9 @@ class Runner:
                     if running is None or running["begin"] < finished:
                         raise NoWorker(f"{op}: the process that proves kernels ended: {end}")
                     result = {
-                        "backend": running["backend"], "error": f"{running['case']}: {end}"
+                        "backend": running["backend"], "error": f"{running['case']}: {end}",
+                        # Linux kills a process when the machine has no memory left.
+                        "memory": ended is not None and -ended == getattr(signal, "SIGKILL", None),
                     }  # fmt: skip
                     yield items[finished], result
                     finished += 1
@@ -173,15 +177,19 @@ Wanted = dict[str, dict[str, list[str]]]
 """By op and backend the dtypes to prove, as "bfloat16"."""
 
 
-def correct(runner: Runner, wanted: Wanted) -> dict[str, dict[str, Entry] | NoWorker]:
+def correct(
+    runner: Runner, wanted: Wanted
+) -> tuple[dict[str, dict[str, Entry] | NoWorker], set[str]]:
     """By op and dtype which backends are right; several workers at once, since they mostly
-    compile. NoWorker in place of an op's results where its workers did not start."""
+    compile. NoWorker in place of an op's results where its workers did not start. Then the ops
+    whose workers ran out of memory."""
 
     def job(op: str, by: str, dtypes: list[str]) -> list[tuple[dict, dict]]:
         return list(runner.run(op, [{"dtype": d, "backend": by} for d in dtypes]))
 
     right: dict[str, dict[str, Entry]] = {op: {} for op in wanted}
     lost: dict[str, NoWorker] = {}
+    short: set[str] = set()
     count = max(1, min(os.cpu_count() or 1, runner.limits.workers))
     with ThreadPoolExecutor(count) as pool:
         try:
@@ -200,18 +208,22 @@ def correct(runner: Runner, wanted: Wanted) -> dict[str, dict[str, Entry] | NoWo
                     fresh: Entry = {"errors": {}, "seconds": {}}
                     entry = right[op].setdefault(item["dtype"], fresh)
                     entry["errors"][item["backend"]] = result["error"]
+                    if result.get("memory"):
+                        short.add(op)
         except BaseException:
             runner.stop()
             raise
-    return right | lost
+    return right | lost, short
 
 
-def time(runner: Runner, op: str, entries: dict[str, Entry]) -> None:
-    """Adds the seconds of every proved backend and of torch's own form, at each width.
+def time(runner: Runner, op: str, entries: dict[str, Entry]) -> bool:
+    """Adds the seconds of every proved backend and of torch's own form, at each width. Returns
+    whether memory ran out.
 
     float16 moves as many bytes as bfloat16 and takes its times. A backend that fails here, at a
     size where it was not run before, is not proved either.
     """
+    short = False
     rival, kind = tables.rival(op), runner.device.type
     alike = {d: "bfloat16" if d == "float16" and "bfloat16" in entries else d for d in entries}
     names = {
@@ -227,6 +239,7 @@ def time(runner: Runner, op: str, entries: dict[str, Entry]) -> None:
     while items:
         again = []
         for item, result in runner.run(op, items):
+            short |= bool(result.get("memory"))
             like = [entries[d] for d in entries if alike[d] == item["dtype"]]
             if "seconds" in result:
                 for entry in like:
@@ -247,6 +260,7 @@ def time(runner: Runner, op: str, entries: dict[str, Entry]) -> None:
         for seconds in entry["seconds"].values():
             for by in set(seconds) - tables.proved(entry) - {rival}:
                 del seconds[by]
+    return short
 
 
 def prove(
@@ -258,24 +272,34 @@ def prove(
     told: Callable[[str], None] = lambda op: None,
 ) -> None:
     """Proves and times ``wanted`` and writes each op's result into the table when it is complete.
-    The caller holds the table's lock.
+    The caller holds the table's lock. Where memory ran out, the result is for this process alone,
+    because it depends on what else had taken memory.
 
     timed: False leaves the times out; then the order of the backends decides.
     told: called with each op that is finished.
     """
-    for op, entries in correct(runner, wanted).items():
+    found, short = correct(runner, wanted)
+    for op, entries in found.items():
         try:
             if isinstance(entries, NoWorker):
                 raise entries
-            if timed:
-                time(runner, op, entries)
+            if timed and time(runner, op, entries):
+                short.add(op)
         except NoWorker as error:
             tables.log.warning("%s", error)
             failed = {by: str(error) for by in wanted[op]}
             dtypes = {d for names in wanted[op].values() for d in names}
             table.lost[op] = {d: {"errors": dict(failed), "seconds": {}} for d in dtypes}
         else:
-            table.lost.pop(op, None)
-            table.ops[op] = table.ops.get(op, {}) | entries
-            tables.write(table)
+            if op in short:
+                tables.log.warning(
+                    "deepfast: memory ran out while %s was proved: what was found holds for this "
+                    "process, and the next one proves it again; `deepfast prove` does so while the "
+                    "device is free", op,
+                )  # fmt: skip
+                table.lost[op] = entries
+            else:
+                table.lost.pop(op, None)
+                table.ops[op] = table.ops.get(op, {}) | entries
+                tables.write(table)
         told(op)

@@ -1,7 +1,8 @@
 """A process that runs kernels which may be wrong: `prove` starts it and reads its lines.
 
 Its argument is JSON. It writes one JSON line before each case and one after each item, so that the
-parent knows what was running when the process ended or stopped answering.
+parent knows what was running when the process ended or stopped answering. "memory" in an item's
+line says that memory ran out.
 """
 
 import json
@@ -25,11 +26,22 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _sentence(error: BaseException) -> str:
-    said = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return f"out of memory: {said}"
-    return f"{type(error).__name__}: {said}"
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation"""
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out. Another process may have taken it, so this proves nothing wrong."""
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def _failed(case: str, error: Exception) -> dict:
+    """What is said of a case that raised an error."""
+    said, memory = (str(error).strip().splitlines() or [""])[0], _out_of_memory(error)
+    what = "out of memory" if memory else type(error).__name__
+    return {"error": f"{case}: {what}: {said}", "memory": memory}
 
 
 class Worker:
@@ -51,18 +63,18 @@ class Worker:
     def begin(self, by: str, case: str) -> None:
         self.say(begin=self.item, backend=by, case=case)
 
-    def _fault(self, by: str, dtype: torch.dtype) -> str | None:
+    def _fault(self, by: str, dtype: torch.dtype) -> dict:
         case = None
         try:
             for case in cases.cases(self.job["op"], self.device.type, self.job["thorough"]):
                 self.begin(by, case.name)
                 found = check.fault(case, self.job["op"], by, dtype, self.device)
                 if found is not None:
-                    return found
+                    return {"error": found}
         except Exception as error:
             self._leave_if_broken()
-            return f"{case.name if case else 'the cases'}: {_sentence(error)}"
-        return None
+            return _failed(case.name if case else "the cases", error)
+        return {"error": None}
 
     def _leave_if_broken(self) -> None:
         """After some errors a CUDA context answers no call any more. The parent then counts the
@@ -84,7 +96,7 @@ class Worker:
             found = check.seconds(case, names, dtype, self.device, begin, self.job["rounds"])
         except Exception as error:
             self._leave_if_broken()
-            return {"backend": running, "error": f"{case.name}: {_sentence(error)}"}
+            return {"backend": running, **_failed(case.name, error)}
         return {"seconds": found}
 
     def run(self) -> None:
@@ -98,7 +110,7 @@ class Worker:
             if "width" in item:
                 result = self._timed(item["backends"], dtype, item["width"])
             else:
-                result = {"error": self._fault(item["backend"], dtype)}
+                result = self._fault(item["backend"], dtype)
             self.say(done=number, **result)
 
 

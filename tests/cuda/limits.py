@@ -26,7 +26,10 @@ def module(path: Path):
     return loaded
 
 
-ptxas = module(Path(__file__).with_name("ptxas.py"))
+ptxas, machine_code = (
+    module(Path(__file__).with_name(name)) for name in ("ptxas.py", "machine_code.py")
+)
+Instruction = machine_code.Instruction
 ARCHITECTURE = 90
 
 # ---- what is assumed of a chip -------------------------------------------------------------------
@@ -57,7 +60,9 @@ loop as often as it runs:
 - *shared*: the cycles in which shared memory is busy.
 
 Left out: what a block does once, and code that aligned rows of one warp never reach: barriers
-between the warps of a row, accesses of single 16-bit values, slow paths of divisions.
+between the warps of a row, accesses of single 16-bit values, slow paths of divisions. The bulk
+copies of mix_rows and pull_rows are issued by one of a block's eight warps in turn, and count as an
+eighth. Waits for other warps of the block are left out too.
 
 A copy moves the bytes at its rate. The *fraction* is its time over the longest of
 
@@ -84,7 +89,8 @@ class Case:
     tokens: float = 1
     """Tokens that a warp finishes in one pass of the loop."""
     loops: tuple[float, ...] = ()
-    """How often each inner loop runs in one pass, in the order of the code."""
+    """How often each inner loop runs in one pass, in the order of the code. Where a loop runs 0
+    times, the smallest stretch around it that a branch jumps over is left out."""
     rows_read: int
     rows_written: int
     ahead: float
@@ -93,49 +99,13 @@ class Case:
     """Warps of a multiprocessor."""
     looped: bool = True
     """Whether the kernel has a loop over tokens; else all of it is counted."""
+    never: str = "none"
+    """Begins the opcodes of loads that these launches never make, of sums to add to."""
+    copying: float = 1 / 8
+    """The part of the warps that issues bulk copies."""
 
 
-# ---- reading machine code ------------------------------------------------------------------------
-
-LINE = re.compile(
-    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);[^\n]*\n"
-    r"\s+/\* 0x([0-9a-f]{16}) \*/",
-    re.MULTILINE,
-)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    address: int
-    opcode: str
-    operands: str
-    control: int
-    """From bit 0: 4 bits of stall, a yield bit, 3 bits each for the results written and the
-    operands read, 6 bits of a wait mask. As in the machine code since Volta, from bit 41 of the
-    second word on."""
-
-    @property
-    def first(self) -> str:
-        return self.opcode.split(".")[0]
-
-    @property
-    def target(self) -> int | None:
-        """Where a branch goes."""
-        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
-        return int(found[1], 16) if self.first == "BRA" and found else None
-
-    @property
-    def unusual(self) -> bool:
-        """Whether a row of one warp, of aligned 16-bit values, never gets here."""
-        narrow = self.first in ("LDG", "STG") and ".U16" in self.opcode
-        return narrow or self.first in ("BAR", "CALL")
-
-
-def instructions(listing: str) -> list[Instruction]:
-    """Those of one function, as cuobjdump prints it."""
-    return [
-        Instruction(int(m[1], 16), m[2], m[3], int(m[4], 16) >> 41) for m in LINE.finditer(listing)
-    ]
+# ---- counting machine code -----------------------------------------------------------------------
 
 
 def functions(cubin: Path) -> dict[str, list[Instruction]]:
@@ -144,46 +114,33 @@ def functions(cubin: Path) -> dict[str, list[Instruction]]:
     done = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
     parts = re.split(r"^\s*Function : (\S+)\n", done.stdout, flags=re.MULTILINE)[1:]
     names = map(ptxas.short, ptxas.demangled(parts[::2]))
-    return {name: instructions(body) for name, body in zip(names, parts[1::2], strict=True)}
+    return {
+        name: machine_code.instructions(body) for name, body in zip(names, parts[1::2], strict=True)
+    }
 
 
 def module_folder(name: str) -> str:
     return importlib.util.find_spec(name).submodule_search_locations[0]
 
 
-def usual(code: list[Instruction]) -> list[Instruction]:
-    """Without the smallest stretch around each unusual instruction that a branch jumps over."""
-    jumps = [(i.address, i.target) for i in code if i.target is not None and i.target > i.address]
-    skipped = []
-    for odd in (i.address for i in code if i.unusual):
-        around = [(b - a, a, b) for a, b in jumps if a < odd < b]
-        if around:
-            skipped.append(min(around)[1:])
-    return [i for i in code if not any(a < i.address < b for a, b in skipped)]
-
-
-def loops(code: list[Instruction]) -> list[tuple[int, int]]:
-    """First and last address of every loop."""
-    found: dict[int, int] = {}
-    for i in code:
-        if i.target is not None and i.target <= i.address:
-            found[i.target] = max(found.get(i.target, 0), i.address)
-    return sorted(found.items())
-
-
 def weighted(code: list[Instruction], case: Case) -> list[tuple[Instruction, float]]:
     """The instructions of the loop over tokens, and how often each runs in one pass."""
     begin, end = 0, max(i.address for i in code if i.first == "EXIT")
     if case.looped:
-        begin, end = max(loops(code), key=lambda span: span[1] - span[0])
-    body = usual([i for i in code if begin <= i.address <= end])
-    inner = [span for span in loops(body) if span != (begin, end)]
+        begin, end = max(machine_code.loops(code), key=lambda span: span[1] - span[0])
+    body = machine_code.usual([i for i in code if begin <= i.address <= end], case.never)
+    inner = [span for span in machine_code.loops(body) if span != (begin, end)]
     if len(inner) != len(case.loops):
         raise SystemExit(
             f"{case.kernel}: expected {len(case.loops)} inner loops, got {len(inner)}:"
             f" {[(hex(a), hex(b)) for a, b in inner]}"
         )
-    times = dict(zip(inner, case.loops, strict=True))
+    times = dict.fromkeys(machine_code.copies(body), case.copying)
+    for span, often in zip(inner, case.loops, strict=True):
+        if often == 0:
+            branch, target = machine_code.jumps(body, *span)[0]
+            span = branch + 1, target - 1
+        times[span] = often
 
     def weight(address: int) -> float:
         runs = 1.0
@@ -240,6 +197,13 @@ def fractions(case: Case, counted: dict[str, float], chip: str) -> dict[str, flo
     }
 
 
+def cycles(case: Case, counted: dict[str, float], chip: str) -> float:
+    """Cycles of a multiprocessor for a token, by the nearest limit."""
+    copy = (case.rows_read + case.rows_written) * case.dim * 2
+    rate = COPIES[chip] / (MULTIPROCESSORS * CLOCK)
+    return copy / rate / min(1, *fractions(case, counted, chip).values())
+
+
 def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
     build, cubin = ptxas.build, Path(folder, f"{source}.cubin")
     code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
@@ -252,11 +216,13 @@ def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
 COLUMNS = ("kernel", "case", "bytes", "slots", "alone", "shared", "warps", "in flight", "limit")
 
 
-def table(cases: list[Case]) -> str:
+Code = dict[str, dict[str, list[Instruction]]]
+"""By source and kernel."""
+
+
+def table(cases: list[Case], code: Code) -> str:
     columns = (*COLUMNS, *COPIES)
     lines = [columns, ["---"] * len(columns)]
-    with tempfile.TemporaryDirectory() as folder:
-        code = {source: compiled(source, folder) for source in sorted({c.source for c in cases})}
     for case in cases:
         counted = count(code[case.source][case.kernel], case)
         limits = {chip: fractions(case, counted, chip) for chip in COPIES}
@@ -272,24 +238,123 @@ def table(cases: list[Case]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-# K near states with the pushed one, P pulls with the row itself.
-BOUNDARY = {
-    "source": "boundary", "kernel": "boundary_fwd_kernel<bf16,1,2>", "rows_written": 3, "ahead": 5,
-    "warps": 16,
-}  # fmt: skip
-BACKWARD = BOUNDARY | {
-    "source": "boundary_backward", "kernel": "boundary_bwd_kernel<bf16,1,2>", "warps": 8,
-}  # fmt: skip
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def forward(near: int, far: bool = True) -> Case:
+    """The boundary; `near` states with the pushed one, `far`: with a partial sum."""
+    return Case(
+        source="boundary", kernel="boundary_fwd_kernel<bf16,1,2>", what=f"K={near}",
+        loops=(near - 1,), rows_read=near + 1 + far, rows_written=3, ahead=5, warps=16,
+    )  # fmt: skip
+
+
+def backward(near: int, pulls: int, far: int = 2) -> Case:
+    """`pulls`: with the row itself. `far`: of a partial sum and what far rows pulled."""
+    return Case(
+        source="boundary_backward", kernel="boundary_bwd_kernel<bf16,1,2>",
+        what=f"K={near} P={pulls}", loops=(near - 1, pulls), rows_read=near + pulls + 1 + far,
+        rows_written=3, ahead=5, warps=8,
+    )  # fmt: skip
+
+
+# A warp has an eighth of a token. Of the 64 copies for sixteen states a lane issues two.
+EIGHTH = 1 / 8
+DOT = 16
+
+
+def mix(states: int, rows: int) -> Case:
+    """Three of four stages of sixteen states are in flight."""
+    most = 8 if rows <= 8 else 16
+    return Case(
+        source="mix_rows", kernel=f"mix_rows_dot_kernel<bf16,{most},1>",
+        what=f"K={states} B={rows}", tokens=EIGHTH,
+        loops=(-(-states // DOT), 32, 32, 0, 0, 0, 0, 0), rows_read=states, rows_written=rows,
+        ahead=3 * DOT * EIGHTH, warps=8, never="LDG.E.128",
+    )  # fmt: skip
+
+
+def pull(rows: int, sources: int) -> Case:
+    """Two of three stages of sixteen gradients are in flight, in each of two blocks."""
+    return Case(
+        source="pull_rows", kernel="pull_rows_dot_kernel<bf16>", what=f"L={rows} J={sources}",
+        tokens=EIGHTH, loops=(sources, -(-rows // DOT), min(rows, DOT)), rows_read=rows + sources,
+        rows_written=sources, ahead=2 * DOT * EIGHTH, warps=16, never="LDG.E.128",
+    )  # fmt: skip
+
+
 NORM = {"source": "layer_norm", "what": "residual, dropout", "rows_written": 2}
 CASES = [
-    Case(**BOUNDARY, what="K=4", loops=(3,), rows_read=6),
-    Case(**BOUNDARY, what="K=8", loops=(7,), rows_read=10),
-    Case(**BACKWARD, what="K=4 P=4", loops=(3, 4), rows_read=11),
-    Case(**BACKWARD, what="K=8 P=8", loops=(7, 8), rows_read=19),
+    forward(4), forward(8), backward(4, 4), backward(8, 8),
+    mix(16, 8), mix(64, 8), mix(16, 16), mix(64, 16), pull(16, 8), pull(64, 8),
     Case(**NORM, kernel="layer_norm_fwd_kernel<bf16,2,1>", rows_read=2, ahead=2, warps=32,
          looped=False),
     Case(**NORM, kernel="layer_norm_bwd_kernel<bf16,2,1>", rows_read=3, ahead=6, warps=16),
 ]  # fmt: skip
+
+
+# ---- rows of a block -----------------------------------------------------------------------------
+
+DEPTHS, BLOCKS = (30, 60, 100), (2, 4, 6, 8, 10, 12, 16)
+MOST_PULLED = 8  # sources of one pass over the gradients
+
+BLOCKS_HEADER = """
+## Rows of a block
+
+All boundaries and far passes of a training step of L layers, with a residual and a layer-norm
+behind each boundary, in blocks of B rows: thousands of cycles of a multiprocessor for a token of
+D = 512 in bf16, by the nearest limit of each launch, and the KB that a token moves. A far pass of
+forward serves up to 16 rows, one of backward 8. Left out: what a launch costs whatever its size,
+and the last pass of a launch, in which not all multiprocessors have work.
+
+The default is B = 4 up to 32 rows and 8 above, on every device. By this count 8 is better on CUDA
+for 30 layers too, and on an H200 16 is a little better than 8. The default stays until a GPU has
+measured it: in KB, which are no guess, 8 gains little at 30 layers and 16 loses, and more rows take
+memory for more sums. `make gpu STAGE=bench` measures B = 4, 8 and 16.
+
+"""
+
+
+def launches(layers: int, block: int) -> list[Case]:
+    """Those of a step, as `deepfast.depth.schedule` makes them for a full history."""
+    rows, found = layers + 1, []
+    for start in range(0, rows, block):
+        end = min(start + block, rows)
+        if start:
+            # Backward computes the sums again.
+            found += [mix(start, end - start)] * 2
+        for first in range(start, end if end < rows else start, MOST_PULLED):
+            found.append(pull(rows - end, min(MOST_PULLED, end - first)))
+        for k in range(start, end):
+            found.append(forward(k - start + 1, far=start > 0))
+            found.append(backward(k - start + 1, end - k, far=(start > 0) + (end < rows)))
+    return found
+
+
+def blocks(code: Code) -> str:
+    counted: dict[tuple, dict[str, float]] = {}
+
+    def total(chip: str, layers: int, block: int) -> float:
+        found = 0.0
+        for case in launches(layers, block):
+            key = case.kernel, case.loops
+            if key not in counted:
+                counted[key] = count(code[case.source][case.kernel], case)
+            found += cycles(case, counted[key], chip)
+        return found / 1000
+
+    lines = [("", "L", *(f"B={b}" for b in BLOCKS), "best")]
+    lines.append(("---",) * len(lines[0]))
+    for chip in COPIES:
+        for layers in DEPTHS:
+            times = {b: total(chip, layers, b) for b in BLOCKS}
+            best = min(times, key=times.__getitem__)
+            lines.append((chip, str(layers), *(f"{t:.1f}" for t in times.values()), f"B={best}"))
+    for layers in DEPTHS:
+        moved = {b: sum(c.rows_read + c.rows_written for c in launches(layers, b)) for b in BLOCKS}
+        best = min(moved, key=moved.__getitem__)
+        lines.append(("KB", str(layers), *map(str, moved.values()), f"B={best}"))
+    return BLOCKS_HEADER + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> int:
@@ -304,7 +369,10 @@ def main() -> int:
     text = HEADER.format(
         version=version, latency=LATENCY, chips=chips,
         count=MULTIPROCESSORS, clock=CLOCK / 1e9,
-    ) + table(CASES)  # fmt: skip
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        code = {source: compiled(source, folder) for source in sorted({c.source for c in CASES})}
+    text += table(CASES, code) + blocks(code)
     print(text)
     if args.write:
         args.write.write_text(text)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deepfast.measure.traffic import _deepfast
+
 
 @pytest.fixture(scope="module")
 def limits():
@@ -45,7 +47,7 @@ LINES = [
 
 
 def test_counts_a_loop(limits):
-    code = limits.instructions(listing(LINES))
+    code = limits.machine_code.instructions(listing(LINES))
     assert [i.first for i in code[:2]] == ["MOV", "LDG"]
     case = limits.Case(
         source="", kernel="", what="", loops=(3,), rows_read=1, rows_written=1, ahead=1, warps=8
@@ -63,4 +65,47 @@ def test_a_loop_that_no_case_names_is_an_error(limits):
         source="", kernel="k", what="", rows_read=1, rows_written=1, ahead=1, warps=8
     )
     with pytest.raises(SystemExit, match="expected 0 inner loops, got 1"):
-        limits.count(limits.instructions(listing(LINES)), case)
+        limits.count(limits.machine_code.instructions(listing(LINES)), case)
+
+
+# A loop over tokens from 0x00 to 0xd0. Unless a branch jumps over it, one warp waits for a stage
+# and copies into it; there, the copies of the first loop exist and those of the second do not. A
+# sum is added where a branch says so. Behind the exit is the wait.
+COPYING = [
+    ("LDSM.16.M88.4 R4, [R1]", 1, 7, 0),
+    ("@P0 BRA 0x90", 1, 7, 0),
+    ("@P1 BRA 0x80", 1, 7, 0),
+    ("@!P2 BRA 0x100", 1, 7, 0),
+    ("UBLKCP.S.G [UR4], [UR6], UR5", 1, 7, 0),
+    ("BRA.U.ANY 0x40", 1, 7, 0),
+    ("@P3 BRA 0x80", 1, 7, 0),
+    ("BRA.U.ANY 0x70", 1, 7, 0),
+    ("MOV R1, R2", 1, 7, 0),
+    ("MOV R1, R2", 1, 7, 0),
+    ("@P4 BRA 0xc0", 1, 7, 0),
+    ("LDG.E.128 R4, desc[UR4][R2.64]", 1, 7, 0),
+    ("STG.E.128 desc[UR4][R2.64], R4", 1, 7, 0),
+    ("@P5 BRA 0x0", 1, 7, 0),
+    ("EXIT", 1, 7, 0),
+    ("NOP", 1, 7, 0),
+    ("@!P2 BRA 0x100", 1, 7, 0),
+    ("BRA 0x40", 1, 7, 0),
+]
+
+
+def test_counts_copies_of_one_warp(limits):
+    case = limits.Case(
+        source="", kernel="", what="", tokens=0.5, loops=(4, 0), rows_read=1, rows_written=1,
+        ahead=1, warps=8, never="LDG.E.128",
+    )  # fmt: skip
+    found = limits.count(limits.machine_code.instructions(listing(COPYING)), case)
+    # Of every warp 8: without the copies and the load. An eighth: two branches, four times two.
+    assert found["slots"] == 2 * (8 + (2 + 4 * 2) / 8)
+
+
+def test_launches_of_a_step_move_what_is_counted_elsewhere(limits):
+    """Beside the states of `measure.traffic` a boundary reads a residual and writes another result;
+    in backward it reads another gradient and writes one."""
+    for rows, block in ((31, 4), (61, 8)):
+        moved = sum(c.rows_read + c.rows_written for c in limits.launches(rows - 1, block))
+        assert moved == _deepfast(rows, block) + 4 * rows

@@ -140,6 +140,11 @@ def test_options(tolerances, poison, kernels, options):
     compare(tolerances, kernels, 5, 100, torch.float32, **options)
 
 
+def test_the_only_row_of_its_block_may_be_wide(tolerances, poison, kernels):
+    """Its table fits a block, but a row takes more threads than registers leave room for."""
+    compare(tolerances, kernels, 2, 8192, torch.bfloat16, near=(4,), pulls=(4,))
+
+
 @pytest.mark.parametrize(
     ("near", "pulls", "vector"),
     [

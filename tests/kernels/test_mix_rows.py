@@ -179,6 +179,21 @@ def test_pull_rows_without_weight_gradient(per_channel, dtype, tolerances, kerne
     tolerances.assert_all_accurate(*results, dtype)
 
 
+@pytest.mark.parametrize("larger", [None, "norm_weight", "norm_bias"])
+def test_pull_rows_of_large_fp16_states(larger, tolerances, kernels):
+    """Near the largest number of fp16, with z beyond it and the results in its range. Source 0 is
+    small beside the others."""
+    given = numbers(5, 72, affine=larger is not None)
+    given["states"][1:] = (3e4 * given["states"][1:]).clamp(-65504, 65504)
+    given["states"][0] *= 1e-3
+    given["weight"] = 0.01 * given["weight"]
+    if larger is not None:
+        given[larger] = given[larger] * (1e3 if larger == "norm_weight" else 1e7)
+    results = three_ways(kernels, pull(range(9), range(9, 21)), given, torch.float16)
+    assert all(result.isfinite().all() for result in results[0].values())
+    tolerances.assert_all_accurate(*results, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_weights_keep_their_24_bits(dtype, kernels):
     """1 + 2^-20 minus 1: a weight that was rounded to 16 bits would leave 0."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from deepfast import backend
-from deepfast.proof import cases, known, prove, worker
+from deepfast.proof import cases, known, prove, ranks, worker
 from deepfast.proof import table as tables
 from tests.proof import faults
 
@@ -20,6 +20,7 @@ def cache(tmp_path, monkeypatch):
     for name in ("DEEPFAST_PROOF", "DEEPFAST_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     known._tell_once.cache_clear()
+    ranks._tell_no_store.cache_clear()
     tables._unwritable.clear()
     backend.forget()
     yield tmp_path / "cache"

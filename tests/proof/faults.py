@@ -4,6 +4,7 @@ A worker loads this file in its prelude; tests in one process import it.
 """
 
 import os
+import signal
 import time
 from itertools import count
 from types import SimpleNamespace
@@ -48,6 +49,11 @@ def raises(y):
 
 def memory(y):
     raise torch.cuda.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+
+def killed(y):
+    """As the system does to a process where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def abort(y):

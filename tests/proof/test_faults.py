@@ -8,6 +8,7 @@ from deepfast import backend, ops
 from deepfast.proof import cases, known
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
+from tests.proof import faults
 
 CPU = torch.device("cpu")
 
@@ -76,6 +77,38 @@ def test_a_right_kernel_serves(emulated, device, served, monkeypatch, caplog):
     assert "float32: cuda is proved, triton is proved; kept in" in last
 
 
+def test_a_proof_without_memory_is_not_kept(
+    emulated, device, broken, served, cache, monkeypatch, caplog
+):
+    """It is tried again by the next process, and here the next backend serves."""
+    only_float32(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backend, "_launchers", faults.broken(backend._launchers, ("cuda",), faults.memory)
+        )
+        assert [served(), served()] == ["triton"] * 2
+    runs = device.runs
+    assert caplog.text.count("memory ran out while layer_norm was proved") == 1
+    assert "kept in this process" in caplog.records[-1].getMessage()
+    assert not list(cache.glob("*.json"))
+    backend.forget()
+    assert served() == "cuda"
+    assert device.runs == 2 * runs
+    assert len(list(cache.glob("*.json"))) == 1
+
+
+def test_memory_that_runs_out_again_keeps_what_was_proved(device, broken, monkeypatch, cache):
+    only_float32(monkeypatch)
+    known.first_use("layer_norm", CPU, backend.provable("layer_norm", CPU), None)
+    table = known.table(CPU, None)
+    broken(("triton",), "memory")
+    backend._choices.clear()
+    known.run(table, {"layer_norm": {"triton": ["float32"]}}, CPU)
+    assert table.lost["layer_norm"]["float32"]["errors"]["triton"].startswith(SAID["memory"])
+    assert errors() == tables.load(table.key).entry("layer_norm", "float32")["errors"]
+    assert errors() == {"triton": None}
+
+
 def only_float32(monkeypatch):
     whole = backend.provable
     monkeypatch.setattr(
@@ -109,6 +142,17 @@ def test_a_crash_is_of_its_dtype_alone(device):
     assert other == ("float16", None)
     assert dtype == "float32"
     assert error.startswith(f"{case}: the process ended by SIGABRT")
+
+
+def test_a_worker_that_the_system_killed_had_no_memory(device):
+    """A kernel that is wrong ends its process in other ways."""
+    assert [memory("killed", 120), memory("abort", 120), memory("hang", 1)] == [True, False, False]
+
+
+def memory(fault, silence):
+    runner = Runner(CPU, Limits(silence=silence), prelude=prelude(("triton",), fault))
+    ((_, result),) = runner.run("layer_norm", items("float32"))
+    return result["memory"]
 
 
 def test_a_hang_is_ended(device):
@@ -156,7 +200,8 @@ class Timed:
             given = {by: self.seconds[item["width"]][by] for by in item["backends"]}
             failed = [by for by, s in given.items() if isinstance(s, str)]
             if failed:
-                yield item, {"backend": failed[0], "error": given[failed[0]]}
+                error = given[failed[0]]
+                yield item, {"backend": failed[0], "error": error, "memory": "memory" in error}
             else:
                 yield item, {"seconds": given}
 
@@ -166,7 +211,8 @@ def timed(seconds, errors):
 
     entries = {d: {"errors": dict(e), "seconds": {}} for d, e in errors.items()}
     widths = tables.widths("layer_norm", "cpu")
-    time(Timed(dict(zip(widths, seconds, strict=True))), "layer_norm", entries)
+    short = time(Timed(dict(zip(widths, seconds, strict=True))), "layer_norm", entries)
+    assert short == any("memory" in str(seconds) for seconds in seconds)
     return entries, widths
 
 
@@ -186,8 +232,8 @@ def test_the_fastest_serves_at_its_width():
     assert tables.fastest(entries["float16"], c) == "reference"
 
 
-def test_a_backend_that_fails_while_it_is_timed_is_not_proved():
-    said = "width 4096: the process ended by SIGSEGV"
+@pytest.mark.parametrize("said", ["width 4096: the process ended by SIGSEGV", "out of memory"])
+def test_a_backend_that_fails_while_it_is_timed_is_not_proved(said):
     entries, (a, _, c) = timed(
         [{"cuda": 1.0, "triton": 2.0, "reference": 3.0},
          {"cuda": 1.0, "triton": 2.0, "reference": 3.0},

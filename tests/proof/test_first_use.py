@@ -148,8 +148,10 @@ def test_a_wrong_mode_is_one_sentence(device, monkeypatch):
         norm()
 
 
-def test_one_thread_proves_and_the_others_wait(device):
-    chosen = []
+def test_one_thread_proves_and_the_others_wait(device, monkeypatch):
+    chosen, load = [], tables.load
+    # So that all threads read the table before one has it.
+    monkeypatch.setattr(tables, "load", lambda key: time.sleep(0.1) or load(key))
     threads = [threading.Thread(target=lambda: chosen.append(backend.choose(
         "layer_norm", None, CPU, torch.float32, 8)[0])) for _ in range(4)]  # fmt: skip
     for thread in threads:
@@ -358,23 +360,28 @@ RANKS = """
 import os
 import torch.distributed as dist
 
-def rank(number, errors, folder):
+def rank(number, errors, folder, early):
     os.environ["DEEPFAST_CACHE"] = f"{folder}/{number}"
+    key = tables.make_key(torch.device("cpu"), None) | ({"torch": "9.9"} if number == 3 else {})
+    seconds = {"8": {"triton": 1.0 + 2 * number, "reference": 2.5}}
+    entry, fine = ({"errors": e, "seconds": seconds} for e in (errors, {"triton": None}))
+    known._tables["cpu"] = tables.Table(
+        key, {"layer_norm": {"float32": entry}, "activation": {"float32": fine}}
+    )
+    choose = lambda op: backend.choose(op, None, "cpu", torch.float32, 8)[0]
+    said = [choose("layer_norm")] if early else []
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=4)
     dist.barrier()
-    key = tables.make_key(torch.device("cpu"), None) | ({"torch": "9.9"} if number == 3 else {})
-    entry = {"errors": errors, "seconds": {"8": {"triton": 1.0 + number, "reference": 2.5}}}
-    known._tables["cpu"] = tables.Table(key, {"layer_norm": {"float32": entry}})
     if number:
         dist.distributed_c10d._get_default_store().wait(["first"])
     try:
-        said = backend.choose("layer_norm", None, "cpu", torch.float32, 8)[0]
+        said += map(choose, ["activation", "layer_norm"] if early else ["layer_norm"])
     except backend.BackendError as error:
-        said = str(error)
+        said.append(str(error))
     if not number:
         dist.distributed_c10d._get_default_store().set("first", "")
     with open(f"{folder}/said-{number}", "w") as file:
-        file.write(said)
+        file.write("\\n".join(said))
     dist.barrier()
 
 folder, children = os.environ["FOLDER"], []
@@ -382,7 +389,7 @@ for number, error in enumerate((None, None, "wrong", None)):
     child = os.fork()
     if child == 0:
         try:
-            rank(number, {"triton": error}, folder)
+            rank(number, {"triton": error}, folder, os.environ["EARLY"])
         finally:
             sys.stdout.flush()
             os._exit(0)
@@ -392,15 +399,31 @@ for child in children:
 """
 
 
-def test_ranks_take_one_answer_or_stop_with_the_difference(tmp_path):
-    """Rank 1's own times would choose the reference."""
-    process = start(RANKS, FOLDER=str(tmp_path))
+@pytest.mark.parametrize("early", [False, True])
+def test_ranks_take_one_answer_or_stop_with_the_difference(tmp_path, early):
+    """Rank 1's own times would choose the reference. `early`: a first choice comes before the
+    process group, and is compared at the next one."""
+    process = start(RANKS, FOLDER=str(tmp_path), EARLY="1" if early else "")
     output, _ = process.communicate(timeout=120)
-    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(4)]
+    said = [(tmp_path / f"said-{rank}").read_text().split("\n") for rank in range(4)]
     same = "layer_norm float32: rank {} differs from rank 0"
+    late = ["triton"] * (2 if early else 1)
+    before = (["triton"], *[["reference"]] * 3) if early else ([],) * 4
     assert said == [
-        "triton",
-        "triton",
-        f"{same.format(2)}, where these backends are proved: triton: wrong",
-        f"{same.format(3)}: torch is 9.9, not {torch.__version__}",
+        before[0] + late,
+        before[1] + late,
+        [*before[2], f"{same.format(2)}, where these backends are proved: triton: wrong"],
+        [*before[3], f"{same.format(3)}: torch is 9.9, not {torch.__version__}"],
     ], output
+
+
+def test_ranks_without_a_store_do_not_compare(device, monkeypatch, caplog):
+    """With MPI. Each has its own answer, and a line says so."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)
+    norm()
+    backend.forget()
+    norm()
+    assert served() == "triton"
+    assert caplog.text.count("has no store (as with MPI): the ranks do not compare") == 1
