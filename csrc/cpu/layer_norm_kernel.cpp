@@ -12,7 +12,7 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-template <class T>
+template <class T, bool kRms>
 void forward(const LayerNorm& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const int64_t dim = op.dim;
@@ -28,13 +28,13 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     }
     // The statistics are those of the stored (rounded) sum, because backward reads that.
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
-    const auto m = moments<T>(s, dim, static_cast<A>(op.eps), op.rms);
+    const auto m = moments<T>(s, dim, static_cast<A>(op.eps), kRms);
     T* y = row_of<T>(op.y, t);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
       store(lanes, y + d, affine(lanes, n, weight, bias, d));
     });
-    if (!op.rms) *at<A>(op.mean, t) = m.mean;
+    if (!kRms) *at<A>(op.mean, t) = m.mean;
     *at<A>(op.rstd, t) = m.rstd;
   }
 }
@@ -42,7 +42,7 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
 // kRows tokens at once share one read and write of the weight gradients. The sum and dy are read
 // twice, the second time from the level-1 cache.
 //   g = dy * weight,  ds = rstd * (g - mean(g) - n * mean(g * n)) + dsum
-template <class T, int kRows>
+template <class T, bool kRms, int kRows>
 DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>* dropped,
                                    compute_t<T>* dweight, compute_t<T>* dbias) {
   using A = compute_t<T>;
@@ -51,7 +51,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
   const bool dropout = op.dropout.threshold > 0;
   A mean[kRows], rstd[kRows], mean_g[kRows], mean_gn[kRows];
   for (int r = 0; r < kRows; ++r) {
-    mean[r] = op.rms ? A(0) : *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
+    mean[r] = kRms ? A(0) : *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
     const T *s = row_of<T>(op.sum, t + r), *dy = row_of<T>(op.dy, t + r);
     const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
       const auto n = (load(lanes, s + d) - mean[r]) * rstd[r];
@@ -59,7 +59,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
       total.first.add(g);
       total.second.add(g * n);
     });
-    mean_g[r] = op.rms ? A(0) : sums.first.total() / static_cast<A>(dim);
+    mean_g[r] = kRms ? A(0) : sums.first.total() / static_cast<A>(dim);
     mean_gn[r] = sums.second.total() / static_cast<A>(dim);
   }
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
@@ -87,7 +87,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
   }
 }
 
-template <class T>
+template <class T, bool kRms>
 void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   constexpr int kRows = 4;
@@ -95,18 +95,25 @@ void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
   A* dbias = at<A>(op.dbias, chunk * op.dim);
   Scratch<A> dropped(kRows * op.dim);
   int64_t t = begin;
-  for (; t + kRows <= end; t += kRows) backward_rows<T, kRows>(op, t, dropped, dweight, dbias);
-  for (; t < end; ++t) backward_rows<T, 1>(op, t, dropped, dweight, dbias);
+  for (; t + kRows <= end; t += kRows)
+    backward_rows<T, kRms, kRows>(op, t, dropped, dweight, dbias);
+  for (; t < end; ++t) backward_rows<T, kRms, 1>(op, t, dropped, dweight, dbias);
 }
 
 }  // namespace
 
 void layer_norm_forward(const LayerNorm& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.rms ? forward<T, true>(op, begin, end) : forward<T, false>(op, begin, end);
+  });
 }
 
 void layer_norm_backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.rms ? backward<T, true>(op, begin, end, chunk) : backward<T, false>(op, begin, end, chunk);
+  });
 }
 
 }  // namespace DEEPFAST_ISA

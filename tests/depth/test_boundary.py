@@ -12,18 +12,25 @@ P, LAYERS, BLOCK = 0.3, 6, 2
 SEEDS = [11 * k for k in range(LAYERS + 1)]
 
 
+def norm_of(kind, weight, bias, eps):
+    """The norm of the result: None, a layer-norm, or an RMS norm, which has no bias."""
+    if kind is None:
+        return None
+    return OutNorm(weight, bias, eps) if kind == "layer" else OutNorm(weight, None, eps, rms=True)
+
+
 def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
     """A pre-norm chain; each boundary does everything in one pass."""
     history, total = DepthHistory(block=BLOCK), 0.0
     branch, rest = y, None
     for k in range(LAYERS + 1):
-        norm = OutNorm(leaves["out_weight"], leaves["out_bias"], 1e-5) if out_norm else None
+        norm = norm_of(out_norm, leaves["out_weight"], leaves["out_bias"], 1e-5)
         x = dlcl(
             branch, history, residual=rest, dropout_p=p if k else 0.0, seed=SEEDS[k],
             out_norm=norm, want_x=want_x,
         )  # fmt: skip
         x, n = x if out_norm else (x, x)
-        assert (x is None) == (out_norm and not want_x)
+        assert (x is None) == (norm is not None and not want_x)
         total = total + n + (0 if x is None else 0.5 * x)
         branch, rest = torch.tanh(n * leaves["scale"]), (n if residual else None)
     return total
@@ -43,7 +50,10 @@ def plain(dlcl, y, leaves, *, p, residual, out_norm, want_x):
         n = x
         if out_norm:
             out_weight, out_bias = leaves["out_weight"].to(d), leaves["out_bias"].to(d)
-            n = F.layer_norm(x, x.shape[-1:], out_weight, out_bias)
+            if out_norm == "layer":
+                n = F.layer_norm(x, x.shape[-1:], out_weight, out_bias)
+            else:
+                n = F.rms_norm(x, x.shape[-1:], out_weight, 1e-5)
         total = total + n + (0.5 * x if want_x or not out_norm else 0)
         branch, rest = torch.tanh(n * leaves["scale"].to(d)), (n if residual else None)
     return total
@@ -59,7 +69,8 @@ def grads(form, dlcl, y, given, dout, dtype, parameter_dtype, **options):
         leaves["scale"].retain_grad()
     total = form(dlcl, y, leaves, **options)
     total.backward(dout.to(total.dtype))
-    used = [n for n in leaves if options["out_norm"] or not n.startswith("out_")]
+    unused = {None: ("out_weight", "out_bias"), "layer": (), "rms": ("out_bias",)}
+    used = [n for n in leaves if n not in unused[options["out_norm"]]]
     return {"out": total.detach(), "y": y.grad} | {n: leaves[n].grad for n in used}
 
 
@@ -68,7 +79,10 @@ def each_form(test):
     for names, values in (
         ("p", [0.0, P]),
         ("residual", [True, False]),
-        (("out_norm", "want_x"), [(True, True), (True, False), (False, True)]),
+        (
+            ("out_norm", "want_x"),
+            [("layer", True), ("layer", False), ("rms", True), ("rms", False), (None, True)],
+        ),
     ):
         test = pytest.mark.parametrize(names, values)(test)
     return test
@@ -106,7 +120,7 @@ def test_gradcheck(exact_backend, p, residual, out_norm, want_x):
         history = DepthHistory(block=1, inplace=False)
         results = []
         for k in range(layers + 1):
-            norm = OutNorm(weight, bias, 0.1) if out_norm else None
+            norm = norm_of(out_norm, weight, bias, 0.1)
             x = dlcl(
                 branch, history, residual=rest if residual else None, dropout_p=p, seed=k,
                 out_norm=norm, want_x=want_x,

@@ -106,6 +106,13 @@ def test_the_scaled_weights_of_latent_depth_are_counted(policy, dtype):
     check_encoder((8, 64, 2, 256, 64, options), policy, dtype)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+def test_rms_norms_are_predicted_within_5_percent(connection, norm):
+    options = {"connection": connection, "norm": norm, "norm_kind": "rms"}
+    check_encoder((8, 16, 2, 24, LENGTH * 24, options), "leaner", "float32")
+
+
 def test_latent_depth_is_predicted_within_5_percent_at_25_layers():
     check_encoder((25, 128, 2, 512, 128, {"connection": "latent"}), "keep", "float32")
 
@@ -135,6 +142,7 @@ MODELS = {
     "keep": {},
     "lean, bfloat16": {"policies": "lean", "dtype": "bfloat16"},
     "leaner, post-norm": {"policies": "leaner", "norm": "post"},
+    "RMS norms": {"norm_kind": "rms"},
     "history, bfloat16": {"policies": "history", "dtype": "bfloat16", "decoder_policies": "states"},
     "states, gelu": {"policies": "states", "activation": "gelu"},
     "two, and states": {"accumulate": 2, "policies": "states"},
@@ -160,10 +168,10 @@ def test_a_whole_model_is_predicted_within_5_percent(name):
 
 
 def check_model(**changes):
-    case = {"policies": "keep", "dtype": "float32", "norm": "pre", "activation": "relu",
-            "connection": "dlcl", "decoder_connection": "residual", "target": LENGTH,
-            "accumulate": 1, "vocabulary": 300, "weight": "scalar", "batch": 24, "width": 64,
-            "heads": 2, "ffn": 192, "layers": 5, "decoder_layers": 3, "dropout": 0.1,
+    case = {"policies": "keep", "dtype": "float32", "norm": "pre", "norm_kind": "layer",
+            "activation": "relu", "connection": "dlcl", "decoder_connection": "residual",
+            "target": LENGTH, "accumulate": 1, "vocabulary": 300, "weight": "scalar", "batch": 24,
+            "width": 64, "heads": 2, "ffn": 192, "layers": 5, "decoder_layers": 3, "dropout": 0.1,
             "padding": False} | changes  # fmt: skip
     dtype, batch = case["dtype"], case["batch"]
     decoder = case.get("decoder_policies", case["policies"])
@@ -172,7 +180,7 @@ def check_model(**changes):
         vocab_size=case["vocabulary"], dim=case["width"], heads=case["heads"],
         ffn_dim=case["ffn"], encoder_layers=case["layers"], decoder_layers=case["decoder_layers"],
         encoder_connection=connections[0], decoder_connection=connections[1], norm=case["norm"],
-        activation=case["activation"], dropout=case["dropout"],
+        norm_kind=case["norm_kind"], activation=case["activation"], dropout=case["dropout"],
         dlcl={"weight": case["weight"]} if "dlcl" in connections else {},
     ))  # fmt: skip
     model.encoder.set_memory(case["policies"])
@@ -192,8 +200,8 @@ def check_model(**changes):
         decoder_policies=decoder, target_tokens=batch * case["target"],
         **{key: case[key] for key in (
             "layers", "width", "heads", "ffn", "vocabulary", "decoder_layers", "dtype",
-            "connection", "decoder_connection", "norm", "weight", "policies", "activation",
-            "accumulate", "padding")},
+            "connection", "decoder_connection", "norm", "norm_kind", "weight", "policies",
+            "activation", "accumulate", "padding")},
     )  # fmt: skip
     count = sum(p.numel() for p in model.parameters())
     assert found.sizes.parameters == count

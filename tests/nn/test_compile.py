@@ -151,9 +151,11 @@ def test_a_whole_stack_traces_to_one_graph(options):
     compare(dlcl, traced, run, torch.randn(5, DIM, requires_grad=True))
 
 
-@pytest.mark.parametrize("norm", ["pre", pytest.param("post", marks=pytest.mark.exhaustive)])
-def test_a_whole_encoder_traces_to_one_graph(norm):
-    encoder = TransformerEncoder(1, DIM, HEADS, FFN, norm=norm, dropout=0.0)
+@pytest.mark.parametrize("options", [
+    {}, {"norm_kind": "rms"}, pytest.param({"norm": "post"}, marks=pytest.mark.exhaustive),
+], ids=str)  # fmt: skip
+def test_a_whole_encoder_traces_to_one_graph(options):
+    encoder = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, **options)
     run, counter = compiled(encoder)
     for length in (4, 6):
         compare(encoder, run, encoder, torch.randn(2, length, DIM, requires_grad=True))

@@ -13,6 +13,7 @@ from deepfast.mt.models import (
     big,
 )
 from deepfast.mt.models.transformer import sinusoids
+from deepfast.nn import LayerNorm, RMSNorm
 from tests.mt.models.decoding import (
     NEAR,
     SOURCE,
@@ -85,6 +86,21 @@ def test_padding_changes_nothing(norm, encoder, decoder, dlcl):
             for source, target in zip(SOURCE, TARGET, strict=True)
         ]
         assert_close(torch.cat(alone), expected)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_rms_norms(norm):
+    """All norms but those inside the mixture are RMS norms."""
+    model = build(norm, norm_kind="rms")
+    assert "RMS norm" in model.describe()
+    assert not any(type(module) is LayerNorm for module in model.modules())
+    norms = [module for module in model.modules() if type(module) is RMSNorm]
+    layers = 3 * 2 + 2 * 3
+    # In pre-norm each stack has one more, after its last layer.
+    assert len(norms) == layers + (2 if norm == "pre" else 0)
+    assert_steps_equal_forward(model, **NEAR)
+    F.cross_entropy(model(SOURCE, TARGET), TARGET[TARGET != 0]).backward()
+    assert all(module.weight.grad.abs().sum() > 0 for module in norms)
 
 
 def test_padding_does_not_change_gradients():
