@@ -142,11 +142,12 @@ layer_norm: layer_norm_forward
     weight     Tensor?   compute  (D)
     bias       Tensor?   compute  (D)
     eps        float
+    rms        bool
     dropout_p  float
     seed       Tensor?   int64    ()
     sum        Tensor?!  storage  (T, D)
     y          Tensor!   storage  (T, D)
-    mean       Tensor!   compute  (T)
+    mean       Tensor?!  compute  (T)
     rstd       Tensor!   compute  (T)
 
 layer_norm: layer_norm_backward
@@ -154,7 +155,8 @@ layer_norm: layer_norm_backward
     dy         Tensor    storage  (T, D)
     dsum       Tensor?   storage  (T, D)
     weight     Tensor?   compute  (D)
-    mean       Tensor    compute  (T)
+    rms        bool
+    mean       Tensor?   compute  (T)
     rstd       Tensor    compute  (T)
     dropout_p  float
     seed       Tensor?   int64    ()
@@ -198,6 +200,7 @@ boundary: boundary_forward
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
     out_eps          float
+    out_rms          bool
     x                Tensor?!  storage  (T, D)
     out              Tensor?!  storage  (T, D)
     source_rstd      Tensor?!  compute  (T)
@@ -215,6 +218,7 @@ boundary: boundary_backward
     partial           Tensor?   storage  (T, D)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)
+    out_rms           bool
     source_rstd       Tensor?   compute  (T)
     out_mean          Tensor?   compute  (T)
     out_rstd          Tensor?   compute  (T)
@@ -280,6 +284,7 @@ attention_boundary: attention_boundary_forward
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
     out_eps          float
+    out_rms          bool
     x                Tensor?!  storage  (T, D)
     out              Tensor?!  storage  (T, D)
     source_rstd      Tensor!   compute  (R, T)
@@ -298,6 +303,7 @@ attention_boundary: attention_boundary_backward
     partial_stats     Tensor?   compute  (2, T)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)
+    out_rms           bool
     source_rstd       Tensor    compute  (R, T)
     stats             Tensor?!  compute  (R, 3, T)
     out_mean          Tensor?   compute  (T)

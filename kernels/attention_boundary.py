@@ -93,7 +93,7 @@ def attention_boundary_fwd_kernel(
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_rstd, p_stats, p_out_mean, p_out_rstd,
     T, R, k, first, step, count, eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
-    RELU: tl.constexpr, READS_OWN: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
@@ -138,7 +138,7 @@ def attention_boundary_fwd_kernel(
     if p_out is not None:
         store_output(
             b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
-            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps,
+            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
         )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def attention_boundary_bwd_kernel(
     T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot, slot_step, pulls,
     threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
-    RELU: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
+    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
     UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +184,10 @@ def attention_boundary_bwd_kernel(
                 b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_own, RELU)
             b_x = end_sum(b_x, b_total, RELU)
         if p_dout is not None:
+            b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
             b_g, b_dw, b_db = output_backward(
-                load_tile(p_dout, s_dout, o_row, o_d, m), b_x, load_stat(p_out_mean, o_t, m_t),
-                load_stat(p_out_rstd, o_t, m_t), p_out_norm_weight, o_tile, m, D,
+                load_tile(p_dout, s_dout, o_row, o_d, m), b_x, b_mean,
+                load_stat(p_out_rstd, o_t, m_t), p_out_norm_weight, o_tile, m, D, OUT_RMS,
             )  # fmt: skip
             if p_sums is not None:
                 b_dweight += b_dw
@@ -237,8 +238,8 @@ def attention_boundary_bwd_kernel(
 @launcher
 def attention_boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, query, bias, kind, eps, partial,
-    partial_stats, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, stats, out_mean,
-    out_rstd,
+    partial_stats, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd, stats,
+    out_mean, out_rstd,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.attention_boundary_forward`."""
     _, T, D = states.shape
@@ -255,7 +256,7 @@ def attention_boundary_forward(
         T, query.shape[0], k, first, step, count, eps, out_eps, threshold, scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
-        RELU=kind == "relu", READS_OWN=k in near, UNROLL=LOADS,
+        RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, UNROLL=LOADS,
         D=D, **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
     )  # fmt: skip
 
@@ -263,8 +264,9 @@ def attention_boundary_forward(
 @launcher
 def attention_boundary_backward(
     states, k, near, query, bias, kind, partial, partial_stats, out_norm_weight, out_norm_bias,
-    source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, pull_rows,
-    pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
+    out_rms, source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight,
+    dout_norm_bias,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.attention_boundary_backward`."""
     _, T, D = states.shape
@@ -298,7 +300,7 @@ def attention_boundary_backward(
             slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            RELU=kind == "relu", READS_OWN=k in near, PULLS_OWN=pulls_own,
+            RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
             UNROLL=LOADS, D=D, **tile._asdict(),
             maxnreg=registers,
         )  # fmt: skip

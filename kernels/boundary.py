@@ -84,7 +84,8 @@ def boundary_fwd_kernel(
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
     T, R, k, row, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
-    NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    NORM_SOURCE: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
@@ -128,7 +129,7 @@ def boundary_fwd_kernel(
     if p_out is not None:
         store_output(
             b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
-            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps,
+            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
         )  # fmt: skip
 
 
@@ -191,8 +192,8 @@ def boundary_bwd_kernel(
     T, R, k, row, column, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
-    NORM_SOURCE: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
+    NORM_SOURCE: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
+    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)  # (BA, 1, BC)
@@ -222,7 +223,8 @@ def boundary_bwd_kernel(
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None:
             b_d = load_tile(p_dout, s_dout, o_row, o_d, m)
-            b_mean, b_rstd = load_stat(p_out_mean, o_t, m_t), load_stat(p_out_rstd, o_t, m_t)
+            b_rstd = load_stat(p_out_rstd, o_t, m_t)
+            b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
             b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
             if p_partial is not None:
                 b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
@@ -235,7 +237,7 @@ def boundary_bwd_kernel(
                     b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
                 )
             b_d, b_dw, b_db = output_backward(
-                b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D
+                b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D, OUT_RMS
             )
             if p_sums is not None:
                 b_dout_norm_weight += b_dw
@@ -282,8 +284,8 @@ def boundary_bwd_kernel(
 @launcher
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
-    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
-    out_rstd,
+    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd,
+    out_mean, out_rstd,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_forward`."""
     _, T, D = states.shape
@@ -300,7 +302,7 @@ def boundary_forward(
         scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
-        NORM_SOURCE=norm_source, READS_OWN=k in near, VECTOR=weight.dim() == 3,
+        NORM_SOURCE=norm_source, OUT_RMS=out_rms, READS_OWN=k in near, VECTOR=weight.dim() == 3,
         UNROLL=loads_at_once(D, states.element_size()), D=D, **tile._asdict(),
     )  # fmt: skip
 
@@ -308,8 +310,8 @@ def boundary_forward(
 @launcher
 def boundary_backward(
     states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
-    out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
-    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
+    out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads,
+    grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
     dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_backward`."""
@@ -343,8 +345,8 @@ def boundary_backward(
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            NORM_SOURCE=norm_source, READS_OWN=k in near, PULLS_OWN=pulls_own, VECTOR=vector,
-            UNROLL=loads_at_once(D, states.element_size()),
+            NORM_SOURCE=norm_source, OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
+            VECTOR=vector, UNROLL=loads_at_once(D, states.element_size()),
             NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if sums is not None:

@@ -263,23 +263,29 @@ def row_sum(b_x):
 
 
 @triton.jit
-def normalise(b_x, m_d, D, eps):
+def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
     """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
 
     Two passes; the mean of x - mean corrects the mean, as in
-    `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``.
+    `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``. With ``RMS`` no
+    mean is subtracted, and mean is None.
     """
-    b_mean = row_sum(b_x) / D
-    b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
-    b_x = tl.where(m_d, b_x - b_mean, 0.0)
+    b_mean = None
+    if not RMS:
+        b_mean = row_sum(b_x) / D
+        b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
+        b_x = tl.where(m_d, b_x - b_mean, 0.0)
     b_rstd = tl.rsqrt(row_sum(b_x * b_x) / D + eps)
     return b_x * b_rstd, b_mean, b_rstd
 
 
 @triton.jit
-def norm_backward(b_dn, b_n, b_rstd, D):
+def norm_backward(b_dn, b_n, b_rstd, D, RMS: tl.constexpr = False):
     """dx of layer normalisation from dn, the gradient of its result n; dn and n are 0 outside D."""
-    return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
+    if RMS:
+        return b_rstd * (b_dn - b_n * (row_sum(b_dn * b_n) / D))
+    else:
+        return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
 
 
 @triton.jit

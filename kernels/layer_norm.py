@@ -4,6 +4,8 @@
 
     dn = dy * weight,  ds = rstd * (dn - mean(dn) - n * mean(dn * n)) + dsum
 
+With RMS (Zhang, Sennrich 2019) both means are left out, and rstd = 1 / sqrt(mean(sum^2) + eps).
+
 Both kernels hold whole rows. Backward runs a fixed number of programs. Each keeps its part of
 ``dweight`` and ``dbias`` in registers and loads the next tile while it computes.
 """
@@ -55,7 +57,7 @@ def layer_norm_fwd_kernel(
     p_x, p_residual, p_weight, p_bias, p_seed, p_sum, p_y, p_mean, p_rstd,
     T, eps, threshold, scale,
     s_x, s_residual, s_sum, s_y,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    RMS: tl.constexpr, D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BT
     o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
@@ -72,13 +74,14 @@ def layer_norm_fwd_kernel(
         b_rounded = rounded(b_s, p_sum.dtype.element_ty)
         store_rows(p_sum + o_row * s_sum + o_d, b_rounded, m, BA, BT, BC)
         b_s = b_rounded.to(tl.float32)
-    b_y, b_mean, b_rstd = normalise(b_s, m_d, D, eps)
+    b_y, b_mean, b_rstd = normalise(b_s, m_d, D, eps, RMS)
     if p_weight is not None:
         b_y *= load_rows(p_weight + o_d, o_d < D, BA, BT, BC)
     if p_bias is not None:
         b_y += load_rows(p_bias + o_d, o_d < D, BA, BT, BC)
     store_rows(p_y + o_row * s_y + o_d, b_y, m, BA, BT, BC)
-    tl.store(p_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
+    if not RMS:
+        tl.store(p_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
     tl.store(p_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
 
 
@@ -87,7 +90,10 @@ def _load_backward(
     p_sum, p_dy, p_dsum, p_mean, p_rstd, first, T, s_sum, s_dy, s_dsum,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The operands of a tile of tokens, in their storage dtypes; dy stands for a missing dsum."""
+    """The operands of a tile of tokens, in their storage dtypes.
+
+    dy stands for a missing dsum, and rstd for a missing mean.
+    """
     o_row, o_d, m = flat_rows(first, T, D, BA, BT, BC)
     b_s = load_rows(p_sum + o_row * s_sum + o_d, m, BA, BT, BC)
     b_dy = load_rows(p_dy + o_row * s_dy + o_d, m, BA, BT, BC)
@@ -96,8 +102,10 @@ def _load_backward(
         b_dsum = load_rows(p_dsum + o_row * s_dsum + o_d, m, BA, BT, BC)
     o_t = first + tl.arange(0, BT)
     m_t = o_t < T
-    b_mean = tl.load(p_mean + o_t, mask=m_t, other=0.0)
     b_rstd = tl.load(p_rstd + o_t, mask=m_t, other=0.0)
+    b_mean = b_rstd
+    if p_mean is not None:
+        b_mean = tl.load(p_mean + o_t, mask=m_t, other=0.0)
     return b_s, b_dy, b_dsum, b_mean, b_rstd
 
 
@@ -106,7 +114,7 @@ def layer_norm_bwd_kernel(
     p_sum, p_dy, p_dsum, p_weight, p_mean, p_rstd, p_seed, p_dx, p_dresidual, p_partial,
     T, threshold, scale,
     s_sum, s_dy, s_dsum, s_dx, s_dresidual,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    RMS: tl.constexpr, D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)
     m_d = o_d < D
@@ -125,15 +133,17 @@ def layer_norm_bwd_kernel(
         )
         o_row, o_flat, m = flat_rows(first, T, D, BA, BT, BC)
         b_r = b_rstd[None, :, None]
-        b_n = (b_s.to(tl.float32) - b_mean[None, :, None]) * b_r
-        b_n = tl.where(m_d, b_n, 0.0)
+        b_n = b_s.to(tl.float32)
+        if not RMS:
+            b_n -= b_mean[None, :, None]
+        b_n = tl.where(m_d, b_n * b_r, 0.0)
         b_ds = b_dy.to(tl.float32)
         if p_partial is not None:
             b_dw += b_ds * b_n
             b_db += b_ds
         if p_weight is not None:
             b_ds *= b_w
-        b_ds = norm_backward(b_ds, b_n, b_r, D)
+        b_ds = norm_backward(b_ds, b_n, b_r, D, RMS)
         if p_dsum is not None:
             b_ds += b_dsum.to(tl.float32)
         if p_dresidual is not None:
@@ -151,7 +161,7 @@ def layer_norm_bwd_kernel(
 
 
 @launcher
-def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):
+def layer_norm_forward(x, residual, weight, bias, eps, rms, dropout_p, seed, sum, y, mean, rstd):
     """See `deepfast.reference.launchers.layer_norm_forward`."""
     T, D = x.shape
     if T == 0:
@@ -163,13 +173,13 @@ def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, 
         T, eps, threshold, scale,
         stride(x), stride(residual), stride(sum), stride(y),
         # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
-        D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
+        RMS=rms, D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
     )  # fmt: skip
 
 
 @launcher
 def layer_norm_backward(
-    sum, dy, dsum, weight, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
+    sum, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
 ):
     """See `deepfast.reference.launchers.layer_norm_backward`."""
     T, D = sum.shape
@@ -178,7 +188,7 @@ def layer_norm_backward(
     programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(sum.device))
     partial = None
     if dweight is not None or dbias is not None:
-        partial = mean.new_empty(programs, 2, 1, D)
+        partial = rstd.new_empty(programs, 2, 1, D)
     threshold, scale = dropout_factors(dropout_p)
     if T > 0:
         layer_norm_bwd_kernel[(programs,)](
@@ -186,7 +196,7 @@ def layer_norm_backward(
             partial,
             T, threshold, scale,
             stride(sum), stride(dy), stride(dsum), stride(dx), stride(dresidual),
-            D=D, **tile._asdict(), maxnreg=registers,
+            RMS=rms, D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if partial is not None:
         sum_partials(partial, *(None if d is None else d.view(1, D) for d in (dweight, dbias)))

@@ -128,24 +128,27 @@ def add_dot(
 
 @triton.jit
 def store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
-                  o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps):  # fmt: skip
+                 o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps, RMS: tl.constexpr):  # fmt: skip
     """Stores ``out = LN(x)`` and its statistics."""
-    b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps)
+    b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps, RMS)
     if p_norm_weight is not None:
         b_out *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
     if p_norm_bias is not None:
         b_out += tl.load(p_norm_bias + o_tile, mask=m, other=0.0)
     store_tile(p_out, s_out, o_row, o_d, m, b_out)
-    store_stat(p_mean, b_mean, o_t, m_t)
+    if not RMS:
+        store_stat(p_mean, b_mean, o_t, m_t)
     store_stat(p_rstd, b_rstd, o_t, m_t)
 
 
 @triton.jit
-def output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D):
+def output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D, RMS: tl.constexpr):
     """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
-    b_hat = tl.where(m, (b_x - b_mean) * b_rstd, 0.0)  # x normalised
+    if not RMS:
+        b_x -= b_mean
+    b_hat = tl.where(m, b_x * b_rstd, 0.0)  # x normalised
     b_bias = b_dout.to(tl.float32)
     b_d = b_bias
     if p_norm_weight is not None:
         b_d *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
-    return norm_backward(b_d, b_hat, b_rstd, D), b_bias * b_hat, b_bias
+    return norm_backward(b_d, b_hat, b_rstd, D, RMS), b_bias * b_hat, b_bias

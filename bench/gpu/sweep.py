@@ -135,12 +135,14 @@ def _layer_norm(bench: Bench) -> None:
 
     def forward():
         for x, y, _ in sets:
-            launch.layer_norm_forward(x, None, weight, bias, 1e-5, 0.0, None, None, y, mean, rstd)
+            launch.layer_norm_forward(
+                x, None, weight, bias, 1e-5, False, 0.0, None, None, y, mean, rstd
+            )
 
     def backward():
         for x, dy, dx in sets:
             launch.layer_norm_backward(
-                x, dy, None, weight, mean, rstd, 0.0, None, dx, None, dweight, dbias
+                x, dy, None, weight, False, mean, rstd, 0.0, None, dx, None, dweight, dbias
             )
 
     size, count = f"T={T}, D={D}, bf16", len(sets)

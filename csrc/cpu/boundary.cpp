@@ -13,7 +13,8 @@ struct Operands {
   Operands(const Tensor& states, int64_t k, const Indices& near, const Weights& w,
            const OptionalTensor& norm_weight_all, const OptionalTensor& norm_bias_all,
            bool norm_source, const OptionalTensor& partial, const OptionalTensor& out_norm_weight,
-           const OptionalTensor& out_norm_bias, double dropout_p, const OptionalTensor& seed) {
+           const OptionalTensor& out_norm_bias, bool out_rms, double dropout_p,
+           const OptionalTensor& seed) {
     const Storage storage = storage_of(states);
     const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
     source = slots(states, near);
@@ -25,6 +26,7 @@ struct Operands {
     op.near = static_cast<int64_t>(near.size());
     op.per_channel = w.width > 1;
     op.norm_source = norm_source;
+    op.out_rms = out_rms;
     op.dropout = dropout(seed, dropout_p);
     op.state = slot(states, k);
     op.source = source.data();
@@ -41,7 +43,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
                       OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
                       double source_eps, OptionalTensor partial, OptionalTensor out_norm_weight,
-                      OptionalTensor out_norm_bias, double out_eps, OptionalTensor x,
+                      OptionalTensor out_norm_bias, double out_eps, bool out_rms, OptionalTensor x,
                       OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
                       OptionalTensor out_rstd) {
   check_buffer(states);
@@ -49,7 +51,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   const int64_t tokens = states.size(1), dim = states.size(2);
   const Weights w(weight, storage, dim);
   Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, partial,
-                    out_norm_weight, out_norm_bias, dropout_p, seed);
+                    out_norm_weight, out_norm_bias, out_rms, dropout_p, seed);
   Boundary& op = operands.op;
   op.source_eps = source_eps;
   op.out_eps = out_eps;
@@ -62,8 +64,8 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   op.out_rstd = parameter(out_rstd, storage, tokens);
   DEEPFAST_CHECK(!norm_source || !branch.has_value() || source_rstd.has_value(),
                  "boundary: source_rstd is missing");
-  DEEPFAST_CHECK(!out.has_value() || (out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: out_mean or out_rstd is missing");
+  DEEPFAST_CHECK(!out.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
+                 "boundary: expected out_rstd, and out_mean or out_rms");
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
     kernels().boundary_forward(op, begin, end, chunk);
   });
@@ -72,7 +74,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
 void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
                        OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
                        OptionalTensor partial, OptionalTensor out_norm_weight,
-                       OptionalTensor out_norm_bias, OptionalTensor source_rstd,
+                       OptionalTensor out_norm_bias, bool out_rms, OptionalTensor source_rstd,
                        OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
                        OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
                        int64_t grad_slot, Indices pull_rows, Indices pull_slots,
@@ -86,15 +88,15 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
   const Weights w(weight, storage, dim);
   Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, partial,
-                    out_norm_weight, out_norm_bias, dropout_p, seed);
+                    out_norm_weight, out_norm_bias, out_rms, dropout_p, seed);
   Boundary& forward = operands.op;
   forward.source_rstd = parameter(source_rstd, storage, tokens);
   forward.out_mean = parameter(out_mean, storage, tokens);
   forward.out_rstd = parameter(out_rstd, storage, tokens);
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: no gradient came in");
   DEEPFAST_CHECK(!norm_source || source_rstd.has_value(), "boundary: source_rstd is missing");
-  DEEPFAST_CHECK(!dout.has_value() || (out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: out_mean or out_rstd is missing");
+  DEEPFAST_CHECK(!dout.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
+                 "boundary: expected out_rstd, and out_mean or out_rms");
   DEEPFAST_CHECK(pull_rows.size() == pull_slots.size(), "boundary: expected ", pull_rows.size(),
                  " pull_slots, got ", pull_slots.size());
   w.offset(k, k);

@@ -3,7 +3,7 @@
 // recent states' share of the mix, and the next layer's first layer-norm. Each operand is read once
 // and each result is written once. Backward recomputes the mix from the states, so it is not
 // stored.
-#include "rows.h"
+#include "boundary.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -45,75 +45,15 @@ DEEPFAST_INLINE void mix_near(const Boundary& op, int64_t t, compute_t<T>* x) {
   op.per_channel ? mix_near_row<T, true>(op, t, x) : mix_near_row<T, false>(op, t, x);
 }
 
-// y = residual + dropout(branch), normalised or not, into its slot.
-template <class T>
-DEEPFAST_INLINE void push(const Boundary& op, int64_t t, compute_t<T>* row) {
-  using A = compute_t<T>;
-  const int64_t dim = op.dim;
-  load_row(row_of<T>(op.branch, t), row, dim);
-  if (op.dropout.threshold > 0) dropout_row<A>(op.dropout, t, row, dim);
-  if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, dim);
-  T* state = row_of<T>(op.state, t);
-  if (op.norm_source) {
-    const auto m = moments<A>(row, dim, static_cast<A>(op.source_eps));
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, state + d, (load(lanes, row + d) - m.mean) * m.rstd);
-    });
-    *at<A>(op.source_rstd, t) = m.rstd;
-  } else {
-    store_row(row, state, dim);
-  }
-}
-
 template <class T>
 void forward(const Boundary& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim;
-  const A *weight = at<A>(op.out_norm_weight, 0), *bias = at<A>(op.out_norm_bias, 0);
-  Scratch<A> row(dim), mixed(dim);
+  Scratch<A> row(op.dim), mixed(op.dim);
   for (int64_t t = begin; t < end; ++t) {
     if (op.branch.data != nullptr) push<T>(op, t, row);
     mix_near<T>(op, t, mixed);
-    if (op.x.data != nullptr) store_row(mixed.get(), row_of<T>(op.x, t), dim);
-    if (op.out.data != nullptr) {
-      const auto m = moments<A>(mixed.get(), dim, static_cast<A>(op.out_eps));
-      T* out = row_of<T>(op.out, t);
-      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        const auto n = (load(lanes, mixed + d) - m.mean) * m.rstd;
-        store(lanes, out + d, affine(lanes, n, weight, bias, d));
-      });
-      *at<A>(op.out_mean, t) = m.mean;
-      *at<A>(op.out_rstd, t) = m.rstd;
-    }
+    store_output<T>(op, t, mixed);
   }
-}
-
-// The gradient of x: dx plus the gradient through the output's layer-norm.
-template <class T>
-DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t chunk,
-                                     compute_t<T>* g, compute_t<T>* n) {
-  using A = compute_t<T>;
-  const Boundary& f = op.forward;
-  const int64_t dim = f.dim;
-  if (op.dout.data == nullptr) {
-    load_row(row_of<T>(op.dx, t), g, dim);
-    return;
-  }
-  mix_near<T>(f, t, n);
-  const A mean = *at<A>(f.out_mean, t), rstd = *at<A>(f.out_rstd, t);
-  for_lanes<A>(
-      dim, [&](auto lanes, int64_t d) { store(lanes, n + d, (load(lanes, n + d) - mean) * rstd); });
-  load_row(row_of<T>(op.dout, t), g, dim);
-  accumulate_affine<A>(g, n, at<A>(op.dout_norm_weight, chunk * dim),
-                       at<A>(op.dout_norm_bias, chunk * dim), dim);
-  if (f.out_norm_weight != nullptr) {
-    const A* weight = at<A>(f.out_norm_weight, 0);
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, g + d, load(lanes, g + d) * load(lanes, weight + d));
-    });
-  }
-  norm_backward_row<A>(g, n, rstd, dim);
-  if (op.dx.data != nullptr) add_row(row_of<T>(op.dx, t), g, dim);
 }
 
 // u += weight * g and dweight += <g, z> (or, per channel, += g * z), where
@@ -148,7 +88,8 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
   const int64_t width = f.per_channel ? dim : 1;
   Scratch<A> g(dim), n(dim), z(dim), u(dim);
   for (int64_t t = begin; t < end; ++t) {
-    output_gradient<T>(op, t, chunk, g, n);
+    if (op.dout.data != nullptr) mix_near<T>(f, t, n);
+    output_gradient<T>(op, t, chunk, n, g);
     // The state is read before the gradient is stored: the gradient may overwrite a slot of its
     // buffer.
     load_row(row_of<T>(f.state, t), n.get(), dim);
@@ -169,18 +110,7 @@ void backward(const BoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk)
       else
         pull_row<T>(row_of<T>(op.pull_grad[i], t), z, weight, f.per_channel, dweight, u, dim);
     }
-    accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, chunk * dim),
-                         at<A>(op.dnorm_bias, chunk * dim), dim);
-    if (norm_weight != nullptr)
-      for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        store(lanes, u + d, load(lanes, u + d) * load(lanes, norm_weight + d));
-      });
-    if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim);
-    if (op.dresidual.data != nullptr) store_row(u.get(), row_of<T>(op.dresidual, t), dim);
-    if (op.dbranch.data != nullptr) {
-      if (f.dropout.threshold > 0) dropout_row<A>(f.dropout, t, u, dim);
-      store_row(u.get(), row_of<T>(op.dbranch, t), dim);
-    }
+    push_gradient<T>(op, t, chunk, n, u);
   }
 }
 

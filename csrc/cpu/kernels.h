@@ -22,12 +22,13 @@ struct Dropout {
 struct LayerNorm {
   Storage storage;
   int64_t dim;
+  bool rms;  // no mean is subtracted
   double eps;
   Dropout dropout;
   Matrix x, residual;         // s = residual + dropout(x)
   Matrix sum, y;              // y = (s - mean) * rstd * weight + bias
   const void *weight, *bias;  // (D)
-  void *mean, *rstd;          // (T)
+  void *mean, *rstd;          // (T); with rms no mean
   Matrix dy, dsum, dx, dresidual;
   void *dweight, *dbias;  // (chunks, D) partial sums
 };
@@ -61,12 +62,12 @@ struct Pull {
 
 // Everything between two layers' matrix products, one token at a time:
 //   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
-//   out = norm(x).
+//   out = norm(x), without a mean if out_rms.
 // Without a branch the state is only read: backward recomputes a layer's input this way.
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read
-  bool per_channel, norm_source;
+  bool per_channel, norm_source, out_rms;
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;
@@ -79,7 +80,7 @@ struct Boundary {
   Matrix x, out;
   const void *out_norm_weight, *out_norm_bias;
   void* source_rstd;          // (T)
-  void *out_mean, *out_rstd;  // (T)
+  void *out_mean, *out_rstd;  // (T); with out_rms no mean
 };
 
 // Backward of Boundary. The row's gradient g is written to `grad`. The gradient of the pushed state
@@ -98,6 +99,61 @@ struct BoundaryGrad {
   void* dweight;                            // (chunks, pulls) or (chunks, pulls, D)
   void *dnorm_weight, *dnorm_bias;          // (chunks, D)
   void *dout_norm_weight, *dout_norm_bias;  // (chunks, D)
+};
+
+// Weights of each token: p = softmax or relu of score[r, k] = <query_r, v_k> * rstd_k + bias[r, k].
+struct Attend {
+  Storage storage;
+  int64_t dim, rows, sources;
+  bool softmax, accumulate;
+  const Matrix* source;      // [sources], v_k
+  const void* const* rstd;   // [sources], (T) each
+  const void* const* query;  // [rows], (D) each
+  const void* const* bias;   // [rows * sources], one value each, or null
+  const Matrix* out;         // [rows]: the mean weighted by p, or for relu the sum
+  void* const* most;         // [rows], (T) each: the largest score; not for relu
+  void* const* total;        // [rows], (T) each: sum exp(score - most)
+};
+
+// The transpose of Attend: what the rows l add to the gradients of the sources.
+struct AttendPull {
+  Storage storage;
+  int64_t dim, rows, sources;
+  bool softmax, accumulate;
+  const Matrix* grad;    // [rows], g_l
+  const Matrix* source;  // [sources], v_j
+  const void *const *rstd, *const *query, *const *bias;
+  const void* const* most;   // [rows], (T) each
+  const void* const* total;  // [rows], (T) each
+  const void* const* delta;  // [rows], (T) each: <g_l, x_l>
+  const Matrix* out;         // [sources]
+  void* dquery;              // (chunks, rows, D), or null
+  void* dbias;               // (chunks, rows, sources), or null
+};
+
+// A Boundary whose weights are those of Attend. `weight` is not used.
+struct AttentionBoundary {
+  Boundary base;
+  bool softmax;
+  double eps;
+  const void* query;                         // (D)
+  const void* const* rstd;                   // [near], (T) each
+  const void* const* bias;                   // [near], one value each, or null
+  const void *partial_most, *partial_total;  // (T)
+  void* own_rstd;                            // (T), of the pushed state
+  void *most, *total;                        // (T), of this row
+};
+
+// Its backward. `forward` in `base` is that of `forward`.
+struct AttentionBoundaryGrad {
+  AttentionBoundary forward;
+  BoundaryGrad base;
+  const void* const* pull_query;  // [pulls], (D) each
+  const void* const* pull_bias;   // [pulls], one value each, or null
+  const void *const *pull_most, *const *pull_total, *const *pull_delta;  // [pulls], (T) each
+  void* delta;                                                           // (T), of this row
+  void* dquery;  // (chunks, pulls, D), or null
+  void* dbias;   // (chunks, pulls), or null
 };
 
 // depth_mix over separate tensors, statistics included.
@@ -183,23 +239,27 @@ constexpr int64_t kPanelBytes = 64;
 
 // Every kernel with its structure. A table's members, its declarations and its entries are all
 // generated from this list, so their orders cannot differ.
-#define DEEPFAST_KERNELS(KERNEL)                      \
-  KERNEL(layer_norm_forward, LayerNorm)               \
-  KERNEL(layer_norm_backward, LayerNorm)              \
-  KERNEL(mix, Mix)                                    \
-  KERNEL(pull, Pull)                                  \
-  KERNEL(boundary_forward, Boundary)                  \
-  KERNEL(boundary_backward, BoundaryGrad)             \
-  KERNEL(depth_mix_forward, DepthMix)                 \
-  KERNEL(depth_mix_backward, DepthMix)                \
-  KERNEL(depth_attention_forward, DepthAttention)     \
-  KERNEL(depth_attention_backward, DepthAttention)    \
-  KERNEL(activation_forward, Activation)              \
-  KERNEL(activation_backward, Activation)             \
-  KERNEL(cross_entropy, CrossEntropy)                 \
-  KERNEL(peephole_lstm_pack, PeepholeLstm)            \
-  KERNEL(peephole_lstm_pack_transposed, PeepholeLstm) \
-  KERNEL(peephole_lstm_forward, PeepholeLstm)         \
+#define DEEPFAST_KERNELS(KERNEL)                             \
+  KERNEL(layer_norm_forward, LayerNorm)                      \
+  KERNEL(layer_norm_backward, LayerNorm)                     \
+  KERNEL(mix, Mix)                                           \
+  KERNEL(pull, Pull)                                         \
+  KERNEL(boundary_forward, Boundary)                         \
+  KERNEL(boundary_backward, BoundaryGrad)                    \
+  KERNEL(attend, Attend)                                     \
+  KERNEL(attend_pull, AttendPull)                            \
+  KERNEL(attention_boundary_forward, AttentionBoundary)      \
+  KERNEL(attention_boundary_backward, AttentionBoundaryGrad) \
+  KERNEL(depth_mix_forward, DepthMix)                        \
+  KERNEL(depth_mix_backward, DepthMix)                       \
+  KERNEL(depth_attention_forward, DepthAttention)            \
+  KERNEL(depth_attention_backward, DepthAttention)           \
+  KERNEL(activation_forward, Activation)                     \
+  KERNEL(activation_backward, Activation)                    \
+  KERNEL(cross_entropy, CrossEntropy)                        \
+  KERNEL(peephole_lstm_pack, PeepholeLstm)                   \
+  KERNEL(peephole_lstm_pack_transposed, PeepholeLstm)        \
+  KERNEL(peephole_lstm_forward, PeepholeLstm)                \
   KERNEL(peephole_lstm_backward, PeepholeLstm)
 
 // Runs on the tokens (or sentences, or panels) from `begin` to `end`.

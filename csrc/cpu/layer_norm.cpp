@@ -5,13 +5,16 @@ namespace deepfast {
 namespace {
 
 void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
-                        OptionalTensor bias, double eps, double dropout_p, OptionalTensor seed,
-                        OptionalTensor sum, Tensor y, Tensor mean, Tensor rstd) {
+                        OptionalTensor bias, double eps, bool rms, double dropout_p,
+                        OptionalTensor seed, OptionalTensor sum, Tensor y, OptionalTensor mean,
+                        Tensor rstd) {
+  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
   const Storage storage = storage_of(x);
   const int64_t tokens = x.size(0), dim = x.size(1);
   LayerNorm op{};
   op.storage = storage;
   op.dim = dim;
+  op.rms = rms;
   op.eps = eps;
   op.dropout = dropout(seed, dropout_p);
   op.x = matrix(x, storage, tokens, dim);
@@ -28,9 +31,10 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
 }
 
 void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTensor weight,
-                         Tensor mean, Tensor rstd, double dropout_p, OptionalTensor seed,
-                         OptionalTensor dx, OptionalTensor dresidual, OptionalTensor dweight,
-                         OptionalTensor dbias) {
+                         bool rms, OptionalTensor mean, Tensor rstd, double dropout_p,
+                         OptionalTensor seed, OptionalTensor dx, OptionalTensor dresidual,
+                         OptionalTensor dweight, OptionalTensor dbias) {
+  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
   const Storage storage = storage_of(sum);
   const int64_t tokens = sum.size(0), dim = sum.size(1);
   const Chunks chunks(tokens);
@@ -39,6 +43,7 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   LayerNorm op{};
   op.storage = storage;
   op.dim = dim;
+  op.rms = rms;
   op.dropout = dropout(seed, dropout_p);
   op.sum = matrix(sum, storage, tokens, dim);
   op.dy = matrix(dy, storage, tokens, dim);

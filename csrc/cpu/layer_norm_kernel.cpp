@@ -2,6 +2,8 @@
 //
 //   s = residual + dropout(x),  y = (s - mean(s)) * rstd(s) * weight + bias
 //
+// With `rms` it is RMS normalisation: means count as 0, and rstd = 1 / sqrt(mean(s^2) + eps).
+//
 // One token's row is held in scratch memory (level-1 cache), so each operand is read once and each
 // result is written once. Compiled once per instruction set.
 #include "rows.h"
@@ -26,13 +28,13 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     }
     // The statistics are those of the stored (rounded) sum, because backward reads that.
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
-    const auto m = moments<T>(s, dim, static_cast<A>(op.eps));
+    const auto m = moments<T>(s, dim, static_cast<A>(op.eps), op.rms);
     T* y = row_of<T>(op.y, t);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
       store(lanes, y + d, affine(lanes, n, weight, bias, d));
     });
-    *at<A>(op.mean, t) = m.mean;
+    if (!op.rms) *at<A>(op.mean, t) = m.mean;
     *at<A>(op.rstd, t) = m.rstd;
   }
 }
@@ -49,7 +51,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
   const bool dropout = op.dropout.threshold > 0;
   A mean[kRows], rstd[kRows], mean_g[kRows], mean_gn[kRows];
   for (int r = 0; r < kRows; ++r) {
-    mean[r] = *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
+    mean[r] = op.rms ? A(0) : *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
     const T *s = row_of<T>(op.sum, t + r), *dy = row_of<T>(op.dy, t + r);
     const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
       const auto n = (load(lanes, s + d) - mean[r]) * rstd[r];
@@ -57,7 +59,7 @@ DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>*
       total.first.add(g);
       total.second.add(g * n);
     });
-    mean_g[r] = sums.first.total() / static_cast<A>(dim);
+    mean_g[r] = op.rms ? A(0) : sums.first.total() / static_cast<A>(dim);
     mean_gn[r] = sums.second.total() / static_cast<A>(dim);
   }
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {

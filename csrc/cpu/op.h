@@ -77,8 +77,24 @@ class Partial {
     for (size_t i = 0; i < offsets.size(); ++i)
       std::memcpy(base + offsets[i], flat.data() + i * bytes, bytes);
   }
+  // The same, added to what is there.
+  void add_into(char* base, const std::vector<int64_t>& offsets, int64_t piece) const {
+    if (data_.empty()) return;
+    std::vector<char> flat(width_ * (wide_ ? 8 : 4));
+    sum_into(flat.data());
+    for (size_t i = 0; i < offsets.size(); ++i) {
+      const int64_t at = static_cast<int64_t>(i) * piece;
+      wide_ ? add(flat.data(), at, base + offsets[i], piece, double{})
+            : add(flat.data(), at, base + offsets[i], piece, float{});
+    }
+  }
 
  private:
+  template <class A>
+  static void add(const char* from, int64_t at, char* to, int64_t count, A) {
+    const A* values = reinterpret_cast<const A*>(from) + at;
+    for (int64_t i = 0; i < count; ++i) reinterpret_cast<A*>(to)[i] += values[i];
+  }
   template <class A>
   void reduce(A* out) const {
     const A* p = reinterpret_cast<const A*>(data_.data());

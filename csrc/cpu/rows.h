@@ -93,12 +93,24 @@ struct Moments {
   A mean, rstd;
 };
 
+// The moments of a row that is divided by its root mean square: the mean counts as 0.
+template <class T, class A = compute_t<T>>
+DEEPFAST_INLINE Moments<A> moments_without_mean(const T* row, int64_t dim, A eps) {
+  const auto sum = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
+    const auto x = load(lanes, row + d);
+    s.add(x * x);
+  });
+  const A square = sum.total() / static_cast<A>(dim);
+  return {A(0), A(1) / static_cast<A>(__builtin_sqrt(square + eps))};
+}
+
 // Two passes over the row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
 // mean and adds it to the mean, so a large mean or a constant row adds no rounding error (Chan,
 // Golub, LeVeque 1983). The row may be of storage type: reading it again from the level-1 cache is
 // cheaper than writing a converted copy.
 template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps) {
+DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = false) {
+  if (rms) return moments_without_mean(row, dim, eps);
   const auto sum = sum_over_lanes<A, RowSum<A>>(
       dim, [&](auto lanes, int64_t d, auto& s) { s.add(load(lanes, row + d)); });
   const A mean = sum.total() / static_cast<A>(dim);
@@ -134,15 +146,15 @@ DEEPFAST_INLINE void mix_row(const T* n, const A* norm_weight, const A* norm_bia
 }
 
 // Gradient of the input of a layer-norm row: `dn` is the gradient of the normalised row `n`.
-//   dy = rstd * (dn - mean(dn) - n * mean(dn * n)); written over dn.
+//   dy = rstd * (dn - mean(dn) - n * mean(dn * n)); written over dn. With rms, mean(dn) counts as 0.
 template <class A>
-DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim) {
+DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim, bool rms = false) {
   const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
     const auto g = load(lanes, dn + d);
     s.first.add(g);
     s.second.add(g * load(lanes, n + d));
   });
-  const A a = sums.first.total() / static_cast<A>(dim);
+  const A a = rms ? A(0) : sums.first.total() / static_cast<A>(dim);
   const A b = sums.second.total() / static_cast<A>(dim);
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
     store(lanes, dn + d, rstd * (load(lanes, dn + d) - a - load(lanes, n + d) * b));

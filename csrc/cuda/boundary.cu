@@ -24,7 +24,7 @@ struct Forward {
   Mix<T> mix;  // parameters: out_norm_weight, out_norm_bias
   const T *branch, *residual, *partial;
   T *state, *x, *out;
-  float *source_rstd, *out_mean, *out_rstd;
+  float *source_rstd, *out_mean, *out_rstd;  // no mean with rms
   int64_t branch_stride, residual_stride, partial_stride, x_stride, out_stride;
   int64_t tokens;
   float source_eps, out_eps;
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     if (mix.reads_own) add_state<kFast>(mix, table, at, kOwn, mix.k, own, x);
     if (op.x != nullptr) store_row(op.x + t * op.x_stride, at, exists, x);
     if (op.out == nullptr) continue;
-    const Moments moments = normalise(x, at, row_sum, op.out_eps);
+    const Moments moments = normalise(x, at, row_sum, op.out_eps, op.out_mean == nullptr);
     scale<kFast>(mix, table, at, 0, x);
     shift<kFast>(mix, table, at, 1, x);
     store_row(op.out + t * op.out_stride, at, exists, x);
     if (at.lane == 0 && exists) {
-      op.out_mean[t] = moments.mean;
+      if (op.out_mean != nullptr) op.out_mean[t] = moments.mean;
       op.out_rstd[t] = moments.rstd;
     }
   }
@@ -108,7 +108,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
                       OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
                       double source_eps, OptionalTensor partial, OptionalTensor out_norm_weight,
-                      OptionalTensor out_norm_bias, double out_eps, OptionalTensor x,
+                      OptionalTensor out_norm_bias, double out_eps, bool out_rms, OptionalTensor x,
                       OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
                       OptionalTensor out_rstd) {
   check_buffer(states);
@@ -124,8 +124,8 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   float *const mean_ = floats(out_mean, tokens), *const rstd_ = floats(out_rstd, tokens);
   DEEPFAST_CHECK(!norm_source || !branch.has_value() || source_rstd.has_value(),
                  "boundary: expected source_rstd for a normalised state, got None");
-  DEEPFAST_CHECK(!out.has_value() || (out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: expected out_mean and out_rstd beside out, got None");
+  DEEPFAST_CHECK(!out.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
+                 "boundary: expected out_rstd, and out_mean or out_rms, beside out");
   const bool aligned =
       given.aligned && Alignment(storage, dim).rows({branch_, residual_, partial_, x_, out_});
   const Device device(states);

@@ -146,7 +146,7 @@ DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast,
   widen(rows.take(), g);
   if (op.out_sums && exists) sums.add(2, g, n);
   scale<kFast>(mix, in.table, at, 0, g);
-  norm_backward(g, n, moments.rstd, at, row_sum);
+  norm_backward(g, n, moments.rstd, at, row_sum, op.out_mean == nullptr);
 }
 
 // u += W[l, k] * g_l for all pulls, and the dot products of g_l with z. `g` is that of the row
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(BackwardKernel<T, kFast, kChunks>::kThreads, 1
   prepare(op, in, at);
   const int64_t step = int64_t{gridDim.x} * at.rows_per_block();
   const auto moments_of = [&](int64_t t) {
-    const bool there = op.dout != nullptr && t < op.tokens;
-    return there ? Moments{op.out_mean[t], op.out_rstd[t]} : Moments{0.0f, 0.0f};
+    if (op.dout == nullptr || t >= op.tokens) return Moments{0.0f, 0.0f};
+    return Moments{op.out_mean == nullptr ? 0.0f : op.out_mean[t], op.out_rstd[t]};
   };
   const auto source_rstd_of = [&](int64_t t) {
     return op.norm_source && t < op.tokens ? op.source_rstd[t] : 0.0f;
@@ -307,7 +307,7 @@ Totals totals_of(const Operands& given, bool has_dout, int64_t pulls, const Opti
 void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
                        OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
                        OptionalTensor partial, OptionalTensor out_norm_weight,
-                       OptionalTensor out_norm_bias, OptionalTensor source_rstd,
+                       OptionalTensor out_norm_bias, bool out_rms, OptionalTensor source_rstd,
                        OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
                        OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
                        int64_t grad_slot, Indices pull_rows, Indices pull_slots,
@@ -329,8 +329,8 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: expected dx or dout, got neither");
   DEEPFAST_CHECK(!norm_source || source_rstd.has_value(),
                  "boundary: expected source_rstd for a normalised state, got None");
-  DEEPFAST_CHECK(!dout.has_value() || (out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: expected out_mean and out_rstd beside dout, got None");
+  DEEPFAST_CHECK(!dout.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
+                 "boundary: expected out_rstd, and out_mean or out_rms, beside dout");
   DEEPFAST_CHECK(pull_rows.size() == pull_slots.size(), "boundary: expected ", pull_rows.size(),
                  " pull_slots, one for each of pull_rows, got ", pull_slots.size());
   DEEPFAST_CHECK(pulls <= kMost, "boundary: CUDA kernels: expected at most ", kMost,

@@ -16,9 +16,9 @@ struct Backward {
   Mix<T> mix;  // parameters: out_norm_weight, the state's norm_weight, its norm_bias
   const T *partial, *dx, *dout, *pulled, *grads;
   T *grad, *dbranch, *dresidual;
-  const float *source_rstd, *out_mean, *out_rstd;
-  const float* weight;  // all of W
-  float* sums;          // (blocks, width): channel sums, then the pulls' dot products; or null
+  const float *source_rstd, *out_mean, *out_rstd;  // no mean with rms
+  const float* weight;                             // all of W
+  float* sums;  // (blocks, width): channel sums, then the pulls' dot products; or null
   int64_t partial_stride, dx_stride, dout_stride, pulled_stride, grads_stride, grad_stride;
   int64_t dbranch_stride, dresidual_stride, width;
   int64_t tokens, columns, k;

@@ -4,6 +4,8 @@
 //     backward    ds = dsum + LN'(dy),         dresidual = ds,  dx = dropout(ds)
 //                 dweight = sum_t dy * n,      dbias = sum_t dy         with n = (s - mean) * rstd
 //
+// With `rms` it is RMS normalisation (Zhang, Sennrich 2019): the mean counts as 0.
+//
 // A row stays in registers from its first read to its last write (see row.h): the mean and the
 // variance are two passes over registers, not over memory. Forward reads x and residual and writes
 // s and y once: 4 T D values. Backward reads s, dy and dsum and writes dx and dresidual: 5 T D.
@@ -22,7 +24,7 @@ struct Forward {
   const T *x, *residual;
   const float *weight, *bias;
   T *sum, *y;
-  float *mean, *rstd;
+  float *mean, *rstd;  // no mean with rms
   int64_t x_stride, residual_stride, sum_stride, y_stride;
   int64_t tokens;
   int dim, lanes;
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     store_row(op.sum + t * op.sum_stride, at, exists, stored);
     widen(stored, v);
   }
-  const Moments moments = normalise(v, at, row_sum, op.eps);
+  const Moments moments = normalise(v, at, row_sum, op.eps, op.mean == nullptr);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     float p[kChunk];
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
   }
   store_row(op.y + t * op.y_stride, at, exists, v);
   if (at.lane == 0 && exists) {
-    op.mean[t] = moments.mean;
+    if (op.mean != nullptr) op.mean[t] = moments.mean;
     op.rstd[t] = moments.rstd;
   }
 }
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
 template <class T>
 struct Backward {
   const T *sum, *dy, *dsum;
-  const float *weight, *mean, *rstd;
+  const float *weight, *mean, *rstd;  // no mean with rms
   T *dx, *dresidual;
   float* partial;  // (blocks, 2, D), or null
   int64_t sum_stride, dy_stride, dsum_stride, dx_stride, dresidual_stride;
@@ -110,7 +112,8 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
   };
   for (int i = 0; i < Rows::kAhead; ++i) ask(t + i * step);
   const auto moments_of = [&](int64_t token) {
-    return token < op.tokens ? Moments{op.mean[token], op.rstd[token]} : Moments{0.0f, 0.0f};
+    if (token >= op.tokens) return Moments{0.0f, 0.0f};
+    return Moments{op.mean == nullptr ? 0.0f : op.mean[token], op.rstd[token]};
   };
   Moments next;
   if (kFast) next = moments_of(t);
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     // Loads of any alignment take so many registers that the weight is read again.
     if (!kFast && op.weight != nullptr) load_row(op.weight, at, true, weight);
     if (op.weight != nullptr) DEEPFAST_EACH(c, i) d[c][i] *= weight[c][i];
-    norm_backward(d, n, moments.rstd, at, row_sum);
+    norm_backward(d, n, moments.rstd, at, row_sum, op.mean == nullptr);
     if (op.dsum != nullptr) add_row(d, rows.take(2));
     rows.taken();
     if (op.dresidual != nullptr) store_row(op.dresidual + t * op.dresidual_stride, at, exists, d);
@@ -158,11 +161,13 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
 }
 
 void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
-                        OptionalTensor bias, double eps, double dropout_p, OptionalTensor seed,
-                        OptionalTensor sum, Tensor y, Tensor mean, Tensor rstd) {
+                        OptionalTensor bias, double eps, bool rms, double dropout_p,
+                        OptionalTensor seed, OptionalTensor sum, Tensor y, OptionalTensor mean,
+                        Tensor rstd) {
   const Storage storage = storage_of(x);
   const int64_t tokens = x.size(0), dim = x.size(1);
   check_dim(dim);
+  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
   const Matrix x_ = matrix(x, storage, tokens, dim), y_ = matrix(y, storage, tokens, dim);
   const Matrix residual_ = matrix(residual, storage, tokens, dim);
   const Matrix sum_ = matrix(sum, storage, tokens, dim);
@@ -186,12 +191,13 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
 }
 
 void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTensor weight,
-                         Tensor mean, Tensor rstd, double dropout_p, OptionalTensor seed,
-                         OptionalTensor dx, OptionalTensor dresidual, OptionalTensor dweight,
-                         OptionalTensor dbias) {
+                         bool rms, OptionalTensor mean, Tensor rstd, double dropout_p,
+                         OptionalTensor seed, OptionalTensor dx, OptionalTensor dresidual,
+                         OptionalTensor dweight, OptionalTensor dbias) {
   const Storage storage = storage_of(sum);
   const int64_t tokens = sum.size(0), dim = sum.size(1);
   check_dim(dim);
+  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
   const Matrix sum_ = matrix(sum, storage, tokens, dim), dy_ = matrix(dy, storage, tokens, dim);
   const Matrix dsum_ = matrix(dsum, storage, tokens, dim), dx_ = matrix(dx, storage, tokens, dim);
   const Matrix dresidual_ = matrix(dresidual, storage, tokens, dim);

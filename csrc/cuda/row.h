@@ -193,14 +193,18 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 
 // Turns a row into (v - mean) * rstd, zeros behind its end, in two passes over the registers. The
 // second pass sums both d = v - mean and d^2. The first sum is tiny and corrects the mean. It
-// corrects the variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0.
+// corrects the variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0. With `rms` the mean
+// counts as 0.
 template <class Sum, int kChunks>
 DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, Sum& row_sum,
-                                  float eps) {
-  float total[1] = {0.0f};
-  DEEPFAST_EACH(c, i) total[0] += v[c][i];
-  row_sum(total);
-  const float rough = total[0] * at.one_by_dim;
+                                  float eps, bool rms = false) {
+  float rough = 0.0f;
+  if (!rms) {
+    float total[1] = {0.0f};
+    DEEPFAST_EACH(c, i) total[0] += v[c][i];
+    row_sum(total);
+    rough = total[0] * at.one_by_dim;
+  }
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
     if (at.has(c, i)) v[c][i] -= rough;
@@ -208,7 +212,7 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, S
     sums[1] += v[c][i] * v[c][i];
   }
   row_sum(sums);
-  const float rest = sums[0] * at.one_by_dim;
+  const float rest = rms ? 0.0f : sums[0] * at.one_by_dim;
   const float rstd = reciprocal_root(fmaxf(sums[1] * at.one_by_dim - rest * rest, 0.0f) + eps);
   DEEPFAST_EACH(c, i) {
     if (at.has(c, i)) v[c][i] = (v[c][i] - rest) * rstd;
@@ -217,17 +221,17 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, S
 }
 
 // Overwrites the gradient of the result n with the gradient before normalisation; d is zero behind
-// the row's end.
+// the row's end. With `rms` the mean of d counts as 0.
 template <class Sum, int kChunks>
 DEEPFAST_DEVICE void norm_backward(float (&d)[kChunks][kChunk], const float (&n)[kChunks][kChunk],
-                                   float rstd, const Lane& at, Sum& row_sum) {
+                                   float rstd, const Lane& at, Sum& row_sum, bool rms = false) {
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
     sums[0] += d[c][i];
     sums[1] += d[c][i] * n[c][i];
   }
   row_sum(sums);
-  const float mean = sums[0] * at.one_by_dim, slope = sums[1] * at.one_by_dim;
+  const float mean = rms ? 0.0f : sums[0] * at.one_by_dim, slope = sums[1] * at.one_by_dim;
   DEEPFAST_EACH(c, i) {
     if (at.has(c, i)) d[c][i] = rstd * (d[c][i] - mean - n[c][i] * slope);
   }

@@ -19,11 +19,13 @@ from deepfast.ops import common
 
 
 class OutNorm(NamedTuple):
-    """The layer-norm applied to a boundary's output: (D,) weight and bias, and eps."""
+    """The norm applied to a boundary's output: (D,) weight and bias, and eps; ``rms`` makes it an
+    RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
+    rms: bool = False
 
 
 class _Parameters(torch.autograd.Function):
@@ -62,7 +64,7 @@ def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, branch, residual, out_norm_weight, out_norm_bias, _token):
-        state, k, indexed, want_x, dropout_p, seed, out_eps = call
+        state, k, indexed, want_x, dropout_p, seed, out_eps, out_rms = call
         branch_rows = common.rows(branch)
         residual_rows = None if residual is None else common.rows(residual)
         recomputed = k < state.pushed
@@ -89,11 +91,11 @@ class _Boundary(torch.autograd.Function):
                 out_norm_bias = common.parameter(out_norm_bias, branch.dtype)
             out = common.empty_contiguous(branch)
             out_rows = out if flat else out.view(branch_rows.shape)
-            out_mean, out_rstd = state.out_statistics(k)
+            out_mean, out_rstd = state.out_statistics(k, out_rms)
         state.weights.forward(
             state, k, None if recomputed else branch_rows, residual_rows, dropout_p, seed,
-            state.partial(k), (out_norm_weight, out_norm_bias, out_eps or 0.0), x_rows, out_rows,
-            out_mean, out_rstd,
+            state.partial(k), out_norm_weight, out_norm_bias, out_eps or 0.0, out_rms, x_rows,
+            out_rows, out_mean, out_rstd,
         )  # fmt: skip
         if not recomputed and k < state.lowest:
             if True in ctx.needs_input_grad:
@@ -113,7 +115,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @common.first_order("depth connection")
     def backward(ctx, dx, dout, _token):
-        state, k, indexed, _, dropout_p, seed, out_eps = ctx.call
+        state, k, indexed, _, dropout_p, seed, out_eps, out_rms = ctx.call
         if ctx.recomputed:
             raise RuntimeError(
                 f"{state.owner.name}: backward through a recomputed push; checkpoint it with "
@@ -126,7 +128,7 @@ class _Boundary(torch.autograd.Function):
             # Under checkpointing this line may recompute the push. Its states still exist.
             out_norm_weight, out_norm_bias = ctx.saved_tensors[:2]
         if out_eps is not None:
-            out_mean, out_rstd = state.out_statistics(k)
+            out_mean, out_rstd = state.out_statistics(k, out_rms)
         need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
         like = state.states[k]
         if dx is None and dout is None:
@@ -153,9 +155,9 @@ class _Boundary(torch.autograd.Function):
             None if d is None else d.view(like.shape) for d in (dbranch, written)
         )
         state.weights.backward(
-            state, k, partial, (out_norm_weight, out_norm_bias), out_mean, out_rstd, dropout_p,
-            seed, dx, dout, state.near_pull(k), pulled, dbranch_rows, written,
-            (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias),
+            state, k, partial, out_norm_weight, out_norm_bias, out_rms, out_mean, out_rstd,
+            dropout_p, seed, dx, dout, state.near_pull(k), pulled, dbranch_rows, written,
+            dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
         if carried is not None and dresidual is not None:
             dresidual.copy_(carried.view(ctx.shape))
@@ -199,7 +201,7 @@ def push(
         history: the history of this forward pass, which has begun.
         k: index of the state and of the row.
         branch, residual: (..., D).
-        out_norm: the next layer's first layer-norm. Where row k has a layer-norm of the stack
+        out_norm: the next layer's first norm. Where row k has a layer-norm of the stack
             (``state.norm_out``), x is None and out is the result of that one.
         want_x: whether to return x.
         dropout_p, seed: probability and seed (a 0-dim int64 tensor) of the mask on ``branch``.
@@ -216,11 +218,12 @@ def push(
         # That number depends on what requires a gradient, so the token must be like the first one.
         token = torch.empty(0, requires_grad=state.token_grad(k))
     weight = bias = eps = None
+    rms = False
     if state.norm_out[k]:
         want_x, eps = False, state.eps
     elif out_norm is not None:
-        weight, bias, eps = out_norm
-    call = state, k, indexed, want_x, dropout_p, seed, eps
+        weight, bias, eps, rms = out_norm
+    call = state, k, indexed, want_x, dropout_p, seed, eps, rms
     x, out, token = _apply(call, branch, residual, weight, bias, token)
     if not recomputed:
         history.token = token
@@ -242,23 +245,23 @@ def recompute_row(
     state.check_readable(k)
     like = state.states[k]
     x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = None
-    out_eps = 0.0
+    out_eps, out_rms = 0.0, False
     if state.norm_out[k]:
         out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
         out_eps, want_x = state.eps, False
     elif out_norm is not None:
         out_norm_weight = common.parameter(out_norm.weight, like.dtype)
         out_norm_bias = common.parameter(out_norm.bias, like.dtype)
-        out_eps = out_norm.eps
+        out_eps, out_rms = out_norm.eps, out_norm.rms
     if want_x:
         x = like.new_empty(like.shape)
     if out_norm_weight is not None:
         out = like.new_empty(like.shape)
-        out_mean, out_rstd = state.out_statistics(k)
-    norm = out_norm_weight, out_norm_bias, out_eps
+        out_mean, out_rstd = state.out_statistics(k, out_rms)
     state.weights.forward(
-        state, k, None, None, 0.0, None, state.partial(k), norm, x, out, out_mean, out_rstd
-    )
+        state, k, None, None, 0.0, None, state.partial(k), out_norm_weight, out_norm_bias, out_eps,
+        out_rms, x, out, out_mean, out_rstd,
+    )  # fmt: skip
     return x, out
 
 

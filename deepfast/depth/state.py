@@ -132,12 +132,13 @@ class DepthState:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
 
-    def out_statistics(self, row: int) -> tuple[Tensor, Tensor]:
-        """(T,) mean and rstd of the layer-norm on row's result."""
+    def out_statistics(self, row: int, rms: bool = False) -> tuple[Tensor | None, Tensor]:
+        """(T,) mean and rstd of the norm on row's result; an RMS norm has no mean."""
         if self._out_statistics is None:
             tokens = self.states.shape[1]
             self._out_statistics = self.weights.new_empty(2 * self.rows, tokens).unbind(0)
-        return self._out_statistics[row], self._out_statistics[self.rows + row]
+        mean, rstd = self._out_statistics[row], self._out_statistics[self.rows + row]
+        return None if rms else mean, rstd
 
     def token_grad(self, k: int) -> bool:
         """Whether the token that boundary k took requires a gradient."""

@@ -51,7 +51,7 @@ class LayerNorm(nn.Module):
 
         @torch.no_grad()
         def function() -> Tensor:
-            return compute(source(), None, weight(), bias(), eps, 0.0, None, backend)[0]
+            return compute(source(), None, weight(), bias(), eps, False, 0.0, None, backend)[0]
 
         return Recompute(n, function)
 

@@ -5,7 +5,7 @@ from deepfast.ops.attention import attention
 from deepfast.ops.depth_attention import depth_attention
 from deepfast.ops.depth_mix import depth_mix
 from deepfast.ops.feed_forward import feed_forward
-from deepfast.ops.layer_norm import layer_norm
+from deepfast.ops.layer_norm import layer_norm, rms_norm
 from deepfast.ops.linear_cross_entropy import linear_cross_entropy
 from deepfast.ops.norm_linear import norm_linear
 from deepfast.ops.peephole_lstm import peephole_lstm
@@ -20,4 +20,5 @@ __all__ = [
     "linear_cross_entropy",
     "norm_linear",
     "peephole_lstm",
+    "rms_norm",
 ]

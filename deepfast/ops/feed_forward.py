@@ -25,7 +25,7 @@ from deepfast.reference.activation import KINDS
 
 def _forward(a):
     n, s, mean, rstd = compute(
-        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.dropout_p, a.seed, a.backend
+        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.rms, a.dropout_p, a.seed, a.backend
     )
     h = _up(a, n)
     if not a.want_norm:
@@ -62,7 +62,7 @@ def _activate(a, h):
 
 
 def _fake(a):
-    y, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
+    y, s, mean, rstd = empty_results(a.x, a.residual, a.rms, a.dropout_p)
     out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
     kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
     return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
@@ -76,7 +76,9 @@ def _grad_forward(a):
         relu, lean, kept, n = a.activation == "relu", a.kept.numel() == 0, a.kept, None
         if lean or want.dup:
             # Recomputes n, with the same bits as in forward.
-            n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
+            n, *_ = compute(
+                a.sum, None, a.norm_weight, a.norm_bias, a.eps, a.rms, 0.0, None, a.backend
+            )
         if lean:
             kept = _up(a, n)
         hidden = kept if relu and (_in_product(a) or not lean) else _activate(a, kept)
@@ -96,7 +98,7 @@ def _grad_forward(a):
         del dh
         dn = through if dn is None else through.add_(dn)
     grads = compute_grads(
-        a.sum, dn, a.dsum, a.norm_weight, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
+        a.sum, dn, a.dsum, a.norm_weight, a.rms, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
         a.backend,
     )  # fmt: skip
     return *grads, *products
@@ -105,7 +107,7 @@ def _grad_forward(a):
 def _empty_products(a, want, make):
     """dup, dup_bias, ddown and ddown_bias, each empty where its entry of ``want`` is False."""
     dup = make(a.up.shape if want.dup else 0)
-    dup_bias = make(a.up.shape[0] if want.dup_bias else 0, dtype=a.mean.dtype)
+    dup_bias = make(a.up.shape[0] if want.dup_bias else 0, dtype=a.rstd.dtype)
     ddown = make(a.down.shape if want.ddown else 0)
     return dup, dup_bias, ddown, make(a.down.shape[0] if want.ddown_bias else 0)
 
@@ -113,7 +115,7 @@ def _empty_products(a, want, make):
 def _grad_fake(a):
     want = _feed_forward_grad.results._make(a.wants)
     return (
-        *empty_grads(a.sum, a.mean, a.wants[:4]),
+        *empty_grads(a.sum, a.rstd, a.wants[:4]),
         *_empty_products(a, want, a.sum.new_empty),
     )
 
@@ -130,10 +132,10 @@ def _grad_flops(a) -> int:
 _feed_forward_grad = register(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
     "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor mean, Tensor rstd, "
-    "Tensor kept, float eps, float dropout_p, Tensor? seed, str activation, float activation_p, "
-    "Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
-    "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, Tensor ddown, "
-    "Tensor ddown_bias)",
+    "Tensor kept, float eps, bool rms, float dropout_p, Tensor? seed, str activation, "
+    "float activation_p, Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, "
+    "Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, "
+    "Tensor ddown, Tensor ddown_bias)",
     _grad_forward,
     fake=_grad_fake,
     flops=_grad_flops,
@@ -146,7 +148,7 @@ def _setup(ctx, a, results):
         "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
         "norm_bias": common.detached(a.norm_bias), "up": a.up,
         "up_bias": common.detached(a.up_bias), "down": a.down, "mean": results.mean,
-        "rstd": results.rstd, "kept": results.kept, "eps": a.eps,
+        "rstd": results.rstd, "kept": results.kept, "eps": a.eps, "rms": a.rms,
         "dropout_p": a.dropout_p, "seed": a.seed, "activation": a.activation,
         "activation_p": a.activation_p, "activation_seed": a.activation_seed, "backend": a.backend,
     }  # fmt: skip
@@ -162,9 +164,10 @@ def _backward(ctx, kept, grads):
 
 _feed_forward = register(
     "feed_forward(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor up, "
-    "Tensor? up_bias, Tensor down, Tensor? down_bias, float eps, float dropout_p, Tensor? seed, "
-    "str activation, float activation_p, Tensor? activation_seed, bool keep, bool want_norm, "
-    "str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, Tensor rstd, Tensor kept)",
+    "Tensor? up_bias, Tensor down, Tensor? down_bias, float eps, bool rms, float dropout_p, "
+    "Tensor? seed, str activation, float activation_p, Tensor? activation_seed, bool keep, "
+    "bool want_norm, str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, "
+    "Tensor rstd, Tensor kept)",
     _forward,
     fake=_fake,
     flops=lambda a: _products_flops(a.x, a.up, a.down),
@@ -185,6 +188,7 @@ def feed_forward(
     down_bias: Tensor | None,
     eps: float = 1e-5,
     *,
+    rms: bool = False,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     activation: str = "relu",
@@ -212,6 +216,7 @@ def feed_forward(
         up_bias: (F,), any of these dtypes, or None.
         down, down_bias: (N, F) and (N,) or None, in x's dtype.
         eps: added to the variance.
+        rms: whether the norm is `rms_norm` instead.
         residual: shaped like x.
         dropout_p, activation_dropout_p: probability of dropout on x and on the hidden activation,
             while ``training``.
@@ -253,9 +258,9 @@ def feed_forward(
         activation_seed = None
     out, total, n = _feed_forward(
         x=x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, up=up,
-        up_bias=up_bias, down=down, down_bias=down_bias, eps=eps, dropout_p=p, seed=seed,
-        activation=activation, activation_p=q, activation_seed=activation_seed, keep=keep,
-        want_norm=want_norm, backend=backend,
+        up_bias=up_bias, down=down, down_bias=down_bias, eps=eps, rms=rms, dropout_p=p,
+        seed=seed, activation=activation, activation_p=q, activation_seed=activation_seed,
+        keep=keep, want_norm=want_norm, backend=backend,
     )  # fmt: skip
     if want_norm:
         return out, n

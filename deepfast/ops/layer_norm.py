@@ -1,4 +1,4 @@
-"""Layer normalisation, with the dropout and residual add before it in the same pass."""
+"""Layer and RMS normalisation, with the dropout and residual add before it in the same pass."""
 
 import torch
 from torch import Tensor
@@ -10,33 +10,37 @@ from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.layer_norm import compute_dtype
 
 
-def compute(x, residual, weight, bias, eps, dropout_p, seed, backend):
-    """y, sum, mean and rstd of the op, without autograd; sum is empty where it equals x."""
+def compute(x, residual, weight, bias, eps, rms, dropout_p, seed, backend):
+    """y, sum, mean and rstd of the op, without autograd.
+
+    sum is empty where it equals x, and mean with ``rms``.
+    """
     _, launch = backends.choose("layer_norm", backend, x.device, x.dtype, x.shape[-1])
-    y, sum, mean, rstd = results = empty_results(x, residual, dropout_p)
+    y, sum, mean, rstd = results = empty_results(x, residual, rms, dropout_p)
     changed = residual is not None or dropout_p > 0
     residual = None if residual is None else common.rows(residual)
     weight, bias = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
     x = common.rows(x)
     launch.layer_norm_forward(
-        x, residual, weight, bias, eps, dropout_p, seed, sum.view(x.shape) if changed else None,
-        y.view(x.shape), mean.view(-1), rstd.view(-1),
+        x, residual, weight, bias, eps, rms, dropout_p, seed,
+        sum.view(x.shape) if changed else None, y.view(x.shape), None if rms else mean.view(-1),
+        rstd.view(-1),
     )  # fmt: skip
     return results
 
 
-def empty_results(x, residual, dropout_p):
+def empty_results(x, residual, rms, dropout_p):
     # Results are allocated in x's shape: the caller could not modify a view in place. Without
     # residual and dropout the sum is x itself, and is not allocated.
     s = x.new_empty(0 if residual is None and dropout_p == 0 else x.shape)
-    mean = x.new_empty(x.shape[:-1], dtype=compute_dtype(x.dtype))
-    return x.new_empty(x.shape), s, mean, torch.empty_like(mean)
+    rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(x.dtype))
+    return x.new_empty(x.shape), s, rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
 
 
-def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backend):
+def compute_grads(s, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, wants, backend):
     """dx, dresidual, dweight and dbias, each empty where its entry of ``wants`` is False."""
     _, launch = backends.choose("layer_norm", backend, s.device, s.dtype, s.shape[-1])
-    results = empty_grads(s, mean, wants)
+    results = empty_grads(s, rstd, wants)
     dx, dresidual, dweight, dbias = (
         r if want else None for r, want in zip(results, wants, strict=True)
     )
@@ -44,16 +48,16 @@ def compute_grads(s, dy, dsum, weight, mean, rstd, dropout_p, seed, wants, backe
     dy = torch.zeros_like(sum) if dy is None else common.rows(dy)
     dsum = None if dsum is None else common.rows(dsum)
     launch.layer_norm_backward(
-        sum, dy, dsum, common.parameter(weight, s.dtype), mean.view(-1), rstd.view(-1), dropout_p,
-        seed, None if dx is None else dx.view(sum.shape),
+        sum, dy, dsum, common.parameter(weight, s.dtype), rms, None if rms else mean.view(-1),
+        rstd.view(-1), dropout_p, seed, None if dx is None else dx.view(sum.shape),
         None if dresidual is None else dresidual.view(sum.shape), dweight, dbias,
     )  # fmt: skip
     return results
 
 
-def empty_grads(s, mean, wants):
+def empty_grads(s, rstd, wants):
     shapes = (s.shape, s.shape, s.shape[-1:], s.shape[-1:])
-    dtypes = (s.dtype, s.dtype, mean.dtype, mean.dtype)
+    dtypes = (s.dtype, s.dtype, rstd.dtype, rstd.dtype)
     return tuple(
         s.new_empty(shape if want else 0, dtype=dtype)
         for shape, dtype, want in zip(shapes, dtypes, wants, strict=True)
@@ -61,11 +65,11 @@ def empty_grads(s, mean, wants):
 
 
 _layer_norm_grad = register(
-    "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? weight, Tensor mean, "
+    "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? weight, bool rms, Tensor mean, "
     "Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     lambda a: compute_grads(*a),
-    fake=lambda a: empty_grads(a.sum, a.mean, a.wants),
+    fake=lambda a: empty_grads(a.sum, a.rstd, a.wants),
     flops=no_flops,
 )
 
@@ -90,8 +94,9 @@ def norm_gradients(op, ctx, kept: dict, **grads: Tensor | None) -> dict[str, Ten
 
 def _setup(ctx, a, results):
     return {
-        "sum": kept_sum(ctx, a, results), "weight": a.weight, "mean": results.mean,
-        "rstd": results.rstd, "dropout_p": a.dropout_p, "seed": a.seed, "backend": a.backend,
+        "sum": kept_sum(ctx, a, results), "weight": a.weight, "rms": a.rms,
+        "mean": results.mean, "rstd": results.rstd, "dropout_p": a.dropout_p, "seed": a.seed,
+        "backend": a.backend,
     }  # fmt: skip
 
 
@@ -104,10 +109,10 @@ def _backward(ctx, kept, grads):
 
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, "
-    "float dropout_p, Tensor? seed, str? backend) "
+    "bool rms, float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
     lambda a: compute(*a),
-    fake=lambda a: empty_results(a.x, a.residual, a.dropout_p),
+    fake=lambda a: empty_results(a.x, a.residual, a.rms, a.dropout_p),
     flops=no_flops,
     cast=("x", "residual"),
     setup=_setup,
@@ -143,6 +148,14 @@ def check(
     checks.eps(op, eps)
     checks.probability(op, dropout_p)
     return x, residual, dim
+
+
+def _call(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
+    x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p)
+    p = dropout_p if training else 0.0
+    seed = common.draw_seed(op, seed, x.device) if p > 0 else None
+    y, total = _layer_norm(x, residual, weight, bias, eps, rms, p, seed, backend)
+    return y if residual is None else (y, total)
 
 
 def layer_norm(
@@ -185,8 +198,42 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
-    x, residual, _ = check("layer_norm", x, residual, weight, bias, eps, dropout_p)
-    p = dropout_p if training else 0.0
-    seed = common.draw_seed("layer_norm", seed, x.device) if p > 0 else None
-    y, total = _layer_norm(x, residual, weight, bias, eps, p, seed, backend)
-    return y if residual is None else (y, total)
+    return _call(
+        "layer_norm", x, residual, weight, bias, eps, False, dropout_p, training, seed, backend
+    )
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = False,
+    seed: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS normalisation of ``s = residual + dropout(x)`` over the last dimension.
+
+    ``y = s / sqrt(mean(s^2) + eps) * weight``. Everything else is as in `layer_norm`, whose kernels
+    it shares.
+
+    Args:
+        x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        weight: (D,), any of these dtypes, or None.
+        eps: added to the mean square.
+        residual, dropout_p, training, seed, backend: as in `layer_norm`. `deepfast.backend` lists
+            the op as ``layer_norm``.
+
+    Returns:
+        y, shaped like x; with ``residual``, (y, s).
+
+    Raises:
+        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `layer_norm`.
+
+    Source: Zhang, Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    return _call(
+        "rms_norm", x, residual, weight, None, eps, True, dropout_p, training, seed, backend
+    )

@@ -20,13 +20,13 @@ from deepfast.ops.register import register
 
 def _forward(a):
     n, s, mean, rstd = compute(
-        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.dropout_p, a.seed, a.backend
+        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.rms, a.dropout_p, a.seed, a.backend
     )
     return F.linear(n, a.weight, a.bias), s, mean, rstd
 
 
 def _fake(a):
-    _, s, mean, rstd = empty_results(a.x, a.residual, a.dropout_p)
+    _, s, mean, rstd = empty_results(a.x, a.residual, a.rms, a.dropout_p)
     return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])), s, mean, rstd
 
 
@@ -44,10 +44,12 @@ def _grad_forward(a):
         dn = a.dout.matmul(a.weight)
         if want.dweight:
             # Recomputes n, with the same bits as in forward.
-            n, *_ = compute(a.sum, None, a.norm_weight, a.norm_bias, a.eps, 0.0, None, a.backend)
+            n, *_ = compute(
+                a.sum, None, a.norm_weight, a.norm_bias, a.eps, a.rms, 0.0, None, a.backend
+            )
         products = common.linear_grads(a.dout, n, want.dweight, want.dbias)
     grads = compute_grads(
-        a.sum, dn, a.dsum, a.norm_weight, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
+        a.sum, dn, a.dsum, a.norm_weight, a.rms, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
         a.backend,
     )  # fmt: skip
     return *grads, *products
@@ -56,13 +58,13 @@ def _grad_forward(a):
 def _grad_fake(a):
     want = _norm_linear_grad.results._make(a.wants)
     products = _empty_products(a, want, a.weight.new_empty)
-    return *empty_grads(a.sum, a.mean, a.wants[:4]), *products
+    return *empty_grads(a.sum, a.rstd, a.wants[:4]), *products
 
 
 _norm_linear_grad = register(
     "norm_linear_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor weight, Tensor mean, Tensor rstd, float eps, float dropout_p, "
-    "Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
+    "Tensor? norm_bias, Tensor weight, Tensor mean, Tensor rstd, float eps, bool rms, "
+    "float dropout_p, Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,
     fake=_grad_fake,
@@ -74,7 +76,7 @@ def _setup(ctx, a, results):
     return {
         "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
         "norm_bias": common.detached(a.norm_bias), "weight": a.weight, "mean": results.mean,
-        "rstd": results.rstd, "eps": a.eps, "dropout_p": a.dropout_p, "seed": a.seed,
+        "rstd": results.rstd, "eps": a.eps, "rms": a.rms, "dropout_p": a.dropout_p, "seed": a.seed,
         "backend": a.backend,
     }  # fmt: skip
 
@@ -88,7 +90,8 @@ def _backward(ctx, kept, grads):
 
 _norm_linear = register(
     "norm_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor weight, Tensor? bias, float eps, float dropout_p, Tensor? seed, str? backend) "
+    "Tensor weight, Tensor? bias, float eps, bool rms, float dropout_p, Tensor? seed, "
+    "str? backend) "
     "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
     _forward,
     fake=_fake,
@@ -108,6 +111,7 @@ def norm_linear(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    rms: bool = False,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     training: bool = False,
@@ -125,6 +129,7 @@ def norm_linear(
         weight: (N, D), in x's dtype.
         bias: (N,), or None.
         eps: added to the variance.
+        rms: whether the norm is `rms_norm` instead.
         residual: shaped like x. With a residual the sum s is returned too.
         dropout_p, training, seed: as in `layer_norm`.
         backend: backend of the layer-norm, see `deepfast.backend`.
@@ -149,6 +154,6 @@ def norm_linear(
     p = dropout_p if training else 0.0
     seed = common.draw_seed("norm_linear", seed, x.device) if p > 0 else None
     out, total = _norm_linear(
-        x, residual, norm_weight, norm_bias, weight, bias, eps, p, seed, backend
+        x, residual, norm_weight, norm_bias, weight, bias, eps, rms, p, seed, backend
     )
     return out if residual is None else (out, total)

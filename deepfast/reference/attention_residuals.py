@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepfast.reference.depth_attention import rms_norm
+from deepfast.reference.layer_norm import rms_norm
 
 
 def attend(values: Sequence[Tensor], w: Tensor, eps: float = 1e-6) -> Tensor:
     """``sum_i phi(w, v_i) v_i / sum_i phi(w, v_i)`` with ``phi(w, v) = exp(w . RMSNorm(v))``."""
-    phi = [(rms_norm(v, eps=eps) * w).sum(-1, keepdim=True).exp() for v in values]
+    phi = [(rms_norm(v, eps=eps)[0] * w).sum(-1, keepdim=True).exp() for v in values]
     return sum(p * v for p, v in zip(phi, values, strict=True)) / sum(phi)
 
 

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang, Sennrich 2019)."""
-    n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return n if weight is None else n * weight
+from deepfast.reference.layer_norm import compute_dtype, rms_norm
 
 
 def depth_attention(
@@ -37,7 +31,7 @@ def depth_attention(
     one_hop = query.dim() == 1 if scores is None else scores.dim() == sources[0].dim()
     if scores is None:
         q = query if norm_weight is None else query * norm_weight
-        n = v if norm is None else rms_norm(v, eps=eps)
+        n = v if norm is None else rms_norm(v, eps=eps)[0]
         s = torch.einsum("...kd,hd->...kh", n, q.view(-1, q.shape[-1]).to(v.dtype))
     else:
         s = (scores.unsqueeze(-1) if one_hop else scores).to(v.dtype)

@@ -31,9 +31,13 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return n if bias is None else n + bias
 
 
-def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor) -> Tensor:
-    a, b = dn.mean(-1, keepdim=True), (dn * n).mean(-1, keepdim=True)
-    return rstd.unsqueeze(-1) * (dn - a - n * b)
+def _normalised(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    return (x if mean is None else x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+
+
+def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor, rms: bool = False) -> Tensor:
+    a = 0 if rms else dn.mean(-1, keepdim=True)
+    return rstd.unsqueeze(-1) * (dn - a - n * (dn * n).mean(-1, keepdim=True))
 
 
 def _put(target: Tensor | None, value: Tensor) -> None:
@@ -41,28 +45,31 @@ def _put(target: Tensor | None, value: Tensor) -> None:
         target.copy_(value)
 
 
-def layer_norm_forward(x, residual, weight, bias, eps, dropout_p, seed, sum, y, mean, rstd):
-    """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``."""
+def layer_norm_forward(x, residual, weight, bias, eps, rms, dropout_p, seed, sum, y, mean, rstd):
+    """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``.
+
+    With ``rms`` the normalisation subtracts no mean, and ``mean`` is None.
+    """
     s = dropout(_load(x), dropout_p, seed)
     s = s if residual is None else s + _load(residual)
     if sum is not None:
         sum.copy_(s)
         s = _load(sum)
-    n, m, r = normalise(s, eps)
-    mean.copy_(m)
+    n, m, r = normalise(s, eps, rms)
+    _put(mean, m)
     rstd.copy_(r)
     y.copy_(_affine(n, weight, bias))
 
 
 def layer_norm_backward(
-    sum, dy, dsum, weight, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
+    sum, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
 ):
     """Gradients of layer_norm_forward from ``dy`` and, unless it is None, ``dsum``."""
-    n = (_load(sum) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    n = _normalised(_load(sum), mean, rstd)
     g = _load(dy)
     _put(dweight, (g * n).sum(0))
     _put(dbias, g.sum(0))
-    ds = _norm_backward(_affine(g, weight, None), n, rstd)
+    ds = _norm_backward(_affine(g, weight, None), n, rstd, rms)
     ds = ds if dsum is None else ds + _load(dsum)
     _put(dresidual, ds)
     _put(dx, dropout(ds, dropout_p, seed))
@@ -126,15 +133,30 @@ def _near(states, near, weight, row, norm_weight, norm_bias, partial):
     return x if isinstance(x, Tensor) else _load(states[0]) * 0
 
 
+def _output(x, weight, bias, eps, rms, out, mean, rstd):
+    n, m, r = normalise(x, eps, rms)
+    out.copy_(_affine(n, weight, bias))
+    _put(mean, m)
+    rstd.copy_(r)
+
+
+def _output_backward(x, dout, weight, rms, mean, rstd, dweight, dbias):
+    n, d = _normalised(x, mean, rstd), _load(dout)
+    _put(dweight, (d * n).sum(0))
+    _put(dbias, d.sum(0))
+    return _norm_backward(_affine(d, weight, None), n, rstd, rms)
+
+
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
-    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, out_mean,
-    out_rstd,
+    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd,
+    out_mean, out_rstd,
 ):  # fmt: skip
     """Stores ``y = residual + dropout(branch)`` in slot k and computes the next layer's input.
 
-    ``x = partial + sum_{j in near} weight[k, j] * z_j`` and ``out = LN(x)``. Where ``branch`` is
-    None, slot k is only read: the launch recomputes a layer's input from the states.
+    ``x = partial + sum_{j in near} weight[k, j] * z_j`` and ``out = LN(x)``. With ``out_rms`` that
+    normalisation subtracts no mean, and ``out_mean`` is None. Where ``branch`` is None, slot k is
+    only read: the launch recomputes a layer's input from the states.
     """
     if branch is not None:
         y = dropout(_load(branch), dropout_p, seed)
@@ -146,16 +168,13 @@ def boundary_forward(
     mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
     _put(x, mixed)
     if out is not None:
-        n, mean, rstd = normalise(mixed, out_eps)
-        out.copy_(_affine(n, out_norm_weight, out_norm_bias))
-        out_mean.copy_(mean)
-        out_rstd.copy_(rstd)
+        _output(mixed, out_norm_weight, out_norm_bias, out_eps, out_rms, out, out_mean, out_rstd)
 
 
 def boundary_backward(
     states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
-    out_norm_bias, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
-    pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
+    out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads,
+    grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
     dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """Stores g, the gradient of row k, and computes the gradient of the pushed state.
@@ -166,11 +185,10 @@ def boundary_backward(
     g = 0 if dx is None else _load(dx)
     if dout is not None:
         mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
-        n = (mixed - out_mean.unsqueeze(-1)) * out_rstd.unsqueeze(-1)
-        d = _load(dout)
-        _put(dout_norm_weight, (d * n).sum(0))
-        _put(dout_norm_bias, d.sum(0))
-        g = g + _norm_backward(_affine(d, out_norm_weight, None), n, out_rstd)
+        g = g + _output_backward(
+            mixed, dout, out_norm_weight, out_rms, out_mean, out_rstd, dout_norm_weight,
+            dout_norm_bias,
+        )  # fmt: skip
     n = _load(states[k]).clone()
     z = _source(states, k, norm_weight, norm_bias).clone()
     grads[grad_slot] = g
@@ -291,8 +309,8 @@ def _attend_near(states, near, query, bias, kind, row, source_rstd, partial, par
 
 def attention_boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, query, bias, kind, eps, partial,
-    partial_stats, out_norm_weight, out_norm_bias, out_eps, x, out, source_rstd, stats, out_mean,
-    out_rstd,
+    partial_stats, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd, stats,
+    out_mean, out_rstd,
 ):  # fmt: skip
     """`boundary_forward` with the weights of `attend_rows`: ``partial`` is joined to the states of
     ``near``. ``source_rstd[k] = 1 / RMS(z_k)``, and ``stats[k]`` gets the row's statistics."""
@@ -307,16 +325,14 @@ def attention_boundary_forward(
         stats[k, :2] = found
     _put(x, mixed)
     if out is not None:
-        n, mean, rstd = normalise(mixed, out_eps)
-        out.copy_(_affine(n, out_norm_weight, out_norm_bias))
-        out_mean.copy_(mean)
-        out_rstd.copy_(rstd)
+        _output(mixed, out_norm_weight, out_norm_bias, out_eps, out_rms, out, out_mean, out_rstd)
 
 
 def attention_boundary_backward(
     states, k, near, query, bias, kind, partial, partial_stats, out_norm_weight, out_norm_bias,
-    source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot, pull_rows,
-    pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
+    out_rms, source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight,
+    dout_norm_bias,
 ):  # fmt: skip
     """`boundary_backward` with the weights of `attend_rows`. ``stats[k, 2]`` gets <g, x>, of the
     rounded g, which is the one that later boundaries read."""
@@ -327,11 +343,10 @@ def attention_boundary_backward(
             states, near, query, bias, kind, k, source_rstd, partial, partial_stats
         )
     if dout is not None:
-        n = (mixed - out_mean.unsqueeze(-1)) * out_rstd.unsqueeze(-1)
-        d = _load(dout)
-        _put(dout_norm_weight, (d * n).sum(0))
-        _put(dout_norm_bias, d.sum(0))
-        g = g + _norm_backward(_affine(d, out_norm_weight, None), n, out_rstd)
+        g = g + _output_backward(
+            mixed, dout, out_norm_weight, out_rms, out_mean, out_rstd, dout_norm_weight,
+            dout_norm_bias,
+        )  # fmt: skip
     v = _load(states[k]).clone()
     grads[grad_slot] = g
     g = _load(grads[grad_slot])
@@ -368,7 +383,7 @@ def depth_mix_backward(
     for k, source in enumerate(sources):
         n = _load(source)
         if norm:
-            n = (n - mean[k].unsqueeze(-1)) * rstd[k].unsqueeze(-1)
+            n = _normalised(n, mean[k], rstd[k])
         z = _affine(n, _entry(norm_weight, k), _entry(norm_bias, k))
         u = weight[k] * g
         if dweight is not None:

@@ -1,4 +1,5 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016), after dropout and a residual sum."""
+"""Layer normalisation (Ba, Kiros, Hinton 2016) and RMS normalisation (Zhang, Sennrich 2019), after
+dropout and a residual sum."""
 
 import torch
 from torch import Tensor
@@ -11,17 +12,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalise(x: Tensor, eps: float, rms: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
     """(x - mean) * rstd, mean and rstd over the last dimension; biased variance, two passes.
 
     The mean of x - mean corrects the mean, so that a large mean or a constant x causes no rounding
-    error (Chan, Golub, LeVeque 1983).
+    error (Chan, Golub, LeVeque 1983). With ``rms`` no mean is subtracted, and mean is None.
     """
-    mean = x.mean(-1, keepdim=True)
-    mean = mean + (x - mean).mean(-1, keepdim=True)
-    centred = x - mean
-    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
+    mean = None
+    if not rms:
+        mean = x.mean(-1, keepdim=True)
+        mean = mean + (x - mean).mean(-1, keepdim=True)
+        x, mean = x - mean, mean.squeeze(-1)
+    rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * rstd, mean, rstd.squeeze(-1)
 
 
 def layer_norm(
@@ -33,6 +36,7 @@ def layer_norm(
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + dropout(x)``; returns ``(LN(s) * weight + bias, s)``, shaped like x."""
     s = x.to(compute_dtype(x.dtype))
@@ -40,7 +44,22 @@ def layer_norm(
     if residual is not None:
         s = s + residual.to(s.dtype)
     s = s.to(x.dtype)
-    n, _, _ = normalise(s.to(compute_dtype(x.dtype)), eps)
+    n, _, _ = normalise(s.to(compute_dtype(x.dtype)), eps, rms)
     y = n if weight is None else n * weight
     y = y if bias is None else y + bias
     return y.to(x.dtype), s
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer_norm`` without mean and bias: ``s / sqrt(mean(s^2) + eps) * weight``, and s."""
+    return layer_norm(
+        x, weight, None, eps, residual=residual, dropout_p=dropout_p, seed=seed, rms=True
+    )

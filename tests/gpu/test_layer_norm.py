@@ -20,44 +20,46 @@ else:
 SEED = torch.tensor(3 << 40)
 
 
-def forward_arguments(twins, T, D, apart=0):
+def forward_arguments(twins, T, D, apart=0, rms=False):
     return {
         "x": twins.Stored(torch.randn(T, D), apart),
         "residual": twins.Stored(torch.randn(T, D), apart),
         "weight": twins.Computed(1 + 0.3 * torch.randn(D)),
         "bias": twins.Computed(torch.randn(D)),
-        "eps": 1e-5, "dropout_p": 0.3, "seed": SEED,
+        "eps": 1e-5, "rms": rms, "dropout_p": 0.3, "seed": SEED,
         "sum": twins.Result((T, D)), "y": twins.Result((T, D)),
-        "mean": twins.Result((T,), stored=False), "rstd": twins.Result((T,), stored=False),
+        "mean": None if rms else twins.Result((T,), stored=False),
+        "rstd": twins.Result((T,), stored=False),
     }  # fmt: skip
 
 
-def backward_arguments(twins, T, D, dtype, apart=0):
+def backward_arguments(twins, T, D, dtype, apart=0, rms=False):
     s = torch.randn(T, D)
-    _, mean, rstd = normalise(s.to(dtype).double(), 1e-5)
+    _, mean, rstd = normalise(s.to(dtype).double(), 1e-5, rms)
     channels = {n: twins.Result((D,), stored=False) for n in ("dweight", "dbias")}
     return {
         "sum": twins.Stored(s, apart),
         "dy": twins.Stored(torch.randn(T, D), apart),
         "dsum": twins.Stored(torch.randn(T, D), apart),
         "weight": twins.Computed(1 + 0.3 * torch.randn(D)),
-        "mean": twins.Computed(mean), "rstd": twins.Computed(rstd),
+        "rms": rms, "mean": None if rms else twins.Computed(mean), "rstd": twins.Computed(rstd),
         "dropout_p": 0.3, "seed": SEED,
         "dx": twins.Result((T, D)), "dresidual": twins.Result((T, D)), **channels,
     }  # fmt: skip
 
 
-def check(tolerances, by, twins, T, D, dtype, device, apart=0):
-    given = forward_arguments(twins, T, D, apart)
+def check(tolerances, by, twins, T, D, dtype, device, **options):
+    given = forward_arguments(twins, T, D, **options)
     twins.assert_alike(tolerances, by, "layer_norm", "layer_norm_forward", given, dtype, device)
-    given = backward_arguments(twins, T, D, dtype, apart)
+    given = backward_arguments(twins, T, D, dtype, **options)
     twins.assert_alike(tolerances, by, "layer_norm", "layer_norm_backward", given, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
-def test_launchers(by, tolerances, twins, device, T, D, dtype):
-    check(tolerances, by, twins, T, D, dtype, device)
+@pytest.mark.parametrize("rms", [False, True])
+def test_launchers(by, tolerances, twins, device, rms, T, D, dtype):
+    check(tolerances, by, twins, T, D, dtype, device, rms=rms)
 
 
 @pytest.mark.parametrize(("T", "D"), ODD)

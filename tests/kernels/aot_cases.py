@@ -46,15 +46,16 @@ def call(launch, name, dtype, sizes, *, absent=(), lists=None, **given):
     launch(**given)
 
 
-def layer_norm_forward(launch, D, dtype=BF16, fused=False):
+def layer_norm_forward(launch, D, dtype=BF16, fused=False, rms=False):
     absent, p = ((), 0.1) if fused else (("residual", "sum", "seed"), 0.0)
-    sizes = {"T": T, "D": D}
-    call(launch, "layer_norm_forward", dtype, sizes, absent=absent, eps=1e-5, dropout_p=p)
+    absent, sizes = (*absent, *(("mean", "bias") if rms else ())), {"T": T, "D": D}
+    call(launch, "layer_norm_forward", dtype, sizes, absent=absent, eps=1e-5, rms=rms, dropout_p=p)
 
 
-def layer_norm_backward(launch, D, dtype=BF16, fused=False):
+def layer_norm_backward(launch, D, dtype=BF16, fused=False, rms=False):
     absent, p = ((), 0.1) if fused else (("dsum", "dresidual", "seed"), 0.0)
-    call(launch, "layer_norm_backward", dtype, {"T": T, "D": D}, absent=absent, dropout_p=p)
+    absent, sizes = (*absent, *(("mean", "dbias") if rms else ())), {"T": T, "D": D}
+    call(launch, "layer_norm_backward", dtype, sizes, absent=absent, rms=rms, dropout_p=p)
 
 
 def activation_forward(launch, kind, F, dtype=BF16):
@@ -111,20 +112,22 @@ def pull_rows(launch, B, D, dtype=BF16):
     )  # fmt: skip
 
 
-def boundary_forward(launch, near, D, dtype=BF16):
+def boundary_forward(launch, near, D, dtype=BF16, rms=False):
     engine(
         launch, "boundary_forward", D, dtype, dropout_p=0.1, k=31,
         near=list(range(32 - near, 32)), norm_source=True, source_eps=1e-5, out_eps=1e-5,
+        out_rms=rms, absent=("out_mean", "out_norm_bias") if rms else (),
     )  # fmt: skip
 
 
-def boundary_backward(launch, near, D, dtype=BF16):
+def boundary_backward(launch, near, D, dtype=BF16, rms=False):
     """A state in the middle of its block of ``near``."""
     k, pulls = 23 + near // 2, near - near // 2 + 1
     engine(
         launch, "boundary_backward", D, dtype, k=k, near=list(range(24, k + 1)), norm_source=True,
         dropout_p=0.1, grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)),
+        pull_slots=list(range(k + 1, k + 1 + pulls)), out_rms=rms,
+        absent=("out_mean", "out_norm_bias", "dout_norm_bias") if rms else (),
     )  # fmt: skip
 
 
@@ -151,21 +154,23 @@ def by_kind(kind, stats, *gradients):
     return {stats: None} if kind == "relu" else dict.fromkeys(("bias", *gradients))
 
 
-def attention_boundary_forward(launch, near, D, dtype=BF16, kind="softmax"):
+def attention_boundary_forward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
     engine(
         launch, "attention_boundary_forward", D, dtype, kind=kind, **by_kind(kind, "stats"),
         dropout_p=0.1, k=31, near=list(range(32 - near, 32)), eps=1e-6, out_eps=1e-5,
+        out_rms=rms, absent=("out_mean", "out_norm_bias") if rms else (),
     )  # fmt: skip
 
 
-def attention_boundary_backward(launch, near, D, dtype=BF16, kind="softmax"):
+def attention_boundary_backward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
     """A state in the middle of its block of ``near``."""
     k, pulls = 23 + near // 2, near - near // 2 + 1
     engine(
         launch, "attention_boundary_backward", D, dtype, kind=kind,
         **by_kind(kind, "stats", "dbias"), k=k, near=list(range(24, k + 1)), dropout_p=0.1,
         grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)),
+        pull_slots=list(range(k + 1, k + 1 + pulls)), out_rms=rms,
+        absent=("out_mean", "out_norm_bias", "dout_norm_bias") if rms else (),
     )  # fmt: skip
 
 
@@ -255,6 +260,7 @@ CASES = [
     *hopper(*NORM, D=4096, fused=True),
     *hopper(*NORM, D=512),
     *hopper(*NORM, D=512, fused=True, dtype=FP32),
+    *hopper(*NORM, D=512, fused=True, rms=True),
     *every(*ACTIVATION, kind="gelu", F=2048),
     *hopper(*ACTIVATION, kind="relu", F=2048),
     *hopper(*ACTIVATION, kind="gelu", F=2048, dtype=FP32),
@@ -271,6 +277,7 @@ CASES = [
     *every(*BOUNDARY, near=8, D=512),
     *hopper(*BOUNDARY, near=8, D=4096),
     *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
+    *hopper(*BOUNDARY, near=8, D=512, rms=True),
     *every(*ATTEND, B=8, D=512),
     *hopper(*ATTEND, B=16, D=512),
     *hopper(*ATTEND, B=4, D=4096),
@@ -280,6 +287,7 @@ CASES = [
     *hopper(*ATTENTION_BOUNDARY, near=8, D=4096),
     *hopper(*ATTENTION_BOUNDARY, near=8, D=512, kind="relu"),
     *hopper(*ATTENTION_BOUNDARY, near=8, D=512, dtype=FP32),
+    *hopper(*ATTENTION_BOUNDARY, near=8, D=512, rms=True),
     *every(*ATTENTION, length=128, causal=True),
     *every(*ATTENTION, length=512, causal=True),
     *hopper(*ATTENTION, length=64),

@@ -18,7 +18,7 @@ ROWS, SLOT = 10, 4
 FULL = {
     "kind": "softmax", "bias": False, "near": (2, 3, 4), "pulls": (4, 5, 6, 7), "p": 0.3,
     "replay": False, "residual": True, "far": True, "dx": True, "dout": True, "out_bias": True,
-    "grad": True, "inplace": True,
+    "rms": False, "grad": True, "inplace": True,
 }  # fmt: skip
 RELU = {"kind": "relu", "bias": True}
 
@@ -86,9 +86,10 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     near, pulls = list(options["near"]), list(options["pulls"])
     x, out, dbranch, dresidual = (rows((T, D), dtype) for _ in range(4))
     mean, rstd = torch.empty(2, T, dtype=compute)
+    mean = None if options["rms"] else mean
     launch.attention_boundary_forward(
         a["branch"], a["residual"], *dropout, states, SLOT, near, *weights, 1e-6, *far, *out_norm,
-        1e-5, x, out, source_rstd, stats, mean, rstd,
+        1e-5, options["rms"], x, out, source_rstd, stats, mean, rstd,
     )  # fmt: skip
     results = {"x": x, "out": out, "mean": mean, "rstd": rstd, "state": states[SLOT].clone()}
     results["source_rstd"] = source_rstd
@@ -104,8 +105,8 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     if not options["dout"]:
         dout_norm_weight = dout_norm_bias = None
     launch.attention_boundary_backward(
-        states, SLOT, near, *weights, *far, *out_norm, source_rstd, stats, mean, rstd, *dropout,
-        a["dx"], a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"],
+        states, SLOT, near, *weights, *far, *out_norm, options["rms"], source_rstd, stats, mean, rstd,
+        *dropout, a["dx"], a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"],
         dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
     )  # fmt: skip
     results |= {
@@ -134,19 +135,18 @@ def test_agrees(tolerances, poison, kernels, T, D, options, dtype):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("more", [{}, RELU], ids=str)
+@pytest.mark.parametrize("more", [{}, RELU, {"bias": True}], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
         {"p": 0.0},
         {"residual": False},
-        {"bias": True},
         {"far": False},
         {"dx": False},
         {"dout": False},
         {"replay": True},
         {"inplace": False},
-        {"out_bias": False},
+        {"out_bias": False, "rms": True},
         {"grad": False},
     ],
     ids=str,
@@ -207,14 +207,14 @@ def test_what_is_not_wanted_is_not_written(kernels):
     source_rstd, bias = torch.ones(2, 4), torch.ones(2, 2)
     kernels.attention_boundary_forward(
         branch, None, 0.0, None, states, 1, [0, 1], query, bias, "relu", 1e-6, None, None, None,
-        None, 0.0, None, None, source_rstd, None, None, None,
+        None, 0.0, False, None, None, source_rstd, None, None, None,
     )  # fmt: skip
     assert torch.equal(states[1], branch)
     assert source_rstd[0].eq(1).all()
     dx, dbranch = torch.randn(4, 17), torch.empty(4, 17)
     kernels.attention_boundary_backward(
-        states, 1, [0, 1], query, bias, "relu", None, None, None, None, source_rstd, None, None,
-        None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None, None,
+        states, 1, [0, 1], query, bias, "relu", None, None, None, None, False, source_rstd, None,
+        None, None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None, None,
     )  # fmt: skip
     torch.testing.assert_close(dbranch, dx)
     assert torch.equal(states[2], dx)

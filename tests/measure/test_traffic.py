@@ -39,7 +39,7 @@ class CountingLaunch:
         return self.launch.boundary_forward(*args)
 
     def boundary_backward(self, *args):
-        near, partial, pulls, pulled = args[2], args[7], args[19], args[21]
+        near, partial, pulls, pulled = args[2], args[7], args[20], args[22]
         self.moved += (len(near) - 1) + (partial is not None)
         # Gradients of the block but its own row's, the far part, state k; then dx, g, dy.
         self.moved += (len(pulls) - 1) + (pulled is not None) + 1 + 3

@@ -34,7 +34,12 @@ def labels(tokens):
     return torch.arange(tokens) % N
 
 
-VARIANTS = {
+RMS = {
+    "rms_norm": "layer_norm",
+    "norm_linear, rms": "norm_linear",
+    "feed_forward, rms": "feed_forward",
+}
+VARIANTS = RMS | {
     "layer_norm, alone": "layer_norm", "relu": "activation",
     "depth_mix, per channel": "depth_mix", "depth_mix, no norm": "depth_mix",
 }  # fmt: skip
@@ -55,6 +60,9 @@ def case(name, backend, p, tokens=T, dim=D):
     def layer_norm(x, residual, w, b):
         return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
 
+    def rms_norm(x, residual, w):
+        return ops.rms_norm(x, w, residual=residual, training=True, **options)
+
     def activation(h, bias):
         return ops.activation(h, kind, bias=bias, training=True, **options)
 
@@ -66,13 +74,19 @@ def case(name, backend, p, tokens=T, dim=D):
     def depth_attention(*leaves):
         return ops.depth_attention(list(leaves[:K]), leaves[K], return_lse=True, backend=backend)
 
-    def norm_linear(x, residual, nw, nb, w, b):
-        return ops.norm_linear(x, nw, nb, w, b, residual=residual, training=True, **options)
+    rms = name.endswith(", rms")
 
-    def feed_forward(x, residual, nw, nb, up, up_bias, down, down_bias):
+    def norm_linear(x, residual, nw, *rest):
+        nb, w, b = (None, *rest) if rms else rest
+        return ops.norm_linear(
+            x, nw, nb, w, b, rms=rms, residual=residual, training=True, **options
+        )
+
+    def feed_forward(x, residual, nw, *rest):
+        nb, *linears = (None, *rest) if rms else rest
         return ops.feed_forward(
-            x, nw, nb, up, up_bias, down, down_bias, residual=residual, training=True,
-            activation="gelu", activation_dropout_p=p, activation_seed=SEED, **options,
+            x, nw, nb, *linears, rms=rms, residual=residual, training=True, activation="gelu",
+            activation_dropout_p=p, activation_seed=SEED, **options,
         )  # fmt: skip
 
     def attention(q, k, v):
@@ -94,16 +108,21 @@ def case(name, backend, p, tokens=T, dim=D):
             backend=backend,
         )  # fmt: skip
 
+    norm = [leaf(dim)] if rms else [leaf(dim), leaf(dim)]
     x = (*tokens, dim) if isinstance(tokens, tuple) else (tokens, dim)
     cases = {
         "layer_norm": lambda: Case(
             layer_norm, [leaf(*x), leaf(*x), leaf(dim), leaf(dim)],
-            lambda x, r, w, b: (x, r, w, b, 1e-5, p, seed, backend),
+            lambda x, r, w, b: (x, r, w, b, 1e-5, False, p, seed, backend),
         ),
         "layer_norm, alone": lambda: Case(
             lambda x, w, b: ops.layer_norm(x, w, b, backend=backend),
             [leaf(*x), leaf(dim), leaf(dim)],
-            lambda x, w, b: (x, None, w, b, 1e-5, 0.0, None, backend),
+            lambda x, w, b: (x, None, w, b, 1e-5, False, 0.0, None, backend),
+        ),
+        "rms_norm": lambda: Case(
+            rms_norm, [leaf(*x), leaf(*x), leaf(dim)],
+            lambda x, r, w: (x, r, w, None, 1e-6, True, p, seed, backend),
         ),
         "activation": lambda: Case(
             activation, [leaf(*x), leaf(dim)], lambda h, b: (h, b, kind, p, seed, backend)
@@ -118,14 +137,15 @@ def case(name, backend, p, tokens=T, dim=D):
             lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
         ),
         "norm_linear": lambda: Case(
-            norm_linear, [leaf(*x), leaf(*x), leaf(dim), leaf(dim), leaf(N, dim), leaf(N)],
-            lambda *t: (*t, 1e-5, p, seed, backend),
+            norm_linear, [leaf(*x), leaf(*x), *norm, leaf(N, dim), leaf(N)],
+            lambda *t: (*_with_bias(t, rms), 1e-5, rms, p, seed, backend),
         ),
         "feed_forward": lambda: Case(
             feed_forward,
-            [leaf(*x), leaf(*x), leaf(dim), leaf(dim), leaf(N, dim), leaf(N), leaf(dim, N),
-             leaf(dim)],
-            lambda *t: (*t, 1e-5, p, seed, "gelu", p, seed, True, False, backend),
+            [leaf(*x), leaf(*x), *norm, leaf(N, dim), leaf(N), leaf(dim, N), leaf(dim)],
+            lambda *t: (
+                *_with_bias(t, rms), 1e-5, rms, p, seed, "gelu", p, seed, True, False, backend,
+            ),
         ),
         "attention": lambda: Case(
             attention, [leaf(tokens, 1, dim) for _ in range(3)],
@@ -150,6 +170,11 @@ def case(name, backend, p, tokens=T, dim=D):
     return cases[name if name in cases else VARIANTS[name]]()
 
 
+def _with_bias(leaves, rms):
+    """Operands in the operator's order; an RMS norm has no bias."""
+    return (*leaves[:3], None, *leaves[3:]) if rms else leaves
+
+
 def outputs(out):
     return out if isinstance(out, tuple) else (out,)
 
@@ -162,7 +187,8 @@ def results(run, leaves, wanted=None):
 
 
 def operator(name):
-    return getattr(torch.ops.deepfast, name).default
+    """The operator behind a case."""
+    return getattr(torch.ops.deepfast, VARIANTS.get(name, name)).default
 
 
 NAMES = [

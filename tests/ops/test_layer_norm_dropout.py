@@ -72,9 +72,11 @@ def test_a_launch_with_dropout_needs_a_seed(seed, message):
     x, y, s = torch.randn(3, 4, 8)
     mean, rstd = torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_forward(x, None, None, None, 1e-5, 0.5, seed, s, y, mean, rstd)
+        launch.layer_norm_forward(x, None, None, None, 1e-5, False, 0.5, seed, s, y, mean, rstd)
     with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_backward(s, y, None, None, mean, rstd, 0.5, seed, x, None, None, None)
+        launch.layer_norm_backward(
+            s, y, None, None, False, mean, rstd, 0.5, seed, x, None, None, None
+        )
 
 
 def test_dropout_keep_rate(backend):

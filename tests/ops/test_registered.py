@@ -14,6 +14,8 @@ from deepfast.nn import DLCL, DepthHistory
 from tests.ops.cases import (
     DROPOUT,
     NAMES,
+    RMS,
+    VARIANTS,
     D,
     K,
     N,
@@ -38,7 +40,7 @@ DAILY = [("reference", 0.0), ("cpu", 0.3)]
     ],
     indirect=["any_backend"],
 )  # fmt: skip
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_opcheck(any_backend, name, p):
     serves(name, any_backend)
     c = case(name, any_backend, p)
@@ -52,8 +54,8 @@ def test_opcheck(any_backend, name, p):
 )
 def test_opcheck_without_optional_operands(backend):
     x, w, weight = leaf(2, 3, D), leaf(D), leaf(N, D)
-    opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, 0.0, None, backend))
-    opcheck(operator("layer_norm"), (x, None, w, None, 1e-5, 0.5, torch.tensor(3), backend))
+    opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, False, 0.0, None, backend))
+    opcheck(operator("layer_norm"), (x, None, w, None, 1e-5, False, 0.5, torch.tensor(3), backend))
     opcheck(operator("activation"), (x, None, "relu", 0.0, None, backend))
     opcheck(operator("activation"), (x, None, "gelu", 0.5, torch.tensor(3), backend))
     opcheck(operator("depth_mix"), ([x, x], leaf(2), None, None, 1e-5, backend))
@@ -61,7 +63,8 @@ def test_opcheck_without_optional_operands(backend):
     if backend != "cuda":
         scores = leaf(2, 3, 2, N)
         opcheck(operator("depth_attention"), ([x, x], None, scores, False, 1e-6, backend))
-    opcheck(operator("norm_linear"), (x, None, None, None, weight, None, 1e-5, 0.0, None, backend))
+    given = x, None, None, None, weight, None, 1e-5, False, 0.0, None, backend
+    opcheck(operator("norm_linear"), given)
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_opcheck_of_the_compiled_launches(launched):
 
 
 @pytest.mark.parametrize("p", DROPOUT)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_the_operator_is_the_function(any_backend, name, p):
     """Eager code bypasses the dispatcher and gives the same bits."""
     serves(name, any_backend)
@@ -128,14 +131,14 @@ AUTOCAST = {
 """The dtypes of an op's results under bf16 autocast."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_autocast_of_the_operator(backend, name):
     serves(name, backend)
     c = case(name, backend, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
         out = outputs(operator(name)(*c.arguments(*c.leaves)))
         public = outputs(c.run(*c.leaves))
-    assert [o.dtype for o in public] == AUTOCAST[name]
+    assert [o.dtype for o in public] == AUTOCAST[VARIANTS.get(name, name)]
     for a, b in zip(out, public, strict=False):
         assert torch.equal(a, b)
     out[0].float().sum().backward()

@@ -1,11 +1,11 @@
-"""The specification of layer-norm against PyTorch's."""
+"""The specification of layer-norm and RMS norm against PyTorch's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast.reference.dropout import dropout_mask
-from deepfast.reference.layer_norm import layer_norm, normalise
+from deepfast.reference.layer_norm import layer_norm, normalise, rms_norm
 
 
 @pytest.mark.parametrize("weight", [True, False])
@@ -24,6 +24,16 @@ def test_residual_and_dropout_come_before():
     y, s = layer_norm(x, None, None, residual=r, dropout_p=0.5, seed=3)
     torch.testing.assert_close(s, r + x * dropout_mask(3, 4, 7, 0.5))
     torch.testing.assert_close(y, F.layer_norm(s, (7,)))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_rms_norm_equals_pytorch(weight):
+    x, r = torch.randn(2, 4, 7, dtype=torch.float64).unbind()
+    w = torch.randn(7, dtype=torch.float64) if weight else None
+    torch.testing.assert_close(rms_norm(x, w, 1e-3)[0], F.rms_norm(x, (7,), w, 1e-3))
+    y, s = rms_norm(x, w, 1e-3, residual=r, dropout_p=0.5, seed=3)
+    torch.testing.assert_close(s, r + x * dropout_mask(3, 4, 7, 0.5))
+    torch.testing.assert_close(y, F.rms_norm(s, (7,), w, 1e-3))
 
 
 def test_moments():

@@ -1,0 +1,230 @@
+// A boundary whose row attends over depth, one token at a time. See attend_kernel.cpp for the
+// formulas: the older states' mean with its softmax's statistics comes in as `partial`, and the
+// states of the row's own block join it here. Compiled once per instruction set.
+#include "attend.h"
+#include "boundary.h"
+
+namespace deepfast {
+namespace DEEPFAST_ISA {
+namespace {
+
+// One token's near states and their weights.
+template <class T, class A = compute_t<T>>
+struct Near {
+  explicit Near(int64_t count) : v(count), p(padded<A>(count)) {}
+  Scratch<const T*> v;
+  Scratch<A> p;
+};
+
+// x += sum_j p_j v_j over `count` rows, V vectors of N channels at d.
+template <int N, int V, class T, class A = compute_t<T>>
+DEEPFAST_INLINE void add_registers(const Near<T>& near, int64_t count, A* x, int64_t d) {
+  constexpr Lanes<N> lanes;
+  vec_t<A, N> sum[V];
+  for (int i = 0; i < V; ++i) sum[i] = load(lanes, x + d + i * N);
+  for (int64_t j = 0; j < count; ++j) {
+    const T* v = near.v[j] + d;
+    const A p = near.p[j];
+    for (int i = 0; i < V; ++i) sum[i] += p * load(lanes, v + i * N);
+  }
+  for (int i = 0; i < V; ++i) store(lanes, x + d + i * N, sum[i]);
+}
+
+// x = sum_k p_k v_k of one token. Stores the row's statistics.
+template <class T>
+DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, const Near<T>& near,
+                                 compute_t<T>* x) {
+  using A = compute_t<T>;
+  constexpr int N = kLanes<A>;
+  constexpr Lanes<N> lanes;
+  const Boundary& f = op.base;
+  const bool joins = f.partial.data != nullptr;
+  const A* query = at<A>(op.query, 0);
+  A* p = near.p;
+  for (int64_t j = 0; j < f.near; ++j) near.v[j] = row_of<T>(f.source[j], t);
+  for_groups<kGroup>(f.near, [&](auto group, int64_t j) {
+    multiply_rows<A, 1, group.n>(&query, near.v.get() + j, f.dim, p + j, 0);
+  });
+  A most = joins && op.softmax ? *at<A>(op.partial_most, t) : -__builtin_inf();
+  const A before = most;
+  for (int64_t j = 0; j < f.near; ++j) {
+    p[j] *= *at<A>(op.rstd[j], t);
+    if (op.bias != nullptr) p[j] += *at<A>(op.bias[j], 0);
+    most = p[j] > most ? p[j] : most;
+  }
+  A kept = joins ? A(1) : A(0);
+  if (op.softmax) {
+    for (int64_t j = f.near; j < padded<A>(f.near); ++j) p[j] = -__builtin_inf();
+    auto sum = broadcast(lanes, A(0));
+    for (int64_t j = 0; j < f.near; j += N) {
+      const auto e = exponential<A>(lanes, load(lanes, p + j) - most);
+      store(lanes, p + j, e);
+      sum += e;
+    }
+    A total = sum_lanes<A, N>(sum);
+    if (joins) {
+      const auto old = exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, before - most));
+      kept = *at<A>(op.partial_total, t) * old[0];
+      total += kept;
+    }
+    const A scale = A(1) / total;
+    kept *= scale;
+    for (int64_t j = 0; j < f.near; ++j) p[j] *= scale;
+    *at<A>(op.most, t) = most;
+    *at<A>(op.total, t) = total;
+  } else {
+    for (int64_t j = 0; j < f.near; ++j) p[j] = p[j] <= A(0) ? A(0) : p[j];
+  }
+  if (joins)
+    for_lanes<A>(f.dim, [&](auto width, int64_t d) {
+      store(width, x + d, load(width, row_of<T>(f.partial, t) + d) * kept);
+    });
+  else
+    memset(x, 0, f.dim * sizeof(A));
+  int64_t d = 0;
+  for (; d + 4 * N <= f.dim; d += 4 * N) add_registers<N, 4>(near, f.near, x, d);
+  for (; d + N <= f.dim; d += N) add_registers<N, 1>(near, f.near, x, d);
+  for (; d < f.dim; ++d) add_registers<1, 1>(near, f.near, x, d);
+}
+
+template <class T>
+void forward(const AttentionBoundary& op, int64_t begin, int64_t end) {
+  using A = compute_t<T>;
+  const Boundary& f = op.base;
+  Scratch<A> row(f.dim), mixed(f.dim);
+  const Near<T> near(f.near);
+  for (int64_t t = begin; t < end; ++t) {
+    if (f.branch.data != nullptr) {
+      push<T>(f, t, row);
+      // Of the rounded state, which is what every row reads.
+      const T* state = row_of<T>(f.state, t);
+      const auto squares = sum_over_lanes<A, RowSum<A>>(f.dim, [&](auto lanes, int64_t d, auto& s) {
+        const auto v = load(lanes, state + d);
+        s.add(v * v);
+      });
+      const A mean = squares.total() / static_cast<A>(f.dim);
+      *at<A>(op.own_rstd, t) = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
+    }
+    attend_near<T>(op, t, near, mixed);
+    store_output<T>(f, t, mixed);
+  }
+}
+
+// What the rows of the block add to u, the gradient of one token's state v.
+template <class T>
+class Pulls {
+  using A = compute_t<T>;
+
+ public:
+  Pulls(const AttentionBoundaryGrad& op, int64_t chunk)
+      : op_(op),
+        count_(op.base.pulls),
+        query_(count_),
+        grad_(count_),
+        p_(padded<A>(count_)),
+        c_(padded<A>(count_)),
+        dquery_(at<A>(op.dquery, chunk * count_ * op.base.forward.dim)),
+        dbias_(at<A>(op.dbias, chunk * count_)) {
+    for (int64_t i = 0; i < count_; ++i) query_[i] = at<A>(op.pull_query[i], 0);
+    // Padding lanes hold numbers.
+    for (int64_t i = count_; i < padded<A>(count_); ++i) p_[i] = c_[i] = A(0);
+  }
+
+  DEEPFAST_INLINE void add(int64_t t, const A* v, A* u) {
+    const int64_t dim = op_.base.forward.dim;
+    for (int64_t i = 0; i < count_; ++i) grad_[i] = row_of<T>(op_.base.pull_grad[i], t);
+    for_groups<kGroup>(count_, [&](auto group, int64_t i) {
+      multiply_rows<A, 1, group.n>(&v, query_.get() + i, dim, p_ + i, 0);
+      multiply_rows<A, 1, group.n>(&v, grad_.get() + i, dim, c_ + i, 0);
+    });
+    const A rstd = *at<A>(op_.forward.own_rstd, t);
+    const A back = weights(t, rstd) * rstd * rstd / static_cast<A>(dim);
+    for_groups<kGroup>(count_, [&](auto group, int64_t i) {
+      pull_weighted<A, group.n, 1>(grad_.get() + i, query_.get() + i,
+                                   dquery_ == nullptr ? nullptr : dquery_ + i * dim, &v, p_ + i,
+                                   c_ + i, 1, u, dim, dim);
+    });
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      store(lanes, u + d, load(lanes, u + d) - back * load(lanes, v + d));
+    });
+  }
+
+ private:
+  // Turns <q, v> and <g, v> of every row into p and c = ds rstd; returns sum ds <q, v>.
+  DEEPFAST_INLINE A weights(int64_t t, A rstd) {
+    A slope = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      const A raw = p_[i] * rstd;
+      const A score = op_.pull_bias == nullptr ? raw : raw + *at<A>(op_.pull_bias[i], 0);
+      A p = score <= A(0) ? A(0) : score, ds = score <= A(0) ? A(0) : c_[i];
+      if (op_.forward.softmax) {
+        // Rounding can make the score larger than the largest one by its last digit.
+        const A below = score - *at<A>(op_.pull_most[i], t);
+        const auto e =
+            exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, below > A(0) ? A(0) : below));
+        p = e[0] / *at<A>(op_.pull_total[i], t);
+        ds = p * (c_[i] - *at<A>(op_.pull_delta[i], t));
+      }
+      if (dbias_ != nullptr) dbias_[i] += ds;
+      slope += ds * p_[i];
+      p_[i] = p;
+      c_[i] = ds * rstd;
+    }
+    return slope;
+  }
+
+  const AttentionBoundaryGrad& op_;
+  const int64_t count_;
+  Scratch<const A*> query_;
+  Scratch<const T*> grad_;
+  Scratch<A> p_, c_;
+  A *dquery_, *dbias_;
+};
+
+template <class T>
+void backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {
+  using A = compute_t<T>;
+  const BoundaryGrad& b = op.base;
+  const Boundary& f = b.forward;
+  const int64_t dim = f.dim;
+  Scratch<A> g(dim), x(dim), n(dim), v(dim), u(dim);
+  const Near<T> near(f.near);
+  Pulls<T> pulls(op, chunk);
+  for (int64_t t = begin; t < end; ++t) {
+    if (b.dout.data != nullptr || op.forward.softmax) attend_near<T>(op.forward, t, near, x);
+    memcpy(n.get(), x.get(), dim * sizeof(A));
+    output_gradient<T>(b, t, chunk, n, g);
+    // The state is read before the gradient is stored: the gradient may overwrite a slot of its
+    // buffer.
+    load_row(row_of<T>(f.state, t), v.get(), dim);
+    T* stored = row_of<T>(b.grad, t);
+    store_row(g.get(), stored, dim);
+    if (op.forward.softmax) {
+      // Of the rounded gradient, which is what the boundaries read.
+      const A* mixed = x;
+      A* delta = at<A>(op.delta, t);
+      multiply_rows<A, 1, 1>(&stored, &mixed, dim, delta, 0);
+    }
+    if (b.pulled.data != nullptr)
+      load_row(row_of<T>(b.pulled, t), u.get(), dim);
+    else
+      memset(u.get(), 0, dim * sizeof(A));
+    pulls.add(t, v, u);
+    push_gradient<T>(b, t, chunk, v, u);
+  }
+}
+
+}  // namespace
+
+void attention_boundary_forward(const AttentionBoundary& op, int64_t begin, int64_t end, int64_t) {
+  with_storage(op.base.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
+}
+
+void attention_boundary_backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end,
+                                 int64_t chunk) {
+  with_storage(op.base.forward.storage,
+               [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
+}
+
+}  // namespace DEEPFAST_ISA
+}  // namespace deepfast
