@@ -105,9 +105,9 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     if not options["dout"]:
         dout_norm_weight = dout_norm_bias = None
     launch.attention_boundary_backward(
-        states, SLOT, near, *weights, *far, *out_norm, options["rms"], source_rstd, stats, mean, rstd,
-        *dropout, a["dx"], a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"],
-        dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
+        states, SLOT, near, *weights, *far, *out_norm, options["rms"], source_rstd, stats, mean,
+        rstd, *dropout, a["dx"], a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls],
+        a["pulled"], dbranch, dresidual, dquery, dbias, dout_norm_weight, dout_norm_bias,
     )  # fmt: skip
     results |= {
         "g": grads[SLOT + 1], "dbranch": dbranch, "dresidual": dresidual, "dquery": dquery,
@@ -214,7 +214,8 @@ def test_what_is_not_wanted_is_not_written(kernels):
     dx, dbranch = torch.randn(4, 17), torch.empty(4, 17)
     kernels.attention_boundary_backward(
         states, 1, [0, 1], query, bias, "relu", None, None, None, None, False, source_rstd, None,
-        None, None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None, None,
+        None, None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None,
+        None,
     )  # fmt: skip
     torch.testing.assert_close(dbranch, dx)
     assert torch.equal(states[2], dx)
