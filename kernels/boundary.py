@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from .common import (
-    Progression,
     RowTile,
     dropout,
     dropout_factors,
@@ -26,6 +25,7 @@ from .common import (
     multiprocessors,
     norm_backward,
     normalise,
+    passed,
     progression,
     residency,
     rounded,
@@ -44,6 +44,8 @@ from .near_sum import (
     load_weight,
     mixed,
     near_sum,
+    output_backward,
+    store_output,
     store_stat,
     store_tile,
 )
@@ -74,21 +76,6 @@ def loads_at_once(D: int, itemsize: int) -> int:
 FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
 # Each state has its entry in a table of all layers, which begins anywhere.
 ENTRIES = ["p_seed", "p_source_rstd", "p_out_mean", "p_out_rstd"]
-
-
-@triton.jit
-def _store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
-                  o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps, RMS: tl.constexpr):  # fmt: skip
-    """Stores ``out = LN(x)`` and its statistics."""
-    b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps, RMS)
-    if p_norm_weight is not None:
-        b_out *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
-    if p_norm_bias is not None:
-        b_out += tl.load(p_norm_bias + o_tile, mask=m, other=0.0)
-    store_tile(p_out, s_out, o_row, o_d, m, b_out)
-    if not RMS:
-        store_stat(p_mean, b_mean, o_t, m_t)
-    store_stat(p_rstd, b_rstd, o_t, m_t)
 
 
 @triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
@@ -140,23 +127,10 @@ def boundary_fwd_kernel(
     b_x = tl.where(m, b_x, 0.0)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
     if p_out is not None:
-        _store_output(
+        store_output(
             b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
             o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
         )  # fmt: skip
-
-
-@triton.jit
-def _output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D, RMS: tl.constexpr):
-    """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
-    if not RMS:
-        b_x -= b_mean
-    b_hat = tl.where(m, b_x * b_rstd, 0.0)  # x normalised
-    b_bias = b_dout.to(tl.float32)
-    b_d = b_bias
-    if p_norm_weight is not None:
-        b_d *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
-    return norm_backward(b_d, b_hat, b_rstd, D, RMS), b_bias * b_hat, b_bias
 
 
 @triton.jit
@@ -262,7 +236,7 @@ def boundary_bwd_kernel(
                 b_x = add_own(
                     b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
                 )
-            b_d, b_dw, b_db = _output_backward(
+            b_d, b_dw, b_db = output_backward(
                 b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D, OUT_RMS
             )
             if p_sums is not None:
@@ -307,14 +281,6 @@ def boundary_bwd_kernel(
         store_sum(p + 3 * D, b_dout_norm_bias, m_d)
 
 
-def _passed(name: str, indices: list[int]) -> Progression:
-    """The operand ``name`` without k, as it is passed to a kernel."""
-    known = progression(indices)
-    if known is None:
-        raise ValueError(f"boundary: {name} but k must be an arithmetic progression, got {indices}")
-    return known
-
-
 @launcher
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
@@ -326,7 +292,7 @@ def boundary_forward(
     if T == 0:
         return
     # The kernel adds state k last, from registers.
-    first, step, count = _passed("near", [j for j in near if j != k])
+    first, step, count = passed("boundary", "near", [j for j in near if j != k])
     tile = forward_tile(D, states.element_size())
     threshold, scale = dropout_factors(dropout_p)
     boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
@@ -351,12 +317,12 @@ def boundary_backward(
     """See `deepfast.reference.launchers.boundary_backward`."""
     _, T, D = states.shape
     device, vector = states.device, weight.dim() == 3
-    first, step, count = _passed("near", [j for j in near if j != k])
+    first, step, count = passed("boundary", "near", [j for j in near if j != k])
     # The kernel adds row k's own gradient first, from registers.
     others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
     rows, slots = [r for r, _ in others], [s for _, s in others]
-    first_row, row_step, pulls = _passed("pull_rows", rows)
-    first_slot, slot_step, _ = _passed("pull_slots", slots)
+    first_row, row_step, pulls = passed("boundary", "pull_rows", rows)
+    first_slot, slot_step, _ = passed("boundary", "pull_slots", slots)
     pulls_own = k in pull_rows
     rows = [k] * pulls_own + rows
 

@@ -126,6 +126,34 @@ def progression(indices: list[int]) -> Progression | None:
     return Progression(first, step, len(indices))
 
 
+def passed(op: str, name: str, indices: list[int]) -> Progression:
+    """The operand ``name`` without k, as it is passed to a boundary's kernel."""
+    known = progression(indices)
+    if known is None:
+        raise ValueError(f"{op}: {name} but k must be an arithmetic progression, got {indices}")
+    return known
+
+
+def progressions(*columns, limit):
+    """Splits parallel lists of ints into pieces in which each list is an arithmetic progression.
+
+    A piece covers at most ``limit`` entries and is (its length, then (first, step) for each list).
+    Empty lists give one empty piece.
+    """
+    size, start, pieces = len(columns[0]), 0, []
+    while start < size:
+        end, steps = start + 1, [1] * len(columns)
+        while end < min(size, start + limit):
+            here = [c[end] - c[end - 1] for c in columns]
+            if min(here) < 1 or (end > start + 1 and here != steps):
+                break
+            end, steps = end + 1, here
+        firsts = [c[start] for c in columns]
+        pieces.append((end - start, *zip(firsts, steps, strict=True)))
+        start = end
+    return pieces or [(0, *[(0, 1)] * len(columns))]
+
+
 @triton.jit
 def pick(values, k):
     """values[k] of a tuple of `SOURCES` values, where k is known only at run time."""
@@ -156,6 +184,23 @@ def dot(b_a, b_b, b_sum=None):
         return tl.dot(b_a, b_b, input_precision="ieee")
     else:
         return tl.dot(b_a, b_b, b_sum, input_precision="ieee")
+
+
+@triton.jit
+def _split(b_x):
+    """An fp32 number as the nearest bf16 number and the fp32 rest."""
+    b_high = rounded(b_x, tl.bfloat16)
+    return b_high, b_x - b_high.to(tl.float32)
+
+
+@triton.jit
+def dot_weight(b_x, b_w, b_sum):
+    """``b_sum + b_x @ b_w`` for bf16 x and fp32 w, of which three bf16 numbers hold the 24 bits."""
+    b_high, b_w = _split(b_w)
+    b_middle, b_w = _split(b_w)
+    b_sum = dot(b_x, rounded(b_w, tl.bfloat16), b_sum)
+    b_sum = dot(b_x, b_middle, b_sum)
+    return dot(b_x, b_high, b_sum)
 
 
 @triton.jit
@@ -244,6 +289,14 @@ def norm_backward(b_dn, b_n, b_rstd, D, RMS: tl.constexpr = False):
         return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
 
 
+@triton.jit
+def _put_sum(p_out, o_out, b_out, m, ADD: tl.constexpr):
+    if p_out is not None:
+        if ADD:
+            b_out += tl.load(p_out + o_out, mask=m, other=0.0)
+        tl.store(p_out + o_out, b_out, mask=m)
+
+
 @triton.jit(
     do_not_specialize=["P", "s_p", "s_out"],
     # Rows of a gradient of all layers begin anywhere.
@@ -253,7 +306,7 @@ def sum_partials_kernel(
     p_partial, p_out0, p_out1, p_out2, p_out3,
     P, N,
     s_p, s_i, s_out,
-    BP: tl.constexpr, BN: tl.constexpr,
+    ADD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(1), tl.program_id(2)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -266,22 +319,19 @@ def sum_partials_kernel(
     b_out = tl.sum(b_sum, axis=0)
     o_out = row.to(tl.int64) * s_out + o_n
     o_i = tl.zeros((BN,), dtype=tl.int32) + i
-    if p_out0 is not None:
-        tl.store(p_out0 + o_out, b_out, mask=(o_n < N) & (o_i == 0))
-    if p_out1 is not None:
-        tl.store(p_out1 + o_out, b_out, mask=(o_n < N) & (o_i == 1))
-    if p_out2 is not None:
-        tl.store(p_out2 + o_out, b_out, mask=(o_n < N) & (o_i == 2))
-    if p_out3 is not None:
-        tl.store(p_out3 + o_out, b_out, mask=(o_n < N) & (o_i == 3))
+    _put_sum(p_out0, o_out, b_out, (o_n < N) & (o_i == 0), ADD)
+    _put_sum(p_out1, o_out, b_out, (o_n < N) & (o_i == 1), ADD)
+    _put_sum(p_out2, o_out, b_out, (o_n < N) & (o_i == 2), ADD)
+    _put_sum(p_out3, o_out, b_out, (o_n < N) & (o_i == 3), ADD)
 
 
-def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
+def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None, add: bool = False) -> None:
     """``outs[i] = partial[:, i].sum(0)`` in one launch, always in the same order.
 
     Args:
         partial: (P, I, R, N) fp32, contiguous: the parts of I <= 4 outputs from P programs.
         outs: (R, N) fp32, last stride 1, equal row strides; None for an output that is not needed.
+        add: whether to add to what ``outs`` hold.
     """
     P, wanted, R, N = partial.shape
     s_out = next(out.stride(0) for out in outs if out is not None)
@@ -290,5 +340,6 @@ def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None) -> None:
     s_i = partial.stride(1) if wanted > 1 else 0
     BN = 16
     sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
-        partial, *outs, P, N, partial.stride(0), s_i, s_out, BP=256, BN=BN, num_warps=4
-    )
+        partial, *outs, P, N, partial.stride(0), s_i, s_out, ADD=add, BP=256, BN=BN,
+        num_warps=4,
+    )  # fmt: skip

@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, launcher, multiprocessors, rounded, sum_partials
+from .common import (
+    dot,
+    dot_weight,
+    launcher,
+    multiprocessors,
+    progressions,
+    rounded,
+    sum_partials,
+)
 
 ROWS = 16
 """Sums that a launch keeps."""
@@ -36,23 +44,6 @@ def _load_state(p_state, p_norm_weight, p_norm_bias, o_x, o_d, m_x, m_d):
     if p_norm_bias is not None:
         b_z += tl.load(p_norm_bias + o_d, mask=m_d, other=0.0)
     return b_z
-
-
-@triton.jit
-def _split(b_x):
-    """An fp32 number as the nearest bf16 number and the fp32 rest."""
-    b_high = rounded(b_x, tl.bfloat16)
-    return b_high, b_x - b_high.to(tl.float32)
-
-
-@triton.jit
-def _dot_weight(b_x, b_w, b_sum):
-    """``b_sum + b_x @ b_w`` for bf16 x and fp32 w, of which three bf16 numbers hold the 24 bits."""
-    b_high, b_w = _split(b_w)
-    b_middle, b_w = _split(b_w)
-    b_sum = dot(b_x, rounded(b_w, tl.bfloat16), b_sum)
-    b_sum = dot(b_x, b_middle, b_sum)
-    return dot(b_x, b_high, b_sum)
 
 
 @triton.jit(do_not_specialize=MIX_SIZES)
@@ -125,7 +116,7 @@ def mix_rows_dot_kernel(
             b_x += tl.load(p_norm_bias + k * D + o_d, mask=m_k & m_d, other=0.0)
         b_x = rounded(b_x, tl.bfloat16)
         b_x = tl.permute(tl.reshape(b_x, (BK, BT * BD)), (1, 0))
-        b_sum = _dot_weight(b_x, b_w, b_sum)
+        b_sum = dot_weight(b_x, b_w, b_sum)
     b_sum = tl.reshape(tl.permute(b_sum, (1, 0)), (BR, BT, BD))
     tl.store(p_out + o_out, rounded(b_sum, p_out.dtype.element_ty), mask=m_out)
 
@@ -226,7 +217,7 @@ def pull_rows_dot_kernel(
                 # The sums of this program so far, initially 0. No other program uses them.
                 p_dw = p_partial + o_i[:, None] * K + o_j[None, :]
                 b_dw = tl.load(p_dw, mask=m_w, other=0.0)
-            b_sum = _dot_weight(tl.permute(b_g, (0, 2, 1)), b_w, b_sum)
+            b_sum = dot_weight(tl.permute(b_g, (0, 2, 1)), b_w, b_sum)
             if p_partial is not None:
                 b_zeros = tl.zeros((BW, BL, BK), dtype=tl.float32)
                 tl.store(p_dw, b_dw + tl.sum(dot(b_g, b_z, b_zeros), axis=0), mask=m_w)
@@ -238,26 +229,6 @@ def pull_rows_dot_kernel(
 
 def advise_states(states):
     """Advises the memory system about a new buffer of states; a GPU needs no advice."""
-
-
-def _progressions(*columns, limit):
-    """Splits parallel lists of ints into pieces in which each list is an arithmetic progression.
-
-    A piece covers at most ``limit`` entries and is (its length, then (first, step) for each list).
-    Empty lists give one empty piece.
-    """
-    size, start, pieces = len(columns[0]), 0, []
-    while start < size:
-        end, steps = start + 1, [1] * len(columns)
-        while end < min(size, start + limit):
-            here = [c[end] - c[end - 1] for c in columns]
-            if min(here) < 1 or (end > start + 1 and here != steps):
-                break
-            end, steps = end + 1, here
-        firsts = [c[start] for c in columns]
-        pieces.append((end - start, *zip(firsts, steps, strict=True)))
-        start = end
-    return pieces or [(0, *[(0, 1)] * len(columns))]
 
 
 def _stream_shape(states, weight, norm_weight, norm_bias):
@@ -277,7 +248,7 @@ def _stream_tile(T, D, BD, elements):
 def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
     """See `deepfast.reference.launchers.mix_rows`."""
     T, D = _stream_shape(states, weight, norm_weight, norm_bias)
-    for count, row, place in _progressions(rows, out_rows, limit=ROWS):
+    for count, row, place in progressions(rows, out_rows, limit=ROWS):
         if states.dtype == torch.bfloat16 and weight.dim() == 2:
             kernel, BR = mix_rows_dot_kernel, max(8, triton.next_power_of_2(count))
             BT, BD = _stream_tile(T, D, 64, 512)
@@ -293,7 +264,7 @@ def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_row
                 "num_warps": 4,
             }
         grid = (triton.cdiv(T, BT) * triton.cdiv(D, BD),)
-        for i, (K, k) in enumerate(_progressions(sources, limit=len(sources))):
+        for i, (K, k) in enumerate(progressions(sources, limit=len(sources))):
             kernel[grid](
                 states, weight, norm_weight, norm_bias, out,
                 T, D, weight.shape[0], *k, K, *row, count, *place,
@@ -311,7 +282,7 @@ def pull_rows(
     T, D = _stream_shape(states, weight, norm_weight, norm_bias)
     per_channel = weight.dim() == 3
     use_dot = states.dtype == torch.bfloat16 and not per_channel
-    for K, k, place in _progressions(sources, out_rows, limit=ROWS if use_dot else ROWS // 2):
+    for K, k, place in progressions(sources, out_rows, limit=ROWS if use_dot else ROWS // 2):
         BK = max(8, triton.next_power_of_2(K))
         if use_dot:
             kernel, shape = pull_rows_dot_kernel, (states[0].numel(), states.shape[2])
@@ -324,7 +295,7 @@ def pull_rows(
             BT, BD = _stream_tile(T, D, 32 if per_channel else 128, 2048)
             sides = {"PER_CHANNEL": per_channel, "BT": BT, "BD": BD, "STAGES": 3, "num_warps": 8}
             programs = triton.cdiv(T, BT) * triton.cdiv(D, BD)
-        for i, (L, row, slot) in enumerate(_progressions(rows, grad_slots, limit=len(rows))):
+        for i, (L, row, slot) in enumerate(progressions(rows, grad_slots, limit=len(rows))):
             partial = None
             if dweight is not None:
                 size = (triton.cdiv(T, BT), 1, L, K * D) if per_channel else (programs, 1, L, K)
@@ -336,10 +307,10 @@ def pull_rows(
                 ACCUMULATE=accumulate or i > 0, BK=BK, **sides,
             )  # fmt: skip
             if partial is not None:
-                _sum_into(partial, dweight, L, row, K, k)
+                sum_into(partial, dweight, L, row, K, k)
 
 
-def _sum_into(partial, dweight, L, row, K, k):
+def sum_into(partial, dweight, L, row, K, k):
     """Sums the parts of all programs into the entries of dweight that two progressions give."""
     (first_row, step_row), (first_k, step_k) = row, k
     rows = slice(first_row, first_row + L * step_row, step_row)

@@ -2,13 +2,13 @@
 
     b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)
 
-over the states of the row's own block.
+over the states of the row's own block, and the layer-norm of the result.
 """
 
 import triton
 import triton.language as tl
 
-from .common import rounded
+from .common import norm_backward, normalise, rounded
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def store_tile(p, s_row, o_row, o_d, m, b_x):
 
 
 @triton.jit
-def load_stat(p, o_t, m_t):
+def load_stat(p, o_t, m_t, other=0.0):
     """One number for each token, as (1, BT, 1)."""
-    return tl.load(p + o_t, mask=m_t, other=0.0)[None, :, None]
+    return tl.load(p + o_t, mask=m_t, other=other)[None, :, None]
 
 
 @triton.jit
@@ -124,3 +124,31 @@ def add_dot(
         o_i = tl.arange(0, b_dots.shape[0])[:, None, None]
         b_dots += tl.where(o_i == i, tl.sum(b_dot, axis=3), 0.0)
     return b_dots
+
+
+@triton.jit
+def store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
+                 o_t, o_row, o_d, o_tile, m_t, m_d, m, D, eps, RMS: tl.constexpr):  # fmt: skip
+    """Stores ``out = LN(x)`` and its statistics."""
+    b_out, b_mean, b_rstd = normalise(b_x, m_d, D, eps, RMS)
+    if p_norm_weight is not None:
+        b_out *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
+    if p_norm_bias is not None:
+        b_out += tl.load(p_norm_bias + o_tile, mask=m, other=0.0)
+    store_tile(p_out, s_out, o_row, o_d, m, b_out)
+    if not RMS:
+        store_stat(p_mean, b_mean, o_t, m_t)
+    store_stat(p_rstd, b_rstd, o_t, m_t)
+
+
+@triton.jit
+def output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_tile, m, D, RMS: tl.constexpr):
+    """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
+    if not RMS:
+        b_x -= b_mean
+    b_hat = tl.where(m, b_x * b_rstd, 0.0)  # x normalised
+    b_bias = b_dout.to(tl.float32)
+    b_d = b_bias
+    if p_norm_weight is not None:
+        b_d *= tl.load(p_norm_weight + o_tile, mask=m, other=0.0)
+    return norm_backward(b_d, b_hat, b_rstd, D, RMS), b_bias * b_hat, b_bias

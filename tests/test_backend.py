@@ -7,7 +7,7 @@ import torch
 
 from deepfast import backend, ops
 from deepfast.backend import BackendError
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from deepfast.reference import launchers
 
 DTYPES = list(backend.DTYPES)
@@ -75,8 +75,9 @@ def every_op(**kwargs):
     ops.linear_cross_entropy(x, torch.ones(5, 4), torch.arange(3), **kwargs).backward()
     f = torch.randn(2, 3, 4, requires_grad=True)
     ops.peephole_lstm(f, torch.ones(1, 4), torch.ones(3, 1), **kwargs)[0].sum().backward()
-    dlcl, history = DLCL(1, 4, **kwargs), DepthHistory()
-    dlcl(torch.tanh(dlcl(x, history)), history).sum().backward()
+    for connection in (DLCL, AttentionResiduals):
+        push, history = connection(1, 4, **kwargs), DepthHistory()
+        push(torch.tanh(push(x, history)), history).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])

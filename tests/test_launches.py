@@ -79,8 +79,12 @@ NUMBERS = {
     "ignore_index": -1, "write_grad": True, "reverse": False,
 }  # fmt: skip
 # A launch writes only a part of these operands, or reads them first.
-CHANGED = {"states", "grads", "logits"}
-PARTS = {("boundary_backward", "dweight"), ("pull_rows", "dweight")}
+CHANGED = {"states", "grads", "logits", "stats"}
+PARTS = {
+    ("boundary_backward", "dweight"), ("pull_rows", "dweight"),
+    ("attention_boundary_forward", "source_rstd"), ("attention_boundary_backward", "dquery"),
+    ("attention_boundary_backward", "dbias"), ("attend_pull", "dquery"), ("attend_pull", "dbias"),
+}  # fmt: skip
 
 
 def operand(name, o, absent):
@@ -106,6 +110,8 @@ def test_every_result_is_written(any_backend, name):
         pytest.skip(f"{any_backend} does not serve {launch.op}")
     absent = {"scores", "dscores"}
     given = {o.name: operand(name, o, absent) for o in launch.operands}
+    if launch.op == "attention_boundary":
+        given["kind"] = "softmax"
     run = getattr(backend.choose(launch.op, any_backend, "cpu", torch.float32)[1], name)
     run(*given.values())
     for o in launch.operands:

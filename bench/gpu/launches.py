@@ -28,12 +28,18 @@ TOY = ((3, 64),)
 FAR, BLOCKS, PULLED = 80, (4, 8, 16), [91, 93, 94]
 NUMBERS = {
     "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "dropout_p": 0.1, "kind": "gelu",
-    "norm": True, "norm_source": True, "accumulate": False, "k": 91, "near": [88, 89, 90, 91],
-    "rms": False, "out_rms": False, "grad_slot": 92, "pull_rows": PULLED,
+    "rms": False, "out_rms": False, "norm": True, "norm_source": True, "accumulate": False,
+    "k": 91, "near": [88, 89, 90, 91], "grad_slot": 92, "pull_rows": PULLED,
     "pull_slots": [r + 1 for r in PULLED], "label_smoothing": 0.1, "ignore_index": -100,
     "write_grad": True, "reverse": False, "causal": True, "scale": 0.125,
 }  # fmt: skip
 """The operands that are no tensors, of a state in the middle of a block of a deep stack."""
+
+ATTENDED = (
+    {"kind": "softmax", "bias": None, "dbias": None},
+    {"kind": "relu", "stats": None, "partial_stats": None, "out_stats": None},
+)
+"""The two kinds of attention residuals; only ReLU has a bias, and only a softmax statistics."""
 
 
 def names(by: str) -> list[str]:
@@ -45,24 +51,28 @@ def names(by: str) -> list[str]:
     ]  # fmt: skip
 
 
+def _far_pass(name: str, toy: bool) -> Iterator[dict]:
+    for block in BLOCKS[:1] if toy else BLOCKS:
+        # Rows that are out of order make the launch scatter its sums.
+        rows = [81, 80, *range(82, 80 + block)]
+        lists = {"rows": rows, "out_rows": list(range(block))}
+        if name in ("mix_rows", "attend_rows"):
+            yield lists | {"sources": list(range(block if toy else FAR))}
+            continue
+        lists |= {"sources": list(range(block)), "grad_slots": [r + 1 for r in rows]}
+        yield lists
+        yield lists | {"dweight": None, "dquery": None, "dbias": None}
+
+
 def variants(name: str, toy: bool) -> Iterator[dict]:
     """The operands of every call of a launch that are not those of the table and NUMBERS."""
-    if name in ("mix_rows", "pull_rows"):
-        for block in BLOCKS[:1] if toy else BLOCKS:
-            # Rows that are out of order make the launch scatter its sums.
-            rows = [81, 80, *range(82, 80 + block)]
-            lists = {"rows": rows, "out_rows": list(range(block))}
-            if name == "mix_rows":
-                yield lists | {"sources": list(range(block if toy else FAR))}
-                continue
-            lists |= {"sources": list(range(block)), "grad_slots": [r + 1 for r in rows]}
-            yield lists
-            yield lists | {"dweight": None}
+    kinds = ATTENDED if LAUNCHES[name].op == "attention_boundary" else ({},)
+    if name in ("mix_rows", "pull_rows", "attend_rows", "attend_pull"):
+        yield from (kind | lists for kind in kinds for lists in _far_pass(name, toy))
         return
-    yield {"scores": None, "dscores": None}
-    if name.startswith(("layer_norm", "boundary")):
-        # An RMS norm has no mean.
-        yield {"rms": True, "out_rms": True, "mean": None, "out_mean": None}
+    yield from ({"scores": None, "dscores": None} | kind for kind in kinds)
+    if any(o.name in ("rms", "out_rms") for o in LAUNCHES[name].operands):
+        yield kinds[0] | {"rms": True, "mean": None, "out_rms": True, "out_mean": None}
     if name.startswith("depth_mix"):
         # Without a bias another kernel runs.
         yield {"norm_bias": None, "dnorm_bias": None}
@@ -70,7 +80,7 @@ def variants(name: str, toy: bool) -> Iterator[dict]:
         yield {"query": None, "dquery": None, "norm": False}
     if name.startswith("activation"):
         yield {"kind": "relu"}
-    if name.startswith("attention"):
+    if name in ("attention_forward", "attention_backward"):
         yield {"causal": False}
 
 
@@ -93,7 +103,8 @@ def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: boo
         elif o.shapes[0][:1] in (("S",), ("B",)):
             made[o.name] = empty_slots(shape[0], torch.empty(shape[1:], **kind)).zero_()
         else:
-            fill = torch.zeros if o.writes else torch.ones
+            # The statistics are read too.
+            fill = torch.zeros if o.writes and o.name != "stats" else torch.ones
             x = [fill(shape, **kind) for _ in range(sizes["K"] if o.type == "Tensor[]" else 1)]
             made[o.name] = x if o.type == "Tensor[]" else x[0]
     return {o.name: made[o.name] for o in LAUNCHES[name].operands}

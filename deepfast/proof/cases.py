@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from deepfast import ops
 from deepfast.depth.history import DepthHistory
-from deepfast.nn import DLCL, LayerNorm, RMSNorm
+from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
 from deepfast.proof.check import Case, Computed, Stored
 from deepfast.proof.table import widths
 
@@ -134,9 +134,9 @@ class _Stack(torch.nn.Module):
     """Boundaries whose layers add a given tensor to 1/64 of their input, so that the error of one
     boundary is not hidden by the errors of those before it."""
 
-    def __init__(self, depth: int, dim: int, full: bool, *, rms: bool = False, **options):
+    def __init__(self, connection: torch.nn.Module, dim: int, full: bool, rms: bool):
         super().__init__()
-        self.dlcl, self.full = DLCL(depth, dim, **options), full
+        self.connection, self.full = connection, full
         self.norm = RMSNorm(dim) if rms else LayerNorm(dim)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -145,36 +145,53 @@ class _Stack(torch.nn.Module):
         for k, y in enumerate(given):
             branch = y if x is None else y + x / 64
             if self.full:
-                residual, x = self.dlcl(
+                residual, x = self.connection(
                     branch, history, residual=residual, dropout_p=0.3, seed=k,
                     out_norm=self.norm.as_output(),
                 )  # fmt: skip
             else:
-                x = self.dlcl(branch, history)
+                x = self.connection(branch, history)
             results.append(x)
         return tuple(results)
 
 
-def _push(depth: int, dim: int, full: bool, options: dict, *, backend: str, **given: Tensor):
+def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend: str, **given: Tensor):
     states = [given.pop(f"y{k}") for k in range(depth + 1)]
-    stack = _Stack(depth, dim, full, backend=backend, **options).to(states[0].device)
+    options = dict(options)
+    rms = options.pop("rms", False)
+    connection = kind(depth, dim, backend=backend, **options)
+    stack = _Stack(connection, dim, full, rms).to(states[0].device)
     return functional_call(
         stack, {n.replace("__", "."): p for n, p in given.items()}, tuple(states)
     )
 
 
-def _stack(name: str, T: int, D: int, depth: int = 6, full: bool = False, **options) -> Case:
-    rows = depth + 1
-    given: dict = {f"y{k}": _rows(T, D) for k in range(rows)}
-    channels = (D,) if options.get("weight") == "vector" else ()
-    given["dlcl__weight"] = Computed(torch.randn(rows, rows, *channels) / rows**0.5)
-    if options.get("norm", "pre") is not None:
-        given |= {"dlcl__norm_weight": _gains(rows, D), "dlcl__norm_bias": _values(rows, D)}
+def _pushed(name: str, kind, T: int, D: int, depth: int, full: bool, options: dict, **parameters):
+    """A call of a connection with these ``parameters``."""
+    given: dict = {f"y{k}": _rows(T, D) for k in range(depth + 1)}
+    given |= {f"connection__{n}": p for n, p in parameters.items()}
     if full:
         given["norm__weight"] = _gains(D)
         if not options.get("rms"):
             given["norm__bias"] = _values(D)
-    return Case(name, given, functools.partial(_push, depth, D, full, options))
+    return Case(name, given, functools.partial(_push, kind, depth, D, full, options))
+
+
+def _stack(name: str, T: int, D: int, depth: int = 6, full: bool = False, **options) -> Case:
+    rows = depth + 1
+    channels = (D,) if options.get("weight") == "vector" else ()
+    parameters = {"weight": Computed(torch.randn(rows, rows, *channels) / rows**0.5)}
+    if options.get("norm", "pre") is not None:
+        parameters |= {"norm_weight": _gains(rows, D), "norm_bias": _values(rows, D)}
+    return _pushed(name, DLCL, T, D, depth, full, options, **parameters)
+
+
+def _residuals(name: str, T: int, D: int, depth: int = 6, full: bool = False, **options) -> Case:
+    rows = depth + 1
+    parameters = {"query": Computed(torch.randn(rows, D) / D**0.5)}
+    if options.get("weights") == "relu":
+        parameters["bias"] = _values(rows, rows)
+    return _pushed(name, AttentionResiduals, T, D, depth, full, options, **parameters)
 
 
 def _boundary(s: Sizes) -> Iterator[Case]:
@@ -186,6 +203,16 @@ def _boundary(s: Sizes) -> Iterator[Case]:
     yield _stack("window", 7, s.even, window=3)
     yield _stack("many sources", 7, s.misfit, depth=s.many)
     yield _stack("no token", 0, s.even, full=True)
+
+
+def _attention_boundary(s: Sizes) -> Iterator[Case]:
+    yield _residuals("odd width, residual, dropout, next norm", s.tokens, s.odd, full=True)
+    yield _residuals("aligned, residual, dropout, next norm", s.tokens, s.even, full=True)
+    yield _residuals("relu", s.tokens, s.misfit, weights="relu")
+    yield _residuals("blocks", 7, s.even, block=2)
+    yield _residuals("window", 7, s.odd, window=3)
+    yield _residuals("many sources", 7, s.misfit, depth=s.many)
+    yield _residuals("no token", 0, s.even, full=True)
 
 
 def offsets(lengths: list[int], device) -> Tensor:
@@ -271,6 +298,7 @@ MAKERS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     "depth_mix": _depth_mix,
     "depth_attention": _depth_attention,
     "boundary": _boundary,
+    "attention_boundary": _attention_boundary,
     "attention": _attention,
     "linear_cross_entropy": _linear_cross_entropy,
     "peephole_lstm": _peephole_lstm,
@@ -285,6 +313,8 @@ def wide(op: str, width: int, kind: str, tokens: int | None = None) -> Case:
     match op:
         case "boundary":
             return _stack(name, T, width, depth=8, full=True)
+        case "attention_boundary":
+            return _residuals(name, T, width, depth=8, full=True)
         case "depth_mix":
             given: dict = {f"x{k}": _rows(T, width) for k in range(8)}
             norms = {"norm_weight": _gains(8, width), "norm_bias": _values(8, width)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast import backend
-from deepfast.nn import DLCL, DepthHistory, TransformerEncoder
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -36,6 +36,42 @@ def test_a_chain_agrees(server, tolerances, chain, options, dtype):
     with backend.record() as seen:
         chain(4, 20, block=2, backend=server, **options).compare(tolerances, dtype)
     assert set(seen) == {("boundary", server)}
+
+
+def residuals(backend, dtype, options):
+    """A chain with attention residuals: its output and every gradient by name."""
+    torch.manual_seed(1)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    m = AttentionResiduals(6, 20, backend=backend, **options)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.normal_(std=0.5)
+    m, scales = m.to(compute), 1 + 0.1 * torch.randn(6, 20)
+    x = torch.randn(3, 20).bfloat16().to(dtype).requires_grad_()
+    # Blocks of two rows: far passes with one and with several blocks behind them.
+    history = DepthHistory(block=2)
+    y = m(x, history)
+    for k, scale in enumerate(scales.to(dtype)):
+        y = m(torch.tanh(scale * y), history, residual=y, dropout_p=0.3, seed=k)
+    y.backward(torch.randn(3, 20).to(dtype))
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in m.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"block": 2}, {"window": 3}, {"weights": "relu"}, {"norm_weight": True}],
+    ids=str,
+)
+def test_attention_residuals_agree(tolerances, options, dtype):
+    reason = backend.refusal("attention_boundary", "triton", "cpu", torch.float32)
+    if reason is not None:
+        pytest.skip(f"{reason}; tests/gpu covers the engine on a GPU")
+    with backend.record() as seen:
+        got = residuals("triton", dtype, options)
+    assert set(seen) == {("attention_boundary", "triton")}
+    plain, exact = (residuals("reference", d, options) for d in (dtype, torch.float64))
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,49 @@ def boundary_backward(launch, near, D, dtype=BF16, rms=False):
     )  # fmt: skip
 
 
+def attend_rows(launch, B, D, dtype=BF16, kind="softmax"):
+    first = LAYERS + 1 - B
+    engine(
+        launch, "attend_rows", D, dtype, B, kind=kind, **by_kind(kind, "out_stats"),
+        sources=list(range(first)), rows=list(range(first, LAYERS + 1)), out_rows=list(range(B)),
+        accumulate=False,
+    )  # fmt: skip
+
+
+def attend_pull(launch, B, D, dtype=BF16, kind="softmax"):
+    rows = list(range(B, LAYERS + 1))
+    engine(
+        launch, "attend_pull", D, dtype, B, kind=kind, **by_kind(kind, "stats", "dbias"),
+        grad_slots=[r + 1 for r in rows], rows=rows, sources=list(range(B)),
+        out_rows=list(range(B)), accumulate=False,
+    )  # fmt: skip
+
+
+def by_kind(kind, stats, *gradients):
+    """Attention residuals have statistics by softmax, and a bias by ReLU."""
+    return {stats: None} if kind == "relu" else dict.fromkeys(("bias", *gradients))
+
+
+def attention_boundary_forward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
+    engine(
+        launch, "attention_boundary_forward", D, dtype, kind=kind, **by_kind(kind, "stats"),
+        dropout_p=0.1, k=31, near=list(range(32 - near, 32)), eps=1e-6, out_eps=1e-5,
+        out_rms=rms, absent=("out_mean", "out_norm_bias") if rms else (),
+    )  # fmt: skip
+
+
+def attention_boundary_backward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
+    """A state in the middle of its block of ``near``."""
+    k, pulls = 23 + near // 2, near - near // 2 + 1
+    engine(
+        launch, "attention_boundary_backward", D, dtype, kind=kind,
+        **by_kind(kind, "stats", "dbias"), k=k, near=list(range(24, k + 1)), dropout_p=0.1,
+        grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
+        pull_slots=list(range(k + 1, k + 1 + pulls)), out_rms=rms,
+        absent=("out_mean", "out_norm_bias", "dout_norm_bias") if rms else (),
+    )  # fmt: skip
+
+
 def attention(launch, name, length, causal, dtype, heads, width):
     sizes, names = {"T": T, "Q": T, "H": heads, "E": width, "N": 256}, ("q", "k", "v")
     given = {
@@ -205,6 +248,10 @@ MIX = ("depth_mix", depth_mix_forward, depth_mix_backward)
 DEPTH_ATTENTION = ("depth_attention", depth_attention_forward, depth_attention_backward)
 ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
+ATTEND = ("attend_rows", attend_rows, attend_pull)
+ATTENTION_BOUNDARY = (
+    "attention_boundary", attention_boundary_forward, attention_boundary_backward,
+)  # fmt: skip
 LSTM = ("peephole_lstm", peephole_lstm_forward, peephole_lstm_backward)
 ATTENTION = ("attention", attention_forward, attention_backward)
 
@@ -231,6 +278,16 @@ CASES = [
     *hopper(*BOUNDARY, near=8, D=4096),
     *hopper(*BOUNDARY, near=8, D=512, dtype=FP32),
     *hopper(*BOUNDARY, near=8, D=512, rms=True),
+    *every(*ATTEND, B=8, D=512),
+    *hopper(*ATTEND, B=16, D=512),
+    *hopper(*ATTEND, B=4, D=4096),
+    *hopper(*ATTEND, B=8, D=512, kind="relu"),
+    *hopper(*ATTEND, B=8, D=512, dtype=FP32),
+    *every(*ATTENTION_BOUNDARY, near=8, D=512),
+    *hopper(*ATTENTION_BOUNDARY, near=8, D=4096),
+    *hopper(*ATTENTION_BOUNDARY, near=8, D=512, kind="relu"),
+    *hopper(*ATTENTION_BOUNDARY, near=8, D=512, dtype=FP32),
+    *hopper(*ATTENTION_BOUNDARY, near=8, D=512, rms=True),
     *every(*ATTENTION, length=128, causal=True),
     *every(*ATTENTION, length=512, causal=True),
     *hopper(*ATTENTION, length=64),

@@ -72,11 +72,37 @@ def of_block() -> dict[str, int]:
     return variants(run, *range(start, end))
 
 
+def of_attention_block() -> dict[str, int]:
+    """The same with attention residuals."""
+    T, D, rows, start, end = 33, 64, 24, 8, 16
+    kernels = importlib.import_module("deepfast.kernels.attention_boundary")
+    states, like = torch.zeros(rows + 1, T, D), torch.zeros(T, D)
+    query, dquery, seeds = *torch.zeros(2, rows, D), torch.zeros(rows, dtype=torch.int64)
+    source_rstd, mean, rstd = torch.zeros(3, rows, T)
+    stats, far_stats = torch.zeros(rows, 3, T), torch.zeros(end - start, 2, T)
+
+    def run(k):
+        near, far = list(range(start, k + 1)), (like, far_stats[k - start])
+        kernels.attention_boundary_forward(
+            like, like, 0.1, seeds[k], states, k, near, query, None, "softmax", 1e-6, *far,
+            query[0], query[1], 1e-5, False, like, like, source_rstd, stats, mean[k], rstd[k],
+        )  # fmt: skip
+        pulls = list(range(k, end))
+        kernels.attention_boundary_backward(
+            states, k, near, query, None, "softmax", *far, query[0], query[1], False, source_rstd,
+            stats, mean[k], rstd[k], 0.1, seeds[k], like, like, states, k + 1, pulls,
+            [row + 1 for row in pulls], like, like, like, dquery, None, like[0], like[1],
+        )  # fmt: skip
+
+    return variants(run, *range(start, end))
+
+
 def main() -> None:
     aot.use_target(90)
     JITFunction._do_compile = _record
     cases = {case.name: of_case(case) for case in aot_cases.CASES}
-    print(json.dumps({"cases": cases, "block": of_block()}))
+    blocks = {"boundary": of_block(), "attention_boundary": of_attention_block()}
+    print(json.dumps({"cases": cases, "blocks": blocks}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""Parts of the kernels of attention residuals: scores, online softmax, and their backward.
+
+    forward    x_l = sum_k p_lk v_k,  p_lk = exp(s_lk - most_l) / total_l, or relu(s_lk)
+               s_lk = q_l . n_k + b_lk,  n_k = v_k r_k,  r_k = 1 / sqrt(mean(v_k^2) + eps)
+    backward   ds_lk = p_lk (<g_l, v_k> - <g_l, x_l>), or <g_l, v_k> where s_lk > 0
+               dv_k = sum_l (p_lk g_l + ds_lk r_k (q_l - n_k (q_l . n_k) / D))
+               dq_l = sum_k ds_lk n_k,  db_lk = ds_lk,  summed over the tokens
+
+with the largest score most_l and total_l = sum_k exp(s_lk - most_l). The softmax is computed online
+(Milakov, Gimelshein 2018).
+
+A tile (BA, BT, BC) has all channels of BT / BB tokens for each of BB rows l, or of BB states k. In
+the boundary, which has one row and one state, BB is 1. Statistics of tokens are (R, T) tables,
+contiguous. They are loaded as (U, 1, BT, 1) blocks, one number for each row of U tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from .near_sum import load_stat
+
+
+@triton.jit
+def slot(first, i, step):
+    """Entry i of a progression, as a factor of a stride."""
+    return (first + i * step).to(tl.int64)
+
+
+@triton.jit
+def tile_rows(begin, UNROLL: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+              BB: tl.constexpr):  # fmt: skip
+    """Of UNROLL tiles, flat as in `common.flat_rows`: (UNROLL * BA * BT, 1) which tile, the entry
+    of BB, the token; and the channels (UNROLL * BA * BT, BC)."""
+    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
+    o_b = o_u % BT % BB
+    o_t = begin + o_u % BT // BB
+    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
+    return o_u // (BA * BT), o_b, o_t, o_d
+
+
+@triton.jit
+def stat_rows(begin, UNROLL: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr):
+    """The same of the blocks of statistics, (UNROLL, 1, BT, 1)."""
+    o_u = tl.arange(0, UNROLL)[:, None, None, None]
+    o_b = tl.arange(0, BT)[None, None, :, None]
+    return o_u, o_b % BB, begin + o_b // BB
+
+
+@triton.jit
+def dots(b_a, b_b):
+    """``<a, b>`` of each row: (U, BA, BT, BC) to (U, 1, BT, 1)."""
+    return tl.sum(tl.sum(b_a * b_b, axis=1), axis=2)[:, None, :, None]
+
+
+@triton.jit
+def rms_norm(b_v, D, eps):
+    """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
+    b_square = tl.sum(tl.sum(b_v * b_v, axis=0), axis=1)[None, :, None]
+    return tl.rsqrt(b_square / D + eps)
+
+
+@triton.jit
+def load_query(p_query, first, step, rows, D, BA: tl.constexpr, BT: tl.constexpr,
+               BC: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+    """q of the ``rows`` rows of a tile, (BA, BT, BC)."""
+    _, o_b, _, o_d = tile_rows(0, 1, BA, BT, BC, BB)
+    p = p_query + slot(first, o_b, step) * D + o_d
+    return tl.reshape(tl.load(p, mask=(o_b < rows) & (o_d < D), other=0.0), (BA, BT, BC))
+
+
+@triton.jit
+def relu(b_s):
+    """NaN stays NaN."""
+    return tl.where(b_s <= 0, 0.0, b_s)
+
+
+@triton.jit
+def begin_sum(b_x, p_most, p_total, o_t, m_t):
+    """A weighted mean ``b_x`` as `join` continues it: the sum, the largest score, the total."""
+    b_most, b_total = load_stat(p_most, o_t, m_t), load_stat(p_total, o_t, m_t)
+    return b_x * b_total, b_most, b_total
+
+
+@triton.jit
+def no_sum(BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    """What `begin_sum` returns of no states."""
+    b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
+    b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
+    return tl.zeros((BA, BT, BC), dtype=tl.float32), b_most, b_total
+
+
+@triton.jit
+def join(b_x, b_most, b_total, b_s, b_v, RELU: tl.constexpr):
+    """The sum after U more states v, (U, BA, BT, BC), with the scores s."""
+    if RELU:
+        b_x += tl.sum(relu(b_s) * b_v, axis=0)
+    else:
+        b_high = tl.maximum(b_most, tl.max(b_s, axis=0))
+        # The difference of two scores of -inf is NaN, but their weights must be 0.
+        b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
+        b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from[None, :, :, :])
+        b_x = b_x * b_kept + tl.sum(b_p * b_v, axis=0)
+        b_total = b_total * b_kept + tl.sum(b_p, axis=0)
+        b_most = b_high
+    return b_x, b_most, b_total
+
+
+@triton.jit
+def end_sum(b_x, b_total, RELU: tl.constexpr):
+    """The weighted mean; 0 where nothing has a weight."""
+    return b_x if RELU else b_x / tl.where(b_total == 0, 1.0, b_total)
+
+
+@triton.jit
+def join_states(
+    b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, first_row, step_row, rows,
+    first, step, count, T, R, begin,
+    s_n, s_state, RELU: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """`join` of a progression of states. The loads of UNROLL states are in flight at once."""
+    o_u, _, o_t, o_d = tile_rows(begin, UNROLL, BA, BT, BC, BB)
+    o_i, o_b, o_st = stat_rows(begin, UNROLL, BT, BB)
+    for start in range(0, count, UNROLL):
+        m = (o_d < D) & (o_t < T) & (start + o_u < count)
+        p = p_states + slot(first, start + o_u, step) * s_n + o_t.to(tl.int64) * s_state + o_d
+        b_v = tl.reshape(tl.load(p, mask=m, other=0.0).to(tl.float32), (UNROLL, BA, BT, BC))
+        m_i, k = start + o_i < count, slot(first, start + o_i, step)
+        b_s = dots(b_v, b_q[None, :, :, :])
+        b_s *= tl.load(p_rstd + k * T + o_st, mask=m_i & (o_st < T), other=0.0)
+        if p_bias is not None:
+            o_bias = slot(first_row, o_b, step_row) * R + k
+            b_s += tl.load(p_bias + o_bias, mask=m_i & (o_b < rows), other=0.0)
+        b_s = tl.where(m_i, b_s, float("-inf"))
+        b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
+    return b_x, b_most, b_total
+
+
+@triton.jit
+def pull(b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta, m_l,
+         RELU: tl.constexpr):  # fmt: skip
+    """Adds what U rows give to dv of a tile of states v, (BA, BT, BC), and returns their ds.
+
+    b_g, b_q: the rows' gradients and queries, (U, BA, BT, BC). b_back: the sum of ds (q . n) so
+    far, (1, BT, 1). m_l: which rows there are. Further blocks are (U, 1, BT, 1).
+    """
+    b_v, b_r = b_v[None, :, :, :], b_r[None, :, :, :]
+    b_dot = dots(b_v, b_q) * b_r
+    b_s, b_slope = b_dot + b_bias, dots(b_v, b_g)
+    if RELU:
+        b_p = tl.where(m_l, relu(b_s), 0.0)
+        b_ds = tl.where(m_l, tl.where(b_s > 0, b_slope, 0.0), 0.0)
+    else:
+        b_p = tl.where(m_l, tl.exp(b_s - b_most) / b_total, 0.0)
+        b_ds = tl.where(m_l, b_p * (b_slope - b_delta), 0.0)
+    b_u += tl.sum(b_p * b_g + b_ds * b_r * b_q, axis=0)
+    return b_u, b_back + tl.sum(b_ds * b_dot, axis=0), b_ds
+
+
+@triton.jit
+def pull_rows(
+    b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats, p_ds,
+    first_row, step_row, first_slot, step_slot, rows, first_k, step_k, states, L, K, T, R, begin,
+    s_grads, s_grad, RELU: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """`pull` of a progression of rows, for ``states`` of K states. ``p_ds`` gets ds, (T, L, K)."""
+    o_u, _, o_t, o_d = tile_rows(begin, UNROLL, BA, BT, BC, BB)
+    o_i, o_b, o_st = stat_rows(begin, UNROLL, BT, BB)
+    k = slot(first_k, o_b, step_k)
+    for start in range(0, rows, UNROLL):
+        m = (o_d < D) & (start + o_u < rows)
+        p_g = p_grads + slot(first_slot, start + o_u, step_slot) * s_grads
+        p_g += o_t.to(tl.int64) * s_grad + o_d
+        b_g = tl.load(p_g, mask=m & (o_t < T), other=0.0).to(tl.float32)
+        b_q = tl.load(p_query + slot(first_row, start + o_u, step_row) * D + o_d, mask=m, other=0.0)
+        m_l, row = start + o_i < rows, slot(first_row, start + o_i, step_row)
+        m_st = m_l & (o_st < T)
+        b_bias, b_most, b_total, b_delta = 0.0, 0.0, 1.0, 0.0
+        if p_bias is not None:
+            b_bias = tl.load(p_bias + row * R + k, mask=m_l & (o_b < states), other=0.0)
+        if not RELU:
+            p_row = p_stats + row * 3 * T + o_st
+            b_most = tl.load(p_row, mask=m_st, other=0.0)
+            b_total = tl.load(p_row + T, mask=m_st, other=1.0)
+            b_delta = tl.load(p_row + 2 * T, mask=m_st, other=0.0)
+        b_g, b_q = (tl.reshape(b_g, (UNROLL, BA, BT, BC)), tl.reshape(b_q, (UNROLL, BA, BT, BC)))
+        b_u, b_back, b_ds = pull(
+            b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta, m_l, RELU
+        )
+        if p_ds is not None:
+            o_ds = (o_st.to(tl.int64) * L + start + o_i) * K + o_b
+            tl.store(p_ds + o_ds, b_ds, mask=m_st & (o_b < states))
+    return b_u, b_back
+
+
+@triton.jit
+def end_pull(b_u, b_back, b_v, b_r, D):
+    """dv, through 1 / RMS."""
+    return b_u - b_v * (b_r * b_r * b_back / D)

@@ -1,0 +1,310 @@
+"""The boundary between two layers with attention residuals, of which `attend` has the equations.
+
+    forward    y = residual + dropout(branch), stored in slot k, and r_k
+               x = partial joined to the near states,  out = LN(x)
+    backward   g = dx + the gradient of dout through LN, stored for the boundaries below
+               delta_k = <g, x>,  dy = pulled + what the rows of k's block add to dv_k
+
+`boundary` has the same with constant weights. As there, the near states but k, and the pulled rows
+and slots but row k's, are arithmetic progressions. For the gradients of the queries backward stores
+ds of each token and row, and the second kernel of `attend_rows` reads state k again.
+"""
+
+import triton
+import triton.language as tl
+
+from .attend import (
+    begin_sum,
+    dots,
+    end_pull,
+    end_sum,
+    join,
+    join_states,
+    load_query,
+    no_sum,
+    pull,
+    pull_rows,
+    rms_norm,
+)
+from .attend_rows import LOADS, attend_tile, query_grads
+from .common import (
+    dropout,
+    dropout_factors,
+    even_programs,
+    launcher,
+    multiprocessors,
+    passed,
+    residency,
+    rounded,
+    row_channels,
+    row_sum,
+    store_sum,
+    stride,
+    sum_partials,
+)
+from .near_sum import (
+    load_stat,
+    load_tile,
+    output_backward,
+    store_output,
+    store_stat,
+    store_tile,
+)
+
+FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
+BACKWARD_NUMBERS = [
+    *FORWARD_NUMBERS,
+    *("grad_slot", "first_row", "row_step", "first_slot", "slot_step", "pulls"),
+]
+# Each state has its entry in a table of all layers, which begins anywhere.
+ENTRIES = ["p_seed", "p_partial_stats", "p_out_mean", "p_out_rstd"]
+
+
+@triton.jit
+def _far_and_near(
+    b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R, begin,
+    s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m,
+    RELU: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The sum of row k over ``partial`` and the near states but k."""
+    b_x, b_most, b_total = no_sum(BA, BT, BC)
+    if p_partial is not None:
+        b_x = load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
+        if not RELU:
+            b_x, b_most, b_total = begin_sum(b_x, p_partial_stats, p_partial_stats + T, o_t, m_t)
+    return join_states(
+        b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, k, 1, 1, first, step, count, T, R,
+        begin, s_n, s_state, RELU, UNROLL, D, BA, BT, BC, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _own(b_v, b_q, b_r, p_bias, k, R):
+    """State k as U = 1 states, with its score for row k."""
+    b_v = b_v[None, :, :, :]
+    b_s = dots(b_v, b_q[None, :, :, :]) * b_r[None, :, :, :]
+    return b_v, b_s if p_bias is None else b_s + tl.load(p_bias + k * R + k)
+
+
+@triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
+def attention_boundary_fwd_kernel(
+    p_branch, p_residual, p_seed, p_states, p_query, p_bias, p_partial, p_partial_stats,
+    p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_rstd, p_stats, p_out_mean, p_out_rstd,
+    T, R, k, first, step, count, eps, out_eps, threshold, scale,
+    s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
+    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * BT
+    o_t = begin + tl.arange(0, BT)  # (BT,)
+    o_d = row_channels(BA, BC)  # (BA, 1, BC)
+    m_t, m_d = o_t < T, o_d < D
+    o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
+    m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
+    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    k = k.to(tl.int64)
+    p_own, p_own_rstd = p_states + k * s_n, p_rstd + k * T
+    b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+    b_r = load_tile(p_residual if p_branch is not None else None, s_residual, o_row, o_d, m)
+    b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
+    b_x, b_most, b_total = _far_and_near(
+        b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
+        begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, UNROLL, D, BA, BT, BC,
+    )  # fmt: skip
+    if p_branch is not None:
+        b_y = b_y.to(tl.float32)
+        if p_seed is not None:
+            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
+        if p_residual is not None:
+            b_y += b_r.to(tl.float32)
+        # Mixes the rounded state, which is what later rows read.
+        b_y = rounded(b_y, p_states.dtype.element_ty)
+        tl.store(p_own + o_row * s_state + o_d, b_y, mask=m)
+        b_v = b_y.to(tl.float32)
+        b_rstd = rms_norm(b_v, D, eps)
+        store_stat(p_own_rstd, b_rstd, o_t, m_t)
+    elif READS_OWN:
+        b_v = load_tile(p_own, s_state, o_row, o_d, m).to(tl.float32)
+        b_rstd = load_stat(p_own_rstd, o_t, m_t)
+    if READS_OWN:
+        b_v, b_s = _own(b_v, b_q, b_rstd, p_bias, k, R)
+        b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
+    if not RELU:
+        store_stat(p_stats + k * 3 * T, b_most, o_t, m_t)
+        store_stat(p_stats + k * 3 * T + T, b_total, o_t, m_t)
+    b_x = tl.where(m, end_sum(b_x, b_total, RELU), 0.0)
+    store_tile(p_x, s_x, o_row, o_d, m, b_x)
+    if p_out is not None:
+        store_output(
+            b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
+            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=BACKWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
+def attention_boundary_bwd_kernel(
+    p_states, p_query, p_bias, p_partial, p_partial_stats, p_out_norm_weight, p_rstd, p_stats,
+    p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pulled, p_dbranch, p_dresidual,
+    p_ds, p_sums,
+    T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot, slot_step, pulls,
+    threshold, scale,
+    s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
+    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    o_d = row_channels(BA, BC)  # (BA, 1, BC)
+    m_d = o_d < D
+    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    k, program = k.to(tl.int64), tl.program_id(0).to(tl.int64)
+    p_g = p_grads + grad_slot.to(tl.int64) * s_grads
+    # Sums over this program's tokens, and every block below: (BA, BT, BC).
+    b_dweight = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    b_dbias = tl.zeros((BA, BT, BC), dtype=tl.float32)
+    for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        o_t = begin + tl.arange(0, BT)  # (BT,)
+        m_t = o_t < T
+        o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
+        m = m_t[None, :, None] & m_d
+        b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
+        b_r = load_stat(p_rstd + k * T, o_t, m_t)
+        b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
+        b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
+        b_v = b_n.to(tl.float32)
+        b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        if p_dout is not None or not RELU:
+            b_x, b_most, b_total = _far_and_near(
+                b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count,
+                T, R, begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, UNROLL, D,
+                BA, BT, BC,
+            )  # fmt: skip
+            if READS_OWN:
+                b_own, b_s = _own(b_v, b_q, b_r, p_bias, k, R)
+                b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_own, RELU)
+            b_x = end_sum(b_x, b_total, RELU)
+        if p_dout is not None:
+            b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
+            b_g, b_dw, b_db = output_backward(
+                load_tile(p_dout, s_dout, o_row, o_d, m), b_x, b_mean,
+                load_stat(p_out_rstd, o_t, m_t), p_out_norm_weight, o_tile, m, D, OUT_RMS,
+            )  # fmt: skip
+            if p_sums is not None:
+                b_dweight += b_dw
+                b_dbias += b_db
+        if b_dx is not None:
+            b_g += b_dx.to(tl.float32)
+        # Pulls and stores the rounded gradient, which is what other states read.
+        b_g = rounded(b_g, p_grads.dtype.element_ty)
+        o_grad = o_row * s_grad + o_d
+        tl.store(p_g + o_grad, b_g, mask=m)
+        b_g = b_g.to(tl.float32)
+        b_most, b_total, b_delta = 0.0, 1.0, 0.0
+        if not RELU:
+            p_row = p_stats + k * 3 * T
+            b_most, b_total = load_stat(p_row, o_t, m_t), load_stat(p_row + T, o_t, m_t, 1.0)
+            b_delta = row_sum(b_g * b_x)
+            store_stat(p_row + 2 * T, b_delta, o_t, m_t)
+        b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
+        L = pulls + PULLS_OWN
+        if PULLS_OWN:
+            b_bias = 0.0 if p_bias is None else tl.load(p_bias + k * R + k)
+            b_u, b_back, b_ds = pull(
+                b_u, b_back, b_v, b_r, b_g[None, :, :, :], b_q[None, :, :, :], b_bias, b_most,
+                b_total, b_delta, m_t[None, None, :, None], RELU,
+            )  # fmt: skip
+            if p_ds is not None:
+                tl.store(p_ds + o_t.to(tl.int64) * L, tl.reshape(b_ds, (BT,)), mask=m_t)
+        b_u, b_back = pull_rows(
+            b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats,
+            p_ds if p_ds is None else p_ds + PULLS_OWN, first_row, row_step, first_slot, slot_step,
+            pulls, k, 1, 1, L, 1, T, R, begin, s_grads, s_grad, RELU, UNROLL, D, BA, BT, BC, 1,
+        )  # fmt: skip
+        b_y = end_pull(b_u, b_back, b_v, b_r, D)
+        b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
+        if b_pulled is not None:
+            b_y += b_pulled.to(tl.float32)
+        store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
+        if p_dbranch is not None and p_seed is not None:
+            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
+        store_tile(p_dbranch, s_dbranch, o_row, o_d, m, b_y)
+    if p_sums is not None:
+        p = p_sums + program * 2 * D + o_d
+        store_sum(p, b_dweight, m_d)
+        store_sum(p + D, b_dbias, m_d)
+
+
+@launcher
+def attention_boundary_forward(
+    branch, residual, dropout_p, seed, states, k, near, query, bias, kind, eps, partial,
+    partial_stats, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd, stats,
+    out_mean, out_rstd,
+):  # fmt: skip
+    """See `deepfast.reference.launchers.attention_boundary_forward`."""
+    _, T, D = states.shape
+    if T == 0:
+        return
+    # The kernel adds state k last, from registers.
+    first, step, count = passed("attention_boundary", "near", [j for j in near if j != k])
+    tile = attend_tile(D, states.element_size(), 8)
+    threshold, scale = dropout_factors(dropout_p)
+    attention_boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
+        branch, residual, seed if dropout_p > 0 else None, states, query, bias, partial,
+        partial_stats, out_norm_weight, out_norm_bias, x, out, source_rstd, stats, out_mean,
+        out_rstd,
+        T, query.shape[0], k, first, step, count, eps, out_eps, threshold, scale,
+        stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
+        stride(x), stride(out),
+        RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, UNROLL=LOADS,
+        D=D, **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
+    )  # fmt: skip
+
+
+@launcher
+def attention_boundary_backward(
+    states, k, near, query, bias, kind, partial, partial_stats, out_norm_weight, out_norm_bias,
+    out_rms, source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
+    pull_rows, pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight,
+    dout_norm_bias,
+):  # fmt: skip
+    """See `deepfast.reference.launchers.attention_boundary_backward`."""
+    _, T, D = states.shape
+    op = "attention_boundary"
+    first, step, count = passed(op, "near", [j for j in near if j != k])
+    # The kernel adds row k's own gradient first, from registers.
+    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
+    rows = [r for r, _ in others]
+    first_row, row_step, pulls = passed(op, "pull_rows", rows)
+    first_slot, slot_step, _ = passed(op, "pull_slots", [s for _, s in others])
+    pulls_own = k in pull_rows
+    rows = [k] * pulls_own + rows
+
+    tile = attend_tile(D, states.element_size(), 4)
+    programs, registers = residency(8, tile.num_warps)
+    programs *= multiprocessors(states.device)
+    programs = even_programs(triton.cdiv(T, tile.BT), programs)
+    ds = sums = None
+    if dquery is not None and rows:
+        ds = query.new_empty(T, len(rows), 1)
+    channels = dout_norm_weight, dout_norm_bias
+    if any(d is not None for d in channels):
+        sums = query.new_empty(programs, 2, 1, D)
+    threshold, scale = dropout_factors(dropout_p)
+    if T > 0:
+        attention_boundary_bwd_kernel[(programs,)](
+            states, query, bias, partial, partial_stats, out_norm_weight, source_rstd, stats,
+            out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, pulled, dbranch,
+            dresidual, ds, sums,
+            T, query.shape[0], k, grad_slot, first, step, count, first_row, row_step, first_slot,
+            slot_step, pulls, threshold, scale,
+            states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
+            grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
+            RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
+            UNROLL=LOADS, D=D, **tile._asdict(),
+            maxnreg=registers,
+        )  # fmt: skip
+    if sums is not None:
+        sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
+    if ds is not None:
+        query_grads(ds, states, (k, 1), source_rstd, rows, dquery, dbias)
