@@ -25,6 +25,12 @@ CASES = {
     "decoder, post": {"decoder": True, "norm": "post"},
     "latent": {"connection": "latent", "padding": True},
     "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
+    "attnres": {"connection": "attnres", "padding": True, "activation_dropout": 0.2},
+    "attnres, gelu": {"connection": "attnres", "activation": "gelu", "attention_dropout": 0.1},
+    "attnres, one read": {"connection": "attnres", "reads": 1},
+    "block_attnres": {"connection": "block_attnres", "block": 2},
+    "block_attnres, one read": {"connection": "block_attnres", "reads": 1},
+    "decoder, attnres": {"decoder": True, "connection": "attnres", "attention_dropout": 0.1},
     "decoder, latent": {"decoder": True, "connection": "latent"},
 }
 

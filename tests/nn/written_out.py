@@ -70,6 +70,15 @@ def decoder_layer(m, x, n, encoded, padding=None, encoded_padding=None, z=1.0):
     return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
 
 
+def sublayers(m, encoded=None):
+    """The parts of a pre-norm layer in their order, each from its normalised input to its
+    branch."""
+    parts = [lambda n: attend(m.attention, n, causal=encoded is not None)]
+    if encoded is not None:
+        parts.append(lambda n: attend(m.cross_attention, n, encoded))
+    return [*parts, lambda n: feed(m.feed_forward, n)]
+
+
 def stack_and_sum(connection, x, bodies):
     """The naive loop: every state kept, stacked, normalised and summed at every layer."""
     d, states = connection.dlcl, [x]
