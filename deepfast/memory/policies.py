@@ -10,8 +10,9 @@ Every layer also keeps one state y. Beside it:
     history   nothing                                   + x, mixed from the states
 
 x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
-hidden activation. Every policy gives the same losses and gradients; on a CPU in fp32, the same
-bits.
+hidden activation. Where each sublayer reads the depth connection, it has a state of its own, and
+keeps an n of its own in place of x and s. Every policy gives the same losses and gradients; on a
+CPU in fp32, the same bits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 POLICIES = ("keep", "lean", "leaner", "states", "history")
 """From most memory to least. Each recomputes more than the one before it."""
 
-MIXING = ("dlcl", "denseformer", "attnres", "block_attnres")
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+MIXING = ("dlcl", "denseformer", *ATTENTION_RESIDUALS)
 """The depth connections: they keep a state of every layer, and mix each layer's input from them."""
 
 RERUN = ("states", "history")

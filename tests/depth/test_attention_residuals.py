@@ -358,5 +358,5 @@ def test_each_sublayer_reads_by_default(kind, rows):
     m = kind(4, DIM, HEADS, FFN, connection="attnres")
     assert m.connection.residuals.rows == len(m.connection.norms) == 4 * rows + 1
     once = kind(4, DIM, HEADS, FFN, connection="attnres", reads=1)
-    with pytest.raises(RuntimeError, match="size mismatch for connection.residuals.query"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for connection\.residuals\.query"):
         m.load_state_dict(once.state_dict())

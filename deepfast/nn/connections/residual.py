@@ -16,7 +16,7 @@ from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import OutNorm, recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
-from deepfast.memory.policies import RERUN
+from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
 from deepfast.nn.layer_norm import LayerNorm
 from deepfast.nn.recompute import Kept, plain, rerun
 from deepfast.ops import common
@@ -30,7 +30,6 @@ layer-norms; ``dilation`` and ``period`` are those of the paper (Pagliardini et 
 learned scale, which starts at 1.
 """
 
-ATTENTION_RESIDUALS = ("attnres", "block_attnres")
 CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
 
 BLOCKS = 8
