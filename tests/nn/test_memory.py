@@ -63,11 +63,12 @@ def test_every_layer_its_own_policy():
 
 
 @pytest.mark.parametrize("policy", OTHERS)
-def test_open_passes_accumulate(policy):
+@pytest.mark.parametrize("case", ["dlcl", "attnres"])
+def test_open_passes_accumulate(case, policy):
     """Two forwards, then both backwards, the older one last."""
     results = []
     for memory in ("keep", policy):
-        module = stack(memory)
+        module = stack(memory, connection=case)
         (inputs, y), (_, z) = forward(module), forward(module)
         z.square().sum().backward()
         y.sum().backward()
@@ -137,8 +138,9 @@ def test_what_hangs_on_parts_is_met(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_inside_torch_checkpointing(policy):
-    module = stack(policy)
+@pytest.mark.parametrize("case", ["dlcl", "attnres"])
+def test_inside_torch_checkpointing(case, policy):
+    module = stack(policy, connection=case)
     expected = step(module)
 
     class Wrapped(nn.Module):
@@ -151,12 +153,12 @@ def test_inside_torch_checkpointing(policy):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"connection": "attnres"}], ids=str)
 @pytest.mark.parametrize("learning", ["layers.2.", "layers.0.", "layers.4.feed_forward"])
-def test_history_with_all_but_a_part_frozen(learning, norm):
+def test_history_with_all_but_a_part_frozen(learning, options):
     results = []
     for memory in ("keep", "history"):
-        module = stack(memory, norm=norm)
+        module = stack(memory, **options)
         for name, p in module.named_parameters():
             p.requires_grad_(name.startswith(learning))
         torch.manual_seed(3)
