@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.depth_attention import attention_residuals, mean_attention
     from deepfast.mt.data.text import read_lines
     from deepfast.mt.models.checkpoint import load_model
+    from deepfast.mt.models.interface import SearchModel
     from deepfast.mt.search import load_translator
 
     if args.output is not None and args.output.suffix not in PICTURES:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     threshold = weight_picture.THRESHOLD if args.threshold is None else args.threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--threshold: expected a number of at least 0, got {threshold:g}")
-    model, _ = load_model(args.checkpoint)
+    model: SearchModel = load_model(args.checkpoint)[0]
     attends, means = bool(attention_residuals(model)), None
     if attends and args.sample is None:
         raise ValueError("--sample: expected source sentences for attention residuals, got none")

@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepfast.mt.data import TokenVocabulary, Vocabulary
+from deepfast.mt.models import Transformer
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
 from deepfast.mt.search.lines import decode_lines
@@ -60,7 +62,7 @@ def mean_attention(
         with contextlib.ExitStack() as hooks:
             for module, mean in means.items():
                 hooks.enter_context(module.register_forward_pre_hook(mean, with_kwargs=True))
-            model.decode(source_BS, target_BT.to(source_BS.device))
+            cast(Transformer, model).decode(source_BS, target_BT.to(source_BS.device))
         return best
 
     with torch.inference_mode():

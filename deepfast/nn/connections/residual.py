@@ -212,7 +212,7 @@ class Connection(nn.Module):
             if whole:
                 residual, branch = run_layer(call, x, n, norm, history)
             else:
-                branch = run_layer(call, n, None, norm, history)
+                branch = run_layer(call, n, None, norm, history)  # type: ignore[assignment]
             p = self.dropout
         raise AssertionError("the last norm, which has no layer, returns")
 
