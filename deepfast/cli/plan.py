@@ -29,6 +29,7 @@ NUMBERS = {
     "target-tokens": "tokens on the decoder's side; default: --tokens",
     "accumulate": "micro-batches per step; default: 1",
     "length": "tokens per sentence; default: 128",
+    "reads": "how often a layer reads attention residuals: 1, or 2: each sublayer; default: 2",
 }
 PICTURES = (".svg", ".png")
 

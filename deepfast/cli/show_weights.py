@@ -1,5 +1,5 @@
-"""Shows what a model has learned of its depth: the weights W of DLCL, or the choice of layers of
-latent depth.
+"""Shows what a model has learned of its depth: the weights W of DLCL, the weights of attention
+residuals, or the choice of layers of latent depth.
 
 Prints tables and, with --output, draws a picture.
 
@@ -7,6 +7,9 @@ W says which layers each layer reads, and how much, as in Figure 5 of Wang et al
 as it is applied: masked and softmaxed if the model does so, and with several weights for a pair of
 layers their mean over channels. Weights under the threshold, or under 5% of their row's largest,
 are left out. In a row without any weight that reaches the threshold, only the 5% counts.
+
+Attention residuals weigh each token's sources anew. Shown is the mean over the tokens of --sample;
+in a decoder, over the model's own translations. Where each sublayer reads, rows count sublayers.
 
 For latent depth: the probability of each layer for each language, and whether it is kept."""
 
@@ -26,30 +29,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, metavar="X",
         help="smallest weight of W to show, at least 0; default 0.1; 0 shows all",
     )  # fmt: skip
+    parser.add_argument(
+        "--sample", type=Path, metavar="FILE", help="source sentences, for attention residuals"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from deepfast.measure import choice_picture, weight_picture
+    from deepfast.measure.depth_attention import attention_residuals, mean_attention
+    from deepfast.mt.data.text import read_lines
     from deepfast.mt.models.checkpoint import load_model
+    from deepfast.mt.models.interface import SearchModel
+    from deepfast.mt.search import load_translator
 
     if args.output is not None and args.output.suffix not in PICTURES:
         raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")
     threshold = weight_picture.THRESHOLD if args.threshold is None else args.threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--threshold: expected a number of at least 0, got {threshold:g}")
-    model, _ = load_model(args.checkpoint)
-    sides = weight_picture.weights_of(model, threshold)
+    model: SearchModel = load_model(args.checkpoint)[0]
+    attends, means = bool(attention_residuals(model)), None
+    if attends and args.sample is None:
+        raise ValueError("--sample: expected source sentences for attention residuals, got none")
+    if args.sample is not None:
+        if not attends:
+            raise ValueError(
+                f"--sample: expected a model with attention residuals, got {args.checkpoint}"
+            )
+        translator = load_translator([args.checkpoint], "cpu")
+        model = translator.model
+        lines = translator.prepare(read_lines(args.sample))
+        means = mean_attention(model, translator.vocabulary, lines)
+    sides = weight_picture.weights_of(model, threshold, means)
     try:
         choices = choice_picture.choices_of(model)
     except ValueError as error:
         raise ValueError(f"{args.checkpoint}: {error}") from error
     if not sides and not choices:
         raise ValueError(
-            f"{args.checkpoint}: expected a model with DLCL or latent depth in the encoder or the "
-            "decoder, got neither"
+            f"{args.checkpoint}: expected a model with DLCL, attention residuals or latent depth "
+            "in the encoder or the decoder, got none of them"
         )
     if args.threshold is not None and not sides:
-        raise ValueError(f"--threshold: expected a model with DLCL, got {args.checkpoint}")
+        raise ValueError(f"--threshold: expected a model with weights, got {args.checkpoint}")
     weight_picture.show(sides)
     choice_picture.show_choices(choices)
     if args.output is not None:

@@ -1,5 +1,7 @@
 """Attention residuals: every layer attends to what the layers below it have added."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.weights import AttentionWeights
 from deepfast.ops import common
+from deepfast.reference.depth_attention import rms_norm
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -105,6 +108,24 @@ class AttentionResiduals(DepthConnection):
     def effective_query(self) -> Tensor:
         """q of the scores ``q . RMSNorm(v)``: ``scale * query * norm_weight``, with gradient."""
         return _Query.apply(self.query, self.norm_weight, self.scale)
+
+    @torch.no_grad()
+    def mean_weights(self, pushed: Sequence[Tensor]) -> Tensor:
+        """The mean of p over all tokens, (rows, rows); 0 where row l does not read state k.
+
+        pushed: what the pushes of one pass add, (..., D) each, in their order.
+        """
+        states: list[Tensor] = []
+        for y, running in zip(pushed, self.running, strict=True):
+            v = y.reshape(-1, self.dim).to(compute_dtype(y.dtype))
+            states.append(v + states[-1] if running else v)
+        query, means = self.effective_query(), states[0].new_zeros(self.rows, self.rows)
+        for row, reads in enumerate(self.pattern):
+            scores = [rms_norm(states[k], eps=self.eps) @ query[row] for k in reads]
+            s, of_row = torch.stack(scores, -1), list(reads)
+            s = s.softmax(-1) if self.bias is None else (s + self.bias[row, of_row]).relu()
+            means[row, of_row] = s.mean(0)
+        return means
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
         query, dtype = self.effective_query(), compute_dtype(y.dtype)

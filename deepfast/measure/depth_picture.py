@@ -13,7 +13,7 @@ from deepfast.measure.pictures import (
 )
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import Plan, uniform_peak
-from deepfast.memory.policies import POLICIES
+from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
 
@@ -32,12 +32,12 @@ HEIGHT = 3.9
 def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     """Name -> (layers, GiB): each policy, the same on all layers, and each plain form. All include
     the same margin for a device's allocator."""
-    dlcl = sizes.connection == "dlcl"
+    mixes = sizes.connection in MIXING
     found: dict[str, list[tuple[int, float]]] = {}
     for layers in DEPTHS:
         deep = replace(sizes, layers=layers)
         peaks = {form: eager_peak(deep, form) for form in EAGER}
-        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if dlcl or p != "history"}
+        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if mixes or p != "history"}
         for name, peak in peaks.items():
             found.setdefault(name, []).append((layers, peak / 2**30))
     return found

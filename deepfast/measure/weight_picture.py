@@ -1,11 +1,11 @@
-"""The depth weights that a model has learned, as a picture and as a table.
+"""The depth weights of a model, as a picture and as a table.
 
 As in Wang et al. 2019, Figure 5, small weights are left out: those under 0.1 in magnitude, or under
 5% of the largest of their row. In a row without any weight of 0.1, such as an average over many
 layers, only the 5% counts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from deepfast.measure.pictures import (
 )
 from deepfast.mt.data.errors import require
 from deepfast.mt.models.interface import SearchModel
+from deepfast.nn import AttentionResiduals
 
 THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
 STRONGEST = 4
@@ -30,7 +31,7 @@ STRONGEST = 4
 
 @dataclass(frozen=True)
 class SideWeights:
-    """The applied W of the encoder or the decoder."""
+    """The applied W of the encoder or the decoder, or the mean weights of attention residuals."""
 
     name: str
     matrix: Tensor
@@ -82,15 +83,26 @@ class SideWeights:
         return text
 
 
-def weights_of(model: SearchModel, threshold: float = THRESHOLD) -> list[SideWeights]:
-    """The depth weights of a model's sides with DLCL; for a grown model those of bottom and top."""
+def weights_of(
+    model: SearchModel,
+    threshold: float = THRESHOLD,
+    means: Mapping[AttentionResiduals, Tensor] | None = None,
+) -> list[SideWeights]:
+    """The depth weights of a model's sides; for a grown model those of bottom and top.
+
+    means: of attention residuals, from `deepfast.measure.depth_attention.mean_attention`. Sides
+        that it lacks are left out.
+    """
     found = []
     parts = {"": model}
     if hasattr(model, "bottom"):
         parts = {"bottom ": model.bottom, "top ": model}
     for part, side in product(parts, ("encoder", "decoder")):
         connection = getattr(getattr(parts[part], side, None), "connection", None)
-        dlcl = getattr(connection, "dlcl", None)
+        dlcl, residuals = (getattr(connection, name, None) for name in ("dlcl", "residuals"))
+        if residuals is not None and means and residuals in means:
+            note = "mean attention" + (" of sublayers" if residuals.reads > 1 else "")
+            found.append(SideWeights(part + side, means[residuals], note, threshold))
         if dlcl is None:
             continue
         with torch.no_grad():

@@ -4,12 +4,16 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
 
     matrix products   forward 2 per weight and token, backward twice that
     attention         forward 4 S D per token, half of it where causal; backward 2.5 times that
-    mixing over depth forward 2 D per token, row and source; backward recomputes the input of every
-                      row, and computes the gradients of the states and of the weights
+    mixing over depth forward 2 D per token, row and source, 4 D with attention; backward recomputes
+                      the input of every row, and computes the gradients of the states and of the
+                      weights
 """
 
-from deepfast.memory.policies import POLICIES
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
+
+BLOCKS = 8
+"""Blocks of "block_attnres" by default. A row reads the embedding and the blocks up to its own."""
 
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:
@@ -18,14 +22,19 @@ def _attention(sizes: Sizes, causal: bool = False) -> float:
 
 
 def _mix(sizes: Sizes, decoder: bool) -> float:
-    """Forward of one row, per token, as the mean over rows: a row reads half of the sources."""
-    kind = sizes.decoder_connection if decoder else sizes.connection
-    rows = (sizes.decoder_layers if decoder else sizes.layers) + 1
-    return sizes.width * (rows + 1) if kind == "dlcl" else 0.0
+    """Forward of a layer's rows, per token, as the mean over rows: a row reads half of the
+    sources."""
+    kind, sources = sizes.kind(decoder), sizes.rows(decoder) + 1
+    if kind not in MIXING:
+        return 0.0
+    if kind == "block_attnres":
+        sources = min(sources, BLOCKS + 3)
+    channels = 2 if kind in ATTENTION_RESIDUALS else 1
+    return sizes.parts(decoder) * channels * sizes.width * sources
 
 
 def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
-    """One layer with `keep`, forward and backward, with its row of the mixing."""
+    """One layer with `keep`, forward and backward, with its rows of the mixing."""
     d, f = sizes.width, sizes.ffn
     tokens = sizes.target_tokens if decoder else sizes.tokens
     products = tokens * (8 * d * d + 4 * d * f)

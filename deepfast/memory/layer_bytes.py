@@ -10,14 +10,15 @@ layer-norms) are fp32, everything else is in the storage dtype:
               history  nothing
     decoder   keep     also q, o, s of its second attention, and k v: 2 D per source token
 
-GELU and a rerun need more while backward runs; `steps` goes through both directions.
+Where each sublayer reads the depth connection, it keeps an n of its own in place of x and s:
+`part_steps`. GELU and a rerun need more while backward runs; `steps` goes through both directions.
 `tests/memory/test_plan_measured.py` compares the plan with measured steps, also of random sizes.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from deepfast.memory.policies import RERUN
+from deepfast.memory.part_steps import PartLayer
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.steps import FP32, Layer, Step
 
@@ -43,13 +44,14 @@ class LayerBytes:
 @lru_cache(maxsize=64)
 def layer_bytes(sizes: Sizes, policy: str, decoder: bool = False) -> LayerBytes:
     """One layer of the encoder, or of the decoder."""
-    layer = Layer(sizes, policy, decoder)
+    kind = PartLayer if sizes.parts(decoder) > 1 else Layer
+    layer = kind(sizes, policy, decoder)
     cached = sum(layer.cached().values())
     *steps, boundary = layer.forward()
     return LayerBytes(
         kept=sum(layer.kept().values()),
-        # A rerun copies the weights again, and autocast's cache is freed with its context.
-        copies=0 if policy in RERUN else cached,
+        # Autocast's cache is freed with its context.
+        copies=sum(layer.held().values()),
         cached=cached,
         forward=(max(steps, key=lambda step: step.alive), boundary),
         backward=_highest(layer.backward()),

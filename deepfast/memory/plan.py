@@ -7,7 +7,7 @@ from typing import Any
 
 from deepfast import checks
 from deepfast.memory.flops import relative_time
-from deepfast.memory.policies import POLICIES, resolve
+from deepfast.memory.policies import MIXING, POLICIES, resolve
 from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
@@ -44,9 +44,10 @@ def plan(
         layers, width, tokens: L of the encoder, D, and T of a micro-batch on the encoder's side,
             without padding.
         policies, decoder_policies: one policy, or one per layer; None: the plan chooses. "history"
-            needs the connection "dlcl".
+            needs a depth connection.
         options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
-            decoder_layers, target_tokens, connection, decoder_connection, norm, norm_kind, weight,
+            decoder_layers, target_tokens, connection, decoder_connection, reads, norm, norm_kind,
+            weight,
             dtype, optimizer, device, activation, dropout, accumulate, length, padding.
 
     Raises:
@@ -171,7 +172,7 @@ class _Search:
         options = []
         sides = zip(("policies", "decoder_policies"), self._sides(sizes), strict=True)
         for name, (count, kind, wanted) in sides:
-            names = POLICIES if kind == "dlcl" else POLICIES[:-1]
+            names = POLICIES if kind in MIXING else POLICIES[:-1]
             wishes = names if wanted is None else (wanted,)
             options.append([resolve(wish, count, kind, name) for wish in wishes] if count else [()])
         encoder, decoder = options
@@ -199,10 +200,11 @@ def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
 
 
 def uniform_peak(sizes: Sizes, policy: str) -> int:
-    """The peak with one policy for all layers; without DLCL, "history" becomes "states"."""
+    """The peak with one policy for all layers; without a depth connection, "history" becomes
+    "states"."""
     kinds = (sizes.layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
     encoder, decoder = (
-        ("states" if policy == "history" and kind != "dlcl" else policy,) * count
+        ("states" if policy == "history" and kind not in MIXING else policy,) * count
         for count, kind in kinds
     )
     return _peak(sizes, (encoder, decoder))

@@ -10,14 +10,19 @@ Every layer also keeps one state y. Beside it:
     history   nothing                                   + x, mixed from the states
 
 x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
-hidden activation. Every policy gives the same losses and gradients; on a CPU in fp32, the same
-bits.
+hidden activation. Where each sublayer reads the depth connection, it has a state of its own, and
+keeps an n of its own in place of x and s. Every policy gives the same losses and gradients; on a
+CPU in fp32, the same bits.
 """
 
 from collections.abc import Sequence
 
 POLICIES = ("keep", "lean", "leaner", "states", "history")
 """From most memory to least. Each recomputes more than the one before it."""
+
+ATTENTION_RESIDUALS = ("attnres", "block_attnres")
+MIXING = ("dlcl", "denseformer", *ATTENTION_RESIDUALS)
+"""The depth connections: they keep a state of every layer, and mix each layer's input from them."""
 
 RERUN = ("states", "history")
 """Policies under which backward runs the layer's forward pass again."""
@@ -31,12 +36,13 @@ def resolve(
     Args:
         memory: the name of a policy, or one name per layer.
         num_layers: L.
-        connection: "history" needs "dlcl", because it recomputes x from DLCL's states.
+        connection: the stack's. "history" needs one of `MIXING`, from whose states it recomputes
+            the inputs.
         argument: the name of ``memory`` in errors.
 
     Raises:
         ValueError: for an unknown policy, a number of policies that is not num_layers, or
-            "history" without DLCL.
+            "history" without a depth connection.
     """
     if isinstance(memory, str):
         memory = (memory,) * num_layers
@@ -51,9 +57,9 @@ def resolve(
         raise ValueError(
             f"{argument}: expected one policy for each of {num_layers} layers, got {len(memory)}"
         )
-    if "history" in memory and connection != "dlcl":
+    if "history" in memory and connection not in MIXING:
         raise ValueError(
-            f"{argument}: 'history' recomputes inputs from DLCL's states, got a stack without "
-            "DLCL; use 'states'"
+            f"{argument}: 'history' recomputes inputs from the states of a depth connection "
+            f"({', '.join(MIXING)}), got {connection!r}; use 'states'"
         )
     return tuple(memory)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from deepfast import checks
+from deepfast.memory.policies import ATTENTION_RESIDUALS
 
-CONNECTIONS = ("dlcl", "residual", "latent")
+CONNECTIONS = ("dlcl", "residual", "latent", "attnres", "block_attnres")
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
 """Bytes of state per parameter; "sgd" is without momentum."""
 CHOICES = {
@@ -29,9 +30,10 @@ AT_LEAST = {
     "target_tokens": 1,
     "accumulate": 1,
     "length": 1,
+    "reads": 1,
 }
 
-MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000}
+MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000, "reads": 2}
 """Upper limits, beyond every machine. Policies are chosen layer by layer, so the number of layers
 has a lower limit than other sizes."""
 
@@ -57,9 +59,11 @@ class Sizes:
     decoder_layers: int = 6
     """0 for an encoder without a decoder."""
     connection: str = "dlcl"
-    """"dlcl", "residual" or "latent"; the encoder's connection."""
+    """One of `CONNECTIONS`; the encoder's connection."""
     decoder_connection: str = "residual"
-    """"dlcl", "residual" or "latent"; the decoder's connection."""
+    """The decoder's connection."""
+    reads: int = 2
+    """How often a layer reads attention residuals: 1: once; 2: each of its sublayers does."""
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"
@@ -100,6 +104,8 @@ class Sizes:
                 if allowed is CONNECTIONS:
                     message += "; for another connection set a policy by name, such as memory=lean"
                 raise ValueError(message)
+            if value in ATTENTION_RESIDUALS and self.norm != "pre":
+                raise ValueError(f"norm: expected pre with {name} {value!r}, got {self.norm!r}")
         if self.width % self.heads:
             raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
         if self.decoder_layers and not self.vocabulary:
@@ -126,20 +132,36 @@ class Sizes:
         bias, mean and standard deviation; an RMS norm has neither bias nor mean."""
         return 1 if self.norm_kind == "rms" else 2
 
+    def kind(self, decoder: bool = False) -> str:
+        """The connection of the encoder, or of the decoder."""
+        return self.decoder_connection if decoder else self.connection
+
+    def parts(self, decoder: bool = False) -> int:
+        """How often a layer reads its connection."""
+        if self.kind(decoder) not in ATTENTION_RESIDUALS or self.reads == 1:
+            return 1
+        return 3 if decoder else 2
+
+    def rows(self, decoder: bool = False) -> int:
+        """Rows of the connection: one for each read, and the stack's output."""
+        return (self.decoder_layers if decoder else self.layers) * self.parts(decoder) + 1
+
     def layer_parameters(self, decoder: bool = False) -> int:
-        """Parameters of one layer. A pre-norm layer's first norm belongs to the connection."""
-        norms = (2 if decoder else 1) + (self.norm == "post")
+        """Parameters of one layer. The norm before each pre-norm layer, or before each part that
+        reads, belongs to the connection."""
+        norms = 0 if self.parts(decoder) > 1 else (2 if decoder else 1) + (self.norm == "post")
         linear = self.decoder_linear if decoder else self.linear
         return linear + self.norm_values * norms * self.width
 
     def connection_parameters(self, decoder: bool = False) -> int:
-        """Parameters of the connection: depth weights and their norms, logits of latent depth, and
-        the first norms of pre-norm layers."""
-        kind = self.decoder_connection if decoder else self.connection
-        rows = (self.decoder_layers if decoder else self.layers) + 1
+        """Parameters of the connection: depth weights and their norms, queries of attention
+        residuals, logits of latent depth, and its norms in pre-norm."""
+        kind, rows = self.kind(decoder), self.rows(decoder)
         count = self.norm_values * rows * self.width if self.norm == "pre" else 0
         if kind == "dlcl":
             count += rows * rows * self.depth_channels + 2 * rows * self.width
+        if kind in ATTENTION_RESIDUALS:
+            count += rows * self.width
         if kind == "latent":
             # The logits of one language.
             count += rows - 1

@@ -12,7 +12,7 @@ Sizes are those of a micro-batch. In the names of tensors:
 
 from dataclasses import dataclass
 
-from deepfast.memory.policies import POLICIES, RERUN
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, RERUN
 from deepfast.memory.sizes import Sizes
 
 FP32 = 4
@@ -26,9 +26,11 @@ class Step:
     """Bytes of all tensors of the layer, except its weights and their gradients."""
     gradients: int
     """Bytes of gradients that have reached the layer's weights."""
+    part: int
+    """How many boundaries of forward lie between the layer's start and this step."""
 
 
-class _Walk:
+class Walk:
     """The tensors that are alive, by name, and every step so far.
 
     Args:
@@ -38,7 +40,7 @@ class _Walk:
 
     def __init__(self, kept: dict[str, int], **alive: int):
         self.kept, self.alive = kept, alive
-        self.gradients = 0
+        self.gradients = self.part = 0
         self.steps: list[Step] = []
 
     low = False
@@ -49,7 +51,7 @@ class _Walk:
 
     def make(self, **born: int) -> None:
         self.alive |= born
-        self.steps.append(Step(sum(self.alive.values()), self.gradients))
+        self.steps.append(Step(sum(self.alive.values()), self.gradients, self.part))
 
     def drop(self, *names: str) -> None:
         for name in names:
@@ -101,8 +103,9 @@ class Layer:
         self.twice = 2 if sizes.padding else 1
         self.pre, self.gelu = sizes.norm == "pre", sizes.activation == "gelu"
         self.rerun = policy in RERUN
-        kind = sizes.decoder_connection if decoder else sizes.connection
-        self.dlcl, self.latent = kind == "dlcl", kind == "latent"
+        kind = sizes.kind(decoder)
+        self.mixes, self.latent = kind in MIXING, kind == "latent"
+        self.attends = kind in ATTENTION_RESIDUALS
         # Without dropout a branch and its residual share one gradient tensor.
         self.branch = self.d if sizes.dropout else 0
 
@@ -114,8 +117,8 @@ class Layer:
         Layers that do not run again use fused ops, which save less.
         """
         d, st = self.d, self.statistics
-        # Under DLCL n is kept. Without DLCL x is kept, and n is recomputed from it.
-        names = {"n" if self.pre and (self.dlcl or self.rerun) else "x": d}
+        # With a depth connection n is kept. Without one x is, and n is recomputed from it.
+        names = {"n" if self.pre and (self.mixes or self.rerun) else "x": d}
         names |= {"qkv": 3 * d, "o": self.twice * d + self.lse}
         if self.decoder:
             names |= {"s1": d + st, "q": d, "kv": 2 * self.source}
@@ -129,8 +132,8 @@ class Layer:
 
     def kept(self) -> dict[str, int]:
         """What the layer keeps from forward to backward."""
-        # With DLCL the statistics of the connection's layer-norms count as DLCL's.
-        norm = {"norm": self.statistics} if self.pre and not self.dlcl else {}
+        # The statistics of a depth connection's layer-norms count as the connection's.
+        norm = {"norm": self.statistics} if self.pre and not self.mixes else {}
         if self.policy == "history":
             return norm
         if self.policy == "states":
@@ -161,9 +164,13 @@ class Layer:
         others += ("cast_o", "cast_o2", "cast_down") if self.latent else ()
         return {name: size for name, size in copies.items() if name not in others}
 
+    def held(self) -> dict[str, int]:
+        """The copies from the layer's forward to its backward: a rerun copies the weights again."""
+        return {} if self.rerun else self.cached()
+
     # ---- forward -------------------------------------------------------------------------------
 
-    def walk_forward(self, walk: _Walk) -> None:
+    def walk_forward(self, walk: Walk) -> None:
         """From x and n to the branch and its residual, in post-norm to y."""
         d, st, twice = self.d, self.statistics, self.twice
         walk.make(qkv=twice * 3 * d)
@@ -189,7 +196,7 @@ class Layer:
             walk.leave("h") if self.gelu else walk.drop("act")
 
     def forward(self) -> list[Step]:
-        walk = _Walk(self.kept() | self.cached(), x=self.d, **self.copies())
+        walk = Walk(self.kept() | self.cached(), x=self.d, **self.copies())
         if self.pre:
             walk.alive["n"] = self.d
         self.walk_forward(walk)
@@ -200,8 +207,11 @@ class Layer:
             walk.make(y=self.d, s2=self.d + self.statistics)
             walk.leave("out", "s2")
         walk.leave("a", "n2", "s1", "c", "n3")
-        # Then the boundary: the next layer's input and its layer-norm.
-        walk.make(next=2 * self.d if self.pre else self.d if self.dlcl else 0)
+        walk.part += 1
+        # Then the boundary: the next layer's input and its layer-norm. Attention residuals take
+        # what the layer has added, without its input.
+        added = self.d if self.attends else 0
+        walk.make(added=added, next=2 * self.d if self.pre else self.d if self.mixes else 0)
         return walk.steps
 
     # ---- backward ------------------------------------------------------------------------------
@@ -209,11 +219,14 @@ class Layer:
     def backward(self) -> list[Step]:
         own = {} if self.rerun else self.copies()
         kept = self.saved() | self.copies() if self.rerun else self.kept()
-        walk = _Walk(kept, **self.kept(), **own)
+        walk = Walk(kept, **self.kept(), **own)
         walk.low = self.sizes.dtype == "bfloat16"
         walk.gated = ("w_out", "w_down") if self.latent else ()
         # From the boundary above come the gradients of branch and residual; in post-norm that of y.
         walk.alive |= {"d_out": self.branch, "d_s": self.d} if self.pre else {"d_y": self.d}
+        if self.attends:
+            # The input's gradient from what is added.
+            walk.alive["d_added"] = self.d
         if self.rerun:
             self._rerun(walk)
         if not self.pre:
@@ -222,10 +235,13 @@ class Layer:
         (self._blocks if self.rerun else self._fused)(walk)
         if self.decoder:
             self._cross_attention(walk)
+            walk.make(d_a=self.branch, d_s1=self.d)
+            walk.drop("d_x", "d_n2", "s1")
+            walk.alive["d_x"] = walk.alive.pop("d_s1")
         self._attention(walk)
         return walk.steps
 
-    def _rerun(self, walk: _Walk) -> None:
+    def _rerun(self, walk: Walk) -> None:
         """Runs forward again, up to the last tensor that autograd saves."""
         walk.make(x=self.d, **({"n": self.d} if self.pre else {}), **self.copies())
         self.walk_forward(walk)
@@ -238,7 +254,7 @@ class Layer:
         # ReLU saves only its result.
         walk.leave("n2", "n3", *([] if self.gelu else ["act"]))
 
-    def _fused(self, walk: _Walk) -> None:
+    def _fused(self, walk: Walk) -> None:
         """The feed-forward block as one op."""
         d, f, w = self.d, self.f, self.w
         walk.alive["n3"] = d
@@ -256,7 +272,7 @@ class Layer:
         walk.drop("d_out", "d_s", "d_n3", "s", "h", "cast_up", "cast_down")
         walk.learn("w_down", "w_up")
 
-    def _blocks(self, walk: _Walk) -> None:
+    def _blocks(self, walk: Walk) -> None:
         """The feed-forward block op by op."""
         d, f, w = self.d, self.f, self.w
         walk.make(d_act=f, w_down=w)
@@ -273,14 +289,14 @@ class Layer:
         if self.pre:
             walk.learn("w_up")
 
-    def _cross_attention(self, walk: _Walk) -> None:
-        """From d_a and d_x, the gradients of its branch and its residual, to those below it."""
+    def _cross_attention(self, walk: Walk) -> None:
+        """From d_a, the gradient of its branch, to that of its input."""
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
         if self.policy == "leaner":
             cast = 2 * square if walk.low else 0
             walk.make(q=d, kv=2 * source, n2=d, recast=cast)
-            walk.drop("recast", "n2")
+            walk.leave("recast", "n2")
             walk.make(kv=self.twice * 2 * source)
         walk.make(q=d, kv=2 * source, d_q=d, d_kv=2 * source)
         walk.drop("q", "kv", "o2", "d_o")
@@ -294,11 +310,8 @@ class Layer:
         walk.make(n2=d, d_n2=d, w_q=square)
         walk.drop("stacked", "n2", "cast2")
         walk.learn("w_q")
-        walk.make(d_a=self.branch, d_s1=d)
-        walk.drop("d_x", "d_n2", "s1")
-        walk.alive["d_x"] = walk.alive.pop("d_s1")
 
-    def _out(self, walk: _Walk, o: str) -> None:
+    def _out(self, walk: Walk, o: str) -> None:
         """Backward of the output projection of an attention."""
         walk.make(d_o=self.d, w_out=self.square)
         walk.drop("d_a", f"cast_{o}")
@@ -306,7 +319,7 @@ class Layer:
         # The projection's operand was the packed form.
         walk.alive[o] = self.d + self.lse
 
-    def _attention(self, walk: _Walk) -> None:
+    def _attention(self, walk: Walk) -> None:
         d, square = self.d, self.square
         self._out(walk, "o")
         if self.policy == "leaner":

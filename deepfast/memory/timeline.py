@@ -15,6 +15,7 @@ from deepfast.memory.layer_bytes import (
     head_bytes,
     layer_bytes,
 )
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.steps import Step
 
@@ -72,13 +73,16 @@ class Stack:
     def __init__(self, sizes: Sizes, policies: tuple[str, ...], decoder: bool = False):
         self.sizes, self.decoder = sizes, decoder
         self.tokens = sizes.target_tokens if decoder else sizes.tokens
-        self.count, self.rows = len(policies), len(policies) + 1
+        self.count, self.rows = len(policies), sizes.rows(decoder)
+        self.parts = sizes.parts(decoder)
         self.runs = [
             (layer_bytes(sizes, policy, decoder), sum(1 for _ in run))
             for policy, run in groupby(policies)
         ]
-        kind = sizes.decoder_connection if decoder else sizes.connection
-        self.dlcl, self.block = kind == "dlcl", block_rows(self.rows)
+        kind = sizes.kind(decoder)
+        self.mixes, self.attends = kind in MIXING, kind in ATTENTION_RESIDUALS
+        self.running = kind == "block_attnres"
+        self.block = block_rows(self.rows)
         self.last_block = self.block * ((self.rows - 1) // self.block)
         self.slot = slot_bytes(self.tokens, sizes.width, sizes.bytes)
         self.state = self.tokens * sizes.width * sizes.bytes
@@ -91,13 +95,23 @@ class Stack:
             slots: number of slots for partial and pulled sums.
             learning: whether the gradients of its weights exist.
         """
-        if not self.dlcl:
+        if not self.mixes:
             return 0
-        # Copies of W and of the norms.
-        weights = FP32 * self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
-        # A state's norm stores a standard deviation. In post-norm a row's norm is a layer-norm.
-        values = self.sizes.norm_values + 1 if self.sizes.norm == "pre" else 2
-        statistics = values * self.rows * self.tokens * FP32
+        if self.attends:
+            # A copy of the queries. For each row the numbers of its norm, for each state its RMS,
+            # three for a softmax, and two more for the partial sums of a block.
+            weights = self.rows * self.sizes.width
+            numbers = (self.sizes.norm_values + 4) * self.rows + 2 * self.partial()
+        else:
+            # Copies of W and of the norms. A state's norm stores a standard deviation. In post-norm
+            # a row's norm is a layer-norm.
+            weights = self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
+            values = self.sizes.norm_values + 1 if self.sizes.norm == "pre" else 2
+            numbers = values * self.rows
+        weights, statistics = FP32 * weights, FP32 * numbers * self.tokens
+        if learning and self.running:
+            # What a running sum adds to the gradient of the state before it.
+            statistics += self.state
         # One slot for each state, and one more for the last gradient.
         states = (self.rows + 1 + slots) * self.slot
         return states + statistics + weights * (2 if learning else 1)
@@ -107,7 +121,7 @@ class Stack:
         count as kept by a layer."""
         embedding = FP32 * self.tokens * self.sizes.width
         copied = self.sizes.dtype == "bfloat16"
-        if self.dlcl:
+        if self.mixes:
             return embedding + (self.state if copied else 0)
         return embedding if copied else 0
 
@@ -119,10 +133,16 @@ class Stack:
         """Slots of partial sums; 0 where there is only one block."""
         return self.block if self.rows > self.block else 0
 
+    def pulled(self, index: int, step: Step) -> int:
+        """Slots of pulled sums in a step of backward: none before it leaves the last block."""
+        return self.block if index * self.parts + step.part < self.last_block - 1 else 0
+
     def candidates(self) -> list[int]:
         """Layers at which the peak can lie, ascending."""
-        # The pulled sums are allocated when backward leaves the last block.
-        found = {self.last_block - 2}
+        # The pulled sums are allocated in the upper of these two layers. The lower one is the first
+        # that has them from its start.
+        first = (self.last_block - 2) // self.parts
+        found = {first, first - 1}
         end = 0
         for _, length in self.runs:
             found |= {end, end + length - 1}
@@ -159,9 +179,9 @@ class Stack:
     def forward(self) -> list[Moment]:
         entered, moments = self.entered(), []
         for index in self.candidates():
-            for row, step in enumerate(self.layer(index).forward, index):
-                # Partial sums are allocated with the first row of the second block. A boundary
-                # computes the next row.
+            for step in self.layer(index).forward:
+                # Partial sums are allocated with the first row of the second block.
+                row = index * self.parts + step.part
                 history = self.connection(self.partial() if row >= self.block else 0)
                 moments.append(
                     self._moment(index, step, "cached", history=history, transient=entered)
@@ -170,8 +190,8 @@ class Stack:
 
     def full(self, *, cached: bool = False) -> Moment:
         """Between forward and backward: everything that is kept, and the stack's result."""
-        # Without DLCL the last norm keeps its input.
-        states = 2 if self.sizes.norm == "pre" and not self.dlcl else 1
+        # Without a depth connection the last norm keeps its input.
+        states = 2 if self.sizes.norm == "pre" and not self.mixes else 1
         return Moment(
             copies=self.below(self.count, "cached" if cached else "copies"),
             history=self.connection(),
@@ -180,20 +200,20 @@ class Stack:
         )
 
     def backward(self) -> list[Moment]:
-        # A layer's first norm belongs to the connection.
+        # The norms of the connection.
         per_layer = self.layer(0).gradients
         if self.sizes.norm == "pre":
-            per_layer += self.sizes.norm_values * FP32 * self.sizes.width
+            per_layer += self.sizes.norm_values * FP32 * self.sizes.width * self.parts
         moments = []
         for index in self.candidates():
-            pulled = self.block if index < self.last_block - 1 else 0
             # The gradient of the encoder's output, to which every decoder layer adds.
             source = self.source if self.decoder and index < self.count - 1 else 0
             moments += [
                 self._moment(
                     index, step, "copies",
                     gradients=(self.count - 1 - index) * per_layer + step.gradients,
-                    history=self.connection(self.partial() + pulled, learning=True),
+                    history=self.connection(self.partial() + self.pulled(index, step),
+                                            learning=True),
                     transient=source,
                 )
                 for step in self.layer(index).backward

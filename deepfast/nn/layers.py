@@ -5,6 +5,9 @@ add. The boundary between two layers does both in one pass over memory:
 
     pre-norm    (x, n = LN(x)) -> (r = x + attention(n), f = feed_forward(LN(r)))
     post-norm   x              -> LN(r + feed_forward(r)) with r = LN(x + attention(x))
+
+Where every sublayer reads the depth connection, a call runs one part: n -> attention(n), and
+n -> feed_forward(n).
 """
 
 import torch
@@ -111,6 +114,7 @@ class _Layer(nn.Module):
         activation_dropout: float = 0.0,
         activation: str = "relu",
         first_norm: bool = True,
+        later_norms: bool = True,
         memory: str = "keep",
         backend: str | None = None,
     ):
@@ -136,12 +140,15 @@ class _Layer(nn.Module):
             dim, ffn_dim, activation, activation_dropout, backend=backend
         )
         make, own_first = NORMS[norm_kind], norm == "post" or first_norm
+        own_later = norm == "post" or later_norms
         self.attention_norm = make(dim, backend=backend) if own_first else None
         if self.crosses:
-            self.cross_attention_norm = make(dim, backend=backend)
-        self.feed_forward_norm = make(dim, backend=backend)
+            self.cross_attention_norm = make(dim, backend=backend) if own_later else None
+        self.feed_forward_norm = make(dim, backend=backend) if own_later else None
 
     crosses = False
+    parts: tuple[str, ...] = ("attention", "feed_forward")
+    """What a call with ``part`` may run, in order."""
 
     def _attend(
         self,
@@ -159,6 +166,13 @@ class _Layer(nn.Module):
             )  # fmt: skip
         branch = attention(*inputs, **options)
         return branch if gate is None else branch * gate
+
+    def _part(self, part: str, n: Tensor, packing: Packing, **options) -> Tensor:
+        """The branch of one part from its normalised input n (T, D)."""
+        if part == "feed_forward":
+            return self.feed_forward(n)
+        attention = getattr(self, part)
+        return self._attend(attention, n, packing, recompute_n=None, gate=None, **options)
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
         """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
@@ -201,6 +215,8 @@ class TransformerEncoderLayer(_Layer):
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
         first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
+        later_norms: False where the stack owns the other pre-norm LNs too, and calls the layer
+            part by part.
         memory: the memory policy, see `deepfast.memory.policies`. The stack around the layer
             implements "states" and "history".
         backend: see `deepfast.backend`.
@@ -215,6 +231,7 @@ class TransformerEncoderLayer(_Layer):
         packing: Packing | None = None,
         recompute_n: Recompute | None = None,
         gate: Gate | None = None,
+        part: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer outside a stack: (B, S, D) to (B, S, D); True in the mask is padding.
 
@@ -225,7 +242,11 @@ class TransformerEncoderLayer(_Layer):
         Args:
             recompute_n: recomputes ``normed`` in backward; autograd then does not save it.
             gate: scales every branch; None counts as 1.
+            part: one of ``parts``. x is then the part's normalised input, and the result its
+                branch, without dropout and residual.
         """
+        if part is not None:
+            return self._part(part, x, packing)
         alone = packing is None
         if alone:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
@@ -244,6 +265,7 @@ class TransformerDecoderLayer(_Layer):
     """
 
     crosses = True
+    parts = ("attention", "cross_attention", "feed_forward")
 
     def forward(
         self,
@@ -258,13 +280,19 @@ class TransformerDecoderLayer(_Layer):
         cache: KeyValueCache | None = None,
         recompute_n: Recompute | None = None,
         gate: Gate | None = None,
+        part: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A layer outside a stack: (B, T, D) and the encoder's (B, S, D) to (B, T, D).
 
         Padding of x must be on the right, see `TransformerDecoder`. A stack passes packed tokens,
         as to the encoder layer. ``encoded`` is then the packed output of the encoder, or its keys
-        and values from `MultiheadAttention.project_encoded`.
+        and values from `MultiheadAttention.project_encoded`. ``part`` is as in the encoder layer.
         """
+        if part == "cross_attention":
+            given = {"encoded": encoded, "encoded_packing": encoded_packing}
+            return self._part(part, x, packing, **given)
+        if part is not None:
+            return self._part(part, x, packing, causal=True, cache=cache)
         alone = packing is None
         if alone:
             x, packing, encoded, encoded_packing = packed_pair(

@@ -9,7 +9,7 @@ from deepfast import checks
 from deepfast.memory.policies import resolve
 from deepfast.nn.attention import KeyValueCache
 from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
-from deepfast.nn.connections.residual import Connection, LayerCall
+from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, packed, packed_pair
 
@@ -41,12 +41,14 @@ class _Stack(nn.Module):
         dlcl: dict | None = None,
         latent: dict | None = None,
         block: int | None = None,
+        reads: int | None = None,
         memory: str | Sequence[str] | object = "keep",
         backend: str | None = None,
     ):
         super().__init__()
         checks.whole(type(self).__name__, num_layers=num_layers)
         self.dim = dim
+        rows = rows_per_layer(connection, reads, len(self.layer.parts))
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
                 dim,
@@ -59,6 +61,7 @@ class _Stack(nn.Module):
                 activation_dropout=activation_dropout,
                 activation=activation,
                 first_norm=False,
+                later_norms=rows == 1,
                 backend=backend,
             )
             for _ in range(num_layers)
@@ -73,6 +76,7 @@ class _Stack(nn.Module):
             backend=backend,
             dlcl=dlcl,
             block=block,
+            reads=rows,
         )
         if latent and connection != "latent":
             raise ValueError(f"latent options need connection='latent', got {connection!r}")
@@ -89,12 +93,17 @@ class _Stack(nn.Module):
     def _calls(
         self, options: Sequence[dict], gates: Sequence[Gate | None]
     ) -> list[LayerCall | None]:
-        """The calls of the layers; in pre-norm None for a layer that is not used."""
+        """The calls of the layers, or of all their parts if each of them reads; in pre-norm None
+        for a layer that is not used."""
         calls: list[LayerCall | None] = []
         post = self.connection.norm == "post"
         used = zip(self.layers, self.policies, options, gates, strict=True)
         for layer, policy, given, gate in used:
-            if is_chosen(gate, 0.0):
+            if self.connection.reads > 1:
+                calls += [
+                    LayerCall(layer, policy, given | {"part": part}) for part in self.layer.parts
+                ]
+            elif is_chosen(gate, 0.0):
                 calls.append(LayerCall(layer.norms_alone, "keep", {}) if post else None)
             elif gate is None or is_chosen(gate, 1.0):
                 calls.append(LayerCall(layer, policy, given))
@@ -112,11 +121,10 @@ class _Stack(nn.Module):
 
         Raises:
             ValueError: for an unknown policy, a number of policies that is not num_layers, or
-                "history" without DLCL.
+                "history" without a depth connection.
         """
-        connection = "residual" if self.connection.depth is None else "dlcl"
         memory = getattr(memory, self.planned, memory)
-        self.policies = resolve(memory, len(self.layers), connection)
+        self.policies = resolve(memory, len(self.layers), self.connection.kind)
         """The memory policy of each layer."""
         for layer, policy in zip(self.layers, self.policies, strict=True):
             # A layer may be inside a wrapper.
@@ -144,6 +152,8 @@ class TransformerEncoder(_Stack):
         dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
             ``{"norm": None}`` mixes states without layer-norms.
         block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
+        reads: under "attnres" and "block_attnres", how often a layer pushes and reads: 2 (or None):
+            each of its sublayers does, also the three of a decoder layer; 1: the layer does once.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
             is not used runs only its layer-norms, which normalise the residual alone.

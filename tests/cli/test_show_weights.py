@@ -7,6 +7,8 @@ import torch
 
 from deepfast.cli import main
 from deepfast.measure import choice_picture, weight_picture
+from deepfast.measure.depth_attention import mean_attention
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.models import (
     DepthGrowing,
     DepthGrowingConfig,
@@ -166,16 +168,63 @@ def test_a_side_without_weights_is_left_out(save, capsys):
 def test_what_has_no_weights_or_no_picture_is_refused(save, tmp_path, capsys):
     _, path = save(encoder_connection="residual")
     assert main(["show-weights", str(path)]) == 1
-    assert "with DLCL or latent depth in the encoder or the decoder" in capsys.readouterr().err
+    assert (
+        "with DLCL, attention residuals or latent depth in the encoder or the"
+        in capsys.readouterr().err
+    )
     for wrong in ("-0.1", "nan", "inf"):
         assert main(["show-weights", str(path), f"--threshold={wrong}"]) == 1
         said = capsys.readouterr().err
         assert f"--threshold: expected a number of at least 0, got {wrong}\n" in said
     _, path = save(encoder_connection="latent")
     assert main(["show-weights", str(path), "--threshold", "0.2"]) == 1
-    assert "--threshold: expected a model with DLCL, got" in capsys.readouterr().err
+    assert "--threshold: expected a model with weights, got" in capsys.readouterr().err
     assert main(["show-weights", str(path), "--output", str(tmp_path / "a.jpg")]) == 1
     assert "expected a file ending in .svg or .png" in capsys.readouterr().err
+
+
+def test_attention_residuals_over_a_sample(tmp_path, capsys):
+    vocabulary = Vocabulary.train(["a small house", "the old bridge"] * 3, 30)
+    config = TransformerConfig(
+        vocab_size=len(vocabulary), dim=8, heads=2, ffn_dim=8, encoder_layers=4, decoder_layers=2,
+        encoder_connection="block_attnres", attnres_block=2, decoder_connection="attnres",
+        backend="reference",
+    )  # fmt: skip
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for side in (model.encoder, model.decoder):
+            side.connection.residuals.query.normal_()
+    path, sample, picture = (tmp_path / name for name in ("model.pt", "sample", "a.svg"))
+    content = {"config": vars(config), "model": model.state_dict()}
+    save_checkpoint(path, content | {"vocabulary": vocabulary.to_bytes()})
+    sample.write_text("a small house\n\nthe old bridge\n")
+    command = ["show-weights", str(path)]
+    assert main(command) == 1
+    assert "--sample: expected source sentences for" in capsys.readouterr().err
+    assert main([*command, "--sample", str(sample), "--output", str(picture)]) == 0
+    said = capsys.readouterr().out
+    for side in ("encoder", "decoder"):
+        assert f"Depth weights of the {side}, mean attention of sublayers" in said
+    assert "encoder, mean attention of sublayers:" in picture.read_text()
+    sample.write_text("\n")
+    assert main([*command, "--sample", str(sample)]) == 1
+    assert "expected sentences with words, got none" in capsys.readouterr().err
+    # Row by row the weights of a softmax; 0 outside the pattern.
+    means = mean_attention(model, vocabulary, ["a small house", "the old bridge is"])
+    for side in (model.encoder, model.decoder):
+        residuals = side.connection.residuals
+        mean = means[residuals]
+        torch.testing.assert_close(mean.sum(1), torch.ones(residuals.rows))
+        for row, reads in enumerate(residuals.pattern):
+            assert [k for k in range(residuals.rows) if mean[row, k] > 0] == list(reads)
+
+
+def test_a_sample_is_for_attention_residuals(tmp_path, save, capsys):
+    _, path = save()
+    sample = tmp_path / "sample"
+    sample.write_text("a\n")
+    assert main(["show-weights", str(path), "--sample", str(sample)]) == 1
+    assert "--sample: expected a model with attention residuals, got" in capsys.readouterr().err
 
 
 # ---- latent depth --------------------------------------------------------------------------------

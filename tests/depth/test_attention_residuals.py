@@ -7,57 +7,126 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.nn import (
-    AttentionResiduals,
-    DepthHistory,
-    Packing,
-    TransformerDecoder,
-    TransformerEncoder,
-)
-from deepfast.nn.connections.residual import ATTENTION_RESIDUALS
-from deepfast.reference import attention_residuals as reference
-from tests.nn.written_out import DIM, HEADS, decoder_layer, encoder_layer, norm_of, shaken
+from deepfast.nn import AttentionResiduals, DepthHistory
+from tests.nn.written_out import DIM, attention_row
 
-LAYERS, FFN = 5, 16
+LAYERS = 5
 BLOCKS = pytest.mark.parametrize("block", [None, 1, 2, 3, 5, 7])
-PACKING = Packing(2, 4)
 
 
-def specified(m, v, row):
-    """Row ``row`` of the reference."""
-    if m.block is None:
-        return reference.full(v, m.query, row, m.eps)
-    return reference.block(v, m.query, row, m.block, m.eps)
-
-
-def learned(block, backend=None, dtype=torch.float64):
+def learned(block=None, backend=None, dtype=torch.float64, **options):
     """An AttentionResiduals with queries away from zero."""
-    m = AttentionResiduals(LAYERS, DIM, block=block, backend=backend).to(dtype)
+    m = AttentionResiduals(LAYERS, DIM, block=block, backend=backend, **options).to(dtype)
     with torch.no_grad():
-        m.query.normal_()
+        for p in m.parameters():
+            p.add_(torch.randn_like(p))
     return m
 
 
-def rows(m, v):
-    history = DepthHistory()
+def rows(m, v, **options):
+    history = DepthHistory(**options)
     return [m(x, history) for x in v]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@BLOCKS
-def test_is_the_equation(block, backend):
-    m = learned(block, backend)
-    v = [torch.randn(2, 3, DIM, dtype=torch.float64, requires_grad=True) for _ in range(LAYERS + 1)]
-    got, expected = rows(m, v), [specified(m, v, row) for row in range(LAYERS + 1)]
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    leaves, grads = [*v, m.query], [torch.randn_like(x) for x in got]
+def values(m):
+    return [torch.randn(2, 3, DIM, dtype=torch.float64, requires_grad=True) for _ in range(m.rows)]
+
+
+def assert_equal_gradients(got, expected, leaves):
+    grads = [torch.randn_like(x) for x in got]
     for a, b in zip(
-        torch.autograd.grad(got, leaves, grads),
-        torch.autograd.grad(expected, leaves, grads),
+        torch.autograd.grad(got, leaves, grads, retain_graph=True),
+        torch.autograd.grad(expected, leaves, grads, retain_graph=True),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+FORMS = [
+    {"scale": 0.5, "norm_weight": True},
+    {"window": 1},
+    {"window": 3, "norm_weight": True},
+    {"weights": "relu"},
+    {"weights": "relu", "window": 2, "scale": 2.0},
+    {"weights": "relu", "block": 2},
+    *({"block": block} for block in (None, 1, 2, 3, 5, 7)),
+]
+
+
+@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("reads", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_is_the_equation(form, reads, backend):
+    m = learned(backend=backend, reads=reads, **form)
+    assert m.rows == reads * LAYERS + 1
+    v = values(m)
+    got, expected = rows(m, v), [attention_row(m, v, row) for row in range(m.rows)]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert_equal_gradients(got, expected, [*v, *m.parameters()])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_mean_weights(form):
+    """Each row's sum of sources, weighed for each of the tokens: here a single one."""
+    m = learned(**form)
+    v = [x[0, :1] for x in values(m)]
+    means = m.mean_weights(v)
+    states = []
+    for x, running in zip(v, m.running, strict=True):
+        states.append(x + states[-1] if running else x)
+    for row, x in enumerate(rows(m, v)):
+        torch.testing.assert_close(x, (means[row].unsqueeze(-1) * torch.cat(states)).sum(0, True))
+        assert not means[row, row + 1 :].any()
+
+
+@BLOCKS
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(("top", "bottom"), [(9, 4), (10, 0), (6, 2), (5, 4)])
+def test_gradient_between_two_rows(block, inplace, top, bottom):
+    m, x = learned(block, reads=2), torch.randn(3, DIM, dtype=torch.float64)
+
+    def chain(row):
+        xs = [row(0, x)]
+        for k in range(1, m.rows):
+            xs.append(row(k, torch.tanh(xs[-1])))
+        return xs
+
+    history, v = DepthHistory(inplace=inplace, block=4), []
+    got = chain(lambda k, y: m(y, history))
+
+    def literal(k, y):
+        v.append(y)
+        return attention_row(m, v, k)
+
+    want = chain(literal)
+    for xs in (got, want):
+        (grad,) = torch.autograd.grad(xs[top].square().sum(), xs[bottom])
+        xs.append(grad)
+    torch.testing.assert_close(got[-1], want[-1])
+
+
+@BLOCKS
+def test_a_second_backward_needs_the_states(block):
+    m = learned(block, reads=2)
+    v = values(m)
+    got, expected = rows(m, v, inplace=False), [attention_row(m, v, k) for k in range(m.rows)]
+    for _ in range(2):
+        assert_equal_gradients(got, expected, [*v, m.query])
+    loss = sum(x.sum() for x in rows(m, v))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"DepthHistory\(inplace=False\)"):
+        loss.backward()
+
+
+@BLOCKS
+def test_two_open_passes(block):
+    m = learned(block)
+    one, two = values(m), values(m)
+    passes = [(rows(m, v), v) for v in (one, two)]
+    for got, v in passes:
+        expected = [attention_row(m, v, k) for k in range(m.rows)]
+        assert_equal_gradients(got, expected, [*v, m.query])
 
 
 @BLOCKS
@@ -88,9 +157,9 @@ def test_half_precision(block, tolerances):
     v = list(torch.randn(LAYERS + 1, 9, DIM).bfloat16())
     got = rows(m, v)
     m.double()
-    exact = [specified(m, [x.double() for x in v], row) for row in range(LAYERS + 1)]
+    exact = [attention_row(m, [x.double() for x in v], row) for row in range(LAYERS + 1)]
     m.bfloat16()
-    plain = [specified(m, v, row) for row in range(LAYERS + 1)]
+    plain = [attention_row(m, v, row) for row in range(LAYERS + 1)]
     for row, (a, p, e) in enumerate(zip(got, plain, exact, strict=True)):
         assert a.dtype == torch.bfloat16
         tolerances.assert_accurate(a, p, e, torch.bfloat16, f"row {row}")
@@ -205,99 +274,3 @@ def test_a_whole_stack_in_one_checkpoint(block):
     got = torch.autograd.grad(checkpoint(stack, x, use_reentrant=False).square().sum(), leaves)
     want = torch.autograd.grad(stack(x).square().sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-# ---- stacks --------------------------------------------------------------------------------------
-
-
-def written_out(m, x, bodies):
-    """The stack's output and the inputs of its layers, by the reference."""
-    v, inputs = [x], []
-    for row, norm in enumerate(m.connection.norms):
-        x = specified(m.connection.residuals, v, row)
-        inputs.append(x)
-        n = norm_of(norm, x)
-        if row < len(bodies):
-            v.append(bodies[row](x, n) - x)
-    return n, inputs
-
-
-def stack(kind, connection, **options):
-    torch.manual_seed(3)
-    block = 2 if connection == "block_attnres" else None
-    m = kind(
-        LAYERS, DIM, HEADS, FFN, connection=connection, block=block, dropout=0.0, **options
-    )  # fmt: skip
-    return shaken(m).double()
-
-
-def compared(got, expected, leaves):
-    torch.testing.assert_close(got, expected)
-    dy = torch.randn_like(got)
-    for a, b in zip(
-        torch.autograd.grad(got, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
-    ):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("memory", ["keep", "lean", "leaner", "states", "history"])
-@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
-def test_encoder(connection, memory):
-    m = stack(TransformerEncoder, connection, memory=memory)
-    x = torch.randn(2, 4, DIM, dtype=torch.float64, requires_grad=True)
-    bodies = [lambda x, n, f=f: encoder_layer(f, x, n) for f in m.layers]
-    expected, _ = written_out(m, x, bodies)
-    compared(m(x), expected, [x, *m.parameters()])
-
-
-@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
-def test_decoder_at_once_and_by_steps(connection):
-    m = stack(TransformerDecoder, connection).eval()
-    x, memory = torch.randn(2, 2, 4, DIM, dtype=torch.float64).unbind()
-    bodies = [lambda x, n, f=f: decoder_layer(f, x, n, memory) for f in m.layers]
-    expected, _ = written_out(m, x, bodies)
-    whole = m.forward_packed(PACKING.pack(x), PACKING, PACKING.pack(memory), PACKING)
-    torch.testing.assert_close(PACKING.unpack(whole), expected)
-    with torch.no_grad():
-        cache = m.start(PACKING.pack(memory), PACKING)
-        steps = [m.step(x[:, t], cache) for t in range(4)]
-    torch.testing.assert_close(torch.stack(steps, 1), expected)
-
-
-@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
-def test_states_are_the_inputs_of_the_layers(connection):
-    m, states = stack(TransformerEncoder, connection), []
-    x = torch.randn(2, 4, DIM, dtype=torch.float64)
-    m.forward_packed(PACKING.pack(x), PACKING, states=states)
-    bodies = [lambda x, n, f=f: encoder_layer(f, x, n) for f in m.layers]
-    _, inputs = written_out(m, x, bodies)
-    for got, expected in zip(states, inputs, strict=True):
-        torch.testing.assert_close(PACKING.unpack(got), expected)
-
-
-@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
-def test_dropout_and_autocast(connection):
-    m = stack(TransformerEncoder, connection).float()
-    m.connection.dropout = 0.5
-    x = torch.randn(2, 4, DIM)
-    assert not torch.equal(m(x), m(x))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = m.eval()(x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), m(x), rtol=0.1, atol=0.2)
-
-
-def test_stacks_refuse():
-    sizes = (LAYERS, DIM, HEADS, FFN)
-    for options, message in (
-        ({"connection": "attnres", "norm": "post"}, "'attnres' needs norm='pre', got 'post'"),
-        ({"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TransformerEncoder(*sizes, **options)
-    assert (
-        TransformerEncoder(
-            9, DIM, HEADS, FFN, connection="block_attnres"
-        ).connection.residuals.block
-        == 2
-    )

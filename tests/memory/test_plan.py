@@ -25,6 +25,15 @@ KINDS = [
         ("dlcl", "residual"), ("pre", "post"), ("bfloat16", "float32"), (0, 6)
     )
 ]
+KINDS += [
+    {
+        "connection": "attnres",
+        "decoder_connection": "block_attnres",
+        "reads": reads,
+        "decoder_layers": 6,
+    }
+    for reads in (1, 2)
+]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +210,11 @@ def test_recomputation_is_that_of_the_design():
         ({"policies": "less"}, "^policies: expected one of keep, lean, .*, got 'less'"),
         ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
         ({"policies": "history", "connection": "residual"}, "'history' recomputes inputs"),
-        ({"connection": "attnres"},
-         r"^connection: expected one of dlcl, residual, latent, got 'attnres'; .* memory=lean$"),
+        ({"connection": "denseformer"},
+         r"^connection: expected one of dlcl, residual, .*, got 'denseformer'; .* memory=lean$"),
+        ({"connection": "attnres", "norm": "post"},
+         "norm: expected pre with connection 'attnres', got 'post'"),
+        ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
         ({"layers": None, "budget": "1MiB"}, r"budget: expected at least .* for layers 1, got 1\."),
     ],

@@ -5,17 +5,41 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
+from deepfast.depth.weights import AttentionWeights
 from deepfast.memory import POLICIES, LiveBytes, plan
 from deepfast.memory.layer_bytes import LEAST_ROWS, SHARE
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.memory.timeline import block_rows, slot_bytes
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.nn import Packing, TransformerEncoder
 
 LENGTH = 16
 ADAM = 8
+
+
+@pytest.fixture(autouse=True)
+def _kernels_alone(monkeypatch):
+    """Attention residuals run in plain PyTorch here, whose temporary tensors do not count."""
+    begin = AttentionResiduals._pass_weights
+
+    def in_plain_torch(self, *args):
+        self.backend = "reference"
+        return begin(self, *args)
+
+    monkeypatch.setattr(AttentionResiduals, "_pass_weights", in_plain_torch)
+    for name in ("mix", "pull", "forward", "backward"):
+        launch = getattr(AttentionWeights, name)
+
+        def uncounted(*args, launch=launch):
+            with _disable_current_modes():
+                launch(*args)
+
+        monkeypatch.setattr(AttentionWeights, name, uncounted)
 
 
 def close(predicted, measured):
@@ -118,6 +142,16 @@ def test_latent_depth_is_predicted_within_5_percent_at_25_layers():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reads", [1, 2])
+@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
+@pytest.mark.parametrize("layers", [6, 30])
+def test_attention_residuals_are_predicted_within_5_percent(layers, connection, reads, policy):
+    sizes, dtype = drawn(f"{layers} {connection} {reads} {policy}", layers)
+    sizes[-1].update(connection=connection, norm="pre", reads=reads)
+    check_encoder(sizes, policy, dtype)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_wide_encoder_is_predicted_within_5_percent(policy):
     check_encoder(*((6, 256, 4, 1024, 384, {"connection": "dlcl"}), policy), dtype="float32")
 
@@ -158,6 +192,28 @@ MODELS = {
         "dtype": "bfloat16",
         "batch": 8,
     },
+    "attention residuals on both sides": {
+        "connection": "attnres",
+        "decoder_connection": "block_attnres",
+    },
+    "attention residuals, history, bfloat16": {
+        "connection": "block_attnres",
+        "decoder_connection": "attnres",
+        "policies": "history",
+        "dtype": "bfloat16",
+    },
+    "attention residuals, leaner, padding": {
+        "connection": "attnres",
+        "decoder_connection": "attnres",
+        "policies": "leaner",
+        "padding": True,
+    },
+    "attention residuals, one read": {
+        "connection": "attnres",
+        "decoder_connection": "attnres",
+        "reads": 1,
+        "policies": "states",
+    },
     "one weight per channel": {"weight": "vector", "policies": "lean"},
 }
 
@@ -172,7 +228,7 @@ def check_model(**changes):
             "activation": "relu", "connection": "dlcl", "decoder_connection": "residual",
             "target": LENGTH, "accumulate": 1, "vocabulary": 300, "weight": "scalar", "batch": 24,
             "width": 64, "heads": 2, "ffn": 192, "layers": 5, "decoder_layers": 3, "dropout": 0.1,
-            "padding": False} | changes  # fmt: skip
+            "padding": False, "reads": 2} | changes  # fmt: skip
     dtype, batch = case["dtype"], case["batch"]
     decoder = case.get("decoder_policies", case["policies"])
     connections = case["connection"], case["decoder_connection"]
@@ -182,6 +238,7 @@ def check_model(**changes):
         encoder_connection=connections[0], decoder_connection=connections[1], norm=case["norm"],
         norm_kind=case["norm_kind"], activation=case["activation"], dropout=case["dropout"],
         dlcl={"weight": case["weight"]} if "dlcl" in connections else {},
+        attnres_reads=case["reads"] if set(connections) & set(ATTENTION_RESIDUALS) else None,
     ))  # fmt: skip
     model.encoder.set_memory(case["policies"])
     model.decoder.set_memory(decoder)
@@ -201,7 +258,7 @@ def check_model(**changes):
         **{key: case[key] for key in (
             "layers", "width", "heads", "ffn", "vocabulary", "decoder_layers", "dtype",
             "connection", "decoder_connection", "norm", "norm_kind", "weight", "policies",
-            "activation", "accumulate", "padding")},
+            "activation", "accumulate", "padding", "reads")},
     )  # fmt: skip
     count = sum(p.numel() for p in model.parameters())
     assert found.sizes.parameters == count
@@ -210,7 +267,7 @@ def check_model(**changes):
 
 def policies_drawn(draw, count, connection):
     """One for all layers, two in a row, or any."""
-    names = POLICIES if connection == "dlcl" else POLICIES[:-1]
+    names = POLICIES if connection in MIXING else POLICIES[:-1]
     if count == 1 or draw.random() < 0.6:
         return draw.choice(names)
     if draw.random() < 0.3:
@@ -228,17 +285,21 @@ def test_sizes_at_random_are_predicted_within_5_percent(seed):
     width = heads * draw.choice([d for d in (2, 4, 6, 10, 16, 32, 64) if 16 <= d * heads <= 128])
     ffn = draw.choice([draw.randint(3, width), width, 2 * width + 1, 4 * width])
     batch = draw.choice([4, 5, 8, 13, 24])
-    kinds = ["dlcl", "residual", "latent"]
+    kinds = ["dlcl", "residual", "latent", *ATTENTION_RESIDUALS]
     connection, decoder = draw.choice(kinds), draw.choice(kinds)
     weight = draw.choice(["scalar", "vector"])
     kinds = {"connection": connection, "norm": draw.choice(["pre", "post"]),
              "activation": draw.choice(["relu", "gelu"]),
              "dropout": draw.choice([0.1, 0.1, 0.0])}  # fmt: skip
+    if {connection, decoder} & set(ATTENTION_RESIDUALS):
+        kinds |= {"norm": "pre", "reads": draw.choice([1, 2])}
     policies = policies_drawn(draw, layers, connection)
     step = {"padding": draw.random() < 0.3, "accumulate": draw.choice([1, 1, 2])}
     dtype = draw.choice(["float32", "bfloat16"])
     if seed % 3 < 2:
         options = kinds | ({"dlcl": {"weight": weight}} if connection == "dlcl" else {})
+        if connection not in ATTENTION_RESIDUALS:
+            options.pop("reads", None)
         sizes = layers, width, heads, ffn, batch * LENGTH, options
         check_encoder(sizes, policies, dtype, **step)
         return

@@ -16,9 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from deepfast.nn import TransformerEncoder
 
 
-def encoder(norm, memory="keep"):
+def encoder(kind, memory="keep"):
+    """kind: the norm, with DLCL; or "attnres", where each sublayer is a call of its layer."""
+    options = {"norm": kind}
+    if kind == "attnres":
+        options = {"connection": kind, "backend": "reference"}
     torch.manual_seed(0)
-    return TransformerEncoder(4, 16, 2, 24, norm=norm, dropout=0.0, memory=memory)
+    return TransformerEncoder(4, 16, 2, 24, dropout=0.0, memory=memory, **options)
 
 
 def batch():
@@ -88,7 +92,9 @@ def fsdp(norm, memory):
     fully_shard(module.connection, mp_policy=full)
     fully_shard(module, mp_policy=low)
     seen = []
-    module.connection.dlcl.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+    module.connection.depth.register_forward_pre_hook(
+        lambda m, _: seen.append(next(m.parameters()).dtype)
+    )
 
     y = module(batch())
     with torch.autocast("cpu", torch.bfloat16):

@@ -74,6 +74,8 @@ def test_a_decoder_layer_is_one_graph():
     ("norm", "connection"),
     [
         ("pre", "dlcl"),
+        ("pre", "attnres"),
+        pytest.param("pre", "block_attnres", marks=pytest.mark.exhaustive),
         pytest.param("pre", "residual", marks=pytest.mark.exhaustive),
         pytest.param("post", "dlcl", marks=pytest.mark.exhaustive),
     ],

@@ -8,7 +8,8 @@ import torch
 STEPS = Path(__file__).with_name("distributed_steps.py")
 STACKS = ("pre-keep", "post-keep", "pre-leaner", "pre-history", "post-states")
 FORMS = [f"{form}-{stack}" for form in ("ddp", "fsdp") for stack in STACKS]
-FORMS += ["latent-pre-keep", "latent-post-states"]
+FORMS += [f"{form}-attnres-{memory}" for form in ("ddp", "fsdp") for memory in ("keep", "leaner")]
+FORMS += ["fsdp-attnres-history", "latent-pre-keep", "latent-post-states"]
 
 
 @pytest.fixture(scope="module")

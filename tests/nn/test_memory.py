@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES
+from deepfast.memory.policies import MIXING
 from tests.nn.policies import (
     BATCH,
     CASES,
@@ -23,8 +24,7 @@ from tests.nn.policies import (
 
 
 def allowed(case):
-    mixed = CASES[case].get("connection", "dlcl") in ("dlcl", "denseformer")
-    return OTHERS if mixed else OTHERS[:-1]
+    return OTHERS if CASES[case].get("connection", "dlcl") in MIXING else OTHERS[:-1]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,12 +37,13 @@ def test_the_same_bits_as_keep(case):
         assert_same(step(module, padding=padding), expected)
 
 
-@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post", "decoder, latent"])
+@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post", "decoder, latent",
+                                  "attnres", "attnres, one read", "decoder, attnres"])  # fmt: skip
 def test_the_same_bits_under_autocast(case):
     expected = step(stack("keep", **CASES[case]), autocast=True)
     for policy in allowed(case):
         got = step(stack(policy, **CASES[case]), autocast=True)
-        if policy == "states" and case in ("dlcl", "decoder"):
+        if policy == "states" and case in ("dlcl", "decoder", "attnres, one read"):
             # Recomputation rounds x to bf16 before its layer-norm, forward rounds after it.
             for name, value in expected.items():
                 torch.testing.assert_close(got[name], value, rtol=0.05, atol=0.05)
@@ -62,11 +63,12 @@ def test_every_layer_its_own_policy():
 
 
 @pytest.mark.parametrize("policy", OTHERS)
-def test_open_passes_accumulate(policy):
+@pytest.mark.parametrize("case", ["dlcl", "attnres"])
+def test_open_passes_accumulate(case, policy):
     """Two forwards, then both backwards, the older one last."""
     results = []
     for memory in ("keep", policy):
-        module = stack(memory)
+        module = stack(memory, connection=case)
         (inputs, y), (_, z) = forward(module), forward(module)
         z.square().sum().backward()
         y.sum().backward()
@@ -136,8 +138,9 @@ def test_what_hangs_on_parts_is_met(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_inside_torch_checkpointing(policy):
-    module = stack(policy)
+@pytest.mark.parametrize("case", ["dlcl", "attnres"])
+def test_inside_torch_checkpointing(case, policy):
+    module = stack(policy, connection=case)
     expected = step(module)
 
     class Wrapped(nn.Module):
@@ -150,12 +153,12 @@ def test_inside_torch_checkpointing(policy):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"connection": "attnres"}], ids=str)
 @pytest.mark.parametrize("learning", ["layers.2.", "layers.0.", "layers.4.feed_forward"])
-def test_history_with_all_but_a_part_frozen(learning, norm):
+def test_history_with_all_but_a_part_frozen(learning, options):
     results = []
     for memory in ("keep", "history"):
-        module = stack(memory, norm=norm)
+        module = stack(memory, **options)
         for name, p in module.named_parameters():
             p.requires_grad_(name.startswith(learning))
         torch.manual_seed(3)

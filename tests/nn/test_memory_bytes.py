@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepfast.memory import POLICIES, LiveBytes
+from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.nn import Packing, TransformerEncoder
 from tests.nn.policies import DIM, FFN, LENGTH, OTHERS, forward, stack, step
 
 
-def kept(connection, policy, layers, norm):
+def kept(connection, policy, layers, norm, reads=None):
     """Bytes alive after forward, and at the highest in the whole step, without gradients' own."""
-    module = stack(policy, layers=layers, connection=connection, norm=norm)
+    module = stack(policy, layers=layers, connection=connection, norm=norm, reads=reads)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     tokens = 16 * LENGTH
@@ -52,6 +53,20 @@ def test_bytes_of_a_layer(connection, norm, widths):
         assert width - 0.01 <= (more - few) / 4 < width + 0.9, policy
 
 
+@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
+@pytest.mark.parametrize("reads", [1, 2])
+def test_bytes_of_a_layer_of_attention_residuals(connection, reads):
+    """A state for each read; n, q k v, o, s and h, or n of each sublayer in place of s."""
+    widths = {"keep": 6 + FFN / DIM, "lean": 6, "leaner": 3, "states": 1, "history": 0}
+    if reads == 2:
+        widths["states"] = 2
+    for policy, width in widths.items():
+        (few, _), (more, _) = (kept(connection, policy, n, "pre", reads) for n in (2, 6))
+        # Six numbers for each row and token, and the statistics of the layer.
+        width, statistics = width + reads, 6 * reads / DIM
+        assert width - 0.01 <= (more - few) / 4 - statistics < width + 0.7, policy
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_grows_with_the_square_of_the_depth(policy):
     depths = (8, 16, 24)
@@ -62,9 +77,10 @@ def test_nothing_grows_with_the_square_of_the_depth(policy):
 
 
 @pytest.mark.parametrize("policy", OTHERS)
-def test_nothing_is_left_behind(policy):
+@pytest.mark.parametrize("connection", ["dlcl", "attnres"])
+def test_nothing_is_left_behind(connection, policy):
     """Without the collector: nothing refers to itself in a circle."""
-    module = stack(policy)
+    module = stack(policy, connection=connection)
     step(module)
     gc.collect()
     gc.disable()

@@ -12,7 +12,7 @@ def test_what_cannot_be_is_refused():
         stack("less")
     with pytest.raises(ValueError, match="one policy for each of 5 layers, got 2"):
         stack(["keep", "lean"])
-    with pytest.raises(ValueError, match="'history' recomputes inputs from DLCL's states"):
+    with pytest.raises(ValueError, match="'history' recomputes inputs from the states of a depth"):
         stack("history", connection="residual")
     with pytest.raises(ValueError, match="expected a policy, one for each layer, or a plan"):
         stack(3)

@@ -5,6 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+from deepfast.reference import attention_residuals as reference
+from deepfast.reference.depth_attention import rms_norm
+
 DIM, HEADS = 12, 3
 
 
@@ -70,6 +73,35 @@ def decoder_layer(m, x, n, encoded, padding=None, encoded_padding=None, z=1.0):
     x = norm_of(m.attention_norm, x + own(x))
     x = norm_of(m.cross_attention_norm, x + cross(x))
     return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
+
+
+def sublayers(m, encoded=None):
+    """The parts of a pre-norm layer in their order, each from its normalised input to its
+    branch."""
+    parts = [lambda n: attend(m.attention, n, causal=encoded is not None)]
+    if encoded is not None:
+        parts.append(lambda n: attend(m.cross_attention, n, encoded))
+    return [*parts, lambda n: feed(m.feed_forward, n)]
+
+
+def attention_row(m, v, row):
+    """Row ``row`` of the attention residuals m over what was pushed, by the reference."""
+    query = m.query * m.scale if m.norm_weight is None else m.query * m.scale * m.norm_weight
+    if m.bias is None and m.window is None:
+        if m.block is None:
+            return reference.full(v, query, row, m.eps)
+        return reference.block(v, query, row, m.reads * m.block, m.eps)
+    # Of running sums each block's last is read, of all states those in the window.
+    states = []
+    for x, running in zip(v[: row + 1], m.running, strict=False):
+        states.append(x + states[-1] if running else x)
+    if m.bias is None:
+        return reference.attend(states[-m.window :], query[row], m.eps)
+    total = 0
+    for k in m.pattern[row]:
+        n = rms_norm(states[k], eps=m.eps)
+        total += ((n * query[row]).sum(-1, keepdim=True) + m.bias[row, k]).relu() * states[k]
+    return total
 
 
 def stack_and_sum(connection, x, bodies):

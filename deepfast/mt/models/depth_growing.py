@@ -43,6 +43,8 @@ class DepthGrowingConfig(TransformerConfig):
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
     top_attnres_block: int | None = None
     """Layers in a block if the top has "block_attnres"; None: attnres_block."""
+    top_attnres_reads: int | None = None
+    """How often a layer of the top reads attention residuals; None: attnres_reads."""
     embedding_norm: bool = False
     """Normalise the embedding where it enters the top, as the authors' code does."""
     bottom_dropout: bool = False

@@ -72,6 +72,8 @@ class TransformerConfig:
     """The same for the decoder."""
     attnres_block: int | None = None
     """Layers in a block under "block_attnres"; None: an eighth of the side's layers, rounded up."""
+    attnres_reads: int | None = None
+    """How often a layer reads attention residuals: 2 (or None): each sublayer does; 1: once."""
     cross_attention: str = "top"
     """"top": decoder layers attend to the encoder's output; "transparent": each decoder layer
     attends to its own mixture of all encoder layers."""
@@ -182,7 +184,7 @@ class TransformerConfig:
     def _check_connections(self, op: str, prefix: str) -> None:
         """Checks the options of the connections; ``prefix`` is that of their fields' names."""
         sides = self._values(f"{prefix}encoder_connection", f"{prefix}decoder_connection")
-        dlcl, block = f"{prefix}dlcl", f"{prefix}attnres_block"
+        dlcl = f"{prefix}dlcl"
         known = {k: v for k, v in getattr(self, dlcl).items() if k in option_types("dlcl")}
         arguments = {
             connection: {"num_layers": 1, "dim": self.dim}
@@ -194,10 +196,15 @@ class TransformerConfig:
         for side, connection in sides.items():
             if self.norm != "pre" and connection in ATTENTION_RESIDUALS:
                 raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
-        if getattr(self, block) is not None:
-            checks.whole(op, **self._values(block))
-            if "block_attnres" not in sides.values():
-                raise ValueError(f"{op}: {block} needs a side with 'block_attnres', got none")
+        for option, most, needs in (("block", None, ATTENTION_RESIDUALS[1:]),
+                                    ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip
+            name = f"{prefix}attnres_{option}"
+            if getattr(self, name) is None:
+                continue
+            checks.whole(op, 1, most, **self._values(name))
+            if not set(needs) & set(sides.values()):
+                words = " or ".join(map(repr, needs))
+                raise ValueError(f"{op}: {name} needs a side with {words}, got none")
 
     def _check_languages(self, op: str) -> None:
         tags = list(self.languages.values())
@@ -256,7 +263,10 @@ class TransformerConfig:
         connection = getattr(self, f"{side}_connection")
         # A `DepthGrowingConfig` has two more sides, "top_encoder" and "top_decoder".
         prefix = side.removesuffix("encoder").removesuffix("decoder")
-        block = getattr(self, f"{prefix}attnres_block") or self.attnres_block
+        block, reads = (
+            getattr(self, f"{prefix}attnres_{option}") or getattr(self, f"attnres_{option}")
+            for option in ("block", "reads")
+        )
         options = self._values("dim", "heads", "ffn_dim", "norm", "norm_kind", "activation",
                                "dropout", "attention_dropout", "activation_dropout",
                                "backend")  # fmt: skip
@@ -267,6 +277,7 @@ class TransformerConfig:
             "connection": connection,
             "dlcl": getattr(self, f"{prefix}dlcl") if connection in PRESETS else None,
             "block": block if connection == "block_attnres" else None,
+            "reads": reads if connection in ATTENTION_RESIDUALS else None,
             "latent": latent if connection == "latent" else None,
         }
 

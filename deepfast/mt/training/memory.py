@@ -10,14 +10,13 @@ from typing import Any, cast
 import torch
 
 from deepfast.memory.plan import Plan, plan
-from deepfast.memory.policies import POLICIES
+from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
 from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.trainer import Trainer
-from deepfast.nn.connections.residual import PRESETS
 
 TRIES = 3
 """How many plans are tried. Each budget is smaller by the error of the previous plan."""
@@ -78,10 +77,11 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def set_policy(model: TranslationModel, policy: str) -> None:
-    """Sets one policy for all layers. A side without DLCL gets "states" instead of "history"."""
+    """Sets one policy for all layers. A side without a depth connection gets "states" instead of
+    "history"."""
     transformer = cast(Transformer, model)
     for stack in (transformer.encoder, transformer.decoder):
-        mixes = stack.connection.dlcl is not None or policy != "history"
+        mixes = stack.connection.depth is not None or policy != "history"
         stack.set_memory(policy if mixes else "states")
 
 
@@ -103,7 +103,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     decoder = None
     if named:
         # As in `set_policy`.
-        mixes = config.decoder_connection in PRESETS or recipe.memory != "history"
+        mixes = config.decoder_connection in MIXING or recipe.memory != "history"
         decoder = recipe.memory if mixes else "states"
     limit = recipe.memory if budget is None and not named else budget
     scalar = config.dlcl.get("weight", "scalar") == "scalar"
@@ -118,6 +118,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         decoder_layers=config.decoder_layers,
         connection=_planned(config.encoder_connection),
         decoder_connection=_planned(config.decoder_connection),
+        reads=config.attnres_reads or 2,
         norm=config.norm,
         norm_kind=config.norm_kind,
         weight="scalar" if scalar else "vector",
@@ -134,10 +135,8 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 
 
 def _planned(connection: str) -> str:
-    """The planner's name of a connection. Every form of DLCL keeps the same states."""
-    if connection in PRESETS:
-        return "dlcl"
-    return "latent" if connection == "latent" else "residual"
+    """The planner's name of a connection. DenseFormer keeps the states of DLCL."""
+    return "dlcl" if connection == "denseformer" else connection
 
 
 def _largest_of_ranks(value: float, device: torch.device) -> float:

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
-from deepfast.memory.policies import POLICIES
+from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import (
     KINDS,
@@ -22,7 +22,6 @@ from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.data_section import DataSection
 from deepfast.mt.training.errors import RecipeError, expect
-from deepfast.nn.connections.residual import ATTENTION_RESIDUALS, PRESETS
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
@@ -217,11 +216,11 @@ class Recipe:
         stacks = isinstance(config, TransformerConfig)
         expect(stacks, "memory", "null for a model without memory policies", self.memory)
         unplanned = _not_planned(config)
-        mixes = config.encoder_connection in PRESETS
+        mixes = config.encoder_connection in MIXING
         named = [name for name in POLICIES if mixes or name != "history"]
         policy = f"a policy, one of {', '.join(named)}"
         if self.memory in POLICIES:
-            expected = f"{policy}, if model.encoder_connection is not dlcl"
+            expected = f"{policy}, if model.encoder_connection is {config.encoder_connection}"
             serves = self.memory in named or isinstance(config, DepthGrowingConfig)
             expect(serves, "memory", expected, self.memory)
         elif unplanned is not None:
@@ -283,8 +282,5 @@ def _not_planned(config: TransformerConfig) -> str | None:
     for key, plain in (("cross_attention", "top"), ("share_embeddings", "all"),
                        ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
         if getattr(config, key) != plain:
-            return f"where model.{key} is {getattr(config, key)}"
-    for key in ("encoder_connection", "decoder_connection"):
-        if getattr(config, key) in ATTENTION_RESIDUALS:
             return f"where model.{key} is {getattr(config, key)}"
     return None

@@ -16,7 +16,7 @@ from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
-from deepfast.memory.policies import RERUN
+from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
 from deepfast.nn.recompute import Kept, rerun
 from deepfast.ops import common
@@ -30,7 +30,6 @@ layer-norms; ``dilation`` and ``period`` are those of the paper (Pagliardini et 
 learned scale, which starts at 1.
 """
 
-ATTENTION_RESIDUALS = ("attnres", "block_attnres")
 CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
 
 BLOCKS = 8
@@ -57,11 +56,32 @@ def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
     return options
 
 
+def rows_per_layer(connection: str, reads: int | None, parts: int) -> int:
+    """How often a layer pushes and reads.
+
+    Args:
+        connection: one of `CONNECTIONS`.
+        reads: 1: once; 2: each of its ``parts`` does; None: 2 for attention residuals, else 1.
+
+    Raises:
+        ValueError: for other ``reads``, and for 2 without attention residuals.
+    """
+    attends = connection in ATTENTION_RESIDUALS
+    reads = 1 + attends if reads is None else reads
+    checks.whole("Connection", 1, 2, reads=reads)
+    if reads == 2 and not attends:
+        raise ValueError(
+            f"Connection: reads must be 1 or None where connection={connection!r}, got 2"
+        )
+    return parts if reads == 2 else 1
+
+
 class LayerCall(NamedTuple):
     """How a stack calls one of its layers: ``layer(x, normed=n, **options)``.
 
     In pre-norm x is the layer's input, n = LN(x), and the layer returns its last residual and its
-    last branch. In post-norm n is None and the layer returns its output.
+    last branch. In post-norm n is None and the layer returns its output. With ``part`` among the
+    options the call is ``layer(n, normed=None, **options)``, and the layer returns a branch.
     """
 
     layer: Any
@@ -69,6 +89,11 @@ class LayerCall(NamedTuple):
     policy: str
     """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
     options: dict
+
+    @property
+    def part(self) -> str | None:
+        """The part of the layer that the call runs; None for the whole layer."""
+        return self.options.get("part")
 
 
 class Connection(nn.Module):
@@ -78,15 +103,18 @@ class Connection(nn.Module):
                          own branches
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
     pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, where v_k is what
-                         layer k adds
+                         layer k adds, or what its sublayer k adds if each of them reads
     pre-norm, always     ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last one
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
 
-    DLCL does not keep the mixed inputs x for backward. It recomputes them from the states, block by
-    block, so the stack needs no more memory than the plain residual one.
+    A depth connection does not keep the mixed inputs x for backward. It recomputes them from the
+    states, block by block, so the stack needs no more memory than the plain residual one.
 
-    The pre-norm layer-norms between layers belong to this module, not to the layers, so that a
-    sharding wrapper around a layer never hides them.
+    The pre-norm layer-norms between layers, or between sublayers, belong to this module, not to the
+    layers, so that a sharding wrapper around a layer never hides them.
+
+    Args:
+        reads: how often a layer pushes and reads, see `rows_per_layer`.
     """
 
     def __init__(
@@ -101,6 +129,7 @@ class Connection(nn.Module):
         backend: str | None,
         dlcl: dict | None = None,
         block: int | None = None,
+        reads: int = 1,
     ):
         super().__init__()
         op = "Connection"
@@ -114,21 +143,24 @@ class Connection(nn.Module):
             raise ValueError(f"{op}: block needs connection='block_attnres', got {connection!r}")
         if connection in ATTENTION_RESIDUALS and norm != "pre":
             raise ValueError(f"{op}: connection={connection!r} needs norm='pre', got {norm!r}")
-        self.norm, self.dropout = norm, dropout
+        self.kind, self.norm, self.dropout, self.reads = connection, norm, dropout, reads
         self.residuals = None
         if connection in ATTENTION_RESIDUALS:
             if connection == "block_attnres" and block is None:
                 block = -(-num_layers // BLOCKS)
-            self.residuals = AttentionResiduals(num_layers, dim, block=block, backend=backend)
+            self.residuals = AttentionResiduals(
+                num_layers, dim, reads=reads, block=block, backend=backend
+            )
         self.dlcl = None
         if connection in PRESETS:
             options = dlcl_options(connection, norm, dlcl)
             self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
-        # Pre-norm: entry l is layer l's first LN, the last one the stack's final LN.
+        # Pre-norm: entry l is the first LN of layer l, or of sublayer l if each of them reads; the
+        # last one is the stack's final LN.
         self.norms: Sequence[Norm] | None = None
         if norm == "pre":
             self.norms = nn.ModuleList(  # type: ignore[assignment]
-                NORMS[norm_kind](dim, backend=backend) for _ in range(num_layers + 1)
+                NORMS[norm_kind](dim, backend=backend) for _ in range(reads * num_layers + 1)
             )
 
     @property
@@ -142,10 +174,10 @@ class Connection(nn.Module):
         """From the embedding (T, D) to the stack's output (T, D).
 
         Args:
-            calls: one for each layer. None skips the layer, its norm and its state (pre-norm
-                without DLCL only).
+            calls: one for each layer, or for each sublayer that reads. None skips the layer, its
+                norm and its state (pre-norm without a depth connection only).
             states: a list to append the L + 1 states (T, D) to: the embedding, then the input of
-                each next layer (under DLCL, the mixture of row l). The list keeps them alive.
+                each next layer (under a depth connection, its mixture). The list keeps them alive.
         """
         (x,) = common.autocast(x)
         if self.norm == "post":
@@ -153,7 +185,9 @@ class Connection(nn.Module):
         history = None if self.depth is None else DepthHistory()
         branch, residual, p = x, None, 0.0
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
-        for call, norm in (*used, (None, self.norms[-1])):
+        for row, (call, norm) in enumerate((*used, (None, self.norms[-1]))):
+            whole = call is not None and call.part is None
+            shown = states is not None and row % self.reads == 0
             if history is not None:
                 if self.residuals is not None and residual is not None:
                     # The state is what all sublayers of the layer have added. The last residual
@@ -165,19 +199,22 @@ class Connection(nn.Module):
                     residual=residual,
                     dropout_p=p,
                     out_norm=norm.as_output(),
-                    want_x=call is not None or states is not None,
+                    want_x=whole or shown,
                 )
             elif residual is None:
                 x, n = branch, norm(branch)
             else:
                 n, x = norm(branch, residual=residual, dropout_p=p)
-            if states is not None:
+            if shown:
                 states.append(x)
             if call is None:
                 return n
             # Freed here, so that only the layer holds its input.
             branch = residual = None
-            residual, branch = run_layer(call, x, n, norm, history)
+            if whole:
+                residual, branch = run_layer(call, x, n, norm, history)
+            else:
+                branch = run_layer(call, n, None, norm, history)  # type: ignore[assignment]
             p = self.dropout
         raise AssertionError("the last norm, which has no layer, returns")
 
@@ -202,13 +239,18 @@ def run_layer(
     norm: Norm | None,
     history: DepthHistory | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs one layer under its memory policy.
+    """Runs one layer, or one part of it, under its memory policy.
 
     Args:
-        norm: the norm with n = norm(x); None in post-norm, where n is None too.
+        x: the layer's input; for a part, its normalised input.
+        n: norm(x); None for a part and in post-norm.
+        norm: the norm before the layer or part; None in post-norm.
         history: the pass of the depth connection; None without one.
     """
     layer, policy, options = call
+    if call.part == "feed_forward" and policy in ("lean", "leaner"):
+        # The part without its hidden activation: from n, without its last product.
+        policy = "states"
     if not torch.is_grad_enabled():
         return layer(x, normed=n, **options)
     if torch.compiler.is_compiling():
@@ -219,7 +261,7 @@ def run_layer(
     # Below the lowest layer that learns, states may be freed before this layer runs again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
     if policy == "history" and learns:
-        return rerun(layer, x, n, _from_states(norm, history), options)
+        return rerun(layer, x, n, _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
@@ -229,19 +271,20 @@ def run_layer(
     return layer(x, normed=n, **options)
 
 
-def _from_states(norm: Norm | None, history: DepthHistory):
-    """Returns the function that recomputes x and n from the states (policy "history")."""
+def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
+    """Returns the function that recomputes the inputs from the states (policy "history"): x and n
+    or, unless ``both``, the only input of a post-norm layer or of a part."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
     state, k = history.state, history.state.pushed - 1
     out_norm = None if norm is None else norm.keep_output()
 
     def inputs() -> tuple[Tensor, Tensor | None]:
-        if out_norm is not None:
-            return recompute_row(state, k, out_norm())
-        x, normed = recompute_row(state, k, None)
+        x, normed = recompute_row(
+            state, k, None if out_norm is None else out_norm(), both or out_norm is None
+        )
         # In post-norm a row may have its own norm. Its result is then the layer's input.
-        return (x if normed is None else normed), None
+        return (x, normed) if both else (x if normed is None else normed, None)
 
     return inputs
 

@@ -147,6 +147,7 @@ def test_blocks_of_attention_residuals_are_each_network_s_own():
         )
         model = DepthGrowing(config)
         assert model.decoder.connection.residuals.block == expected
+        assert model.decoder.connection.reads == 3
         assert model.bottom.encoder.connection.residuals.block == (below or 1)
 
 

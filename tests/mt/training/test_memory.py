@@ -168,7 +168,7 @@ def test_resuming_accepts_another_budget(make_recipe, capsys):
     [
         ({"memory": "less"}, "memory: expected a size such as 24GiB, one of keep, .*, got 'less'"),
         ({"memory": 24}, "memory: expected text or null, got 24"),
-        ({"memory": "history", "model.encoder_connection": "residual"}, "is not dlcl, got 'hist"),
+        ({"memory": "history", "model.encoder_connection": "residual"}, "is residual, got 'hist"),
     ],
 )
 def test_a_memory_that_is_none_is_refused(make_recipe, changes, message):
@@ -241,6 +241,7 @@ def test_a_policy_by_name_where_nothing_is_planned(make_recipe, tmp_path):
     seen = {}
     for memory in (None, "leaner"):
         recipe = make_recipe(WIDE | {"memory": memory, "model.encoder_connection": "attnres",
+                                     "model.share_embeddings": "none",
                                      "output": str(tmp_path / str(memory))})  # fmt: skip
         train(recipe, quiet=True)
         seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]

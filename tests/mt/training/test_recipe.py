@@ -137,8 +137,6 @@ def test_fusion_of_layers():
         ("phrases-fusion", [], "where model.encoder_fusion is attention"),
         ("phrases-transparent30", [], "where model.cross_attention is transparent"),
         ("phrases-growing", [], "for a model that grows"),
-        ("phrases-dlcl30", ["model.encoder_connection=attnres"],
-         "where model.encoder_connection is attnres"),
         ("phrases-dlcl30", ["model.share_embeddings=none"], "where model.share_embeddings is none"),
     ],
 )  # fmt: skip
@@ -158,14 +156,16 @@ def test_what_no_plan_counts_names_the_policies_that_serve(name, change, why):
 
 
 def test_attention_residuals():
-    changes = ["model.encoder_connection=block_attnres", "model.attnres_block=3"]
+    changes = ["model.encoder_connection=block_attnres", "model.attnres_block=3",
+               "model.attnres_reads=1"]  # fmt: skip
     config = load_recipe("phrases-small", changes).model_config(99)
     assert (config.encoder_connection, config.attnres_block) == ("block_attnres", 3)
+    assert config.stack("encoder")["reads"] == config.attnres_reads == 1
+    assert load_recipe("phrases-attnres", ["memory=2GiB"]).planned()
     for more, message in (
-        ("memory=2GiB", r"or null where model\.encoder_connection is block_attnres, which the"),
-        ("memory=history", r"leaner, states, if model\.encoder_connection is not dlcl, got"),
         ("model.norm=post", "model.encoder_connection block_attnres needs norm pre, got norm"),
         ("model.attnres_block=0", "attnres_block must be a whole number of at least 1"),
+        ("model.attnres_reads=3", "attnres_reads must be a whole number from 1 to 2, got 3"),
         (
             "model.encoder_connection=attnres",
             "attnres_block needs a side with 'block_attnres', got none",

@@ -96,6 +96,8 @@ ALONE = {
         {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight": "vector",
          "model.decoder_connection": "dlcl"}, 6),
 }  # fmt: skip
+ATTENDS = {"model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
+           "model.decoder_layers": 2, "model.backend": "reference"}  # fmt: skip
 
 
 def together(first, second):
@@ -108,7 +110,11 @@ EPOCH, NEXT_EPOCH, HALF, OPTIONS = ALONE
 
 @pytest.mark.parametrize(
     ("changes", "killed_at"),
-    [together(EPOCH, HALF), together(OPTIONS, NEXT_EPOCH)]
+    [
+        together(EPOCH, HALF),
+        together(OPTIONS, NEXT_EPOCH),
+        pytest.param(ATTENDS, 7, id="attention residuals"),
+    ]
     + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in ALONE.items()],
 )
 def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, monkeypatch, changes, killed_at):
