@@ -11,7 +11,6 @@ from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.weights import AttentionWeights
 from deepfast.ops import common
-from deepfast.reference.depth_attention import rms_norm
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -121,22 +120,27 @@ class AttentionResiduals(DepthConnection):
             states.append(v + states[-1] if running else v)
         query, means = self.effective_query(), states[0].new_zeros(self.rows, self.rows)
         for row, reads in enumerate(self.pattern):
-            scores = [rms_norm(states[k], eps=self.eps) @ query[row] for k in reads]
-            s, of_row = torch.stack(scores, -1), list(reads)
-            s = s.softmax(-1) if self.bias is None else (s + self.bias[row, of_row]).relu()
-            means[row, of_row] = s.mean(0)
+            s = torch.stack([self._score(states[k], query, row, k) for k in reads], -1)
+            p = s.softmax(-1) if self.weights == "softmax" else s.relu()
+            means[row, list(reads)] = p.mean(0)
         return means
+
+    def _score(self, v: Tensor, query: Tensor, row: int, k: int) -> Tensor:
+        """The score (...) of state k, v (..., D) in the compute dtype, for ``row``."""
+        r = (v.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        score = (v * r * query[row]).sum(-1)
+        return score if self.bias is None else score + self.bias[row, k]
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
         query, dtype = self.effective_query(), compute_dtype(y.dtype)
         op = "attention_boundary"
         _, launch = backends.choose(op, self.backend, y.device, y.dtype, y.shape[-1])
-        copies = (
+        copy, bias = (
             None if p is None else p.detach().to(dtype, copy=True).contiguous()
             for p in (query, self.bias)
         )
         learns = query.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        weights = AttentionWeights(launch, *copies, self.weights, self.eps, learning and learns)
+        weights = AttentionWeights(launch, copy, bias, self.weights, self.eps, learning and learns)
         return PassWeights(weights, (query, self.bias, None, None), None)
 
     def traced_weights(self) -> Tensor:
@@ -144,14 +148,13 @@ class AttentionResiduals(DepthConnection):
 
     def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
         if self.weights == "softmax":
-            return ops.depth_attention(sources, weights[k], eps=self.eps, backend=self.backend)
+            attend = ops.depth_attention
+            return attend(sources, weights[k], eps=self.eps, backend=self.backend)  # type: ignore[return-value]
         dtype = compute_dtype(sources[0].dtype)
         total = torch.zeros_like(sources[0], dtype=dtype)
         for j, source in zip(self.pattern[k], sources, strict=True):
             v = source.to(dtype)
-            r = (v.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-            score = (v * r * weights[k]).sum(-1, keepdim=True) + self.bias[k, j]
-            total = total + score.relu() * v
+            total = total + self._score(v, weights, k, j).relu().unsqueeze(-1) * v
         return total.to(sources[0].dtype)
 
     def extra_repr(self) -> str:

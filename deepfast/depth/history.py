@@ -1,5 +1,7 @@
 """The caller's handle on one forward pass through a stack with depth connections."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class DepthHistory:
         self.inplace = inplace
         self.block = block
         # The stack; shape, dtype and device of the first push.
-        self.owner: object | None = None
+        self.owner: Any = None
         self.kind: tuple[torch.Size, torch.dtype, torch.device] | None = None
         # Autograd nodes refer to the state, and the token refers to autograd nodes. The state must
         # not hold the token, which would be a reference cycle.

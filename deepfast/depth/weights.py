@@ -133,7 +133,12 @@ class AttentionWeights:
         self.device = query.device
         self.dquery: Tensor | None = None
         self.dbias: Tensor | None = None
-        self.release()
+        self.source_rstd: Tensor | None = None
+        """(L+1, T): r_k."""
+        self.stats: Tensor | None = None
+        """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
+        self._far_stats: Tensor | None = None
+        """(B, 2, T): the first two over the earlier states alone, for the rows of one block."""
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +154,7 @@ class AttentionWeights:
             self.stats = self.query.new_empty(self.rows, 3, tokens)
 
     def release(self) -> None:
-        # (L+1, T): r_k.
-        self.source_rstd: Tensor | None = None
-        # (L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>.
-        self.stats: Tensor | None = None
-        # (B, 2, T): the first two over the earlier states alone, for the rows of one block.
-        self._far_stats: Tensor | None = None
+        self.source_rstd = self.stats = self._far_stats = None
 
     def begin_mix(self, block: int) -> None:
         if self.kind == "relu":

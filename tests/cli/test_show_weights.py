@@ -188,7 +188,6 @@ def test_attention_residuals_over_a_sample(tmp_path, capsys):
     config = TransformerConfig(
         vocab_size=len(vocabulary), dim=8, heads=2, ffn_dim=8, encoder_layers=4, decoder_layers=2,
         encoder_connection="block_attnres", attnres_block=2, decoder_connection="attnres",
-        backend="reference",
     )  # fmt: skip
     model = Transformer(config).eval()
     with torch.no_grad():

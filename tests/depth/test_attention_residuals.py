@@ -53,7 +53,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("reads", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_is_the_equation(form, reads, backend):

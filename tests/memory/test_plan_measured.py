@@ -5,12 +5,9 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
-from deepfast.depth.weights import AttentionWeights
 from deepfast.memory import POLICIES, LiveBytes, plan
 from deepfast.memory.layer_bytes import LEAST_ROWS, SHARE
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
@@ -20,26 +17,6 @@ from deepfast.nn import Packing, TransformerEncoder
 
 LENGTH = 16
 ADAM = 8
-
-
-@pytest.fixture(autouse=True)
-def _kernels_alone(monkeypatch):
-    """Attention residuals run in plain PyTorch here, whose temporary tensors do not count."""
-    begin = AttentionResiduals._pass_weights
-
-    def in_plain_torch(self, *args):
-        self.backend = "reference"
-        return begin(self, *args)
-
-    monkeypatch.setattr(AttentionResiduals, "_pass_weights", in_plain_torch)
-    for name in ("mix", "pull", "forward", "backward"):
-        launch = getattr(AttentionWeights, name)
-
-        def uncounted(*args, launch=launch):
-            with _disable_current_modes():
-                launch(*args)
-
-        monkeypatch.setattr(AttentionWeights, name, uncounted)
 
 
 def close(predicted, measured):

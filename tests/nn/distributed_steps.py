@@ -20,7 +20,7 @@ def encoder(kind, memory="keep"):
     """kind: the norm, with DLCL; or "attnres", where each sublayer is a call of its layer."""
     options = {"norm": kind}
     if kind == "attnres":
-        options = {"connection": kind, "backend": "reference"}
+        options = {"connection": kind}
     torch.manual_seed(0)
     return TransformerEncoder(4, 16, 2, 24, dropout=0.0, memory=memory, **options)
 

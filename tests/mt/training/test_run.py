@@ -97,7 +97,7 @@ ALONE = {
          "model.decoder_connection": "dlcl"}, 6),
 }  # fmt: skip
 ATTENDS = {"model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
-           "model.decoder_layers": 2, "model.backend": "reference"}  # fmt: skip
+           "model.decoder_layers": 2}  # fmt: skip
 
 
 def together(first, second):
