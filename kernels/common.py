@@ -268,9 +268,10 @@ def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
 
     Two passes; the mean of x - mean corrects the mean, as in
     `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``. With ``RMS`` no
-    mean is subtracted, and mean is None.
+    mean is subtracted, and mean is 0.
     """
-    b_mean = None
+    # Triton's compiler cannot return None in a tuple.
+    b_mean = 0.0
     if not RMS:
         b_mean = row_sum(b_x) / D
         b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D

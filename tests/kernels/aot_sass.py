@@ -83,7 +83,7 @@ FEWER_WIDE = {
 }
 
 # Kernels of (T, T) products.
-TENSOR_CORE = ("attention_fwd", "attention_bwd")
+ATTENTION = ("attention_fwd", "attention_bwd")
 
 # What a change may add to the committed numbers without an error.
 MORE_REGISTERS, MORE_SHARED = 8, 1024
@@ -113,7 +113,7 @@ def faults(kernel: dict, committed: dict | None) -> list[str]:
         share = wide_share(accesses)
         got = f"{share:.0%} ({widths(accesses)})"
         limit(f"bytes in 16-byte {what}", share >= least, f"at least {least:.0%}", got)
-    if kernel["kernel"].startswith(TENSOR_CORE) and "float32" not in kernel["case"]:
+    if kernel["kernel"].startswith(ATTENTION) and "float32" not in kernel["case"]:
         some = kernel["tensor core"]
         limit("matrix instructions", some > 0, "some", some)
     if committed:
