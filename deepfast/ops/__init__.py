@@ -2,6 +2,7 @@
 
 from deepfast.ops.activation import activation
 from deepfast.ops.attention import attention
+from deepfast.ops.attention_residual import attention_residual
 from deepfast.ops.depth_attention import depth_attention
 from deepfast.ops.depth_mix import depth_mix
 from deepfast.ops.feed_forward import feed_forward
@@ -13,6 +14,7 @@ from deepfast.ops.peephole_lstm import peephole_lstm
 __all__ = [
     "activation",
     "attention",
+    "attention_residual",
     "depth_attention",
     "depth_mix",
     "feed_forward",

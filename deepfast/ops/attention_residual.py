@@ -1,0 +1,89 @@
+"""One read of attention residuals, for code that holds its sources itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepfast import checks
+from deepfast.ops import common
+from deepfast.ops.depth_attention import depth_attention
+from deepfast.ops.layer_norm import rms_norm
+from deepfast.reference.layer_norm import compute_dtype
+
+
+@torch.no_grad()
+def _weights(sources: Sequence[Tensor], query: Tensor, lse: Tensor, eps: float) -> Tensor:
+    """p (..., K) from the scores, one source at a time."""
+    scores = []
+    for source in sources:
+        v = source.to(lse.dtype)
+        r = (v.square().mean(-1) + eps).rsqrt()
+        scores.append(v @ query.to(lse.dtype) * r)
+    return (torch.stack(scores, -1) - lse.unsqueeze(-1)).exp()
+
+
+def attention_residual(
+    query: Tensor,
+    residuals: Tensor | Sequence[Tensor],
+    rms_weight: Tensor | None = None,
+    output_rms_weight: Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale: float | None = None,
+    return_weights: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each token over K sources: ``o = sum_k p_k v_k``.
+
+    ``p = softmax_k(scale * <RMSNorm(v_k; rms_weight), query>)``, and with ``output_rms_weight`` the
+    result is ``RMSNorm(o; output_rms_weight)``. Forward and backward each read the sources once
+    (`depth_attention`). A stack whose every layer reads all sources so reads them L^2 / 2 times;
+    `deepfast.nn.AttentionResiduals` reads them about L * sqrt(L) times.
+
+    Args:
+        query: (D,).
+        residuals: v, a list of K tensors (..., D), or a stack (K, ..., D), in fp32, bf16, fp16 or
+            fp64. The gradient of a stack is a stack, so a list moves fewer bytes.
+        rms_weight, output_rms_weight: (D,) or None.
+        rms_eps: added to the mean square in both norms.
+        scale: multiplies the scores; None is 1.
+        return_weights: whether to return p too.
+        backend: see `deepfast.backend`.
+
+    Returns:
+        (..., D) in the dtype of the sources; with ``return_weights`` also p (..., K), fp32 (fp64
+        for fp64), without gradient.
+
+    Raises:
+        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as
+            `depth_attention`.
+
+    Source: Kimi Team, Attention Residuals, arXiv 2603.15031, 2026.
+    """
+    op = "attention_residual"
+    if isinstance(residuals, Tensor):
+        if residuals.dim() < 2:
+            raise ValueError(f"{op}: residuals must be (K, ..., D), got {tuple(residuals.shape)}")
+        residuals = residuals.unbind(0)
+    sources = common.checked_sources(op, "residuals", residuals)
+    first = sources[0]
+    checks.tensor(op, "query", query)
+    dim = first.shape[-1:]
+    checks.parameter(op, "query", query, tuple(dim), first.device)
+    for name, weight in (("rms_weight", rms_weight), ("output_rms_weight", output_rms_weight)):
+        if weight is not None:
+            checks.tensor(op, name, weight)
+            checks.parameter(op, name, weight, tuple(dim), first.device)
+    checks.eps(op, rms_eps)
+    checks.flag(op, return_weights=return_weights)
+    query = query.to(compute_dtype(first.dtype))
+    if scale is not None:
+        checks.finite(op, "scale", scale)
+        query = query * scale
+    if rms_weight is not None:
+        query = query * rms_weight.to(query.dtype)
+    out, lse = depth_attention(sources, query, eps=rms_eps, return_lse=True, backend=backend)
+    if output_rms_weight is not None:
+        out = rms_norm(out, output_rms_weight, rms_eps, backend=backend)  # type: ignore[assignment]
+    return (out, _weights(sources, query, lse, rms_eps)) if return_weights else out

@@ -1,0 +1,74 @@
+"""deepfast.ops.attention_residual against the formula written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast.ops import attention_residual
+
+
+def naive(query, residuals, rms_weight=None, output_rms_weight=None, rms_eps=1e-6, scale=None):
+    """k = RMSNorm(v), p = softmax(scale <k, query>), o = sum p v, and its RMSNorm."""
+    v = residuals if isinstance(residuals, torch.Tensor) else torch.stack(residuals)
+    dim = v.shape[-1:]
+    k = F.rms_norm(v, dim, rms_weight, rms_eps)
+    p = ((k * query).sum(-1) * (1 if scale is None else scale)).softmax(0)
+    o = (p.unsqueeze(-1) * v).sum(0)
+    if output_rms_weight is not None:
+        o = F.rms_norm(o, dim, output_rms_weight, rms_eps)
+    return o, p.movedim(0, -1)
+
+
+def leaf(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(("count", "dim"), [(1, 5), (2, 1), (7, 64), (33, 17), (97, 255)])
+@pytest.mark.parametrize("weights", [True, False])
+def test_is_the_formula(count, dim, weights, stacked, backend):
+    residuals = leaf(count, 2, 3, dim) if stacked else [leaf(2, 3, dim) for _ in range(count)]
+    query = leaf(dim)
+    options = {"scale": 0.5, "rms_eps": 1e-5} if weights else {}
+    if weights:
+        options |= {"rms_weight": leaf(dim), "output_rms_weight": leaf(dim)}
+    out, p = attention_residual(query, residuals, return_weights=True, backend=backend, **options)
+    want, want_p = naive(query, residuals, **options)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(p, want_p.detach())
+    assert not p.requires_grad
+    leaves = [query, *([residuals] if stacked else residuals)]
+    leaves += [options[n] for n in ("rms_weight", "output_rms_weight") if n in options]
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, grad)
+    for a, b in zip(got, torch.autograd.grad(want, leaves, grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_half_precision_and_autocast():
+    residuals, query = [torch.randn(4, 32) for _ in range(5)], torch.randn(32)
+    want, _ = naive(query, [v.bfloat16().float() for v in residuals])
+    out, p = attention_residual(query, [v.bfloat16() for v in residuals], return_weights=True)
+    assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention_residual(query, residuals), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3)}, r"query must be \(4,\)"),
+        ({"rms_weight": torch.zeros(3)}, r"rms_weight must be \(4,\)"),
+        ({"output_rms_weight": torch.zeros(3)}, r"output_rms_weight must be \(4,\)"),
+        ({"residuals": torch.zeros(4)}, r"residuals must be \(K, ..., D\), got \(4,\)"),
+        ({"residuals": []}, "residuals must hold at least 1 tensor, got 0"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"rms_eps": -1.0}, "eps must be a number of at least 0"),
+    ],
+)
+def test_refuses(change, message):
+    given = {"query": torch.zeros(4), "residuals": [torch.zeros(2, 4)] * 2} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        attention_residual(**given)
