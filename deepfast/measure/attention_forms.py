@@ -7,7 +7,7 @@ module, but has its own history: ``x = connect(v)``.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepfast.nn import AttentionResiduals, DepthHistory
 
@@ -74,3 +74,19 @@ def mixing_alone(form, residuals: AttentionResiduals, v: Tensor, grad: Tensor | 
     if grad is not None:
         x.backward(grad)
     return x
+
+
+class InStack(nn.Module):
+    """A form in the place of the `AttentionResiduals` of a stack with layer-norms."""
+
+    def __init__(self, form, residuals: AttentionResiduals):
+        super().__init__()
+        self.form, self.residuals = form, residuals
+
+    def forward(self, y, history, *, residual, dropout_p, out_norm, want_x):
+        if history.owner is None:
+            history.owner = self.form(self.residuals)
+        v = F.dropout(y, dropout_p, self.training)
+        x = history.owner(v if residual is None else v + residual)
+        n = F.layer_norm(x, x.shape[-1:], out_norm.weight, out_norm.bias, out_norm.eps)
+        return x if want_x else None, n
