@@ -6,13 +6,14 @@
 //   delta = <dout, out> - dlse,  ds_k = p_k * (<dout, v_k> - delta)
 //   dv_k  = p_k dout + ds_k r_k q - v_k * r_k^2 ds_k s_k / D,  dq = sum_{t,k} ds_k r_k v_k
 //
+// Without most and total the scores are the weights: p_k = s_k, ds_k = <dout, v_k>.
+//
 // Here most is the largest score and total = sum_k exp(s_k - most); with several hops the sums are
 // over the hops too. The softmax is computed online (Milakov, Gimelshein 2018): each source is read
 // once forward and once backward, and scores are not stored between the two. Backward takes most
 // and total instead of lse: for large |lse| the difference score - lse would be too inexact.
 // Compiled once per instruction set.
-#include "exp.h"
-#include "rows.h"
+#include "attend.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -33,15 +34,22 @@ DEEPFAST_INLINE A exponential_of(A x) {
   return exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, x))[0];
 }
 
-// Prefetches the next row: that of the next source or, after the last source, that of the first
-// source for the next token. The processor's own prefetcher does not follow so many streams.
+// Prefetches a row: the processor's own prefetcher does not follow so many streams.
 template <class T>
-DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
-  const bool last = k + 1 == op.sources;
-  if (last && t + 1 == end) return;
-  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[last ? 0 : k + 1], t + last));
+DEEPFAST_INLINE void prefetch_row(const DepthAttention& op, int64_t t, int64_t k) {
+  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[k], t));
   for (int64_t at = 0; at < op.dim * static_cast<int64_t>(sizeof(T)); at += 64)
     __builtin_prefetch(p + at, 0, 2);
+}
+
+// Prefetches the next row: that of the next source or, after the last source, that of the first
+// source for the next token.
+template <class T>
+DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
+  if (k + 1 < op.sources)
+    prefetch_row<T>(op, t, k + 1);
+  else if (t + 1 < end)
+    prefetch_row<T>(op, t + 1, 0);
 }
 
 // The scores of one source's row, hop by hop.
@@ -79,6 +87,30 @@ class Scores {
   const A* given_;
   A first_ = 0, r_ = 1;
 };
+
+// The sums with the scores as weights.
+template <class T>
+void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
+  using A = compute_t<T>;
+  const int64_t dim = op.dim, hops = op.hops;
+  Scratch<A> sum(hops * dim), kept(hops);
+  Scratch<const T*> rows(op.sources);
+  for (int64_t h = 0; h < hops; ++h) kept[h] = 1;
+  for (int64_t t = begin; t < end; ++t) {
+    memset(sum.get(), 0, hops * dim * sizeof(A));
+    const A* weight = at<A>(op.scores, t * op.sources * hops);
+    for (int64_t k = 0; k < op.sources; ++k) rows[k] = row_of<T>(op.source[k], t);
+    for_groups<kGroup>(op.sources, [&](auto group, int64_t k) {
+      for (int c = 0; c < group.n && t + 1 < end; ++c) prefetch_row<T>(op, t + 1, k + c);
+      for_groups<kAcross>(hops, [&](auto across, int64_t h) {
+        add_weighted<T, group.n, across.n>(rows.get() + k, weight + k * hops + h, hops, kept.get(),
+                                           sum + h * dim, dim, dim);
+      });
+    });
+    for (int64_t h = 0; h < hops; ++h)
+      store_row(sum + h * dim, row_of<T>(op.out, t * hops + h), dim);
+  }
+}
 
 template <class T>
 void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
@@ -131,6 +163,7 @@ template <class T>
 void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.dim, hops = op.hops;
+  const bool softmax = op.most != nullptr;
   const A* query = at<A>(op.query, 0);
   A* dquery = at<A>(op.dquery, chunk * hops * dim);
   // Per hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
@@ -138,6 +171,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t h = 0; h < hops; ++h) {
       load_row(row_of<T>(op.dout, t * hops + h), dout + h * dim, dim);
+      if (!softmax) continue;
       delta[h] = dot_rows(row_of<T>(op.out, t * hops + h), dout + h * dim, dim);
       if (op.dlse != nullptr) delta[h] -= *at<A>(op.dlse, t * hops + h);
     }
@@ -148,8 +182,12 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
       A slope = 0;
       for (int64_t h = 0; h < hops; ++h) {
         const A s = scores(h);
-        p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
-        const A ds = p[h] * (dot_rows(row, dout + h * dim, dim) - delta[h]);
+        A ds = dot_rows(row, dout + h * dim, dim);
+        p[h] = s;
+        if (softmax) {
+          p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
+          ds = p[h] * (ds - delta[h]);
+        }
         c[h] = ds * scores.r();
         slope += ds * s;
         if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.sources + k) * hops + h) = ds;
@@ -165,7 +203,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
       const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
       T* target = row_of<T>(op.dsource[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        auto u = broadcast(lanes, A(0));
+        auto u = op.accumulate ? load(lanes, target + d) : broadcast(lanes, A(0));
         if (op.norm) u -= back * load(lanes, row + d);
         for (int64_t h = 0; h < hops; ++h) {
           u += p[h] * load(lanes, dout + h * dim + d);
@@ -180,7 +218,10 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
 }  // namespace
 
 void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) { forward_rows<decltype(type)>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.most == nullptr ? mix_rows<T>(op, begin, end) : forward_rows<T>(op, begin, end);
+  });
 }
 
 void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {

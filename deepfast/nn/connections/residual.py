@@ -17,6 +17,7 @@ from deepfast.depth.boundary import OutNorm, recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
+from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
 from deepfast.nn.layer_norm import LayerNorm
 from deepfast.nn.recompute import Kept, plain, rerun
 from deepfast.ops import common
@@ -31,7 +32,7 @@ learned scale, which starts at 1.
 """
 
 ATTENTION_RESIDUALS = ("attnres", "block_attnres")
-CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
+CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "mudd", "latent")
 
 BLOCKS = 8
 """How many blocks of layers "block_attnres" has where ``block`` is None, as in the paper."""
@@ -79,6 +80,8 @@ class Connection(nn.Module):
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
     pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, where v_k is what
                          layer k adds
+    pre-norm, mudd       ``x_{l+1,s} = sum_k A_l[k,s] y_k`` for four streams s, with weights of each
+                         token, see `MUDD`; each has its own layer-norm
     pre-norm, always     ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last one
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
 
@@ -110,7 +113,7 @@ class Connection(nn.Module):
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
             raise ValueError(f"{op}: block needs connection='block_attnres', got {connection!r}")
-        if connection in ATTENTION_RESIDUALS and norm != "pre":
+        if connection in (*ATTENTION_RESIDUALS, "mudd") and norm != "pre":
             raise ValueError(f"{op}: connection={connection!r} needs norm='pre', got {norm!r}")
         self.norm, self.dropout = norm, dropout
         self.residuals = None
@@ -118,6 +121,7 @@ class Connection(nn.Module):
             if connection == "block_attnres" and block is None:
                 block = -(-num_layers // BLOCKS)
             self.residuals = AttentionResiduals(num_layers, dim, block=block, backend=backend)
+        self.mudd = MUDD(num_layers, dim, backend=backend) if connection == "mudd" else None
         self.dlcl = None
         if connection in PRESETS:
             options = dlcl_options(connection, norm, dlcl)
@@ -127,6 +131,12 @@ class Connection(nn.Module):
         if norm == "pre":
             self.norms = nn.ModuleList(  # type: ignore[assignment]
                 LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
+            )
+        # MUDD: the norms of keys and of values; the first layer has one norm for all streams.
+        if self.mudd is not None:
+            self.key_norms, self.value_norms = (
+                nn.ModuleList(LayerNorm(dim, backend=backend) for _ in range(num_layers - 1))
+                for _ in range(2)
             )
 
     @property
@@ -148,6 +158,8 @@ class Connection(nn.Module):
         (x,) = common.autocast(x)
         if self.norm == "post":
             return self._post_norm(x, calls, states)
+        if self.mudd is not None:
+            return self._streams(x, calls, states)
         history = None if self.depth is None else DepthHistory()
         branch, residual, p = x, None, 0.0
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
@@ -178,6 +190,26 @@ class Connection(nn.Module):
             residual, branch = run_layer(call, x, n, norm, history)
             p = self.dropout
         raise AssertionError("the last norm, which has no layer, returns")
+
+    def _streams(
+        self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
+    ) -> Tensor:
+        """MUDD; a state between two layers is the next layer's residual stream."""
+        history = MUDDHistory()
+        x = self.mudd(x, history)
+        for k, call in enumerate(calls):
+            if states is not None:
+                states.append(x if k == 0 else x[..., -1, :])
+            if k == 0:
+                x, branch = run_layer(call, x, self.norms[0](x), self.norms[0], None)
+            else:
+                norms = [self.norms[k], self.key_norms[k - 1], self.value_norms[k - 1]]
+                reader = ReadStreams(call.layer, norms, call.policy not in RERUN)
+                x, branch = run_layer(call._replace(layer=reader), x, None, None, None)
+            x = self.mudd(branch, history, residual=x, dropout_p=self.dropout)
+        if states is not None:
+            states.append(x)
+        return self.norms[-1](x)
 
     def _post_norm(
         self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
