@@ -222,11 +222,12 @@ def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
     """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
 
     Two passes; the mean of x - mean corrects the mean, as in
-    `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``. With ``RMS`` no
-    mean is subtracted, and mean is None.
+    `deepfast.reference.layer_norm.normalise`. ``b_x`` must be 0 outside ``m_d``. With ``RMS`` the
+    mean counts as 0.
     """
-    b_mean = None
-    if not RMS:
+    if RMS:
+        b_mean = tl.zeros([1, b_x.shape[1], 1], dtype=tl.float32)
+    else:
         b_mean = row_sum(b_x) / D
         b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
         b_x = tl.where(m_d, b_x - b_mean, 0.0)

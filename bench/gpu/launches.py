@@ -29,9 +29,9 @@ FAR, BLOCKS, PULLED = 80, (4, 8, 16), [91, 93, 94]
 NUMBERS = {
     "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "dropout_p": 0.1, "kind": "gelu",
     "norm": True, "norm_source": True, "accumulate": False, "k": 91, "near": [88, 89, 90, 91],
-    "grad_slot": 92, "pull_rows": PULLED, "pull_slots": [r + 1 for r in PULLED],
-    "label_smoothing": 0.1, "ignore_index": -100, "write_grad": True, "reverse": False,
-    "causal": True, "scale": 0.125,
+    "rms": False, "out_rms": False, "grad_slot": 92, "pull_rows": PULLED,
+    "pull_slots": [r + 1 for r in PULLED], "label_smoothing": 0.1, "ignore_index": -100,
+    "write_grad": True, "reverse": False, "causal": True, "scale": 0.125,
 }  # fmt: skip
 """The operands that are no tensors, of a state in the middle of a block of a deep stack."""
 
@@ -60,6 +60,9 @@ def variants(name: str, toy: bool) -> Iterator[dict]:
             yield lists | {"dweight": None}
         return
     yield {"scores": None, "dscores": None}
+    if name.startswith(("layer_norm", "boundary")):
+        # An RMS norm has no mean.
+        yield {"rms": True, "out_rms": True, "mean": None, "out_mean": None}
     if name.startswith("depth_mix"):
         # Without a bias another kernel runs.
         yield {"norm_bias": None, "dnorm_bias": None}

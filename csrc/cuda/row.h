@@ -212,8 +212,9 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, S
     sums[1] += v[c][i] * v[c][i];
   }
   row_sum(sums);
-  const float rest = rms ? 0.0f : sums[0] * at.one_by_dim;
-  const float rstd = reciprocal_root(fmaxf(sums[1] * at.one_by_dim - rest * rest, 0.0f) + eps);
+  const float rest = rms ? 0.0f : sums[0] * at.one_by_dim, square = sums[1] * at.one_by_dim;
+  // fmaxf would lose a NaN, which in a layer-norm is in the mean too.
+  const float rstd = reciprocal_root((rms ? square : fmaxf(square - rest * rest, 0.0f)) + eps);
   DEEPFAST_EACH(c, i) {
     if (at.has(c, i)) v[c][i] = (v[c][i] - rest) * rstd;
   }

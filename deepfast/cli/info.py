@@ -16,7 +16,11 @@ from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
 
-MADE_OF = {"norm_linear": ("layer_norm",), "feed_forward": ("layer_norm", "activation")}
+MADE_OF = {
+    "rms_norm": ("layer_norm",),
+    "norm_linear": ("layer_norm",),
+    "feed_forward": ("layer_norm", "activation"),
+}
 """Ops without launches of their own, and the ops that serve them."""
 
 

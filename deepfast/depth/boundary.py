@@ -94,7 +94,7 @@ class _Boundary(torch.autograd.Function):
             out_mean, out_rstd = state.out_statistics(k, out_rms)
         state.weights.forward(
             state, k, None if recomputed else branch_rows, residual_rows, dropout_p, seed,
-            state.partial(k), (out_norm_weight, out_norm_bias, out_eps or 0.0, out_rms), x_rows,
+            state.partial(k), out_norm_weight, out_norm_bias, out_eps or 0.0, out_rms, x_rows,
             out_rows, out_mean, out_rstd,
         )  # fmt: skip
         if not recomputed and k < state.lowest:
@@ -155,9 +155,9 @@ class _Boundary(torch.autograd.Function):
             None if d is None else d.view(like.shape) for d in (dbranch, written)
         )
         state.weights.backward(
-            state, k, partial, (out_norm_weight, out_norm_bias, out_rms), out_mean, out_rstd,
+            state, k, partial, out_norm_weight, out_norm_bias, out_rms, out_mean, out_rstd,
             dropout_p, seed, dx, dout, state.near_pull(k), pulled, dbranch_rows, written,
-            (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias),
+            dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
         if carried is not None and dresidual is not None:
             dresidual.copy_(carried.view(ctx.shape))
@@ -258,10 +258,10 @@ def recompute_row(
     if out_norm_weight is not None:
         out = like.new_empty(like.shape)
         out_mean, out_rstd = state.out_statistics(k, out_rms)
-    norm = out_norm_weight, out_norm_bias, out_eps, out_rms
     state.weights.forward(
-        state, k, None, None, 0.0, None, state.partial(k), norm, x, out, out_mean, out_rstd
-    )
+        state, k, None, None, 0.0, None, state.partial(k), out_norm_weight, out_norm_bias, out_eps,
+        out_rms, x, out, out_mean, out_rstd,
+    )  # fmt: skip
     return x, out
 
 

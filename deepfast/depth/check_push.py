@@ -57,7 +57,7 @@ def _check_out_norm(connection, out_norm: OutNorm, y: Tensor) -> None:
     op = connection.name
     if not isinstance(out_norm, OutNorm):
         raise TypeError(
-            f"{op}: out_norm must be an OutNorm (LayerNorm.as_output()), "
+            f"{op}: out_norm must be an OutNorm (LayerNorm.as_output() or RMSNorm.as_output()), "
             f"got {type(out_norm).__name__}"
         )
     for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):

@@ -58,7 +58,8 @@ class DepthState:
         self.pushed = 0
         self.states: Tensor | None = None
         self.source_rstd: list[Tensor | None] = [None] * self.rows
-        self._out_statistics: tuple[Tensor, ...] | None = None
+        self._out_mean: tuple[Tensor, ...] | None = None
+        self._out_rstd: tuple[Tensor, ...] | None = None
         self._seeds: tuple[Tensor, ...] | None = None
         self._seeds_drawn_by = -1
         self._ahead = BlockSums(self.schedule.block)
@@ -134,11 +135,12 @@ class DepthState:
 
     def out_statistics(self, row: int, rms: bool = False) -> tuple[Tensor | None, Tensor]:
         """(T,) mean and rstd of the norm on row's result; an RMS norm has no mean."""
-        if self._out_statistics is None:
-            tokens = self.states.shape[1]
-            self._out_statistics = self.weights.new_empty(2 * self.rows, tokens).unbind(0)
-        mean, rstd = self._out_statistics[row], self._out_statistics[self.rows + row]
-        return None if rms else mean, rstd
+        tokens = self.states.shape[1]
+        if self._out_rstd is None:
+            self._out_rstd = self.weights.new_empty(self.rows, tokens).unbind(0)
+        if self._out_mean is None and not rms:
+            self._out_mean = self.weights.new_empty(self.rows, tokens).unbind(0)
+        return None if rms else self._out_mean[row], self._out_rstd[row]
 
     def token_grad(self, k: int) -> bool:
         """Whether the token that boundary k took requires a gradient."""
@@ -160,7 +162,7 @@ class DepthState:
         self._ahead.clear()
         self._pulled.clear()
         self.weights.release()
-        self.states = self.grads = self._out_statistics = self.carried = None
+        self.states = self.grads = self._out_mean = self._out_rstd = self.carried = None
         self.source_rstd = [None] * self.rows
         self.released = True
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepfast import ops
 from deepfast.depth.boundary import OutNorm
 from deepfast.depth.history import DepthHistory
+from deepfast.ops.layer_norm import normalise
 
 
 def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
@@ -73,5 +74,6 @@ def traced(
         return ops.layer_norm(x, *norm, backend=connection.backend)
     if out_norm is None:
         return x
-    n = ops.layer_norm(x, *out_norm, backend=connection.backend)
+    op, backend = connection.name, connection.backend
+    n = normalise(op, x, None, *out_norm, 0.0, False, None, backend)
     return x if want_x else None, n  # type: ignore[return-value]

@@ -67,24 +67,29 @@ class ConstantWeights:
         )  # fmt: skip
 
     def forward(
-        self, state, k, branch, residual, dropout_p, seed, partial, out_norm, x, out, mean, rstd
-    ) -> None:
+        self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
+        out_eps, out_rms, x, out, out_mean, out_rstd,
+    ) -> None:  # fmt: skip
+        source_eps = state.eps
         self.launch.boundary_forward(
             branch, residual, dropout_p, seed, state.states, k, state.near(k), self.weight,
-            state.norm_weight, state.norm_bias, state.norm_source[k], state.eps, partial, *out_norm,
-            x, out, state.source_rstd[k], mean, rstd,
+            state.norm_weight, state.norm_bias, state.norm_source[k], source_eps, partial,
+            out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, state.source_rstd[k],
+            out_mean, out_rstd,
         )  # fmt: skip
 
     def backward(
-        self, state, k, partial, out_norm, mean, rstd, dropout_p, seed, dx, dout, pull_rows, pulled,
-        dbranch, dresidual, norm_grads,
+        self, state, k, partial, out_norm_weight, out_norm_bias, out_rms, out_mean, out_rstd,
+        dropout_p, seed, dx, dout, pull_rows, pulled, dbranch, dresidual, dnorm_weight, dnorm_bias,
+        dout_norm_weight, dout_norm_bias,
     ) -> None:  # fmt: skip
         pull_slots = [state.grad_slot(r) for r in pull_rows]
         self.launch.boundary_backward(
             state.states, k, state.near(k), self.weight, state.norm_weight, state.norm_bias,
-            state.norm_source[k], partial, *out_norm, state.source_rstd[k], mean, rstd,
-            dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows, pull_slots,
-            pulled, dbranch, dresidual, self.dweight, *norm_grads,
+            state.norm_source[k], partial, out_norm_weight, out_norm_bias, out_rms,
+            state.source_rstd[k], out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads,
+            state.grad_slot(k), pull_rows, pull_slots, pulled, dbranch, dresidual, self.dweight,
+            dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
 
     def begin_grads(self) -> None:
@@ -161,9 +166,10 @@ class AttentionWeights:
         self._far_stats[:, 1] = 0
 
     def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
+        out_stats = self._far_stats
         self.launch.attend_rows(
             state.states, sources, self.query, self.bias, self.kind, self.source_rstd, list(rows),
-            out, self._far_stats, out_rows, accumulate,
+            out, out_stats, out_rows, accumulate,
         )  # fmt: skip
 
     def pull(self, state, sources, rows, out, out_rows, accumulate) -> None:
@@ -180,24 +186,29 @@ class AttentionWeights:
         return self._far_stats[k - state.schedule.blocks[k][0]]
 
     def forward(
-        self, state, k, branch, residual, dropout_p, seed, partial, out_norm, x, out, mean, rstd
-    ) -> None:
+        self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
+        out_eps, out_rms, x, out, out_mean, out_rstd,
+    ) -> None:  # fmt: skip
+        partial_stats = self._partial_stats(state, k, partial)
         self.launch.attention_boundary_forward(
             branch, residual, dropout_p, seed, state.states, k, state.near(k), self.query,
-            self.bias, self.kind, self.eps, partial, self._partial_stats(state, k, partial),
-            *out_norm, x, out, self.source_rstd, self.stats, mean, rstd,
+            self.bias, self.kind, self.eps, partial, partial_stats, out_norm_weight, out_norm_bias,
+            out_eps, out_rms, x, out, self.source_rstd, self.stats, out_mean, out_rstd,
         )  # fmt: skip
 
     def backward(
-        self, state, k, partial, out_norm, mean, rstd, dropout_p, seed, dx, dout, pull_rows, pulled,
-        dbranch, dresidual, norm_grads,
+        self, state, k, partial, out_norm_weight, out_norm_bias, out_rms, out_mean, out_rstd,
+        dropout_p, seed, dx, dout, pull_rows, pulled, dbranch, dresidual, dnorm_weight, dnorm_bias,
+        dout_norm_weight, dout_norm_bias,
     ) -> None:  # fmt: skip
         pull_slots = [state.grad_slot(r) for r in pull_rows]
+        partial_stats = self._partial_stats(state, k, partial)
         self.launch.attention_boundary_backward(
             state.states, k, state.near(k), self.query, self.bias, self.kind, partial,
-            self._partial_stats(state, k, partial), *out_norm, self.source_rstd, self.stats,
-            mean, rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k), pull_rows,
-            pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias, *norm_grads[2:],
+            partial_stats, out_norm_weight, out_norm_bias, out_rms, self.source_rstd, self.stats,
+            out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
+            pull_rows, pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias,
+            dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
 
     def begin_grads(self) -> None:

@@ -46,8 +46,8 @@ def plan(
         policies, decoder_policies: one policy, or one per layer; None: the plan chooses. "history"
             needs the connection "dlcl".
         options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
-            decoder_layers, target_tokens, connection, decoder_connection, norm, weight, dtype,
-            optimizer, device, activation, dropout, accumulate, length, padding.
+            decoder_layers, target_tokens, connection, decoder_connection, norm, norm_kind, weight,
+            dtype, optimizer, device, activation, dropout, accumulate, length, padding.
 
     Raises:
         TypeError: for an option that `Sizes` does not have.

@@ -11,6 +11,7 @@ CHOICES = {
     "connection": CONNECTIONS,
     "decoder_connection": CONNECTIONS,
     "norm": ("pre", "post"),
+    "norm_kind": ("layer", "rms"),
     "weight": ("scalar", "vector"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": tuple(OPTIMIZERS),
@@ -61,6 +62,8 @@ class Sizes:
     """"dlcl", "residual" or "latent"; the decoder's connection."""
     norm: str = "pre"
     """"pre" or "post"."""
+    norm_kind: str = "layer"
+    """"layer" or "rms"; the norms inside a DLCL's mixture are layer-norms anyway."""
     weight: str = "scalar"
     """Kind of the depth weights: "scalar" or "vector" (a group is counted as "vector")."""
     dtype: str = "bfloat16"
@@ -117,17 +120,24 @@ class Sizes:
     def decoder_linear(self) -> int:
         return self.linear + 4 * (self.width**2 + self.width)
 
+    @property
+    def norm_values(self) -> int:
+        """Parameters of a norm per channel, and statistics per token. A layer-norm has weight and
+        bias, mean and standard deviation; an RMS norm has neither bias nor mean."""
+        return 1 if self.norm_kind == "rms" else 2
+
     def layer_parameters(self, decoder: bool = False) -> int:
         """Parameters of one layer. A pre-norm layer's first norm belongs to the connection."""
         norms = (2 if decoder else 1) + (self.norm == "post")
-        return (self.decoder_linear if decoder else self.linear) + 2 * norms * self.width
+        linear = self.decoder_linear if decoder else self.linear
+        return linear + self.norm_values * norms * self.width
 
     def connection_parameters(self, decoder: bool = False) -> int:
         """Parameters of the connection: depth weights and their norms, logits of latent depth, and
         the first norms of pre-norm layers."""
         kind = self.decoder_connection if decoder else self.connection
         rows = (self.decoder_layers if decoder else self.layers) + 1
-        count = 2 * rows * self.width if self.norm == "pre" else 0
+        count = self.norm_values * rows * self.width if self.norm == "pre" else 0
         if kind == "dlcl":
             count += rows * rows * self.depth_channels + 2 * rows * self.width
         if kind == "latent":

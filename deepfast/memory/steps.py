@@ -93,8 +93,8 @@ class Layer:
         self.square = sizes.width**2 * element
         """Bytes of a (D, D) weight in the dtype of its products."""
         self.w = sizes.width * sizes.ffn * element
-        # The mean and the standard deviation of a layer-norm.
-        self.statistics = 2 * tokens * FP32
+        self.statistics = sizes.norm_values * tokens * FP32
+        """What a norm stores for backward."""
         self.lse = tokens * sizes.heads * FP32
         # While a tensor is packed or unpacked it exists twice. Both forms of an attention's result
         # are kept.

@@ -95,8 +95,9 @@ class Stack:
             return 0
         # Copies of W and of the norms.
         weights = FP32 * self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
-        # A row's norm stores a mean and a standard deviation, a state's norm only the latter.
-        statistics = (3 if self.sizes.norm == "pre" else 2) * self.rows * self.tokens * FP32
+        # A state's norm stores a standard deviation. In post-norm a row's norm is a layer-norm.
+        values = self.sizes.norm_values + 1 if self.sizes.norm == "pre" else 2
+        statistics = values * self.rows * self.tokens * FP32
         # One slot for each state, and one more for the last gradient.
         states = (self.rows + 1 + slots) * self.slot
         return states + statistics + weights * (2 if learning else 1)
@@ -182,7 +183,7 @@ class Stack:
         # A layer's first norm belongs to the connection.
         per_layer = self.layer(0).gradients
         if self.sizes.norm == "pre":
-            per_layer += 2 * FP32 * self.sizes.width
+            per_layer += self.sizes.norm_values * FP32 * self.sizes.width
         moments = []
         for index in self.candidates():
             pulled = self.block if index < self.last_block - 1 else 0

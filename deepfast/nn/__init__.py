@@ -8,7 +8,7 @@ from deepfast.nn.connections.fusion import LayerFusion
 from deepfast.nn.connections.latent import LatentDepth
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory
 from deepfast.nn.connections.transparent import TransparentAttention
-from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.layer_norm import LayerNorm, RMSNorm
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing
 from deepfast.nn.transformer import DecoderCache, TransformerDecoder, TransformerEncoder
@@ -26,6 +26,7 @@ __all__ = [
     "MUDDHistory",
     "MultiheadAttention",
     "Packing",
+    "RMSNorm",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",

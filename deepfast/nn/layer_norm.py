@@ -1,59 +1,95 @@
-"""Layer normalisation as a module."""
+"""Layer and RMS normalisation as modules."""
+
+from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from deepfast import checks, ops
+from deepfast import checks
 from deepfast.depth.boundary import OutNorm
-from deepfast.nn.recompute import Kept, Recompute
-from deepfast.ops.layer_norm import compute
+from deepfast.nn.recompute import Kept, Recompute, plain
+from deepfast.ops.layer_norm import compute, normalise
 
 
-class LayerNorm(nn.Module):
-    """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros."""
+class Norm(nn.Module):
+    """What `LayerNorm` and `RMSNorm` share."""
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, backend: str | None = None):
+    op: str
+    """The op that it applies, which begins its errors."""
+    rms: bool
+    bias: nn.Parameter | None
+
+    def __init__(self, dim: int, eps: float, backend: str | None):
         super().__init__()
-        checks.whole("LayerNorm", dim=dim)
-        checks.eps("LayerNorm", eps)
+        name = type(self).__name__
+        checks.whole(name, dim=dim)
+        checks.eps(name, eps)
         self.eps, self.backend = eps, backend
         self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
+        self.register_parameter("bias", None if self.rms else nn.Parameter(torch.zeros(dim)))
 
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """LN(residual + dropout(x)); with ``residual`` also the sum."""
-        return ops.layer_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.eps,
-            residual=residual,
-            dropout_p=dropout_p,
-            training=self.training,
-            backend=self.backend,
+        """n of residual + dropout(x); with ``residual`` also the sum."""
+        return normalise(
+            self.op, x, residual, *self.as_output(), dropout_p, self.training, None, self.backend
         )
 
     def as_output(self) -> OutNorm:
         """The parameters, for a DLCL boundary that applies this norm in its own pass."""
-        return OutNorm(self.weight, self.bias, self.eps)
+        return OutNorm(self.weight, self.bias, self.eps, self.rms)
+
+    def keep_output(self) -> Callable[[], OutNorm]:
+        """Returns the function that gives `as_output` in backward, as it was in forward."""
+        weight, bias = Kept(self.weight), None if self.bias is None else Kept(self.bias)
+        eps, rms = self.eps, self.rms
+        return lambda: OutNorm(weight(), None if bias is None else bias(), eps, rms)
 
     def recompute(self, n: Tensor, x: Tensor) -> Recompute:
-        """Recomputes n = LN(x) in backward; it keeps x.
+        """Recomputes n, the norm of x, in backward; it keeps x.
 
         The result has the bits of a forward pass that returned x as its sum. It differs where a
         DLCL boundary computed n in 16 bits (policy "states"), because a boundary normalises x
         before it rounds x.
         """
-        source, weight, bias = Kept(x), Kept(self.weight), Kept(self.bias)
-        eps, backend = self.eps, self.backend
+        source, norm, backend = Kept(x), self.keep_output(), self.backend
 
         @torch.no_grad()
         def function() -> Tensor:
-            return compute(source(), None, weight(), bias(), eps, False, 0.0, None, backend)[0]
+            return compute(source(), None, *norm(), 0.0, None, backend)[0]
 
         return Recompute(n, function)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(Norm):
+    """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros."""
+
+    op, rms = "layer_norm", False
+    bias: nn.Parameter
+
+    def __init__(self, dim: int, eps: float = 1e-5, *, backend: str | None = None):
+        super().__init__(dim, eps, backend)
+
+
+class RMSNorm(Norm):
+    """`deepfast.ops.rms_norm` with its parameter: (D,) weight of ones."""
+
+    op, rms = "rms_norm", True
+    bias: None
+
+    def __init__(self, dim: int, eps: float = 1e-6, *, backend: str | None = None):
+        super().__init__(dim, eps, backend)
+
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
+"""Kind of norm in a stack -> its module."""
+
+
+def plain_norm(module: nn.Module) -> TypeGuard[Norm]:
+    """Whether a fused op may replace ``module``, see `plain`."""
+    return any(plain(module, kind) for kind in NORMS.values())

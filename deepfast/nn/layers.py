@@ -15,7 +15,7 @@ from deepfast import checks, ops
 from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.connections.latent import Gate, gated, gated_parameters
-from deepfast.nn.layer_norm import LayerNorm
+from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute, plain
 from deepfast.ops.activation import KINDS
@@ -51,7 +51,7 @@ class FeedForward(nn.Module):
 
     def after_norm(
         self,
-        norm: LayerNorm,
+        norm: Norm,
         x: Tensor,
         residual: Tensor,
         dropout_p: float,
@@ -65,21 +65,22 @@ class FeedForward(nn.Module):
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``memory`` decides whether it saves the hidden activation.
         """
-        fused = plain(norm, LayerNorm) and plain(self.up, nn.Linear)
+        fused = plain_norm(norm) and plain(self.up, nn.Linear)
         if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
             # A rerun stops before the last product, which it could not do inside one op.
             if want_norm or not fused:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
                 return (n if want_norm else s), self(n, gate)
             h, s = ops.norm_linear(
-                x, norm.weight, norm.bias, self.up.weight, None, norm.eps, residual=residual,
-                dropout_p=dropout_p, training=self.training, backend=norm.backend,
+                x, norm.weight, norm.bias, self.up.weight, None, norm.eps, rms=norm.rms,
+                residual=residual, dropout_p=dropout_p, training=self.training,
+                backend=norm.backend,
             )  # fmt: skip
             return s, self._rest(h, gate, self.up.bias)
         down = gated_parameters(self.down, gate)
         branch, s = ops.feed_forward(
             x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
-            residual=residual, dropout_p=dropout_p, activation=self.activation,
+            rms=norm.rms, residual=residual, dropout_p=dropout_p, activation=self.activation,
             activation_dropout_p=self.dropout, training=self.training, keep=memory == "keep",
             want_norm=want_norm, backend=norm.backend,
         )  # fmt: skip
@@ -104,6 +105,7 @@ class _Layer(nn.Module):
         ffn_dim: int,
         *,
         norm: str = "pre",
+        norm_kind: str = "layer",
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
         activation_dropout: float = 0.0,
@@ -115,6 +117,7 @@ class _Layer(nn.Module):
         super().__init__()
         name = type(self).__name__
         checks.choice(name, ("pre", "post"), norm=norm)
+        checks.choice(name, NORMS, norm_kind=norm_kind)
         checks.choice(name, POLICIES, memory=memory)
         checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
         for argument, p in (
@@ -132,11 +135,11 @@ class _Layer(nn.Module):
         self.feed_forward = FeedForward(
             dim, ffn_dim, activation, activation_dropout, backend=backend
         )
-        own_first = norm == "post" or first_norm
-        self.attention_norm = LayerNorm(dim, backend=backend) if own_first else None
+        make, own_first = NORMS[norm_kind], norm == "post" or first_norm
+        self.attention_norm = make(dim, backend=backend) if own_first else None
         if self.crosses:
-            self.cross_attention_norm = LayerNorm(dim, backend=backend)
-        self.feed_forward_norm = LayerNorm(dim, backend=backend)
+            self.cross_attention_norm = make(dim, backend=backend)
+        self.feed_forward_norm = make(dim, backend=backend)
 
     crosses = False
 
@@ -163,11 +166,11 @@ class _Layer(nn.Module):
         return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
 
     def _end(
-        self, norm: LayerNorm, branch: Tensor, residual: Tensor, gate: Gate | None
+        self, norm: Norm, branch: Tensor, residual: Tensor, gate: Gate | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The rest of a layer after its last attention: what the layer returns to its stack.
 
-        ``norm`` is the layer-norm between attention and the feed-forward block.
+        ``norm`` is the norm between attention and the feed-forward block.
         """
         post = self.norm == "post"
         x, f = self.feed_forward.after_norm(
@@ -192,6 +195,7 @@ class TransformerEncoderLayer(_Layer):
     Args:
         dim, heads, ffn_dim: D, H, F.
         norm: "pre" or "post".
+        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`.
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
@@ -278,7 +282,7 @@ class TransformerDecoderLayer(_Layer):
         again = None
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
-        if backward and plain(norm, LayerNorm) and self.memory not in RERUN:
+        if backward and plain_norm(norm) and self.memory not in RERUN:
             again = norm.recompute(n, s)
         c = self._attend(
             self.cross_attention, n, packing, encoded=encoded, encoded_packing=encoded_packing,

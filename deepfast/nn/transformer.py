@@ -33,6 +33,7 @@ class _Stack(nn.Module):
         *,
         connection: str = "dlcl",
         norm: str = "pre",
+        norm_kind: str = "layer",
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
         activation_dropout: float = 0.0,
@@ -52,6 +53,7 @@ class _Stack(nn.Module):
                 heads,
                 ffn_dim,
                 norm=norm,
+                norm_kind=norm_kind,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
                 activation_dropout=activation_dropout,
@@ -66,6 +68,7 @@ class _Stack(nn.Module):
             dim,
             connection=connection,
             norm=norm,
+            norm_kind=norm_kind,
             dropout=dropout,
             backend=backend,
             dlcl=dlcl,
@@ -132,6 +135,8 @@ class TransformerEncoder(_Stack):
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "latent": residual, and the stack learns which layers to use.
         norm: "pre" (with a final LN) or "post".
+        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers and of the stack. The
+            norms inside a DLCL's mixture stay layer-norms.
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.

@@ -150,7 +150,8 @@ def check(
     return x, residual, dim
 
 
-def _call(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
+def normalise(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
+    """`layer_norm` or, with ``rms``, `rms_norm`; errors begin with ``op``."""
     x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p)
     p = dropout_p if training else 0.0
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None
@@ -198,7 +199,7 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
-    return _call(
+    return normalise(
         "layer_norm", x, residual, weight, bias, eps, False, dropout_p, training, seed, backend
     )
 
@@ -234,6 +235,6 @@ def rms_norm(
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    return _call(
+    return normalise(
         "rms_norm", x, residual, weight, None, eps, True, dropout_p, training, seed, backend
     )

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from deepfast import ops
 from deepfast.depth.history import DepthHistory
-from deepfast.nn import DLCL, LayerNorm
+from deepfast.nn import DLCL, LayerNorm, RMSNorm
 from deepfast.proof.check import Case, Computed, Stored
 from deepfast.proof.table import widths
 
@@ -50,6 +50,7 @@ def _values(*shape: int) -> Computed:
 
 def _layer_norm(s: Sizes) -> Iterator[Case]:
     fused = functools.partial(ops.layer_norm, dropout_p=0.3, training=True, seed=5)
+    rms = functools.partial(ops.rms_norm, dropout_p=0.3, training=True, seed=5)
     plain = functools.partial(ops.layer_norm, weight=None, bias=None)
     for name, T, D, apart, offset in (
         ("odd width, rows apart", s.tokens, s.odd, 3, 0),
@@ -60,7 +61,10 @@ def _layer_norm(s: Sizes) -> Iterator[Case]:
         x, residual = (_rows(T, D, apart=apart, offset=offset) for _ in range(2))
         norm = {"weight": _gains(D), "bias": _values(D)}
         yield Case(f"{name}, residual, dropout", {"x": x, "residual": residual, **norm}, fused)
+        del norm["bias"]
+        yield Case(f"RMS norm, {name}", {"x": x, "residual": residual, **norm}, rms)
     yield Case("alone, in a batch", {"x": _rows(2, 3, s.odd, apart=5)}, plain)
+    yield Case("RMS norm, alone", {"x": _rows(s.tokens, s.even)}, ops.rms_norm)
 
 
 def _activation(s: Sizes) -> Iterator[Case]:
@@ -137,9 +141,10 @@ class _Stack(torch.nn.Module):
     """Boundaries whose layers add a given tensor to 1/64 of their input, so that the error of one
     boundary is not hidden by the errors of those before it."""
 
-    def __init__(self, depth: int, dim: int, full: bool, **options):
+    def __init__(self, depth: int, dim: int, full: bool, *, rms: bool = False, **options):
         super().__init__()
-        self.dlcl, self.norm, self.full = DLCL(depth, dim, **options), LayerNorm(dim), full
+        self.dlcl, self.full = DLCL(depth, dim, **options), full
+        self.norm = RMSNorm(dim) if rms else LayerNorm(dim)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         history, x, residual = DepthHistory(), None, None
@@ -173,13 +178,16 @@ def _stack(name: str, T: int, D: int, depth: int = 6, full: bool = False, **opti
     if options.get("norm", "pre") is not None:
         given |= {"dlcl__norm_weight": _gains(rows, D), "dlcl__norm_bias": _values(rows, D)}
     if full:
-        given |= {"norm__weight": _gains(D), "norm__bias": _values(D)}
+        given["norm__weight"] = _gains(D)
+        if not options.get("rms"):
+            given["norm__bias"] = _values(D)
     return Case(name, given, functools.partial(_push, depth, D, full, options))
 
 
 def _boundary(s: Sizes) -> Iterator[Case]:
     yield _stack("odd width, residual, dropout, next norm", s.tokens, s.odd, full=True)
     yield _stack("aligned, residual, dropout, next norm", s.tokens, s.even, full=True)
+    yield _stack("odd width, next RMS norm", s.tokens, s.odd, full=True, rms=True)
     yield _stack("post-norm", s.tokens, s.misfit, norm="post")
     yield _stack("weight per channel, no norm", 7, s.odd, weight="vector", norm=None)
     yield _stack("window", 7, s.even, window=3)

@@ -43,7 +43,7 @@ def rows(m, v):
     return [m(x, history) for x in v]
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @BLOCKS
 def test_is_the_equation(block, backend):
     m = learned(block, backend)
@@ -99,8 +99,8 @@ def test_half_precision(block, tolerances):
 @pytest.mark.parametrize("block", [None, 2])
 def test_compiles_to_one_graph(block):
     torch._dynamo.reset()
-    m = learned(block, dtype=torch.float32)
-    v = [torch.randn(4, DIM).requires_grad_() for _ in range(LAYERS + 1)]
+    m = learned(block)
+    v = [torch.randn(4, DIM, dtype=torch.float64).requires_grad_() for _ in range(LAYERS + 1)]
     run = torch.compile(lambda: rows(m, v), fullgraph=True, backend="aot_eager")
     got, expected = run(), rows(m, v)
     leaves = [*v, m.query]

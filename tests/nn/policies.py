@@ -26,6 +26,9 @@ CASES = {
     "latent": {"connection": "latent", "padding": True},
     "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
     "decoder, latent": {"decoder": True, "connection": "latent"},
+    "rms": {"norm_kind": "rms"},
+    "rms, residual": {"norm_kind": "rms", "connection": "residual"},
+    "rms, decoder, post": {"norm_kind": "rms", "decoder": True, "norm": "post"},
 }
 
 

@@ -1,16 +1,20 @@
-"""deepfast.nn.LayerNorm."""
+"""deepfast.nn.LayerNorm and RMSNorm."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from deepfast.nn import LayerNorm
+from deepfast.nn import LayerNorm, RMSNorm
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
+)
 
 
-def test_equals_pytorchs_module(backend, ran):
-    ours, theirs = LayerNorm(9, backend=backend), torch.nn.LayerNorm(9)
+@KINDS
+def test_equals_pytorchs_module(backend, ran, kind, theirs):
+    ours, theirs = kind(9, eps=1e-3, backend=backend), theirs(9, eps=1e-3)
     with torch.no_grad():
         for p in ours.parameters():
             p.normal_()
@@ -20,23 +24,27 @@ def test_equals_pytorchs_module(backend, ran):
         torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_dropout_follows_the_mode(backend):
-    norm, x = LayerNorm(9, backend=backend), torch.randn(40, 9)
+@KINDS
+def test_dropout_follows_the_mode(backend, kind, theirs):
+    norm, x = kind(9, backend=backend), torch.randn(40, 9)
     assert not torch.equal(norm(x, dropout_p=0.5), norm(x))
     norm.eval()
     assert torch.equal(norm(x, dropout_p=0.5), norm(x))
 
 
-def test_residual_returns_the_sum(backend):
-    norm, (x, r) = LayerNorm(9, backend=backend), torch.randn(2, 4, 9)
+@KINDS
+def test_residual_returns_the_sum(backend, kind, theirs):
+    norm, (x, r) = kind(9, backend=backend), torch.randn(2, 4, 9)
     y, s = norm(x, residual=r)
     torch.testing.assert_close(s, x + r)
-    torch.testing.assert_close(y, F.layer_norm(x + r, (9,)))
+    torch.testing.assert_close(y, theirs(9, eps=norm.eps)(x + r))
 
 
 def test_as_output():
     norm = LayerNorm(9, eps=1e-3)
-    assert norm.as_output() == (norm.weight, norm.bias, 1e-3)
+    assert norm.as_output() == (norm.weight, norm.bias, 1e-3, False)
+    norm = RMSNorm(9)
+    assert norm.as_output() == (norm.weight, None, 1e-6, True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,7 @@ def test_as_output():
         ((4, -1e-5), "eps must be a number of at least 0, got -1e-05"),
     ],
 )
-def test_refuses(args, message):
-    with pytest.raises(ValueError, match=f"LayerNorm: {message}"):
-        LayerNorm(*args)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_refuses(kind, args, message):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
+        kind(*args)

@@ -34,6 +34,8 @@ PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool
 
 OPTIONS = [
     {"connection": "residual"},
+    {"connection": "residual", "norm_kind": "rms"},
+    {"dlcl": {"window": 3}, "norm_kind": "rms"},
     {"dlcl": {}},
     {"dlcl": {"weight": "vector", "init": "one"}},
     {"dlcl": {"weight": "group", "groups": 5, "window": 3, "normalize_embedding": True}},

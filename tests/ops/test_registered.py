@@ -125,8 +125,9 @@ FULL, HALF = torch.float32, torch.bfloat16
 AUTOCAST = {
     # Activation does not change its input.
     "layer_norm": [HALF, HALF], "activation": [FULL], "depth_mix": [HALF],
-    "depth_mix_tokens": [HALF], "depth_attention": [HALF, FULL], "norm_linear": [HALF, HALF], "feed_forward": [HALF, HALF],
-    "attention": [HALF], "linear_cross_entropy": [FULL, FULL], "peephole_lstm": [HALF, HALF, FULL],
+    "depth_mix_tokens": [HALF], "depth_attention": [HALF, FULL], "norm_linear": [HALF, HALF],
+    "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL, FULL],
+    "peephole_lstm": [HALF, HALF, FULL],
 }  # fmt: skip
 """The dtypes of an op's results under bf16 autocast."""
 

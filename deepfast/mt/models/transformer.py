@@ -129,7 +129,8 @@ class Transformer(TranslationModel):
             for side, (layers, connection, fusion) in sides.items()
         ]
         transparent = [] if self.transparent is None else ["transparent attention"]
-        return ", ".join([*parts, f"{c.norm}-norm", *transparent])
+        rms = ["RMS norm"] if c.norm_kind == "rms" else []
+        return ", ".join([*parts, f"{c.norm}-norm", *rms, *transparent])
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:

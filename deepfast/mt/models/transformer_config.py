@@ -17,6 +17,7 @@ from deepfast.nn.connections.residual import (
     PRESETS,
     dlcl_options,
 )
+from deepfast.nn.layer_norm import NORMS
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
@@ -76,6 +77,9 @@ class TransformerConfig:
     attends to its own mixture of all encoder layers."""
     norm: str = "pre"
     """"pre" or "post"."""
+    norm_kind: str = "layer"
+    """"layer" or "rms": the norms of the layers and of the stacks. Those inside DLCL, transparent
+    attention and fusions are layer-norms."""
     activation: str = "relu"
     """"relu" or "gelu"."""
     dropout: float = 0.1
@@ -117,6 +121,7 @@ class TransformerConfig:
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("pre", "post"), norm=self.norm)
+        checks.choice(op, NORMS, norm_kind=self.norm_kind)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
@@ -252,8 +257,9 @@ class TransformerConfig:
         # A `DepthGrowingConfig` has two more sides, "top_encoder" and "top_decoder".
         prefix = side.removesuffix("encoder").removesuffix("decoder")
         block = getattr(self, f"{prefix}attnres_block") or self.attnres_block
-        options = self._values("dim", "heads", "ffn_dim", "norm", "activation", "dropout",
-                               "attention_dropout", "activation_dropout", "backend")  # fmt: skip
+        options = self._values("dim", "heads", "ffn_dim", "norm", "norm_kind", "activation",
+                               "dropout", "attention_dropout", "activation_dropout",
+                               "backend")  # fmt: skip
         latent = self.latent | {"languages": len(self.languages) or 1}
         # Two sides of the same size must not draw the same numbers.
         latent["seed"] = 2 * latent.get("seed", 0) + (side == "decoder")

@@ -119,6 +119,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         connection=_planned(config.encoder_connection),
         decoder_connection=_planned(config.decoder_connection),
         norm=config.norm,
+        norm_kind=config.norm_kind,
         weight="scalar" if scalar else "vector",
         dtype=recipe.train.precision,
         device=trainer.device.type,

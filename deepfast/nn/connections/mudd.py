@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.nn.layer_norm import LayerNorm
-from deepfast.nn.recompute import plain
+from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 from deepfast.ops.depth_mix import mix_tokens, mix_tokens_backward
 from deepfast.reference.layer_norm import compute_dtype
@@ -219,7 +218,7 @@ class ReadStreams(nn.Module):
             whole does so anyway.
     """
 
-    def __init__(self, layer: nn.Module, norms: list[LayerNorm], recompute: bool):
+    def __init__(self, layer: nn.Module, norms: list[Norm], recompute: bool):
         super().__init__()
         self.layer, self.norms, self.recompute = layer, nn.ModuleList(norms), recompute
 
@@ -227,7 +226,7 @@ class ReadStreams(nn.Module):
         *streams, residual = streams_TSD.unbind(-2)
         found = [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
         again = self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if again and all(plain(norm, LayerNorm) for norm in self.norms):
+        if again and all(plain_norm(norm) for norm in self.norms):
             each = zip(self.norms, found, streams, strict=True)
             options["recompute_n"] = tuple(norm.recompute(n, x) for norm, n, x in each)
         return self.layer(residual, normed=tuple(found), **options)

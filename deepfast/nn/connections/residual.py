@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
 from deepfast.depth.attention_residuals import AttentionResiduals
-from deepfast.depth.boundary import OutNorm, recompute_row
+from deepfast.depth.boundary import recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
-from deepfast.nn.layer_norm import LayerNorm
-from deepfast.nn.recompute import Kept, plain, rerun
+from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
+from deepfast.nn.recompute import Kept, rerun
 from deepfast.ops import common
 
 PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
@@ -99,6 +99,7 @@ class Connection(nn.Module):
         *,
         connection: str,
         norm: str,
+        norm_kind: str = "layer",
         dropout: float,
         backend: str | None,
         dlcl: dict | None = None,
@@ -109,6 +110,7 @@ class Connection(nn.Module):
         checks.whole(op, num_layers=num_layers, dim=dim)
         checks.probability(op, dropout, argument="dropout")
         checks.choice(op, CONNECTIONS, connection=connection)
+        checks.choice(op, NORMS, norm_kind=norm_kind)
         if dlcl and connection not in PRESETS:
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
@@ -127,15 +129,15 @@ class Connection(nn.Module):
             options = dlcl_options(connection, norm, dlcl)
             self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
         # Pre-norm: entry l is layer l's first LN, the last one the stack's final LN.
-        self.norms: Sequence[LayerNorm] | None = None
+        self.norms: Sequence[Norm] | None = None
         if norm == "pre":
             self.norms = nn.ModuleList(  # type: ignore[assignment]
-                LayerNorm(dim, backend=backend) for _ in range(num_layers + 1)
+                NORMS[norm_kind](dim, backend=backend) for _ in range(num_layers + 1)
             )
         # MUDD: the norms of keys and of values; the first layer has one norm for all streams.
         if self.mudd is not None:
             self.key_norms, self.value_norms = (
-                nn.ModuleList(LayerNorm(dim, backend=backend) for _ in range(num_layers - 1))
+                nn.ModuleList(NORMS[norm_kind](dim, backend=backend) for _ in range(num_layers - 1))
                 for _ in range(2)
             )
 
@@ -229,13 +231,13 @@ def run_layer(
     call: LayerCall,
     x: Tensor,
     n: Tensor | None,
-    norm: LayerNorm | None,
+    norm: Norm | None,
     history: DepthHistory | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Runs one layer under its memory policy.
 
     Args:
-        norm: the layer-norm with n = norm(x); None in post-norm, where n is None too.
+        norm: the norm with n = norm(x); None in post-norm, where n is None too.
         history: the pass of the depth connection; None without one.
     """
     layer, policy, options = call
@@ -252,24 +254,23 @@ def run_layer(
         return rerun(layer, x, n, _from_states(norm, history), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
-    # A depth connection keeps states and not x, so autograd keeps n. Without one the layer-norm
-    # keeps x, and backward recomputes n.
-    if n is not None and history is None and plain(norm, LayerNorm):
+    # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
+    # and backward recomputes n.
+    if n is not None and history is None and plain_norm(norm):
         return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
     return layer(x, normed=n, **options)
 
 
-def _from_states(norm: LayerNorm | None, history: DepthHistory):
+def _from_states(norm: Norm | None, history: DepthHistory):
     """Returns the function that recomputes x and n from the states (policy "history")."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
     state, k = history.state, history.state.pushed - 1
-    if norm is not None:
-        weight, bias, eps = Kept(norm.weight), Kept(norm.bias), norm.eps
+    out_norm = None if norm is None else norm.keep_output()
 
     def inputs() -> tuple[Tensor, Tensor | None]:
-        if norm is not None:
-            return recompute_row(state, k, OutNorm(weight(), bias(), eps))
+        if out_norm is not None:
+            return recompute_row(state, k, out_norm())
         x, normed = recompute_row(state, k, None)
         # In post-norm a row may have its own norm. Its result is then the layer's input.
         return (x if normed is None else normed), None
@@ -277,10 +278,10 @@ def _from_states(norm: LayerNorm | None, history: DepthHistory):
     return inputs
 
 
-def _from_input(x: Tensor, n: Tensor | None, norm: LayerNorm | None):
+def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
     """Returns the function that gives x, which it keeps, and recomputes n (policy "states")."""
     x_kept = Kept(x)
     if n is None:
         return lambda: (x_kept(), None)
-    n_again = norm.recompute(n, x).function if plain(norm, LayerNorm) else Kept(n)
+    n_again = norm.recompute(n, x).function if plain_norm(norm) else Kept(n)
     return lambda: (x_kept(), n_again())

@@ -1,0 +1,76 @@
+"""Other ways to compute full attention residuals, for measurements beside deepfast.
+
+All compute ``x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k`` for every row l, with the
+queries of one `deepfast.nn.AttentionResiduals`, and autograd's backward. A form is called like the
+module, but has its own history: ``x = connect(v)``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepfast.nn import AttentionResiduals, DepthHistory
+
+
+class _Attention:
+    """One forward pass through a stack."""
+
+    def __init__(self, residuals: AttentionResiduals):
+        self.residuals = residuals
+        self.values: list[Tensor] = []
+
+    def __call__(self, v: Tensor) -> Tensor:
+        self.values.append(v)
+        return self.attend(self.residuals.query[len(self.values) - 1])
+
+    def normalised(self, v: Tensor) -> Tensor:
+        return F.rms_norm(v, (v.shape[-1],), eps=self.residuals.eps)
+
+    def attend(self, query: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Stacked(_Attention):
+    """Stacks all sources for every row, as in the pseudocode of the paper (Kimi Team, 2026)."""
+
+    def attend(self, query: Tensor) -> Tensor:
+        v = torch.stack(self.values)
+        scores = torch.einsum("d,k...d->k...", query, self.normalised(v))
+        return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
+
+
+class Listed(_Attention):
+    """Goes through the list of sources for every row: no stack."""
+
+    def attend(self, query: Tensor) -> Tensor:
+        scores = torch.stack([self.normalised(v) @ query for v in self.values])
+        weights = scores.softmax(0).unsqueeze(-1)
+        x = weights[0] * self.values[0]
+        for weight, v in zip(weights[1:], self.values[1:], strict=True):
+            x = x + weight * v
+        return x
+
+
+class Deepfast:
+    """This package."""
+
+    def __init__(self, residuals: AttentionResiduals):
+        self.residuals, self.history = residuals, DepthHistory()
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self.residuals(v, self.history)
+
+
+FORMS = {"stack": Stacked, "list": Listed, "deepfast": Deepfast}
+"""The forms of attention residuals that are compared, deepfast last."""
+
+
+def mixing_alone(form, residuals: AttentionResiduals, v: Tensor, grad: Tensor | None) -> Tensor:
+    """The connection of a stack whose layers do nothing; with ``grad`` also its backward."""
+    connect = form(residuals)
+    x = v
+    for _ in range(residuals.rows):
+        x = connect(x)
+    if grad is not None:
+        x.backward(grad)
+    return x
