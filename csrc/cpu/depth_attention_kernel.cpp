@@ -14,6 +14,7 @@
 // and total instead of lse: for large |lse| the difference score - lse would be too inexact.
 // Compiled once per instruction set.
 #include "attend.h"
+#include "tiles.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -88,29 +89,114 @@ class Scores {
   A first_ = 0, r_ = 1;
 };
 
-// The sums with the scores as weights.
+// ---- given weights -----------------------------------------------------------------------------
+
+// Prefetches the next group of rows at token t: of the sources and, with them, of other matrices.
+template <class T, int Group>
+DEEPFAST_INLINE void prefetch_group(const Matrix* rows, const DepthAttention& op, const Tile& tile,
+                                    int64_t t, int64_t next) {
+  for (int64_t d = 0; d < op.dim; d += 64 / sizeof(T))
+    prefetch_streams<T, Group, 64>(rows, op.sources, next, tile, t, d);
+}
+
+// The sums with the scores as weights, a few tokens and sources at a time.
 template <class T>
 void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const int64_t dim = op.dim, hops = op.hops;
-  Scratch<A> sum(hops * dim), kept(hops);
-  Scratch<const T*> rows(op.sources);
+  const TileShape shape = TileShape::whole_rows(dim);
+  Scratch<A> sums(shape.tokens * hops * dim), kept(hops);
   for (int64_t h = 0; h < hops; ++h) kept[h] = 1;
-  for (int64_t t = begin; t < end; ++t) {
-    memset(sum.get(), 0, hops * dim * sizeof(A));
-    const A* weight = at<A>(op.scores, t * op.sources * hops);
-    for (int64_t k = 0; k < op.sources; ++k) rows[k] = row_of<T>(op.source[k], t);
+  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+    memset(sums.get(), 0, shape.tokens * hops * dim * sizeof(A));
     for_groups<kGroup>(op.sources, [&](auto group, int64_t k) {
-      for (int c = 0; c < group.n && t + 1 < end; ++c) prefetch_row<T>(op, t + 1, k + c);
-      for_groups<kAcross>(hops, [&](auto across, int64_t h) {
-        add_weighted<T, group.n, across.n>(rows.get() + k, weight + k * hops + h, hops, kept.get(),
-                                           sum + h * dim, dim, dim);
+      for (int64_t t = tile.t0; t < tile.t1; ++t) {
+        prefetch_group<T, group.n>(op.source, op, tile, t, k + group.n);
+        const T* v[group.n];
+        for (int c = 0; c < group.n; ++c) v[c] = row_of<T>(op.source[k + c], t);
+        const A* weight = at<A>(op.scores, (t * op.sources + k) * hops);
+        A* sum = sums + (t - tile.t0) * hops * dim;
+        for_groups<kAcross>(hops, [&](auto across, int64_t h) {
+          add_weighted<T, group.n, across.n>(v, weight + h, hops, kept.get(), sum + h * dim, dim,
+                                             dim);
+        });
+      }
+    });
+    for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
+      store_row(sums + (r - tile.t0 * hops) * dim, row_of<T>(op.out, r), dim);
+  });
+}
+
+// Gradients of mix_rows.
+template <class T>
+class PullTokens {
+  using A = compute_t<T>;
+
+ public:
+  explicit PullTokens(const DepthAttention& op)
+      : op_(op),
+        shape_(TileShape::whole_rows(op.dim)),
+        dout_(shape_.tokens * op.hops * op.dim),
+        u_(kGroup * op.dim),
+        weight_(op.hops * kGroup),
+        g_(op.hops) {
+    for (int c = 0; c < kGroup; ++c) kept_[c] = 1;
+  }
+
+  void run(int64_t begin, int64_t end) {
+    const int64_t hops = op_.hops, dim = op_.dim;
+    for_tiles(begin, end, dim, shape_, [&](const Tile& tile) {
+      for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
+        load_row(row_of<T>(op_.dout, r), dout_ + (r - tile.t0 * hops) * dim, dim);
+      for_groups<kGroup>(op_.sources, [&](auto group, int64_t k) {
+        for (int64_t t = tile.t0; t < tile.t1; ++t) {
+          for (int64_t h = 0; h < hops; ++h) g_[h] = dout_ + ((t - tile.t0) * hops + h) * dim;
+          if (op_.dscores != nullptr) weight_grads<group.n>(tile, t, k);
+          if (op_.dsource[k].data != nullptr) source_grads<group.n>(tile, t, k);
+        }
       });
     });
-    for (int64_t h = 0; h < hops; ++h)
-      store_row(sum + h * dim, row_of<T>(op.out, t * hops + h), dim);
   }
-}
+
+ private:
+  template <int C>
+  DEEPFAST_INLINE void weight_grads(const Tile& tile, int64_t t, int64_t k) {
+    prefetch_group<T, C>(op_.source, op_, tile, t, k + C);
+    const T* v[C];
+    for (int c = 0; c < C; ++c) v[c] = row_of<T>(op_.source[k + c], t);
+    A* ds = at<A>(op_.dscores, (t * op_.sources + k) * op_.hops);
+    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
+      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.dim, ds + h, op_.hops);
+    });
+  }
+
+  template <int C>
+  DEEPFAST_INLINE void source_grads(const Tile& tile, int64_t t, int64_t k) {
+    const A* weight = at<A>(op_.scores, (t * op_.sources + k) * op_.hops);
+    if (op_.accumulate) prefetch_group<T, C>(op_.dsource, op_, tile, t, k + C);
+    for (int c = 0; c < C; ++c) {
+      for (int64_t h = 0; h < op_.hops; ++h) weight_[h * kGroup + c] = weight[c * op_.hops + h];
+      if (op_.accumulate)
+        load_row(row_of<T>(op_.dsource[k + c], t), u_ + c * op_.dim, op_.dim);
+      else
+        memset(u_ + c * op_.dim, 0, op_.dim * sizeof(A));
+    }
+    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
+      add_weighted<A, across.n, C>(g_.get() + h, weight_ + h * kGroup, kGroup, kept_, u_.get(),
+                                   op_.dim, op_.dim);
+    });
+    for (int c = 0; c < C; ++c)
+      store_row(u_ + c * op_.dim, row_of<T>(op_.dsource[k + c], t), op_.dim);
+  }
+
+  const DepthAttention& op_;
+  const TileShape shape_;
+  Scratch<A> dout_, u_, weight_;
+  Scratch<const A*> g_;
+  A kept_[kGroup];
+};
+
+// ---- softmax -----------------------------------------------------------------------------------
 
 template <class T>
 void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
@@ -163,7 +249,6 @@ template <class T>
 void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.dim, hops = op.hops;
-  const bool softmax = op.most != nullptr;
   const A* query = at<A>(op.query, 0);
   A* dquery = at<A>(op.dquery, chunk * hops * dim);
   // Per hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
@@ -171,7 +256,6 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t h = 0; h < hops; ++h) {
       load_row(row_of<T>(op.dout, t * hops + h), dout + h * dim, dim);
-      if (!softmax) continue;
       delta[h] = dot_rows(row_of<T>(op.out, t * hops + h), dout + h * dim, dim);
       if (op.dlse != nullptr) delta[h] -= *at<A>(op.dlse, t * hops + h);
     }
@@ -182,12 +266,8 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
       A slope = 0;
       for (int64_t h = 0; h < hops; ++h) {
         const A s = scores(h);
-        A ds = dot_rows(row, dout + h * dim, dim);
-        p[h] = s;
-        if (softmax) {
-          p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
-          ds = p[h] * (ds - delta[h]);
-        }
+        p[h] = exponential_of(s - *at<A>(op.most, t * hops + h)) / *at<A>(op.total, t * hops + h);
+        const A ds = p[h] * (dot_rows(row, dout + h * dim, dim) - delta[h]);
         c[h] = ds * scores.r();
         slope += ds * s;
         if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.sources + k) * hops + h) = ds;
@@ -225,8 +305,11 @@ void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t en
 }
 
 void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage,
-               [&](auto type) { backward_rows<decltype(type)>(op, begin, end, chunk); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.most == nullptr ? PullTokens<T>(op).run(begin, end)
+                       : backward_rows<T>(op, begin, end, chunk);
+  });
 }
 
 }  // namespace DEEPFAST_ISA

@@ -12,8 +12,8 @@ from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.nn.connections.residual import (
-    ATTENTION_RESIDUALS,
     CONNECTIONS,
+    PRE_NORM,
     PRESETS,
     dlcl_options,
 )
@@ -192,7 +192,7 @@ class TransformerConfig:
         }
         self._check_options(op, dlcl, "connection 'dlcl'", arguments)
         for side, connection in sides.items():
-            if self.norm != "pre" and connection in ATTENTION_RESIDUALS:
+            if self.norm != "pre" and connection in PRE_NORM:
                 raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
         if getattr(self, block) is not None:
             checks.whole(op, **self._values(block))

@@ -22,7 +22,7 @@ from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.data_section import DataSection
 from deepfast.mt.training.errors import RecipeError, expect
-from deepfast.nn.connections.residual import ATTENTION_RESIDUALS, PRESETS
+from deepfast.nn.connections.residual import PRE_NORM, PRESETS
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
@@ -285,6 +285,6 @@ def _not_planned(config: TransformerConfig) -> str | None:
         if getattr(config, key) != plain:
             return f"where model.{key} is {getattr(config, key)}"
     for key in ("encoder_connection", "decoder_connection"):
-        if getattr(config, key) in ATTENTION_RESIDUALS:
+        if getattr(config, key) in PRE_NORM:
             return f"where model.{key} is {getattr(config, key)}"
     return None

@@ -186,7 +186,7 @@ class MUDD(nn.Module):
         weight, y = ops.feed_forward(
             y, None, None, self.up[row - 1], None, self.down[row - 1], bias.view(-1), self.eps,
             rms=True, residual=residual, dropout_p=dropout_p, activation="gelu",
-            training=self.training, keep=False, seed=seed, backend=self.backend,
+            training=self.training, seed=seed, backend=self.backend,
         )  # fmt: skip
         out = self._read(y, weight.unflatten(-1, bias.shape), history)
         return out if row < self.num_layers else out.squeeze(-2)

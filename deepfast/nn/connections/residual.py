@@ -1,7 +1,7 @@
 """How the layers of a stack are joined, and one plain loop for pre-norm and one for post-norm.
 
-The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attention residuals, and
-latent depth, which is a residual connection whose layers scale their own branches.
+The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attention residuals, MUDD,
+and latent depth, which is a residual connection whose layers scale their own branches.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,10 @@ learned scale, which starts at 1.
 """
 
 ATTENTION_RESIDUALS = ("attnres", "block_attnres")
-CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "mudd", "latent")
+PRE_NORM = (*ATTENTION_RESIDUALS, "mudd")
+"""Connections that only pre-norm stacks have."""
+
+CONNECTIONS = ("dlcl", "residual", "denseformer", *PRE_NORM, "latent")
 
 BLOCKS = 8
 """How many blocks of layers "block_attnres" has where ``block`` is None, as in the paper."""
@@ -115,7 +118,7 @@ class Connection(nn.Module):
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
             raise ValueError(f"{op}: block needs connection='block_attnres', got {connection!r}")
-        if connection in (*ATTENTION_RESIDUALS, "mudd") and norm != "pre":
+        if connection in PRE_NORM and norm != "pre":
             raise ValueError(f"{op}: connection={connection!r} needs norm='pre', got {norm!r}")
         self.norm, self.dropout = norm, dropout
         self.residuals = None
