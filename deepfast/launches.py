@@ -98,8 +98,9 @@ def _depth_mix(sources, **_) -> int:
     return 2 * len(sources) * math.prod(sources[0])
 
 
-def _depth_attention(sources, query, out, **_) -> int:
-    return 2 * (1 if query is None else 2) * len(sources) * math.prod(out)
+def _depth_attention(sources, query, scores, **_) -> int:
+    hops = scores[-1] if query is None else query[0]
+    return 2 * (1 if query is None else 2) * len(sources) * hops * math.prod(sources[0])
 
 
 def _lstm(gates, **_) -> int:
@@ -386,24 +387,25 @@ depth_attention: depth_attention_forward
     norm     bool
     eps      float
     out      Tensor!   storage  (T*H, D)
-    lse      Tensor!   compute  (T, H)
-    most     Tensor!   compute  (T, H)
-    total    Tensor!   compute  (T, H)
+    lse      Tensor?!  compute  (T, H)
+    most     Tensor?!  compute  (T, H)
+    total    Tensor?!  compute  (T, H)
 
 depth_attention: depth_attention_backward
-    sources   Tensor[]   storage  (T, D)
-    query     Tensor?    compute  (H, D)
-    scores    Tensor?    compute  (T, K, H)
-    norm      bool
-    eps       float
-    out       Tensor     storage  (T*H, D)
-    most      Tensor     compute  (T, H)
-    total     Tensor     compute  (T, H)
-    dout      Tensor     storage  (T*H, D)
-    dlse      Tensor?    compute  (T, H)
-    dsources  Tensor[]!  storage  (T, D)
-    dquery    Tensor?!   compute  (H, D)
-    dscores   Tensor?!   compute  (T, K, H)
+    sources     Tensor[]   storage  (T, D)
+    query       Tensor?    compute  (H, D)
+    scores      Tensor?    compute  (T, K, H)
+    norm        bool
+    eps         float
+    out         Tensor?    storage  (T*H, D)
+    most        Tensor?    compute  (T, H)
+    total       Tensor?    compute  (T, H)
+    dout        Tensor     storage  (T*H, D)
+    dlse        Tensor?    compute  (T, H)
+    dsources    Tensor[]!  storage  (T, D)
+    accumulate  bool
+    dquery      Tensor?!   compute  (H, D)
+    dscores     Tensor?!   compute  (T, K, H)
 
 attention: attention_forward
     q             Tensor   storage  (T, H, E)

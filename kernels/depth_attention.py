@@ -9,9 +9,11 @@
 
 with the largest score most_h and total_h = sum_k exp(s_kh - most_h). The softmax is computed online
 (Milakov, Gimelshein 2018), and backward recomputes the scores from the sources, which it reads
-anyway. A launch takes up to 16 sources; between launches forward keeps the sum so far in fp32. In
-forward the programs of a token's hops run side by side, so that all but the first read a source
-from the L2 cache.
+anyway. Without most_h and total_h there is no softmax: p_kh = s_kh and ds_kh = <dout_h, v_k>.
+
+A launch takes up to 16 sources; between launches forward keeps the sum so far in fp32. In forward
+the programs of a token's hops run side by side, so that all but the first read a source from the
+L2 cache.
 """
 
 import torch
@@ -69,12 +71,15 @@ def depth_attention_fwd_kernel(
         b_q = load_rows(p_query + h * D + o_flat, o_flat < D, BA, BT, BC)
     if FIRST:
         b_sum = tl.zeros((BA, BT, BC), dtype=tl.float32)
-        b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
-        b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
     else:
         b_sum = load_rows(p_sum + o_sum, m, BA, BT, BC)
-        b_most = _by_token(p_most + o_stat, m_t, 0.0)
-        b_total = _by_token(p_total + o_stat, m_t, 0.0)
+    if p_most is not None:
+        if FIRST:
+            b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
+            b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
+        else:
+            b_most = _by_token(p_most + o_stat, m_t, 0.0)
+            b_total = _by_token(p_total + o_stat, m_t, 0.0)
     for k in tl.range(0, K, num_stages=STAGES):
         p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
         b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
@@ -82,18 +87,25 @@ def depth_attention_fwd_kernel(
             b_s = row_sum(b_v * b_q) * _inverse_rms(b_v, D, eps, NORM)
         else:
             b_s = _by_token(p_scores + o_t * s_scores + k * H + h, m_t, 0.0)
-        b_high = tl.maximum(b_most, b_s)
-        # The difference of two scores of -inf is NaN, but their weights must be 0.
-        b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
-        b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
-        b_sum = b_sum * b_kept + b_p * b_v
-        b_total = b_total * b_kept + b_p
-        b_most = b_high
-    tl.store(p_most + o_stat, tl.reshape(b_most, (BT,)), mask=m_t)
-    tl.store(p_total + o_stat, tl.reshape(b_total, (BT,)), mask=m_t)
+        if p_most is None:
+            b_sum += b_s * b_v
+        else:
+            b_high = tl.maximum(b_most, b_s)
+            # The difference of two scores of -inf is NaN, but their weights must be 0.
+            b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
+            b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
+            b_sum = b_sum * b_kept + b_p * b_v
+            b_total = b_total * b_kept + b_p
+            b_most = b_high
+    if p_most is not None:
+        tl.store(p_most + o_stat, tl.reshape(b_most, (BT,)), mask=m_t)
+        tl.store(p_total + o_stat, tl.reshape(b_total, (BT,)), mask=m_t)
+        if LAST:
+            tl.store(p_lse + o_stat, tl.reshape(b_most + tl.log(b_total), (BT,)), mask=m_t)
     if LAST:
-        tl.store(p_lse + o_stat, tl.reshape(b_most + tl.log(b_total), (BT,)), mask=m_t)
-        store_rows(p_out + o_sum, b_sum / b_total, m, BA, BT, BC)
+        if p_most is not None:
+            b_sum = b_sum / b_total
+        store_rows(p_out + o_sum, b_sum, m, BA, BT, BC)
     else:
         store_rows(p_sum + o_sum, b_sum, m, BA, BT, BC)
 
@@ -130,7 +142,7 @@ def depth_attention_bwd_kernel(
     p_dscores, p_partial,
     T, K, eps,
     s_sources, s_dout, s_dsources, s_scores,
-    H: tl.constexpr, NORM: tl.constexpr,
+    H: tl.constexpr, NORM: tl.constexpr, ACCUMULATE: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -144,9 +156,11 @@ def depth_attention_bwd_kernel(
         m_t = o_t < T
         if H == 1:
             b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
-            b_most, b_total = _by_token(p_most + o_t, m_t, 0.0), _by_token(p_total + o_t, m_t, 1.0)
-            p_dl = None if p_dlse is None else p_dlse + o_t
-            b_delta = _delta(p_out + o_row * D + o_flat, p_dl, b_dout, m, m_t, BA, BT, BC)
+            if p_most is not None:
+                b_most = _by_token(p_most + o_t, m_t, 0.0)
+                b_total = _by_token(p_total + o_t, m_t, 1.0)
+                p_dl = None if p_dlse is None else p_dlse + o_t
+                b_delta = _delta(p_out + o_row * D + o_flat, p_dl, b_dout, m, m_t, BA, BT, BC)
         for k in tl.range(0, K, num_stages=STAGES):
             p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
             b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
@@ -158,9 +172,10 @@ def depth_attention_bwd_kernel(
                     # Read again for every source, so it comes from a cache.
                     p_g = p_dout + (o_row * H + h) * s_dout + o_flat
                     b_dout = load_rows(p_g, m, BA, BT, BC).to(tl.float32)
-                    b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
-                    b_total = _by_token(p_total + o_t * H + h, m_t, 1.0)
-                    b_delta = _by_token(p_delta + o_t * H + h, m_t, 0.0)
+                    if p_most is not None:
+                        b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
+                        b_total = _by_token(p_total + o_t * H + h, m_t, 1.0)
+                        b_delta = _by_token(p_delta + o_t * H + h, m_t, 0.0)
                     if p_query is not None:
                         b_q = load_rows(p_query + h * D + o_w, o_w < D, BA, BT, BC)
                 o_score = o_t * s_scores + k * H + h
@@ -168,8 +183,10 @@ def depth_attention_bwd_kernel(
                     b_s = row_sum(b_v * b_q) * b_r
                 else:
                     b_s = _by_token(p_scores + o_score, m_t, 0.0)
-                b_p = tl.exp(b_s - b_most) / b_total
-                b_ds = b_p * (row_sum(b_v * b_dout) - b_delta)
+                b_p, b_ds = b_s, row_sum(b_v * b_dout)
+                if p_most is not None:
+                    b_p = tl.exp(b_s - b_most) / b_total
+                    b_ds = b_p * (b_ds - b_delta)
                 b_u += b_p * b_dout
                 if p_query is not None:
                     b_c = b_ds * b_r
@@ -186,6 +203,8 @@ def depth_attention_bwd_kernel(
                 if NORM:
                     b_u -= b_v * (b_r * b_r * b_back / D)
                 p_du = pick(dsources, k) + o_row * pick(s_dsources, k) + o_flat
+                if ACCUMULATE:
+                    b_u += load_rows(p_du, m, BA, BT, BC).to(tl.float32)
                 store_rows(p_du, b_u, m, BA, BT, BC)
     if p_partial is not None:
         o_d = row_channels(BA, BC)
@@ -222,9 +241,11 @@ def _columns(table, first, H):
 @launcher
 def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
     """See `deepfast.reference.launchers.depth_attention_forward`."""
-    (T, H), D, K = lse.shape, out.shape[1], len(sources)
+    (T, D), K = sources[0].shape, len(sources)
+    H = scores.shape[2] if query is None else query.shape[0]
     tile = row_tile(D, out.element_size(), per_thread=32, num_warps=4)
-    carried = lse.new_empty(T * H, D) if SOURCES.value < K else None
+    more = SOURCES.value < K
+    carried = out.new_empty(T * H, D, dtype=torch.float32) if more else None
     if T == 0:
         return
     for first in range(0, K, SOURCES.value):
@@ -240,15 +261,17 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
 
 @launcher
 def depth_attention_backward(
-    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
-):
+    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, accumulate, dquery,
+    dscores,
+):  # fmt: skip
     """See `deepfast.reference.launchers.depth_attention_backward`."""
-    (T, H), D, K = most.shape, dout.shape[1], len(sources)
+    (T, D), K = sources[0].shape, len(sources)
+    H = scores.shape[2] if query is None else query.shape[0]
     if T == 0:
         return None if dquery is None else dquery.zero_()
     tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
-    delta = torch.empty_like(most) if H > 1 else None
-    if H > 1:
+    delta = torch.empty_like(most) if H > 1 and most is not None else None
+    if delta is not None:
         # With one hop the main kernel computes delta itself, once for all sources.
         depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
             out, dout, dlse, delta, T * H, dout.stride(0), D=D, **tile._asdict()
@@ -274,7 +297,7 @@ def depth_attention_backward(
             partial[i] if learns and H == 1 else None,
             T, count, eps,
             strides, dout.stride(0), row_strides(dgroup) if dsources else None, K * H,
-            NORM=norm, STAGES=stages if H == 1 else 1,
+            NORM=norm, ACCUMULATE=accumulate, STAGES=stages if H == 1 else 1,
             maxnreg=min(168, 2048 // tile.num_warps), **options,
         )  # fmt: skip
         if slopes is not None:

@@ -89,6 +89,7 @@ ROWS = (
         "block-attnres", "attention residuals, blocks of 3", "Kimi Team 2026",
         ("model.encoder_connection=block_attnres", "model.attnres_block=3"),
     ),
+    Row("mudd", "MUDD, pre-norm", "Xiao 2025", ("model.encoder_connection=mudd",)),
     *(
         Row(
             f"fusion-{kind.replace('_', '-')}", f"layer fusion, {kind.replace('_', ' ')}",

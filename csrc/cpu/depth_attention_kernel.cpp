@@ -6,13 +6,15 @@
 //   delta = <dout, out> - dlse,  ds_k = p_k * (<dout, v_k> - delta)
 //   dv_k  = p_k dout + ds_k r_k q - v_k * r_k^2 ds_k s_k / D,  dq = sum_{t,k} ds_k r_k v_k
 //
+// Without most and total the scores are the weights: p_k = s_k, ds_k = <dout, v_k>.
+//
 // Here most is the largest score and total = sum_k exp(s_k - most); with several hops the sums are
 // over the hops too. The softmax is computed online (Milakov, Gimelshein 2018): each source is read
 // once forward and once backward, and scores are not stored between the two. Backward takes most
 // and total instead of lse: for large |lse| the difference score - lse would be too inexact.
 // Compiled once per instruction set.
-#include "exp.h"
-#include "rows.h"
+#include "attend.h"
+#include "tiles.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
@@ -33,15 +35,22 @@ DEEPFAST_INLINE A exponential_of(A x) {
   return exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, x))[0];
 }
 
-// Prefetches the next row: that of the next source or, after the last source, that of the first
-// source for the next token. The processor's own prefetcher does not follow so many streams.
+// Prefetches a row: the processor's own prefetcher does not follow so many streams.
 template <class T>
-DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
-  const bool last = k + 1 == op.sources;
-  if (last && t + 1 == end) return;
-  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[last ? 0 : k + 1], t + last));
+DEEPFAST_INLINE void prefetch_row(const DepthAttention& op, int64_t t, int64_t k) {
+  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[k], t));
   for (int64_t at = 0; at < op.dim * static_cast<int64_t>(sizeof(T)); at += 64)
     __builtin_prefetch(p + at, 0, 2);
+}
+
+// Prefetches the next row: that of the next source or, after the last source, that of the first
+// source for the next token.
+template <class T>
+DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
+  if (k + 1 < op.sources)
+    prefetch_row<T>(op, t, k + 1);
+  else if (t + 1 < end)
+    prefetch_row<T>(op, t + 1, 0);
 }
 
 // The scores of one source's row, hop by hop.
@@ -79,6 +88,115 @@ class Scores {
   const A* given_;
   A first_ = 0, r_ = 1;
 };
+
+// ---- given weights -----------------------------------------------------------------------------
+
+// Prefetches the next group of rows at token t: of the sources and, with them, of other matrices.
+template <class T, int Group>
+DEEPFAST_INLINE void prefetch_group(const Matrix* rows, const DepthAttention& op, const Tile& tile,
+                                    int64_t t, int64_t next) {
+  for (int64_t d = 0; d < op.dim; d += 64 / sizeof(T))
+    prefetch_streams<T, Group, 64>(rows, op.sources, next, tile, t, d);
+}
+
+// The sums with the scores as weights, a few tokens and sources at a time.
+template <class T>
+void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
+  using A = compute_t<T>;
+  const int64_t dim = op.dim, hops = op.hops;
+  const TileShape shape = TileShape::whole_rows(dim);
+  Scratch<A> sums(shape.tokens * hops * dim), kept(hops);
+  for (int64_t h = 0; h < hops; ++h) kept[h] = 1;
+  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+    memset(sums.get(), 0, shape.tokens * hops * dim * sizeof(A));
+    for_groups<kGroup>(op.sources, [&](auto group, int64_t k) {
+      for (int64_t t = tile.t0; t < tile.t1; ++t) {
+        prefetch_group<T, group.n>(op.source, op, tile, t, k + group.n);
+        const T* v[group.n];
+        for (int c = 0; c < group.n; ++c) v[c] = row_of<T>(op.source[k + c], t);
+        const A* weight = at<A>(op.scores, (t * op.sources + k) * hops);
+        A* sum = sums + (t - tile.t0) * hops * dim;
+        for_groups<kAcross>(hops, [&](auto across, int64_t h) {
+          add_weighted<T, group.n, across.n>(v, weight + h, hops, kept.get(), sum + h * dim, dim,
+                                             dim);
+        });
+      }
+    });
+    for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
+      store_row(sums + (r - tile.t0 * hops) * dim, row_of<T>(op.out, r), dim);
+  });
+}
+
+// Gradients of mix_rows.
+template <class T>
+class PullTokens {
+  using A = compute_t<T>;
+
+ public:
+  explicit PullTokens(const DepthAttention& op)
+      : op_(op),
+        shape_(TileShape::whole_rows(op.dim)),
+        dout_(shape_.tokens * op.hops * op.dim),
+        u_(kGroup * op.dim),
+        weight_(op.hops * kGroup),
+        g_(op.hops) {
+    for (int c = 0; c < kGroup; ++c) kept_[c] = 1;
+  }
+
+  void run(int64_t begin, int64_t end) {
+    const int64_t hops = op_.hops, dim = op_.dim;
+    for_tiles(begin, end, dim, shape_, [&](const Tile& tile) {
+      for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
+        load_row(row_of<T>(op_.dout, r), dout_ + (r - tile.t0 * hops) * dim, dim);
+      for_groups<kGroup>(op_.sources, [&](auto group, int64_t k) {
+        for (int64_t t = tile.t0; t < tile.t1; ++t) {
+          for (int64_t h = 0; h < hops; ++h) g_[h] = dout_ + ((t - tile.t0) * hops + h) * dim;
+          if (op_.dscores != nullptr) weight_grads<group.n>(tile, t, k);
+          if (op_.dsource[k].data != nullptr) source_grads<group.n>(tile, t, k);
+        }
+      });
+    });
+  }
+
+ private:
+  template <int C>
+  DEEPFAST_INLINE void weight_grads(const Tile& tile, int64_t t, int64_t k) {
+    prefetch_group<T, C>(op_.source, op_, tile, t, k + C);
+    const T* v[C];
+    for (int c = 0; c < C; ++c) v[c] = row_of<T>(op_.source[k + c], t);
+    A* ds = at<A>(op_.dscores, (t * op_.sources + k) * op_.hops);
+    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
+      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.dim, ds + h, op_.hops);
+    });
+  }
+
+  template <int C>
+  DEEPFAST_INLINE void source_grads(const Tile& tile, int64_t t, int64_t k) {
+    const A* weight = at<A>(op_.scores, (t * op_.sources + k) * op_.hops);
+    if (op_.accumulate) prefetch_group<T, C>(op_.dsource, op_, tile, t, k + C);
+    for (int c = 0; c < C; ++c) {
+      for (int64_t h = 0; h < op_.hops; ++h) weight_[h * kGroup + c] = weight[c * op_.hops + h];
+      if (op_.accumulate)
+        load_row(row_of<T>(op_.dsource[k + c], t), u_ + c * op_.dim, op_.dim);
+      else
+        memset(u_ + c * op_.dim, 0, op_.dim * sizeof(A));
+    }
+    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
+      add_weighted<A, across.n, C>(g_.get() + h, weight_ + h * kGroup, kGroup, kept_, u_.get(),
+                                   op_.dim, op_.dim);
+    });
+    for (int c = 0; c < C; ++c)
+      store_row(u_ + c * op_.dim, row_of<T>(op_.dsource[k + c], t), op_.dim);
+  }
+
+  const DepthAttention& op_;
+  const TileShape shape_;
+  Scratch<A> dout_, u_, weight_;
+  Scratch<const A*> g_;
+  A kept_[kGroup];
+};
+
+// ---- softmax -----------------------------------------------------------------------------------
 
 template <class T>
 void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
@@ -165,7 +283,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
       const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
       T* target = row_of<T>(op.dsource[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        auto u = broadcast(lanes, A(0));
+        auto u = op.accumulate ? load(lanes, target + d) : broadcast(lanes, A(0));
         if (op.norm) u -= back * load(lanes, row + d);
         for (int64_t h = 0; h < hops; ++h) {
           u += p[h] * load(lanes, dout + h * dim + d);
@@ -180,12 +298,18 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
 }  // namespace
 
 void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) { forward_rows<decltype(type)>(op, begin, end); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.most == nullptr ? mix_rows<T>(op, begin, end) : forward_rows<T>(op, begin, end);
+  });
 }
 
 void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage,
-               [&](auto type) { backward_rows<decltype(type)>(op, begin, end, chunk); });
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    op.most == nullptr ? PullTokens<T>(op).run(begin, end)
+                       : backward_rows<T>(op, begin, end, chunk);
+  });
 }
 
 }  // namespace DEEPFAST_ISA

@@ -177,13 +177,13 @@ struct DepthMix {
 struct DepthAttention {
   Storage storage;
   int64_t dim, sources, hops;
-  bool norm;
+  bool norm, accumulate;  // accumulate: backward adds to dsource
   double eps;
   const Matrix* source;      // [sources]
   const void* query;         // (hops, D), or null where scores are given
   const void* scores;        // (T, sources, hops), or null
   Matrix out;                // (T * hops, D), row t * hops + h
-  void *lse, *most, *total;  // (T, hops)
+  void *lse, *most, *total;  // (T, hops), or null where scores are the weights, without a softmax
   Matrix dout;
   const void* dlse;       // (T, hops) or null
   const Matrix* dsource;  // [sources]

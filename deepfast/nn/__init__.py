@@ -6,6 +6,7 @@ from deepfast.depth.history import DepthHistory
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.connections.fusion import LayerFusion
 from deepfast.nn.connections.latent import LatentDepth
+from deepfast.nn.connections.mudd import MUDD, MUDDHistory
 from deepfast.nn.connections.transparent import TransparentAttention
 from deepfast.nn.layer_norm import LayerNorm, RMSNorm
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -14,6 +15,7 @@ from deepfast.nn.transformer import DecoderCache, TransformerDecoder, Transforme
 
 __all__ = [
     "DLCL",
+    "MUDD",
     "AttentionResiduals",
     "DecoderCache",
     "DepthHistory",
@@ -21,6 +23,7 @@ __all__ = [
     "LatentDepth",
     "LayerFusion",
     "LayerNorm",
+    "MUDDHistory",
     "MultiheadAttention",
     "Packing",
     "RMSNorm",

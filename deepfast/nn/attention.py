@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,22 @@ class KeyValueCache:
             self.key, self.value = self.key[index], self.value[index]
 
 
+Inputs = Tensor | tuple[Tensor, ...]
+"""Of queries, keys and values: one for all of them, or one for each."""
+
+
+def _linear(x: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x weight^T + bias``; with several inputs each has its equal share of the channels."""
+    if isinstance(x, Tensor):
+        return F.linear(x, weight, bias)
+    biases = (None,) * len(x) if bias is None else bias.chunk(len(x))
+    shares = zip(x, weight.chunk(len(x)), biases, strict=True)
+    return torch.cat([F.linear(*share) for share in shares], -1)
+
+
 def _projected(
     linear: nn.Linear,
-    x: Tensor | Recompute,
+    x: Tensor | Recompute | tuple[Tensor | Recompute, ...],
     y: Tensor,
     padded: Packing | None,
     unsaved: list[tuple[Tensor, Recompute]] | None,
@@ -50,13 +64,17 @@ def _projected(
     dtype = y.dtype
     y = y if padded is None else padded.unpack(y)
     if unsaved is not None and plain(linear, nn.Linear):
-        operands: list[Callable[[], Tensor]]
-        operands = [x.function if isinstance(x, Recompute) else Kept(x), Kept(linear.weight)]
-        if linear.bias is not None:
-            operands.append(Kept(linear.bias))
+        sources: list[Callable[[], Tensor]]
+        sources = [
+            one.function if isinstance(one, Recompute) else Kept(one)
+            for one in (x if isinstance(x, tuple) else (x,))
+        ]
+        weight, bias = Kept(linear.weight), None if linear.bias is None else Kept(linear.bias)
 
         def function() -> Tensor:
-            y = F.linear(*(operand().to(dtype) for operand in operands))
+            xs = tuple(source().to(dtype) for source in sources)
+            b = None if bias is None else bias().to(dtype)
+            y = _linear(xs if isinstance(x, tuple) else xs[0], weight().to(dtype), b)
             return y if padded is None else padded.unpack(y)
 
         unsaved.append((y, Recompute(y, function)))
@@ -142,28 +160,29 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
+        x_TD: Inputs,
         packing: Packing,
         *,
         causal: bool = False,
         encoded: Tensor | tuple[Tensor, Tensor] | None = None,
         encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        recompute_x: Recompute | None = None,
+        recompute_x: Recompute | tuple[Recompute, ...] | None = None,
         recompute_qkv: bool = False,
         gate: Gate | None = None,
     ) -> Tensor:
         """Attends from x to itself, or to ``encoded``.
 
         Args:
-            x_TD: packed tokens (T, D).
+            x_TD: packed tokens (T, D); in self-attention also one tensor each for the queries, the
+                keys and the values.
             packing: of x.
             causal: a position attends to itself and to earlier ones. Padding must then be on the
                 right.
             encoded: the encoder's output, packed, or the result of `project_encoded`.
             encoded_packing: packing of ``encoded``.
             cache: keys and values of earlier positions; x holds one new position per sentence.
-            recompute_x: recomputes x in backward; autograd then does not save x.
+            recompute_x: recomputes x in backward; autograd then does not save x. One for each x.
             recompute_qkv: whether backward recomputes queries, keys and values; otherwise
                 autograd saves them.
             gate: scales the result. A tensor must be a scalar, and may require a gradient.
@@ -172,23 +191,27 @@ class MultiheadAttention(nn.Module):
             (T, D), before dropout and residual.
         """
         encoded_packing = encoded_packing or packing
+        first = x_TD if isinstance(x_TD, Tensor) else x_TD[0]
         if isinstance(encoded, tuple):
             padded = encoded[0].dim() == 4
         else:
-            padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
+            padded = cache is not None or self._pads(first, packing, encoded_packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         unsaved: list[tuple[Tensor, Recompute]] | None
         unsaved = [] if recompute_qkv and backward else None
         linear = self.query if self.cross else self.query_key_value
-        source: Tensor | Recompute = x_TD
+        pairs = [(first, recompute_x)]
+        if not isinstance(x_TD, Tensor) and recompute_x is not None:
+            pairs = list(zip(x_TD, recompute_x, strict=True))
+        source: Any = x_TD
         if recompute_x is not None and backward and plain(linear, nn.Linear):
-            source = recompute_x if recompute_x.gives(x_TD) else x_TD
+            source = recompute_x if all(one.gives(x) for x, one in pairs) else x_TD
         if source is x_TD:
-            qkv = linear(x_TD)
+            qkv = self._project(linear, x_TD)
         else:
-            with not_saved([(x_TD, recompute_x)]):
-                qkv = linear(x_TD)
+            with not_saved(pairs):
+                qkv = self._project(linear, x_TD)
         qkv = _projected(linear, source, qkv, packing if padded else None, unsaved)
         kv: Sequence[Tensor]
         q, *kv = self._split(qkv, 1 if self.cross else 3)
@@ -204,6 +227,14 @@ class MultiheadAttention(nn.Module):
         with not_saved(unsaved) if unsaved else contextlib.nullcontext():
             o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
+
+    def _project(self, linear: nn.Linear, x: Inputs) -> Tensor:
+        if isinstance(x, Tensor):
+            return linear(x)
+        if plain(linear, nn.Linear):
+            return _linear(x, linear.weight, linear.bias)
+        shares = [linear(one).chunk(len(x), -1)[i] for i, one in enumerate(x)]
+        return torch.cat(shares, -1)
 
     def weights(
         self, x_TD: Tensor, packing: Packing, encoded_TD: Tensor, encoded_packing: Packing

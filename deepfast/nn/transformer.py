@@ -141,7 +141,8 @@ class TransformerEncoder(_Stack):
         dim, heads, ffn_dim: D, H, F.
         connection: one of `deepfast.nn.connections.residual.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
-            `AttentionResiduals`; "latent": residual, and the stack learns which layers to use.
+            `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
+            layers to use.
         norm: "pre" (with a final LN) or "post".
         norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers and of the stack. The
             norms inside a DLCL's mixture stay layer-norms.
@@ -158,11 +159,13 @@ class TransformerEncoder(_Stack):
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
             is not used runs only its layer-norms, which normalise the residual alone.
         memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
-            "lean", "leaner", "states", "history"), one policy per layer, or a plan.
+            "lean", "leaner", "states", "history"), one policy per layer, or a plan. "history" needs
+            DLCL or attention residuals.
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
-    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals.
+    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
+    et al. 2025 for MUDD.
     """
 
     layer, planned = TransformerEncoderLayer, "policies"

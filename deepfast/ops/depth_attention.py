@@ -61,7 +61,7 @@ def _grad_forward(a):
     dscores = None if dscores is None else dscores.view(scores.shape)
     launch.depth_attention_backward(
         sources, query, scores, a.norm, a.eps, a.out.view(-1, shape[1]), a.most.view(-1, hops),
-        a.total.view(-1, hops), common.rows(a.dout), dlse, dsources, dquery, dscores,
+        a.total.view(-1, hops), common.rows(a.dout), dlse, dsources, False, dquery, dscores,
     )  # fmt: skip
     return results
 

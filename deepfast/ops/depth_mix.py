@@ -1,4 +1,8 @@
-"""Depth mixing in functional form: the weighted sum of a list of layer outputs."""
+"""Depth mixing in functional form: the weighted sum of a list of layer outputs.
+
+Weights for all tokens have launches of their own. Weights of each token use those of attention over
+depth, whose scores are then the weights, without a softmax.
+"""
 
 import math
 from collections.abc import Sequence
@@ -113,6 +117,127 @@ _depth_mix = register(
 )
 
 
+# ---- weights of each token -----------------------------------------------------------------------
+
+
+def mix_tokens(sources: list[Tensor], weight: Tensor, backend: str | None) -> Tensor:
+    """``out[t, s] = sum_k weight[t, k, s] sources[k][t]``, (..., S, D), without autograd.
+
+    Args:
+        sources: K tensors (..., D).
+        weight: (..., K, S).
+    """
+    first = sources[0]
+    *lead, dim = first.shape
+    launch, sources, scores = _token_operands(sources, weight, backend)
+    out = first.new_empty(*lead, scores.shape[-1], dim)
+    out_rows = out.view(-1, dim)
+    launch.depth_attention_forward(sources, None, scores, False, 0.0, out_rows, None, None, None)
+    return out
+
+
+def mix_tokens_backward(
+    sources: list[Tensor],
+    weight: Tensor,
+    dout: Tensor,
+    dsources: list[Tensor],
+    accumulate: bool,
+    dweight: Tensor | None,
+    backend: str | None,
+) -> None:
+    """Gradients of `mix_tokens`.
+
+    Args:
+        dout: (..., S, D).
+        dsources: K tensors to write to, contiguous, or none.
+        accumulate: whether to add to what is in ``dsources``.
+        dweight: (..., K, S) in the compute dtype, contiguous, to write to, or None.
+    """
+    launch, sources, scores = _token_operands(sources, weight, backend)
+    dsources = [d.view(sources[0].shape) for d in dsources]
+    dscores = None if dweight is None else dweight.view(scores.shape)
+    launch.depth_attention_backward(
+        sources, None, scores, False, 0.0, None, None, None, common.rows(dout), None, dsources,
+        accumulate, None, dscores,
+    )  # fmt: skip
+
+
+def _token_operands(sources: list[Tensor], weight: Tensor, backend: str | None):
+    """The launches of the backend, the sources as rows (T, D), the weight as scores (T, K, S)."""
+    first = sources[0]
+    _, launch = backends.choose(
+        "depth_attention", backend, first.device, first.dtype, first.shape[-1]
+    )
+    rows = [common.rows(s) for s in sources]
+    weight = common.parameter(weight, first.dtype)
+    return launch, rows, weight.view(rows[0].shape[0], *weight.shape[-2:])
+
+
+def _token_grad_fake(a):
+    first, (want_sources, want_weight) = a.sources[0], a.wants
+    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
+    shape, dtype = a.weight.shape if want_weight else 0, compute_dtype(first.dtype)
+    return dsources, first.new_empty(shape, dtype=dtype)
+
+
+def _token_grad_forward(a):
+    dsources, dweight = _token_grad_fake(a)
+    want_sources, want_weight = a.wants
+    mix_tokens_backward(
+        a.sources, a.weight, a.dout, dsources if want_sources else [], False,
+        dweight if want_weight else None, a.backend,
+    )  # fmt: skip
+    return dsources, dweight
+
+
+def _token_fake(a):
+    first = a.sources[0]
+    return first.new_empty((*first.shape[:-1], a.weight.shape[-1], first.shape[-1]))
+
+
+_depth_mix_tokens_grad = register(
+    "depth_mix_tokens_grad(Tensor[] sources, Tensor weight, Tensor dout, bool[] wants, "
+    "str? backend) -> (Tensor[] dsources, Tensor dweight)",
+    _token_grad_forward,
+    fake=_token_grad_fake,
+    flops=lambda a: 2 * a.weight[-1] * _flops(a),
+)
+
+
+def _token_backward(ctx, kept, grads):
+    return gradients(_depth_mix_tokens_grad, ctx, kept, dout=grads.out)
+
+
+_depth_mix_tokens = register(
+    "depth_mix_tokens(Tensor[] sources, Tensor weight, str? backend) -> Tensor",
+    lambda a: mix_tokens(a.sources, a.weight, a.backend),
+    fake=_token_fake,
+    flops=lambda a: a.weight[-1] * _flops(a),
+    cast=("sources",),
+    setup=lambda ctx, a, results: a._asdict(),
+    backward=_token_backward,
+)
+
+
+def _is_of_tokens(first: Tensor, count: int, weight: Tensor) -> bool:
+    """Whether ``weight`` has weights of each token; raises where it does not fit one form."""
+    lead, dim, shape = tuple(first.shape[:-1]), first.shape[-1], tuple(weight.shape)
+    of_all = shape in ((count,), (count, dim))
+    of_tokens = bool(lead) and (*lead, count) in (shape, shape[:-1])
+    if of_all and of_tokens:
+        raise ValueError(
+            f"depth_mix: weight {shape} may be one for each channel or one for each token; "
+            f"give those of each token as {(*lead, count, 1)}"
+        )
+    if not of_all and not of_tokens:
+        tokens = ", ".join(map(str, (*lead, count)))
+        each = f", or for each token ({tokens}) or ({tokens}, S)" if lead else ""
+        raise ValueError(
+            f"depth_mix: weight must be ({count},) or ({count}, {dim}){each}, got {shape}"
+        )
+    return of_tokens
+
+
 def depth_mix(
     sources: Sequence[Tensor],
     weight: Tensor,
@@ -128,15 +253,21 @@ def depth_mix(
     backward. With neither norm_weight nor norm_bias there is no layer-norm. For a whole stack of
     layers `deepfast.nn.DLCL` moves far fewer bytes, because it shares reads between rows.
 
+    The weights may also be of each token, of any sign: ``sum_k weight[..., k, s] * sources[k]``.
+    All S sums come from one read of the sources. The shape of ``weight`` decides; a shape that fits
+    two of the forms, where T = K = D for sources (T, D), is an error.
+
     Args:
         sources: K tensors (..., D) of one shape and dtype (fp32, bf16, fp16, fp64), any K >= 1.
-        weight: (K,), or (K, D) for one weight per channel.
+        weight: (K,); (K, D) for one weight per channel; or, for sources of two or more dimensions,
+            (..., K) or (..., K, S) for weights of each token, without norms.
         norm_weight, norm_bias: (K, D), row k for LN_k, or None.
         eps: added to the variance.
         backend: see `deepfast.backend`.
 
     Returns:
-        (..., D) in the dtype of the sources; sums are in fp32 (fp64 for fp64).
+        (..., D), or (..., S, D) with a weight (..., K, S), in the dtype of the sources; sums are in
+        fp32 (fp64 for fp64).
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -144,19 +275,25 @@ def depth_mix(
         RuntimeError: in backward, for a second derivative.
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
 
-    Source: Wang et al., Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
+    Sources: Wang et al., Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8; for
+    weights of each token Xiao et al., MUDDFormer, 2025.
     """
     sources = common.checked_sources("depth_mix", "sources", sources)
     first = sources[0]
     count, dim = len(sources), first.shape[-1]
     checks.tensor("depth_mix", "weight", weight)
-    if tuple(weight.shape) != (count,) and tuple(weight.shape) != (count, dim):
-        raise ValueError(
-            f"depth_mix: weight must be ({count},) or ({count}, {dim}), got {tuple(weight.shape)}"
-        )
+    of_tokens = _is_of_tokens(first, count, weight)
     checks.parameter("depth_mix", "weight", weight, tuple(weight.shape), first.device)
     checks.parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
     checks.parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)
     checks.eps("depth_mix", eps)
+    if of_tokens:
+        if norm_weight is not None or norm_bias is not None:
+            raise ValueError(
+                "depth_mix: norm_weight and norm_bias must be None with weights of each token"
+            )
+        one = weight.dim() == first.dim()
+        (out,) = _depth_mix_tokens(sources, weight.unsqueeze(-1) if one else weight, backend)
+        return out.squeeze(-2) if one else out
     (out,) = _depth_mix(sources, weight, norm_weight, norm_bias, eps, backend)
     return out

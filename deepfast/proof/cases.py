@@ -106,6 +106,10 @@ def _depth_mix(s: Sizes) -> Iterator[Case]:
         yield Case(name, given, _mix)
 
 
+def _mix_tokens(backend, weight, **sources):
+    return ops.depth_mix(list(sources.values()), weight, backend=backend)
+
+
 def _attend(backend, query=None, scores=None, norm_weight=None, **sources):
     return ops.depth_attention(
         list(sources.values()), query, scores=scores, norm_weight=norm_weight, return_lse=True,
@@ -128,6 +132,9 @@ def _depth_attention(s: Sizes) -> Iterator[Case]:
         else:
             given["scores"] = _values(T, count, 2)
         yield Case(name, given, _attend)
+    # Weights of each token have the same kernels, without a softmax.
+    given = {f"x{k}": _rows(s.tokens, s.misfit) for k in range(5)}
+    yield Case("weights of each token", given | {"weight": _values(s.tokens, 5, 4)}, _mix_tokens)
 
 
 class _Stack(torch.nn.Module):

@@ -5,6 +5,7 @@ Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deepfast.reference.layer_norm import compute_dtype, normalise
@@ -20,9 +21,13 @@ def depth_mix(
 ) -> Tensor:
     """``sum_k weight[k] * LN_k(sources[k])``; without norm_weight and norm_bias, no LN.
 
-    sources: K tensors (..., D). weight: (K,) or (K, D). norm_weight, norm_bias: (K, D).
+    sources: K tensors (..., D). weight: (K,) or (K, D), or (..., K, S) with weights of each token,
+    for S sums (..., S, D). norm_weight, norm_bias: (K, D).
     """
     dtype = sources[0].dtype
+    if weight.dim() == sources[0].dim() + 1:
+        stack = torch.stack([source.to(compute_dtype(dtype)) for source in sources], -2)
+        return (weight.mT.to(stack.dtype) @ stack).to(dtype)
     total = None
     for k, source in enumerate(sources):
         z = source.to(compute_dtype(dtype))

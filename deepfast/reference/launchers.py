@@ -123,26 +123,36 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
 
     Also, (T, H) each: ``most``, the largest score, ``total = sum_k exp(s_k - most)`` and
     ``lse = most + log(total)``. With a query (H, D), ``s_kh = query_h . v_k``, where ``norm``
-    replaces v_k by RMSNorm(v_k). Without a query s is ``scores``.
+    replaces v_k by RMSNorm(v_k). Without a query s is ``scores``. Where lse, most and total are
+    None, the scores are the weights, without a softmax.
     """
     v, _, s = _depth_scores(sources, query, scores, norm, eps)
-    out.copy_(torch.einsum("tkh,ktd->thd", s.softmax(1), v).flatten(0, 1))
+    p = s if most is None else s.softmax(1)
+    out.copy_(torch.einsum("tkh,ktd->thd", p, v).flatten(0, 1))
+    if most is None:
+        return
     lse.copy_(s.logsumexp(1))
     most.copy_(s.amax(1))
     total.copy_((s - most.unsqueeze(1)).exp().sum(1))
 
 
 def depth_attention_backward(
-    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, dquery, dscores
-):
-    """Gradients of depth_attention_forward from ``dout`` and, unless it is None, ``dlse``;
-    ``dsources`` is empty where no source needs one."""
+    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, accumulate, dquery,
+    dscores,
+):  # fmt: skip
+    """Gradients of depth_attention_forward from ``dout`` and, unless it is None, ``dlse``.
+
+    ``dsources`` is empty where no source needs one; with ``accumulate`` the gradients are added to
+    what is there. Without a softmax out, most and total are None.
+    """
     v, r, s = _depth_scores(sources, query, scores, norm, eps)
-    g = load(dout).unflatten(0, most.shape)
-    delta = (g * load(out).unflatten(0, most.shape)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    p = (s - most.unsqueeze(1)).exp() / total.unsqueeze(1)
-    ds = p * (torch.einsum("thd,ktd->tkh", g, v) - delta.unsqueeze(1))
+    g = load(dout).unflatten(0, (s.shape[0], s.shape[2]))
+    p, ds = s, torch.einsum("thd,ktd->tkh", g, v)
+    if most is not None:
+        delta = (g * load(out).unflatten(0, most.shape)).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        p = (s - most.unsqueeze(1)).exp() / total.unsqueeze(1)
+        ds = p * (ds - delta.unsqueeze(1))
     put(dscores, ds)
     c = ds * r.transpose(0, 1)
     if dquery is not None:
@@ -152,7 +162,7 @@ def depth_attention_backward(
     if norm:
         dv = dv - v * r.square() * (ds * s).sum(-1).T.unsqueeze(-1) / v.shape[-1]
     for target, d in zip(dsources, dv, strict=False):
-        target.copy_(d)
+        target.copy_(_load(target) + d if accumulate else d)
 
 
 def attention_forward(

@@ -75,19 +75,25 @@ def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
     call(launch, "depth_mix_backward", dtype, {"T": T, "D": D, "K": K}, lists=K, norm=norm)
 
 
-def attended(launch, name, K, H, D, dtype, scored):
-    """Attention over depth by queries, or by given scores."""
-    absent, sizes = ("query", "dquery") if scored else ("scores", "dscores"), {"K": K, "H": H}
-    sizes |= {"T": T, "D": D}
-    call(launch, name, dtype, sizes, absent=absent, lists=K, norm=not scored, eps=1e-6)
+def attended(launch, name, K, H, D, dtype, scored, weighted, **given):
+    """Attention over depth by queries, or by given scores; ``weighted`` sums by given weights."""
+    absent, sizes = ("scores", "dscores"), {"K": K, "H": H, "T": T, "D": D}
+    if scored or weighted:
+        absent = ("query", "dquery")
+        given["norm"] = False
+    if weighted:
+        absent = (*absent, "lse", "most", "total", "dlse")
+        absent = (*absent, "out") if name.endswith("backward") else absent
+    call(launch, name, dtype, sizes, absent=absent, lists=K, eps=1e-6, **{"norm": True} | given)
 
 
-def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False):
-    attended(launch, "depth_attention_forward", K, H, D, dtype, scored)
+def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False, weighted=False):
+    attended(launch, "depth_attention_forward", K, H, D, dtype, scored, weighted)
 
 
-def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False):
-    attended(launch, "depth_attention_backward", K, H, D, dtype, scored)
+def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False, weighted=False):
+    name = "depth_attention_backward"
+    attended(launch, name, K, H, D, dtype, scored, weighted, accumulate=weighted)
 
 
 def engine(launch, name, D, dtype, B=1, **given):
@@ -270,6 +276,8 @@ CASES = [
     *every(*DEPTH_ATTENTION, K=16, D=512),
     *hopper(*DEPTH_ATTENTION, K=33, D=512, H=4),
     *hopper(*DEPTH_ATTENTION, K=7, D=512, H=4, scored=True),
+    *hopper(*DEPTH_ATTENTION, K=16, D=512, H=4, weighted=True),
+    *hopper(*DEPTH_ATTENTION, K=16, D=512, H=4, weighted=True, dtype=FP32),
     *hopper(*DEPTH_ATTENTION, K=16, D=512, dtype=FP32),
     *every(*ENGINE, B=8, D=512),
     *hopper(*ENGINE, B=16, D=512),

@@ -24,14 +24,15 @@ def kernels():
     return backend.choose("depth_attention", "triton", device, torch.float32)[1]
 
 
-def depth_attention(K, T, D, H=1, *, scored=False, norm=True, strided=False, dlse=True,
-                    source_grad=True, given_grad=True):  # fmt: skip
+def depth_attention(K, T, D, H=1, *, scored=False, softmax=True, norm=True, strided=False,
+                    dlse=True, accumulate=False, source_grad=True, given_grad=True):  # fmt: skip
     given = {
         "sources": torch.randn(K, T, D),
         "query": None if scored else torch.randn(H, D) / D**0.5,
         "scores": torch.randn(T, K, H) if scored else None,
         "dout": torch.randn(T * H, D),
-        "dlse": torch.randn(T, H) if dlse else None,
+        "dlse": torch.randn(T, H) if dlse and softmax else None,
+        "dsources": torch.randn(K, T, D),
     }
 
     def rows(dtype, shape, x=None):
@@ -47,17 +48,24 @@ def depth_attention(K, T, D, H=1, *, scored=False, norm=True, strided=False, dls
             for name in ("query", "scores", "dlse")
         )
         out = torch.empty(T * H, D, dtype=dtype)
-        lse, most, total = torch.empty(3, T, H, dtype=compute)
+        lse = most = total = None
+        if softmax:
+            lse, most, total = torch.empty(3, T, H, dtype=compute)
         operands = sources, query, scores, norm and not scored, 1e-6
         launch.depth_attention_forward(*operands, out, lse, most, total)
-        results = {"out": out, "lse": lse, "most": most, "total": total}
+        results = {"out": out}
+        if softmax:
+            results |= {"lse": lse, "most": most, "total": total}
         dsources = [rows(dtype, (T, D)) for _ in sources] if source_grad else []
+        if accumulate:
+            dsources = [rows(dtype, (T, D), x.to(storage)) for x in given["dsources"]]
         dquery, dscores = (
             None if x is None or not given_grad else torch.empty_like(x) for x in (query, scores)
         )
         launch.depth_attention_backward(
-            *operands, out, most, total, rows(dtype, (T * H, D), given["dout"].to(storage)), dlse,
-            dsources, dquery, dscores,
+            *operands, out if softmax else None, most, total,
+            rows(dtype, (T * H, D), given["dout"].to(storage)), dlse, dsources, accumulate, dquery,
+            dscores,
         )  # fmt: skip
         if source_grad:
             results["dsources"] = torch.stack(dsources)
@@ -105,6 +113,11 @@ def test_takes_any_number_of_sources(count, hops, dtype, tolerances, kernels):
     "options",
     [
         {"scored": True},
+        {"scored": True, "softmax": False},
+        {"scored": True, "softmax": False, "H": 3},
+        {"scored": True, "softmax": False, "H": 4, "accumulate": True, "K": 19},
+        {"scored": True, "softmax": False, "strided": True, "source_grad": False},
+        {"accumulate": True, "H": 2},
         {"norm": False},
         {"norm": False, "H": 2},
         {"strided": True},
@@ -116,7 +129,8 @@ def test_takes_any_number_of_sources(count, hops, dtype, tolerances, kernels):
     ids=lambda options: " ".join(options),
 )
 def test_with_optional_operands(options, dtype, tolerances, kernels):
-    assert_agrees(kernels, depth_attention(3, 5, 40, **options), dtype, tolerances)
+    sizes = {"K": 3, "T": 5, "D": 40}
+    assert_agrees(kernels, depth_attention(**sizes | options), dtype, tolerances)
 
 
 @pytest.mark.parametrize("hops", [1, 2])

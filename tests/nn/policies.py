@@ -23,6 +23,8 @@ CASES = {
     "decoder": {"decoder": True, "attention_dropout": 0.1},
     "decoder, residual": {"decoder": True, "connection": "residual", "padding": True},
     "decoder, post": {"decoder": True, "norm": "post"},
+    "mudd": {"connection": "mudd", "padding": True},
+    "decoder, mudd": {"decoder": True, "connection": "mudd", "attention_dropout": 0.1},
     "latent": {"connection": "latent", "padding": True},
     "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
     "attnres": {"connection": "attnres", "padding": True, "activation_dropout": 0.2},

@@ -71,6 +71,9 @@ def case(name, backend, p, tokens=T, dim=D):
         nw, nb = norm or (None, None)
         return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
 
+    def depth_mix_tokens(*leaves):
+        return ops.depth_mix(list(leaves[:K]), leaves[K], backend=backend)
+
     def depth_attention(*leaves):
         return ops.depth_attention(list(leaves[:K]), leaves[K], return_lse=True, backend=backend)
 
@@ -132,6 +135,11 @@ def case(name, backend, p, tokens=T, dim=D):
             [*(leaf(*x) for _ in range(K)), leaf(K, *channels), *(leaf(K, dim) for _ in norms)],
             lambda *t: (list(t[:K]), *t[K:], 1e-5, backend),
         ),
+        "depth_mix_tokens": lambda: Case(
+            depth_mix_tokens,
+            [*(leaf(*x) for _ in range(K)), leaf(*x[:-1], K, 2)],
+            lambda *t: (list(t[:K]), t[K], backend),
+        ),
         "depth_attention": lambda: Case(
             depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, dim)],
             lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
@@ -192,15 +200,15 @@ def operator(name):
 
 
 NAMES = [
-    "layer_norm", "activation", "depth_mix", "depth_attention", "norm_linear", "feed_forward",
-    "attention", "linear_cross_entropy", "peephole_lstm",
+    "layer_norm", "activation", "depth_mix", "depth_mix_tokens", "depth_attention", "norm_linear",
+    "feed_forward", "attention", "linear_cross_entropy", "peephole_lstm",
 ]  # fmt: skip
 DROPOUT = [0.0, 0.3]
 
 
 def serves(name, backend):
     """On the CPU attention is torch's, registered by torch; some ops have no CUDA kernel."""
-    if VARIANTS.get(name, name) in NO_CUDA and backend == "cuda":
+    if VARIANTS.get(name, name) in (*NO_CUDA, "depth_mix_tokens") and backend == "cuda":
         pytest.skip(f"{name} has no CUDA kernel")
     if name == "attention" and backend in SDPA:
         pytest.skip(f"attention by {backend} is torch's")

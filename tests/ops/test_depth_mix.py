@@ -91,6 +91,111 @@ def test_agrees_on_a_large_mean(tolerances, ran, backend):
     compare(tolerances, ran, backend, torch.float32, args)
 
 
+# ---- weights of each token -----------------------------------------------------------------------
+
+
+def of_tokens(count, shape, streams, dtype=torch.float64):
+    sources = [torch.randn(shape).to(dtype) for _ in range(count)]
+    many = () if streams is None else (streams,)
+    return sources, torch.randn(*shape[:-1], count, *many).to(dtype)
+
+
+def tokens_form(sources, weight):
+    """Stack, and a product for each token."""
+    stack = torch.stack(sources, -2)
+    if weight.dim() < stack.dim():
+        return (weight.unsqueeze(-2) @ stack).squeeze(-2)
+    return weight.mT @ stack
+
+
+def token_grads(form, sources, weight, dtype, weight_dtype):
+    sources = [s.detach().to(dtype).requires_grad_() for s in sources]
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    out = form(sources, weight)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    out.backward(dout.to(dtype).to(out.dtype))
+    found = {"out": out.detach(), "dweight": weight.grad}
+    return found | {f"dsource{k}": s.grad for k, s in enumerate(sources)}
+
+
+def compare_tokens(tolerances, ran, backend, dtype, sources, weight):
+    sources, weight = [s.to(dtype).float() for s in sources], weight.to(dtype).float()
+
+    def fused(s, w):
+        return depth_mix(s, w, backend=backend)
+
+    with ran("depth_attention", backend):
+        got = token_grads(fused, sources, weight, dtype, torch.float32)
+    plain = token_grads(tokens_form, sources, weight, dtype, dtype)
+    exact = token_grads(tokens_form, sources, weight, torch.float64, torch.float64)
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+    assert got["out"].dtype == got["dsource0"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("streams", [None, 1, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (3, 1)), (2, (2, 3, 17)), (7, (40, 64)), (33, (5, 255))], ids=str
+)
+def test_weights_of_each_token(tolerances, ran, exact_backend, dtype, streams, count, shape):
+    compare_tokens(tolerances, ran, exact_backend, dtype, *of_tokens(count, shape, streams))
+
+
+@pytest.mark.parametrize("dim", [1, 17, 64, 255, 512])
+@pytest.mark.parametrize("count", [1, 2, 7, 33, 97])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_weights_of_each_token_in_float64(backend, count, dim):
+    args = *of_tokens(count, (3, dim), 4), torch.float64, torch.float64
+    got = token_grads(lambda s, w: depth_mix(s, w, backend=backend), *args)
+    exact = token_grads(tokens_form, *args)
+    for name, value in exact.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("streams", [None, 2])
+def test_gradcheck_of_weights_of_each_token(exact_backend, streams):
+    sources, weight = of_tokens(3, (4, 5), streams)
+    leaves = [t.requires_grad_() for t in (*sources, weight)]
+
+    def f(*args):
+        return depth_mix(args[:3], args[3], backend=exact_backend)
+
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+def test_weights_of_each_token_need_no_stack(meter):
+    sources, weight = of_tokens(40, (100, 256), 4, torch.float32)
+    leaves = [s.requires_grad_() for s in sources]
+    weight.requires_grad_()
+    with meter() as m:
+        out = depth_mix(leaves, weight, backend="cpu")
+    assert m.peak <= out.nbytes + 1000
+    dout = torch.ones_like(out)
+    with meter() as m:
+        out.backward(dout)
+    assert m.peak <= 40 * sources[0].nbytes + weight.nbytes + 10_000
+
+
+def test_weights_of_each_token_are_bit_identical_again(exact_backend):
+    args = *of_tokens(7, (70, 64), 4, torch.float32), torch.float32, torch.float32
+
+    def run():
+        return token_grads(lambda s, w: depth_mix(s, w, backend=exact_backend), *args)
+
+    first, second = run(), run()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7)])
+def test_weights_of_no_token(exact_backend, shape):
+    sources, weight = of_tokens(4, shape, 2, torch.float32)
+    leaves = [t.requires_grad_() for t in (*sources, weight)]
+    out = depth_mix(leaves[:4], leaves[4], backend=exact_backend)
+    out.sum().backward()
+    assert out.shape == (*shape[:-1], 2, 7)
+    assert [t.grad.shape for t in leaves] == [t.shape for t in leaves]
+
+
 ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
 
@@ -154,7 +259,22 @@ def test_memory_is_that_of_the_result(meter):
             ValueError,
             "device cpu, got meta",
         ),
-        ({"weight": torch.ones(3)}, ValueError, r"must be \(2,\) or \(2, 4\), got \(3,\)"),
+        (
+            {"weight": torch.ones(3)},
+            ValueError,
+            r"must be \(2,\) or \(2, 4\), or for each token \(3, 2\) or \(3, 2, S\), got \(3,\)",
+        ),
+        ({"weight": torch.ones(3, 5, 2)}, ValueError, r"or \(3, 2, S\), got \(3, 5, 2\)"),
+        (
+            {"weight": torch.ones(3, 2), "norm_bias": torch.ones(2, 4)},
+            ValueError,
+            "norm_bias must be None with weights of each token",
+        ),
+        (
+            {"sources": [torch.ones(2, 2)] * 2, "weight": torch.ones(2, 2)},
+            ValueError,
+            r"one for each channel or one for each token; .*as \(2, 2, 1\)",
+        ),
         ({"weight": torch.ones(2, 1)}, ValueError, r"got \(2, 1\)"),
         ({"weight": torch.ones(2, device="meta")}, ValueError, "weight must be on cpu"),
         ({"norm_weight": torch.ones(4)}, ValueError, r"norm_weight must be \(2, 4\), got \(4,\)"),

@@ -125,8 +125,9 @@ FULL, HALF = torch.float32, torch.bfloat16
 AUTOCAST = {
     # Activation does not change its input.
     "layer_norm": [HALF, HALF], "activation": [FULL], "depth_mix": [HALF],
-    "depth_attention": [HALF, FULL], "norm_linear": [HALF, HALF], "feed_forward": [HALF, HALF],
-    "attention": [HALF], "linear_cross_entropy": [FULL, FULL], "peephole_lstm": [HALF, HALF, FULL],
+    "depth_mix_tokens": [HALF], "depth_attention": [HALF, FULL], "norm_linear": [HALF, HALF],
+    "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL, FULL],
+    "peephole_lstm": [HALF, HALF, FULL],
 }  # fmt: skip
 """The dtypes of an op's results under bf16 autocast."""
 
@@ -151,6 +152,7 @@ def test_flops():
         "layer_norm": (0, 0),
         "activation": (0, 0),
         "depth_mix": (2 * K * T * D, 4 * K * T * D),
+        "depth_mix_tokens": (2 * 2 * K * T * D, 2 * 4 * K * T * D),
         # Scores and sum of two hops, and twice that backward.
         "depth_attention": (2 * 2 * 2 * K * T * D, 2 * 2 * 2 * 2 * K * T * D),
         "norm_linear": (2 * T * N * D, 4 * T * N * D),

@@ -12,8 +12,8 @@ from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.nn.connections.residual import (
-    ATTENTION_RESIDUALS,
     CONNECTIONS,
+    PRE_NORM,
     PRESETS,
     dlcl_options,
 )
@@ -194,7 +194,7 @@ class TransformerConfig:
         }
         self._check_options(op, dlcl, "connection 'dlcl'", arguments)
         for side, connection in sides.items():
-            if self.norm != "pre" and connection in ATTENTION_RESIDUALS:
+            if self.norm != "pre" and connection in PRE_NORM:
                 raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
         for option, most, needs in (("block", None, ATTENTION_RESIDUALS[1:]),
                                     ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip

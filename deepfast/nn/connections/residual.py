@@ -1,7 +1,7 @@
 """How the layers of a stack are joined, and one plain loop for pre-norm and one for post-norm.
 
-The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attention residuals, and
-latent depth, which is a residual connection whose layers scale their own branches.
+The connections are the plain residual, DLCL, DLCL set up as DenseFormer, attention residuals, MUDD,
+and latent depth, which is a residual connection whose layers scale their own branches.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from deepfast.depth.boundary import recompute_row
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
+from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
 from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
 from deepfast.nn.recompute import Kept, rerun
 from deepfast.ops import common
@@ -30,7 +31,10 @@ layer-norms; ``dilation`` and ``period`` are those of the paper (Pagliardini et 
 learned scale, which starts at 1.
 """
 
-CONNECTIONS = ("dlcl", "residual", "denseformer", *ATTENTION_RESIDUALS, "latent")
+PRE_NORM = (*ATTENTION_RESIDUALS, "mudd")
+"""Connections that only pre-norm stacks have."""
+
+CONNECTIONS = ("dlcl", "residual", "denseformer", *PRE_NORM, "latent")
 
 BLOCKS = 8
 """How many blocks of layers "block_attnres" has where ``block`` is None, as in the paper."""
@@ -104,6 +108,8 @@ class Connection(nn.Module):
     pre-norm, DLCL       ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``
     pre-norm, attnres    ``x_{l+1} = sum_k softmax_k(w_l . RMSNorm(v_k)) v_k``, where v_k is what
                          layer k adds, or what its sublayer k adds if each of them reads
+    pre-norm, mudd       ``x_{l+1,s} = sum_k A_l[k,s] y_k`` for four streams s, with weights of each
+                         token, see `MUDD`; each has its own layer-norm
     pre-norm, always     ``n = LN(x_{l+1})`` for the next layer, and a final LN after the last one
     post-norm            ``y_l = LN(r + f)``; with DLCL ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``.
 
@@ -141,7 +147,7 @@ class Connection(nn.Module):
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
             raise ValueError(f"{op}: block needs connection='block_attnres', got {connection!r}")
-        if connection in ATTENTION_RESIDUALS and norm != "pre":
+        if connection in PRE_NORM and norm != "pre":
             raise ValueError(f"{op}: connection={connection!r} needs norm='pre', got {norm!r}")
         self.kind, self.norm, self.dropout, self.reads = connection, norm, dropout, reads
         self.residuals = None
@@ -151,6 +157,7 @@ class Connection(nn.Module):
             self.residuals = AttentionResiduals(
                 num_layers, dim, reads=reads, block=block, backend=backend
             )
+        self.mudd = MUDD(num_layers, dim, backend=backend) if connection == "mudd" else None
         self.dlcl = None
         if connection in PRESETS:
             options = dlcl_options(connection, norm, dlcl)
@@ -161,6 +168,12 @@ class Connection(nn.Module):
         if norm == "pre":
             self.norms = nn.ModuleList(  # type: ignore[assignment]
                 NORMS[norm_kind](dim, backend=backend) for _ in range(reads * num_layers + 1)
+            )
+        # MUDD: the norms of keys and of values; the first layer has one norm for all streams.
+        if self.mudd is not None:
+            self.key_norms, self.value_norms = (
+                nn.ModuleList(NORMS[norm_kind](dim, backend=backend) for _ in range(num_layers - 1))
+                for _ in range(2)
             )
 
     @property
@@ -182,6 +195,8 @@ class Connection(nn.Module):
         (x,) = common.autocast(x)
         if self.norm == "post":
             return self._post_norm(x, calls, states)
+        if self.mudd is not None:
+            return self._streams(x, calls, states)
         history = None if self.depth is None else DepthHistory()
         branch, residual, p = x, None, 0.0
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
@@ -217,6 +232,26 @@ class Connection(nn.Module):
                 branch = run_layer(call, n, None, norm, history)  # type: ignore[assignment]
             p = self.dropout
         raise AssertionError("the last norm, which has no layer, returns")
+
+    def _streams(
+        self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
+    ) -> Tensor:
+        """MUDD; a state between two layers is the next layer's residual stream."""
+        history = MUDDHistory()
+        x = self.mudd(x, history)
+        for k, call in enumerate(calls):
+            if states is not None:
+                states.append(x if k == 0 else x[..., -1, :])
+            if k == 0:
+                x, branch = run_layer(call, x, self.norms[0](x), self.norms[0], None)
+            else:
+                norms = [self.norms[k], self.key_norms[k - 1], self.value_norms[k - 1]]
+                reader = ReadStreams(call.layer, norms, call.policy not in RERUN)
+                x, branch = run_layer(call._replace(layer=reader), x, None, None, None)
+            x = self.mudd(branch, history, residual=x, dropout_p=self.dropout)
+        if states is not None:
+            states.append(x)
+        return self.norms[-1](x)
 
     def _post_norm(
         self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None

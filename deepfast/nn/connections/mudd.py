@@ -1,0 +1,232 @@
+"""MUDD: each token chooses how its next layer's queries, keys, values and residual read all layers.
+
+Row l mixes the states y_0 .. y_l, the embedding and the outputs of l layers, with weights that come
+from y_l. So row l reads all of them, in forward for its sums and in backward for the gradients of
+its weights. One pass over the states serves all streams.
+
+Backward keeps one gradient for each state. Rows come from the last to the first, and each adds its
+part to the gradients of all states that it has read, in the pass that computes the gradients of its
+weights. The gradient of y_l is then complete when row l has run. Autograd alone would allocate one
+tensor for each pair of a row and a state.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from deepfast import checks, ops
+from deepfast.nn.layer_norm import Norm, plain_norm
+from deepfast.ops import common
+from deepfast.ops.depth_mix import mix_tokens, mix_tokens_backward
+from deepfast.reference.layer_norm import compute_dtype
+
+
+class _Gradients:
+    """The gradients of the states of one forward pass, while a backward pass computes them."""
+
+    def __init__(self):
+        self.task = -1
+        self.sums: list[Tensor] = []
+
+    def add_row(self, states, weight, dout, dweight, backend) -> None:
+        """Adds what one row gives to the gradients of the states that it reads, 0 .. l."""
+        task = torch._C._current_graph_task_id()
+        accumulate = task == self.task and len(self.sums) > 0
+        if not accumulate:
+            self.task, self.sums = task, [common.empty_contiguous(y) for y in states]
+        sums = self.sums[: len(states)]
+        mix_tokens_backward(states, weight, dout, sums, accumulate, dweight, backend)
+
+    def take(self, k: int) -> Tensor | None:
+        """The gradient of state k, of which row k was the last to add its part."""
+        if torch._C._current_graph_task_id() != self.task or len(self.sums) <= k:
+            return None
+        found = self.sums[k]
+        del self.sums[k:]
+        return found
+
+
+class _Row(torch.autograd.Function):
+    """One row. A token, an empty tensor passed from row to row, keeps backward in order even where
+    a layer ignores its input. Row 0 has no weight and returns its state."""
+
+    @staticmethod
+    def forward(ctx, gradients, states, backend, y, weight, _token):
+        ctx.gradients, ctx.backend, ctx.row = gradients, backend, len(states) - 1
+        ctx.set_materialize_grads(False)
+        if weight is None:
+            return y.view_as(y), torch.empty(0)
+        ctx.save_for_backward(weight, *states)
+        return mix_tokens(states, weight, backend), torch.empty(0)
+
+    @staticmethod
+    @common.first_order("MUDD")
+    def backward(ctx, dout, _token):
+        gradients, dweight = ctx.gradients, None
+        if ctx.row == 0:
+            dy = gradients.take(0)
+            dy = dout if dy is None else dy if dout is None else dy.add_(dout)
+            return None, None, None, dy, None, None
+        if dout is not None:
+            weight, *states = ctx.saved_tensors
+            if ctx.needs_input_grad[4]:
+                dweight = torch.empty_like(weight, dtype=compute_dtype(dout.dtype))
+            gradients.add_row(states, weight, dout, dweight, ctx.backend)
+            dweight = None if dweight is None else dweight.to(weight.dtype)
+        return None, None, None, gradients.take(ctx.row), dweight, None
+
+
+class MUDDHistory:
+    """The states of one forward pass. Make a new one for every pass through a stack."""
+
+    def __init__(self):
+        self.states: list[Tensor] = []
+        self.gradients = _Gradients()
+        self.token: Tensor | None = None
+
+
+class MUDD(nn.Module):
+    """Every layer reads S sums of the states of all layers below it, weighted for each token.
+
+        x_{l+1,s} = sum_{k<=l} A_l[k,s] y_k,   A_l = gelu(RMSNorm(y_l) W_1) W_2 + a_l
+
+    y_0 is the embedding, y_l the output of layer l with its residual. The first layer reads the
+    embedding. With four streams a layer projects its queries, keys and values from the first three
+    and adds its branches to the fourth. The stack's output is one sum::
+
+        history = deepfast.nn.MUDDHistory()
+        x = mudd(embedding, history)              # (..., D), pushes y_0
+        for layer in layers:
+            x = mudd(layer(x), history)           # (..., S, D), pushes y_l; the last call (..., D)
+
+    At the start a is 1 for the newest state and W_2 is 0: the plain residual stack. Each row reads
+    all states before it, so traffic is quadratic in the number of layers. Memory is one state for
+    each layer, and in backward one gradient for each.
+
+    Args:
+        num_layers: L.
+        dim: D.
+        streams: S.
+        eps: added to the mean square in the RMSNorm, which has no weight.
+        backend: see `deepfast.backend`.
+
+    Attributes:
+        up: W_1 of rows 1 .. L, (S (l+1), D) each.
+        down: W_2 of these rows, ((l+1) S, S (l+1)); of the last row (l+1, S (l+1)).
+        bias: a of these rows, (l+1, S); of the last row (l+1, 1).
+
+    Source: Xiao, Meng, Li, Yuan, MUDDFormer: Breaking Residual Bottlenecks in Transformers via
+    Multiway Dynamic Dense Connections, ICML 2025, arXiv 2502.12170.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        *,
+        streams: int = 4,
+        eps: float = 1e-6,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        checks.whole("MUDD", num_layers=num_layers, dim=dim, streams=streams)
+        checks.eps("MUDD", eps)
+        self.num_layers, self.dim, self.streams = num_layers, dim, streams
+        self.eps, self.backend = eps, backend
+        counts = range(2, num_layers + 2)
+        rows = [(k, streams if k <= num_layers else 1) for k in counts]
+        self.up = nn.ParameterList(torch.empty(streams * k, dim) for k, _ in rows)
+        self.down = nn.ParameterList(torch.empty(k * s, streams * k) for k, s in rows)
+        self.bias = nn.ParameterList(torch.empty(k, s) for k, s in rows)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for up, down, bias in zip(self.up, self.down, self.bias, strict=True):
+            nn.init.normal_(up, std=self.dim**-0.5)
+            nn.init.zeros_(down)
+            nn.init.zeros_(bias)
+            nn.init.ones_(bias[-1])
+
+    def forward(
+        self,
+        y: Tensor,
+        history: MUDDHistory,
+        *,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: int | Tensor | None = None,
+    ) -> Tensor:
+        """Pushes a layer's output and returns what the next layer reads.
+
+        Args:
+            y: (..., D), the output of the layer (or, with ``residual``, its last branch).
+            history: the history of this forward pass.
+            residual: added to dropout(y) in the pass that normalises the sum.
+            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
+
+        Returns:
+            (..., S, D); the embedding itself from the first call, (..., D) from the last.
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
+            RuntimeError: for a push after the last one; in backward, for a second derivative.
+        """
+        checks.tensor("MUDD", "the layer's output", y)
+        row = len(history.states)
+        if row > self.num_layers:
+            raise RuntimeError(
+                f"MUDD: expected {self.num_layers + 1} pushes with one history, got one more; make "
+                "a new MUDDHistory for every forward pass"
+            )
+        if y.shape[-1:] != (self.dim,):
+            raise ValueError(f"MUDD: expected (..., {self.dim}), got {tuple(y.shape)}")
+        y, residual = common.autocast(y, residual)
+        if row == 0:
+            return self._read(y, None, history)
+        bias = self.bias[row - 1]
+        weight, y = ops.feed_forward(
+            y, None, None, self.up[row - 1], None, self.down[row - 1], bias.view(-1), self.eps,
+            rms=True, residual=residual, dropout_p=dropout_p, activation="gelu",
+            training=self.training, seed=seed, backend=self.backend,
+        )  # fmt: skip
+        out = self._read(y, weight.unflatten(-1, bias.shape), history)
+        return out if row < self.num_layers else out.squeeze(-2)
+
+    def _read(self, y: Tensor, weight: Tensor | None, history: MUDDHistory) -> Tensor:
+        if torch.compiler.is_compiling():
+            history.states.append(y)
+            if weight is None:
+                return y
+            return ops.depth_mix(history.states, weight, backend=self.backend)
+        checks.like("MUDD", "y", y, "the embedding", history.states[0] if history.states else y)
+        history.states.append(y.detach())
+        out, history.token = _Row.apply(
+            history.gradients, list(history.states), self.backend, y, weight, history.token
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return f"num_layers={self.num_layers}, dim={self.dim}, streams={self.streams}"
+
+
+class ReadStreams(nn.Module):
+    """A pre-norm layer that reads the streams of `MUDD`, each of the first three through its norm.
+
+    Args:
+        layer: called with the residual stream x and ``normed``, the three others normalised.
+        norms: of the streams of queries, keys and values.
+        recompute: whether backward recomputes the normalised streams. A layer that runs again as a
+            whole does so anyway.
+    """
+
+    def __init__(self, layer: nn.Module, norms: list[Norm], recompute: bool):
+        super().__init__()
+        self.layer, self.norms, self.recompute = layer, nn.ModuleList(norms), recompute
+
+    def forward(self, streams_TSD: Tensor, normed: None = None, **options):
+        *streams, residual = streams_TSD.unbind(-2)
+        found = [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
+        again = self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if again and all(plain_norm(norm) for norm in self.norms):
+            each = zip(self.norms, found, streams, strict=True)
+            options["recompute_n"] = tuple(norm.recompute(n, x) for norm, n, x in each)
+        return self.layer(residual, normed=tuple(found), **options)

@@ -1,0 +1,293 @@
+"""MUDD against the published equations written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from deepfast.nn import MUDD, MUDDHistory, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.reference import mudd as reference
+from tests.nn.written_out import DIM, HEADS, feed, norm_of, shaken
+
+LAYERS, FFN = 4, 16
+PACKING = Packing(2, 4)
+
+
+def learned(layers, dim, streams=4, dtype=torch.float64, backend=None):
+    """A MUDD with weights of each token away from their start."""
+    return shaken(MUDD(layers, dim, streams=streams, backend=backend)).to(dtype)
+
+
+def body(k, streams):
+    """A layer that treats its streams differently."""
+    return sum(torch.sin((s + 1) * x + k) for s, x in enumerate(streams))
+
+
+def fused(m, y, bodies=body, **options):
+    history = MUDDHistory()
+    x = m(y, history)
+    streams = (x,) * m.streams
+    for k in range(m.num_layers):
+        x = m(bodies(k, streams), history, **options)
+        streams = x.unbind(-2) if k + 1 < m.num_layers else (x,)
+    return x
+
+
+def specified(m, y, bodies=body):
+    states, streams = [y], (y,) * m.streams
+    for k in range(m.num_layers):
+        states.append(bodies(k, streams))
+        streams = reference.row(states, m.up[k], m.down[k], m.bias[k], m.eps)
+    return streams[0]
+
+
+def gradients(out, leaves):
+    dout = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("streams", [1, 3, 4])
+@pytest.mark.parametrize("dim", [1, 17, 64])
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_is_the_equation(exact_backend, layers, dim, streams):
+    m = learned(layers, dim, streams, backend=exact_backend)
+    y = torch.randn(2, 3, dim, dtype=torch.float64, requires_grad=True)
+    leaves = [y, *m.parameters()]
+    got, expected = gradients(fused(m, y), leaves), gradients(specified(m, y), leaves)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck():
+    m = learned(2, 3, streams=2)
+    y = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y, *_: fused(m, y), (y, *m.parameters()))
+
+
+def test_reruns_are_bit_identical():
+    m = learned(LAYERS, 64, dtype=torch.float32)
+    y = torch.randn(70, 64, requires_grad=True)
+    leaves = [y, *m.parameters()]
+    first, second = (gradients(fused(m, y), leaves) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_half_precision(tolerances):
+    m = learned(LAYERS, 64, dtype=torch.float32)
+    y = torch.randn(9, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fused(m, y.float())
+    assert got.dtype == torch.bfloat16
+    exact = specified(m.double(), y.double())
+    plain = specified(m.bfloat16(), y)
+    tolerances.assert_accurate(got.detach(), plain.detach(), exact.detach(), torch.bfloat16, "out")
+
+
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_a_layer_that_ignores_streams_or_its_input(ignored):
+    """Rows without a gradient, and a layer whose output does not depend on the rows below."""
+    m = learned(LAYERS, 5)
+    y = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+
+    def some(k, streams):
+        return torch.ones(3, 5, dtype=torch.float64) if k == ignored else streams[0].sin()
+
+    leaves = [y, *m.parameters()]
+    got = torch.autograd.grad(fused(m, y, some).sum(), leaves, materialize_grads=True)
+    want = torch.autograd.grad(specified(m, y, some).sum(), leaves, materialize_grads=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_second_backward_and_a_partial_one():
+    m = learned(LAYERS, 5)
+    y = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    out = fused(m, y).square().sum()
+    partial = torch.autograd.grad(out, list(m.bias[2:]), retain_graph=True)
+    first = torch.autograd.grad(out, [y, *m.parameters()], retain_graph=True)
+    second = torch.autograd.grad(out, [y, *m.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(partial, second[-len(partial) :], strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "parameters"])
+def test_frozen(frozen):
+    m = learned(LAYERS, 5)
+    y = torch.randn(3, 5, dtype=torch.float64, requires_grad=frozen != "embedding")
+    m.requires_grad_(frozen != "parameters")
+    leaves = [p for p in (y, *m.parameters()) if p.requires_grad]
+    for a, b in zip(
+        gradients(fused(m, y), leaves), gradients(specified(m, y), leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_whole_stack_in_one_checkpoint():
+    m = learned(LAYERS, 5)
+    y = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    leaves = [y, *m.parameters()]
+    again = gradients(checkpoint(lambda y: fused(m, y), y, use_reentrant=False), leaves)
+    for a, b in zip(again, gradients(fused(m, y), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_memory_is_one_state_and_one_gradient_for_each_layer(meter):
+    """Forward keeps the states and the weights; backward one gradient each and some for a row."""
+    layers, tokens, dim = 12, 512, 256
+    m = learned(layers, dim, dtype=torch.float32)
+    y = torch.randn(tokens, dim, requires_grad=True)
+    each = zip(m.up, m.bias, strict=True)
+    weights = sum(4 * tokens * (up.shape[0] + bias.numel()) for up, bias in each)
+
+    class Idle(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *streams):
+            return streams[-1].clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy, dy, dy
+
+    with meter() as live:
+        fused(m, y, lambda _, streams: Idle.apply(*streams)).sum().backward()
+    parameters = sum(p.nbytes for p in m.parameters())
+    assert live.peak < 2 * (layers + 1) * y.nbytes + weights + parameters + 14 * y.nbytes
+
+
+def test_refuses():
+    for options, message in (
+        ({"streams": 0}, "streams must be a whole number of at least 1"),
+        ({"eps": -1.0}, "eps must be a number of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MUDD(2, DIM, **options)
+    m, history = MUDD(1, DIM), MUDDHistory()
+    with pytest.raises(ValueError, match=rf"expected \(\.\.\., {DIM}\), got \(3, 4\)"):
+        m(torch.randn(3, 4), history)
+    with pytest.raises(TypeError, match="the layer's output must be a tensor"):
+        m(None, history)
+    x = torch.randn(3, DIM, requires_grad=True)
+    m(x, history)
+    with pytest.raises(ValueError, match="must have the embedding's shape"):
+        m(torch.randn(4, DIM), history)
+    out = m(x, history)
+    with pytest.raises(RuntimeError, match="expected 2 pushes with one history, got one more"):
+        m(x, history)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+# ---- stacks --------------------------------------------------------------------------------------
+
+
+def attend(m, streams, causal=False):
+    """Self-attention with an input each for queries, keys and values, (B, S, D)."""
+    weights, biases = m.query_key_value.weight.chunk(3), m.query_key_value.bias.chunk(3)
+    q, k, v = (
+        F.linear(x, w, b).unflatten(-1, (m.heads, -1)).transpose(1, 2)
+        for x, w, b in zip(streams, weights, biases, strict=True)
+    )
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return m.out(o.transpose(1, 2).flatten(2))
+
+
+def cross(m, x, encoded):
+    q, (k, v) = m.query(x), m.key_value(encoded).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def written_out(m, x, encoded=None):
+    """The stack by the reference, and the residual stream of each layer."""
+    c = m.connection
+    states, streams, residuals = [x], (x,) * 4, []
+    for k, layer in enumerate(m.layers):
+        norms = (
+            [c.norms[k]] * 3 if k == 0 else [c.norms[k], c.key_norms[k - 1], c.value_norms[k - 1]]
+        )
+        n = [norm_of(norm, s) for norm, s in zip(norms, streams[:3], strict=True)]
+        residuals.append(streams[3])
+        y = streams[3] + attend(layer.attention, n, causal=encoded is not None)
+        if encoded is not None:
+            y = y + cross(layer.cross_attention, norm_of(layer.cross_attention_norm, y), encoded)
+        states.append(y + feed(layer.feed_forward, norm_of(layer.feed_forward_norm, y)))
+        row = c.mudd.up[k], c.mudd.down[k], c.mudd.bias[k]
+        streams = reference.row(states, *row, c.mudd.eps)
+    return norm_of(c.norms[-1], streams[0]), residuals
+
+
+def stack(kind, **options):
+    torch.manual_seed(3)
+    m = kind(LAYERS, DIM, HEADS, FFN, connection="mudd", dropout=0.0, **options)
+    return shaken(m).double()
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("memory", ["keep", "lean", "leaner", "states"])
+def test_encoder(memory, kind):
+    m = stack(TransformerEncoder, memory=memory, norm_kind=kind)
+    x = torch.randn(2, 4, DIM, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *m.parameters()]
+    got, expected = gradients(m(x), leaves), gradients(written_out(m, x)[0], leaves)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_decoder_at_once_and_by_steps():
+    m = stack(TransformerDecoder).eval()
+    x, memory = torch.randn(2, 2, 4, DIM, dtype=torch.float64).unbind()
+    expected, _ = written_out(m, x, memory)
+    whole = m.forward_packed(PACKING.pack(x), PACKING, PACKING.pack(memory), PACKING)
+    torch.testing.assert_close(PACKING.unpack(whole), expected)
+    with torch.no_grad():
+        cache = m.start(PACKING.pack(memory), PACKING)
+        steps = [m.step(x[:, t], cache) for t in range(4)]
+    torch.testing.assert_close(torch.stack(steps, 1), expected)
+
+
+def test_starts_as_the_plain_residual_stack():
+    sizes = (LAYERS, DIM, HEADS, FFN)
+    m = TransformerEncoder(*sizes, connection="mudd", dropout=0.0)
+    plain = TransformerEncoder(*sizes, connection="residual", dropout=0.0)
+    own = plain.state_dict()
+    plain.load_state_dict({name: x for name, x in m.state_dict().items() if name in own})
+    x = torch.randn(2, 4, DIM)
+    torch.testing.assert_close(m(x), plain(x))
+
+
+def test_states_are_the_residual_streams():
+    m, states = stack(TransformerEncoder), []
+    x = torch.randn(2, 4, DIM, dtype=torch.float64)
+    m.forward_packed(PACKING.pack(x), PACKING, states=states)
+    assert len(states) == LAYERS + 1
+    for got, expected in zip(states, written_out(m, x)[1], strict=False):
+        torch.testing.assert_close(PACKING.unpack(got), expected)
+
+
+def test_dropout_and_autocast():
+    m = stack(TransformerEncoder).float()
+    m.connection.dropout = 0.5
+    x = torch.randn(2, 4, DIM)
+    assert not torch.equal(m(x), m(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.eval()(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), m(x), rtol=0.1, atol=0.2)
+
+
+def test_compiles_to_one_graph():
+    torch._dynamo.reset()
+    m = stack(TransformerEncoder)
+    x = torch.randn(2, 4, DIM, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *m.parameters()]
+    run = torch.compile(m, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(run(x), leaves), gradients(m(x), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_stacks_refuse():
+    sizes = (LAYERS, DIM, HEADS, FFN)
+    with pytest.raises(ValueError, match="'mudd' needs norm='pre', got 'post'"):
+        TransformerEncoder(*sizes, connection="mudd", norm="post")
+    with pytest.raises(ValueError, match=r"'history' recomputes inputs from .*use 'states'"):
+        TransformerEncoder(*sizes, connection="mudd", memory="history")
