@@ -162,7 +162,7 @@ def depth_attention_backward(
     if norm:
         dv = dv - v * r.square() * (ds * s).sum(-1).T.unsqueeze(-1) / v.shape[-1]
     for target, d in zip(dsources, dv, strict=False):
-        target.copy_(_load(target) + d if accumulate else d)
+        target.copy_(load(target) + d if accumulate else d)
 
 
 def attention_forward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepfast import checks
+from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
