@@ -13,9 +13,11 @@ import torch
 
 from bench.attention_residuals import DIM, FFN, HEADS, LENGTH, TOKENS
 from bench.numbers import peaks, times
+from deepfast.measure.clock import keep_memory
 from deepfast.measure.machine import environment
 from deepfast.measure.mudd_forms import FORMS, mixing_alone
 from deepfast.nn import MUDD, TransformerEncoder
+from deepfast.ops import depth_mix
 
 LAYERS = 24
 
@@ -29,6 +31,22 @@ def make(layers: int) -> dict:
     y, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
     return {
         name: lambda form=form: mixing_alone(form, mudd, y, grad) for name, form in FORMS.items()
+    }
+
+
+def sums(count: int) -> dict:
+    """One row's four sums alone, with their gradients."""
+    states = [torch.randn(TOKENS, DIM, requires_grad=True) for _ in range(count)]
+    weight = torch.randn(TOKENS, count, 4, requires_grad=True)
+    grad = torch.randn(TOKENS, 4, DIM)
+
+    def stack():
+        return torch.einsum("ktd,tks->tsd", torch.stack(states), weight)
+
+    forms = {"stack": stack, "deepfast": lambda: depth_mix(states, weight)}
+    return {
+        name: lambda form=form: torch.autograd.grad(form(), [*states, weight], grad)
+        for name, form in forms.items()
     }
 
 
@@ -50,10 +68,13 @@ def encoder_step(layers: int, connection: str, memory: str = "keep"):
 def claims(rounds: int) -> list[dict]:
     """Every row of the table."""
     made, what = make(LAYERS), f"MUDD, {LAYERS} layers, against"
-    rows = []
-    for form in ("stack", "list"):
-        rows.append(times(f"{what} a {form}", made, form, "deepfast", 5, rounds=rounds))
-        rows.append(peaks(f"{what} a {form}, peak bytes", made, form, "deepfast", 4))
+    rows = [
+        times(f"{what} a stack", made, "stack", "deepfast", 5, rounds=rounds),
+        peaks(f"{what} a stack, peak bytes", made, "stack", "deepfast", 4),
+        times(f"{what} a list", made, "list", "deepfast", 2, rounds=rounds),
+        times("the sums of 25 states with given weights, against a stack", sums(LAYERS + 1),
+              "stack", "deepfast", 5, rounds=rounds),
+    ]  # fmt: skip
     steps = {name: encoder_step(LAYERS, name) for name in ("residual", "mudd")}
     what = f"a {LAYERS}-layer encoder's step over the plain residual one"
     rows.append(times(what, steps, "mudd", "residual", 2, rounds=rounds, at_most=True))
@@ -67,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
+    keep_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     result = environment() | {"command": "python -m bench.mudd", "rows": claims(args.rounds)}

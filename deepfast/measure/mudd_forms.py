@@ -45,9 +45,13 @@ class Listed(_Form):
     """Goes through the list of states for every stream, as the authors decode: no stack."""
 
     def mix(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            sum(w[..., k, None] * y for k, y in enumerate(self.states)) for w in weight.unbind(-1)
-        )
+        streams = []
+        for w in weight.unbind(-1):
+            x = w[..., 0, None] * self.states[0]
+            for k, y in enumerate(self.states[1:], 1):
+                x = x + w[..., k, None] * y
+            streams.append(x)
+        return tuple(streams)
 
 
 class Deepfast:

@@ -191,27 +191,26 @@ class MultiheadAttention(nn.Module):
             (T, D), before dropout and residual.
         """
         encoded_packing = encoded_packing or packing
-        first = x_TD if isinstance(x_TD, Tensor) else x_TD[0]
+        xs = (x_TD,) if isinstance(x_TD, Tensor) else x_TD
         if isinstance(encoded, tuple):
             padded = encoded[0].dim() == 4
         else:
-            padded = cache is not None or self._pads(first, packing, encoded_packing)
+            padded = cache is not None or self._pads(xs[0], packing, encoded_packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         unsaved: list[tuple[Tensor, Recompute]] | None
         unsaved = [] if recompute_qkv and backward else None
         linear = self.query if self.cross else self.query_key_value
-        pairs = [(first, recompute_x)]
-        if not isinstance(x_TD, Tensor) and recompute_x is not None:
-            pairs = list(zip(x_TD, recompute_x, strict=True))
+        again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
+        pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
         source: Any = x_TD
-        if recompute_x is not None and backward and plain(linear, nn.Linear):
-            source = recompute_x if all(one.gives(x) for x, one in pairs) else x_TD
-        if source is x_TD:
-            qkv = self._project(linear, x_TD)
-        else:
+        recomputes = bool(pairs) and backward and plain(linear, nn.Linear)
+        if recomputes and all(one.gives(x) for x, one in pairs):
+            source = recompute_x
             with not_saved(pairs):
                 qkv = self._project(linear, x_TD)
+        else:
+            qkv = self._project(linear, x_TD)
         qkv = _projected(linear, source, qkv, packing if padded else None, unsaved)
         kv: Sequence[Tensor]
         q, *kv = self._split(qkv, 1 if self.cross else 3)

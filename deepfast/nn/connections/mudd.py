@@ -10,6 +10,8 @@ weights. The gradient of y_l is then complete when row l has run. Autograd alone
 tensor for each pair of a row and a state.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -218,13 +220,16 @@ class ReadStreams(nn.Module):
             whole does so anyway.
     """
 
-    def __init__(self, layer: nn.Module, norms: list[Norm], recompute: bool):
+    norms: Sequence[Norm]
+
+    def __init__(self, layer: nn.Module, norms: Sequence[nn.Module], recompute: bool):
         super().__init__()
-        self.layer, self.norms, self.recompute = layer, nn.ModuleList(norms), recompute
+        self.layer, self.recompute = layer, recompute
+        self.norms = nn.ModuleList(norms)  # type: ignore[assignment]
 
     def forward(self, streams_TSD: Tensor, normed: None = None, **options):
         *streams, residual = streams_TSD.unbind(-2)
-        found = [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
+        found: list[Tensor] = [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
         again = self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if again and all(plain_norm(norm) for norm in self.norms):
             each = zip(self.norms, found, streams, strict=True)
