@@ -17,7 +17,7 @@ bool is_softmax(const std::string& kind) {
 struct Rows {
   Storage storage;
   int64_t tokens, dim, count;
-  bool softmax;
+  bool softmax, has_stats;
   const char *query, *rstd;
   char* stats;
   std::vector<Weights> bias;  // one, or none
@@ -28,9 +28,9 @@ struct Rows {
         tokens(states.size(1)),
         dim(states.size(2)),
         count(query.size(0)),
-        softmax(is_softmax(kind)) {
-    query_ = parameter(OptionalTensor(query), storage, count * dim);
-    this->query = static_cast<const char*>(query_);
+        softmax(is_softmax(kind)),
+        has_stats(stats_.has_value()) {
+    this->query = static_cast<const char*>(parameter(OptionalTensor(query), storage, count * dim));
     rstd =
         static_cast<const char*>(parameter(OptionalTensor(source_rstd), storage, count * tokens));
     stats = static_cast<char*>(parameter(stats_, storage, count * 3 * tokens));
@@ -57,9 +57,6 @@ struct Rows {
       DEEPFAST_CHECK(i >= 0 && i < count, "attention_boundary: row ", i, " of ", count);
     return indices;
   }
-
- private:
-  void* query_;
 };
 
 const void* const* or_null(const Pointers& p) { return p.empty() ? nullptr : p.data(); }
@@ -202,7 +199,7 @@ struct Operands {
     op.own_rstd = const_cast<void*>(r.rstds({k})[0]);
     op.most = r.statistic({k}, 0)[0];
     op.total = r.statistic({k}, 1)[0];
-    DEEPFAST_CHECK(!r.softmax || op.most != nullptr, "attention_boundary: softmax needs stats");
+    DEEPFAST_CHECK(!r.softmax || r.has_stats, "attention_boundary: softmax needs stats");
   }
 };
 

@@ -165,7 +165,7 @@ class Pulls {
   }
 
  private:
-  // Turns <q, v> and <g, v> of every row into p and c = ds rstd; returns sum ds <q, v>.
+  // Turns <q, v> and <g, v> of every row into p and c = ds rstd; returns sum ds <q, n>.
   DEEPFAST_INLINE A weights(int64_t t, A rstd) {
     A slope = 0;
     for (int64_t i = 0; i < count_; ++i) {
@@ -181,7 +181,7 @@ class Pulls {
         ds = p * (c_[i] - *at<A>(op_.pull_delta[i], t));
       }
       if (dbias_ != nullptr) dbias_[i] += ds;
-      slope += ds * p_[i];
+      slope += ds * raw;
       p_[i] = p;
       c_[i] = ds * rstd;
     }

@@ -18,6 +18,7 @@ EXAMPLE = "deepfast info --dtype bfloat16"
 
 MADE_OF = {
     "rms_norm": ("layer_norm",),
+    "attention_residual": ("depth_attention", "layer_norm"),
     "norm_linear": ("layer_norm",),
     "feed_forward": ("layer_norm", "activation"),
 }

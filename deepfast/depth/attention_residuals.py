@@ -172,7 +172,8 @@ class _Query(torch.autograd.Function):
         ctx.scale = scale
         # Copies, because a parameter may change before backward.
         ctx.operands = None if norm_weight is None else (query.clone(), norm_weight.clone())
-        scaled = query * scale
+        # Not in half precision, where the product of finite numbers may be infinite.
+        scaled = query.to(compute_dtype(query.dtype)) * scale
         return scaled if norm_weight is None else scaled * norm_weight
 
     @staticmethod

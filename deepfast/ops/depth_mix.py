@@ -221,9 +221,16 @@ _depth_mix_tokens = register(
 
 def _is_of_tokens(first: Tensor, count: int, weight: Tensor) -> bool:
     """Whether ``weight`` has weights of each token; raises where it does not fit one form."""
-    lead, dim, shape = tuple(first.shape[:-1]), first.shape[-1], tuple(weight.shape)
-    of_all = shape in ((count,), (count, dim))
-    of_tokens = bool(lead) and (*lead, count) in (shape, shape[:-1])
+    *lead, dim = first.shape
+    shape, axes = tuple(weight.shape), len(lead)
+    # One by one, because a compiler cannot search a tuple for sizes that it does not know.
+    of_all = (
+        bool(shape)
+        and shape[0] == count
+        and (len(shape) == 1 or (len(shape) == 2 and shape[1] == dim))
+    )
+    of_tokens = bool(lead) and len(shape) in (axes + 1, axes + 2) and shape[axes] == count
+    of_tokens = of_tokens and all(shape[i] == lead[i] for i in range(axes))
     if of_all and of_tokens:
         raise ValueError(
             f"depth_mix: weight {shape} may be one for each channel or one for each token; "

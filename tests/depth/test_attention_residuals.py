@@ -274,3 +274,22 @@ def test_a_whole_stack_in_one_checkpoint(block):
     got = torch.autograd.grad(checkpoint(stack, x, use_reentrant=False).square().sum(), leaves)
     want = torch.autograd.grad(stack(x).square().sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("weights", ["softmax", "relu"])
+def test_no_tokens(weights):
+    m, history = AttentionResiduals(5, DIM, weights=weights), DepthHistory(block=2)
+    x = y = torch.randn(0, DIM, requires_grad=True)
+    for _ in range(6):
+        y = m(torch.tanh(y), history)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, DIM)
+    assert all(p.grad.eq(0).all() for p in m.parameters())
+
+
+def test_a_half_precision_query_is_scaled_in_fp32():
+    m = AttentionResiduals(2, DIM, scale=100.0).half()
+    with torch.no_grad():
+        m.query.fill_(1000)
+    x, history = torch.randn(3, DIM).half(), DepthHistory()
+    assert all(m(x, history).isfinite().all() for _ in range(3))

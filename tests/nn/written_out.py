@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.reference import attention_residuals as reference
-from deepfast.reference.depth_attention import rms_norm
+from deepfast.reference.layer_norm import rms_norm
 
 DIM, HEADS = 12, 3
 
@@ -99,7 +99,7 @@ def attention_row(m, v, row):
         return reference.attend(states[-m.window :], query[row], m.eps)
     total = 0
     for k in m.pattern[row]:
-        n = rms_norm(states[k], eps=m.eps)
+        n, _ = rms_norm(states[k], eps=m.eps)
         total += ((n * query[row]).sum(-1, keepdim=True) + m.bias[row, k]).relu() * states[k]
     return total
 
