@@ -47,6 +47,7 @@ ALLOWED = {
     "mt.training": {"mt", "mt.search", *MODELS},
     "measure": {"mt", "mt.search", "mt.training", *MODELS},
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
+    "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"mt", "nn", "ops", "memory", "version"},
 }

@@ -126,7 +126,7 @@ def prove(stage: Stage) -> None:
         print("a dry run proves nothing" if stage.dry else "proved before", flush=True)
         return
     print("deepfast prove", flush=True)
-    command = [sys.executable, "-m", "deepfast.cli", "prove", "--json"]
+    command = [sys.executable, "-m", "deepfast", "prove", "--json"]
     start, part["status"], part["table"] = time.perf_counter(), "stopped", None
     try:
         done = subprocess.run(

@@ -110,7 +110,8 @@ def _proof_lines(device: str, proof: dict) -> Iterator[str]:
         "require": "DEEPFAST_PROOF=require: an op without a proved kernel is an error",
     }[proof["mode"]]
     if device not in backend.PROVABLE:
-        yield f"proof    {first}; the fastest of those that are right and torch serves"
+        serves = "of torch's form and the kernels that are right, the fastest serves"
+        yield f"proof    {first}; {serves}"
         return
     yield f"proof    {proof['source'] or 'nothing yet'}; {first}"
     yield from (f"    {line}" for line in proof["lines"])

@@ -2,7 +2,8 @@
 
 Every op runs on small random inputs, forward and backward, in processes of its own, and is held to
 float64. The right kernels are timed beside torch's own form. Without this command the same is done
-for each op at its first use. Exit code 1: a kernel failed; then the next backend serves."""
+for each op at its first use. Exit code 1: a kernel failed, or memory ran out and nothing is
+kept of that op; then the next backend serves."""
 
 import argparse
 import json
@@ -49,6 +50,8 @@ def checked_device(name: str) -> torch.device:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.write is not None and not args.write.parent.is_dir():
+        raise ValueError(f"--write: expected a file in an existing folder, got {args.write}")
     for op in args.op or ():
         if op not in backend.OPS:
             raise ValueError(f"--op: expected one of {', '.join(backend.OPS)}, got {op!r}")

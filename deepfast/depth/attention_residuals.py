@@ -23,7 +23,8 @@ class AttentionResiduals(DepthConnection):
               the sum so far of the current block
     "relu"    ``p_{l,k} = relu(scale * w_l . n_k + b_{l,k})`` in place of the softmax
 
-    v_0 is the embedding, v_k what the k-th read's layer or sublayer adds::
+    v_0 is the embedding. v_k is what the k-th layer adds, or with ``reads=2`` the k-th sublayer:
+    its output without its input::
 
         history = deepfast.nn.DepthHistory()
         x = residuals(embedding, history)             # pushes v_0, returns x_1
@@ -40,7 +41,8 @@ class AttentionResiduals(DepthConnection):
         num_layers: L.
         dim: D.
         reads: rows per layer: 2 where attention and feed-forward block each push and read, as
-            published; 3 in a decoder with cross-attention. There are ``rows = reads * L + 1``.
+            published and in `TransformerEncoder`; 3 in a decoder with cross-attention. A pass has
+            ``rows = reads * L + 1`` pushes, the embedding first.
         block: layers per block; None for the full form.
         window: how many of the newest states a row reads; None for all. Only in the full form.
         weights: "softmax" or "relu".

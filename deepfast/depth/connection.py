@@ -111,7 +111,8 @@ class DepthConnection(nn.Module):
                 `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
             residual: added to dropout(y) in the same pass.
             dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
-            out_norm: a pre-norm layer's first LN, applied in the same pass.
+            out_norm: the next layer's first norm, applied in the same pass:
+                ``LayerNorm(...).as_output()`` or ``RMSNorm(...).as_output()``.
             want_x: with ``out_norm``, whether to return x too.
 
         Returns:

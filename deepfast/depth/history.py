@@ -11,11 +11,11 @@ from deepfast.depth.state import DepthState
 class DepthHistory:
     """The states that the layers of one stack have produced in one forward pass.
 
-    Make a new history for every forward pass and pass it to every call of the stack's `DLCL`. It
-    owns one buffer with a state per layer; backward writes gradients into the same buffer. The
-    buffer is freed when backward ends, or with the pass's outputs and this object. Where nothing
-    learns, as under `torch.no_grad`, the last push frees it. Several passes may be in progress at
-    once, each with its own history.
+    Make a new history for every forward pass and pass it to every call of the stack's connection
+    (`DLCL`, `AttentionResiduals`). It owns one buffer with a state per layer; backward writes
+    gradients into the same buffer. The buffer is freed when backward ends, or with the pass's
+    outputs and this object. Where nothing learns, as under `torch.no_grad`, the last push frees it.
+    Several passes may be in progress at once, each with its own history.
 
     Args:
         inplace: whether backward may overwrite states with gradients, so that it needs no more

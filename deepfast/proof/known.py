@@ -77,7 +77,9 @@ def missing(device: torch.device) -> str:
     """Why nothing is known of an op on a device."""
     if device.type == "cuda" and torch.cuda.device_count() and exact(device) is None:
         return f"not a default for {str(device)!r} without an index: the GPUs are of several kinds"
-    return "not proved here yet: its first use on a GPU proves it"
+    if mode() == "auto":
+        return "not proved here yet: its first use on a GPU proves it"
+    return f"not proved here yet, and DEEPFAST_PROOF={mode()} proves nothing at first use"
 
 
 def why_not_now() -> str | None:

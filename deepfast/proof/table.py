@@ -131,12 +131,15 @@ def make_key(device: torch.device, built: str | None) -> dict[str, str]:
 def folder() -> Path:
     """The cache folder: DEEPFAST_CACHE, or else the platform's."""
     if given := os.environ.get("DEEPFAST_CACHE"):
-        return Path(given)
+        return Path(os.path.expanduser(given))
+    # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
+    # and a folder of that name in the working folder serves.
+    home = Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "deepfast"
+        return home / "Library" / "Caches" / "deepfast"
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
         return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepfast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
 
 
 def file_of(key: dict[str, str]) -> Path:
@@ -208,14 +211,14 @@ def read(path: Path, key: dict[str, str], varies: tuple[str, ...] = ()) -> Table
     varies: fields of the key that may differ.
     """
     try:
-        text = path.read_text()
+        stored = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         log.warning("%s cannot be read (%s); kernels are proved anew", path, error)
         return None
     try:
-        data = json.loads(text)
+        data = json.loads(stored)
         _check(data, data["ops"])
         found = data["key"]
         same = {k: v for k, v in found.items() if k not in varies} == {

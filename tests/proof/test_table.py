@@ -56,6 +56,7 @@ BROKEN = {
     "wrong error": lambda text: text.replace("null", "3"),
     "wrong width": lambda text: text.replace('"512"', '"wide"'),
     "wrong time": lambda text: text.replace("0.5", '"0.5"'),
+    "not text": lambda text: "\udcff" + text,
     "not a table": lambda text: text.replace('"errors": {', '"errors": [{').replace(
         "},\n", "}],\n", 1
     ),
@@ -66,8 +67,8 @@ BROKEN = {
 def test_a_broken_file_is_told_and_made_anew(key, caplog, how):
     path = kept(key)
     text = path.read_text()
-    path.write_text(BROKEN[how](text))
-    assert path.read_text() != text
+    path.write_text(BROKEN[how](text), errors="surrogateescape")
+    assert path.read_bytes() != text.encode()
     assert tables.load(key).ops == {}
     (record,) = caplog.records
     assert str(path) in record.getMessage()

@@ -128,7 +128,7 @@ def test_sigkill_in_another_process_then_resume(make_recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(recipe))
     process = subprocess.Popen(
-        [sys.executable, "-m", "deepfast.cli", "train", str(path)], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "deepfast", "train", str(path)], stdout=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
     folder = tmp_path / "run"

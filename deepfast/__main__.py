@@ -1,4 +1,4 @@
-"""`python -m deepfast.cli`."""
+"""`python -m deepfast`."""
 
 import sys
 
