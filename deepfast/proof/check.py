@@ -75,8 +75,8 @@ def leaves(case: Case, storage: torch.dtype, dtype: torch.dtype, device) -> dict
 def differentiate(
     case: Case, by: str, storage: torch.dtype, dtype: torch.dtype, device
 ) -> dict[str, Tensor]:
-    """Results of the call by backend ``by``, and the operands' gradients of their sum under fixed
-    weights. The operands are rounded to ``storage`` and computed in ``dtype``."""
+    """Results of the call by backend ``by``, the operands after it, and their gradients of the sum
+    of the results under fixed weights. The operands are rounded to ``storage`` and computed in ``dtype``."""
     made = leaves(case, storage, dtype, device)
     outputs = case.function(**made, backend=by)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -87,6 +87,8 @@ def differentiate(
     ]  # fmt: skip
     grads = torch.autograd.grad(outputs, list(made.values()), cotangents)
     results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    # A kernel must not write to them.
+    results |= {f"operand {n}": p.detach() for n, p in made.items()}
     return results | {f"d {n}": g for n, g in zip(made, grads, strict=True)}
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend, ops
-from deepfast.proof import cases, known
+from deepfast.proof import cases, check, known
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
 from tests.proof import faults
@@ -252,3 +252,17 @@ def test_a_kernel_is_timed_beside_torch(device, monkeypatch):
     ((_, result),) = device(CPU).run("layer_norm", [job])
     assert set(result["seconds"]) == {"triton", "reference"}
     assert min(result["seconds"].values()) > 0
+
+
+def test_a_kernel_that_writes_to_an_operand_is_named():
+    def function(x, bias, *, backend):
+        y = ops.layer_norm(x, None, bias, backend=backend)
+        if backend == "cpu":
+            # Past autograd, as a kernel does.
+            bias.data.add_(1)
+        return y
+
+    given = {"x": check.Computed(torch.randn(3, 8)), "bias": check.Computed(torch.randn(8))}
+    case = check.Case("writes", given, function)
+    said = check.fault(case, "layer_norm", "cpu", torch.float32, CPU)
+    assert said.startswith("writes: operand bias: error ")
