@@ -77,6 +77,8 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
             f"{op}: this pass began inside torch.compile and goes on outside; compile the whole "
             "stack with fullgraph=True, or the layers alone"
         )
+    if index is not None and not checks.is_whole(index):
+        raise TypeError(f"{op}: index must be a whole number, got {index!r}")
     pushed, begun = len(history), history.state is not None
     k = pushed if index is None else index
     task = torch._C._current_graph_task_id()

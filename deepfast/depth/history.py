@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepfast import checks
 from deepfast.depth.state import DepthState
 
 
@@ -25,8 +26,8 @@ class DepthHistory:
     """
 
     def __init__(self, *, inplace: bool = True, block: int | None = None):
-        if block is not None and block < 1:
-            raise ValueError(f"DepthHistory: block must be at least 1, got {block}")
+        if block is not None:
+            checks.whole("DepthHistory", block=block)
         self.inplace = inplace
         self.block = block
         # The stack; shape, dtype and device of the first push.

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,9 @@ def draw_seed(
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
     """Checks 1 or more tensors (..., D) of one shape, dtype and device; casts them for autocast."""
+    if not isinstance(sources, Iterable):
+        kind = type(sources).__name__
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
     sources = list(sources)
     if not sources:
         raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")

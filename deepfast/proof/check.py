@@ -75,8 +75,9 @@ def leaves(case: Case, storage: torch.dtype, dtype: torch.dtype, device) -> dict
 def differentiate(
     case: Case, by: str, storage: torch.dtype, dtype: torch.dtype, device
 ) -> dict[str, Tensor]:
-    """Results of the call by backend ``by``, the operands after it, and their gradients of the sum
-    of the results under fixed weights. The operands are rounded to ``storage`` and computed in ``dtype``."""
+    """Results of the call by backend ``by``, the operands after it, and the operands' gradients of
+    the results' sum under fixed weights. Operands are rounded to ``storage`` and computed in
+    ``dtype``."""
     made = leaves(case, storage, dtype, device)
     outputs = case.function(**made, backend=by)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

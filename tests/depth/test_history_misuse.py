@@ -61,9 +61,17 @@ def test_an_unknown_backend():
         DLCL(2, DIM, backend="gpu")(leaf(), history())
 
 
-def test_block_of_no_rows():
-    with pytest.raises(ValueError, match="block must be at least 1, got 0"):
-        DepthHistory(block=0)
+@pytest.mark.parametrize("block", [0, 1.5, "a"])
+def test_block_of_no_rows(block):
+    with pytest.raises(
+        ValueError, match=f"block must be a whole number of at least 1, got {block!r}"
+    ):
+        DepthHistory(block=block)
+
+
+def test_an_index_that_is_no_number():
+    with pytest.raises(TypeError, match="DLCL: index must be a whole number, got 'a'"):
+        DLCL(2, DIM)(leaf(), history(), index="a")
 
 
 def test_a_refused_first_push_leaves_the_history_fresh(backend):

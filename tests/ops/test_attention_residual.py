@@ -63,6 +63,7 @@ def test_half_precision_and_autocast():
         ({"rms_weight": torch.zeros(3)}, r"rms_weight must be \(4,\)"),
         ({"output_rms_weight": torch.zeros(3)}, r"output_rms_weight must be \(4,\)"),
         ({"residuals": torch.zeros(4)}, r"residuals must be \(K, ..., D\), got \(4,\)"),
+        ({"residuals": None}, "residuals must be a list of tensors, got NoneType"),
         ({"residuals": []}, "residuals must hold at least 1 tensor, got 0"),
         ({"scale": float("nan")}, "scale must be a finite number"),
         ({"rms_eps": -1.0}, "eps must be a number of at least 0"),
