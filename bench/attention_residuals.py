@@ -4,24 +4,21 @@ The mixing alone (a stack whose layers do nothing) against plain PyTorch and aga
 growth with the number of sources, and a training step of an encoder. Forward and backward, fp32.
 """
 
-import argparse
-import json
+import functools
 import math
 import sys
-from pathlib import Path
 
 import torch
 
-from bench import depth_mix
-from bench.numbers import peaks, times
+from bench import depth_mix, transformer
+from bench.numbers import peaks, report, times
 from deepfast.measure.attention_forms import FORMS, InStack, mixing_alone
 from deepfast.measure.clock import interleave
-from deepfast.measure.machine import environment
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
-from deepfast.nn import AttentionResiduals, TransformerEncoder
+from deepfast.nn import AttentionResiduals
 
-TOKENS, DIM, HEADS, FFN, LENGTH = 2048, 256, 4, 1024, 32
+TOKENS, DIM = 2048, 256
 
 
 def make(sources: int) -> dict:
@@ -35,22 +32,6 @@ def make(sources: int) -> dict:
         for name, form in FORMS.items()
     }
     return forms | {"DLCL": depth_mix.make(sources - 1, TOKENS, DIM)["deepfast"]}
-
-
-def encoder_step(layers: int, connection: str, form: str | None = None):
-    """Forward and backward of an encoder; with ``form`` its attention residuals are that form's."""
-    torch.manual_seed(0)
-    encoder = TransformerEncoder(layers, DIM, HEADS, FFN, connection=connection, dropout=0.1)
-    if form is not None:
-        residuals = encoder.connection.residuals
-        encoder.connection.residuals = InStack(FORMS[form], residuals)
-    x = torch.randn(TOKENS // LENGTH, LENGTH, DIM)
-
-    def step():
-        encoder(x).square().mean().backward()
-        encoder.zero_grad(set_to_none=True)
-
-    return step
 
 
 def growth(rounds: int) -> list[dict]:
@@ -84,32 +65,22 @@ def claims(rounds: int) -> list[dict]:
               rounds=rounds, at_most=True),
         *growth(rounds),
     ]  # fmt: skip
-    steps = {name: encoder_step(48, name) for name in ("residual", "attnres")}
-    steps["list"] = encoder_step(48, "attnres", "list")
-    step = "step of an encoder of 48 layers, two reads a layer"
+
+    def in_a_list(encoder):
+        encoder.connection.residuals = InStack(FORMS["list"], encoder.connection.residuals)
+
+    step = functools.partial(transformer.make, 48, optimizer=False)
+    steps = {name: step(name) for name in ("residual", "attnres")}
+    steps["list"] = step("attnres", change=in_a_list)
+    name = "step of an encoder of 48 layers, two reads a layer"
     rows += [
-        times(f"{step}, over the plain residual one", steps, "attnres", "residual", 1.35,
+        times(f"{name}, over the plain residual one", steps, "attnres", "residual", 1.35,
               rounds=rounds, at_most=True),
         peaks("peak bytes of the same", steps, "attnres", "residual", 1.1, at_most=True),
-        peaks(f"peak bytes of a list over deepfast's, {step}", steps, "list", "attnres", 4),
+        peaks(f"peak bytes of a list over deepfast's, {name}", steps, "list", "attnres", 4),
     ]  # fmt: skip
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    result = environment() | {"command": "python -m bench.attention_residuals"}
-    result["rows"] = claims(args.rounds)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(row["met"] for row in result["rows"]) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("bench.attention_residuals", __doc__, claims))

@@ -4,19 +4,17 @@ The connection of a stack whose layers only add up their streams, against plain 
 training step of an encoder. Forward and backward, fp32.
 """
 
-import argparse
-import json
+import functools
 import sys
-from pathlib import Path
 
 import torch
 
-from bench.attention_residuals import DIM, FFN, HEADS, LENGTH, TOKENS
-from bench.numbers import peaks, times
+from bench import transformer
+from bench.attention_residuals import DIM, TOKENS
+from bench.numbers import peaks, report, times
 from deepfast.measure.clock import keep_memory
-from deepfast.measure.machine import environment
 from deepfast.measure.mudd_forms import FORMS, mixing_alone
-from deepfast.nn import MUDD, TransformerEncoder
+from deepfast.nn import MUDD
 from deepfast.ops import depth_mix
 
 LAYERS = 24
@@ -50,23 +48,9 @@ def sums(count: int) -> dict:
     }
 
 
-def encoder_step(layers: int, connection: str, memory: str = "keep"):
-    """Forward and backward of an encoder."""
-    torch.manual_seed(0)
-    encoder = TransformerEncoder(
-        layers, DIM, HEADS, FFN, connection=connection, dropout=0.1, memory=memory
-    )
-    x = torch.randn(TOKENS // LENGTH, LENGTH, DIM)
-
-    def step():
-        encoder(x).square().mean().backward()
-        encoder.zero_grad(set_to_none=True)
-
-    return step
-
-
 def claims(rounds: int) -> list[dict]:
     """Every row of the table."""
+    keep_memory()
     made, what = make(LAYERS), f"MUDD, {LAYERS} layers, against"
     rows = [
         times(f"{what} a stack", made, "stack", "deepfast", 5, rounds=rounds),
@@ -75,27 +59,13 @@ def claims(rounds: int) -> list[dict]:
         times("the sums of 25 states with given weights, against a stack", sums(LAYERS + 1),
               "stack", "deepfast", 5, rounds=rounds),
     ]  # fmt: skip
-    steps = {name: encoder_step(LAYERS, name) for name in ("residual", "mudd")}
+    step = functools.partial(transformer.make, LAYERS, optimizer=False)
+    steps = {name: step(name) for name in ("residual", "mudd")}
     what = f"a {LAYERS}-layer encoder's step over the plain residual one"
     rows.append(times(what, steps, "mudd", "residual", 2, rounds=rounds, at_most=True))
     rows.append(peaks(f"{what}, peak bytes", steps, "mudd", "residual", 2, at_most=True))
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    args = parser.parse_args(argv)
-    keep_memory()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    result = environment() | {"command": "python -m bench.mudd", "rows": claims(args.rounds)}
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(row["met"] for row in result["rows"]) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("bench.mudd", __doc__, claims))

@@ -7,6 +7,7 @@ of the rounds.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -79,14 +80,16 @@ def claims(rounds: int) -> list[dict]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def report(name: str, about: str, claims: Callable[[int], list[dict]], argv=None) -> int:
+    """The command ``python -m name``: measures and prints the claims; 1 where one is not met."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    result = environment() | {"command": "python -m bench.numbers"}
+    torch.manual_seed(0)
+    result = environment() | {"command": f"python -m {name}"}
     result["copy_gb_per_second"] = round(copy_bandwidth(), 2)
     print(f"copy: {result['copy_gb_per_second']} GB/s on {args.threads} threads")
     result["rows"] = claims(args.rounds)
@@ -96,4 +99,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("bench.numbers", __doc__, claims))

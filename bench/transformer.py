@@ -1,5 +1,7 @@
 """A training step of a deep encoder: DLCL against the plain residual stack."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,10 +10,18 @@ from deepfast.nn import TransformerEncoder
 SENTENCES, LENGTH, DIM, HEADS, FFN = 64, 32, 256, 4, 1024
 
 
-def make(layers: int, connection: str, *, dropout: float = 0.1, optimizer: bool = True):
-    """A whole step: forward, backward, Adam."""
+def make(
+    layers: int,
+    connection: str,
+    *,
+    dropout: float = 0.1,
+    optimizer: bool = True,
+    change: Callable[[TransformerEncoder], None] = lambda encoder: None,
+):
+    """A whole step: forward, backward, Adam. ``change`` is called with the encoder first."""
     torch.manual_seed(0)
     encoder = TransformerEncoder(layers, DIM, HEADS, FFN, connection=connection, dropout=dropout)
+    change(encoder)
     adam = torch.optim.Adam(encoder.parameters(), lr=1e-4, fused=True) if optimizer else None
     x, target = torch.randn(2, SENTENCES, LENGTH, DIM).unbind(0)
 
