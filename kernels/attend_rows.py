@@ -218,12 +218,13 @@ def attend_pull(
             progressions(rows, grad_slots, limit=max(1, len(rows)))
         ):
             ds = None if dquery is None else query.new_empty(T, L, K)
+            # One row at a time: with two, Triton 3.6 spills.
             attend_pull_kernel[grid](
                 grads, states, query, bias, source_rstd, stats, out, ds,
                 T, query.shape[0], *first_slot, *row, L, *k, K, *place,
                 grads.stride(0), grads.stride(1), states.stride(0), states.stride(1),
                 out.stride(0), out.stride(1),
-                RELU=kind == "relu", ACCUMULATE=accumulate or i > 0, UNROLL=LOADS, D=D, BB=BB,
+                RELU=kind == "relu", ACCUMULATE=accumulate or i > 0, UNROLL=1, D=D, BB=BB,
                 **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
             )  # fmt: skip
             if ds is not None and L > 0:

@@ -292,6 +292,7 @@ def attention_boundary_backward(
         sums = query.new_empty(programs, 2, 1, D)
     threshold, scale = dropout_factors(dropout_p)
     if T > 0:
+        # One state at a time: with two, Triton 3.6 spills.
         attention_boundary_bwd_kernel[(programs,)](
             states, query, bias, partial, partial_stats, out_norm_weight, source_rstd, stats,
             out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, pulled, dbranch,
@@ -301,7 +302,7 @@ def attention_boundary_backward(
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
             RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
-            UNROLL=LOADS, D=D, **tile._asdict(),
+            UNROLL=1, D=D, **tile._asdict(),
             maxnreg=registers,
         )  # fmt: skip
     if sums is not None:
