@@ -1,5 +1,6 @@
 """What all depth connections share: the push of a state, and the pass that it belongs to."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ class PassWeights(NamedTuple):
 class DepthConnection(nn.Module):
     """Every layer reads a weighted sum of the states of all layers below it.
 
-    A subclass has the parameters, and says how a row weighs the states (`_pass_weights`).
+    What `DLCL` and `AttentionResiduals` share. They have the parameters, and say how a row weighs
+    the states (`_pass_weights`).
 
     Args:
         num_layers: L.
@@ -45,6 +47,13 @@ class DepthConnection(nn.Module):
     name: str
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
+    # Each kind of connection has its own.
+    _pass_weights: Callable[[Tensor, bool], PassWeights]
+    """The weights of a pass, from its first push and whether it learns."""
+    traced_weights: Callable[[], Tensor]
+    """Inside torch.compile: what the rows of one pass share."""
+    traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
+    """Inside torch.compile: row k from the states that it reads, and what the rows share."""
 
     def __init__(
         self,
@@ -72,18 +81,6 @@ class DepthConnection(nn.Module):
         """Whether state k, or in post-norm row k, has a layer-norm of this connection; index 0
         needs ``normalize_embedding``."""
         return self.norm is not None and (k > 0 or self.normalize_embedding)
-
-    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        """The weights of a pass whose first push is y."""
-        raise NotImplementedError
-
-    def traced_weights(self):
-        """Inside torch.compile: what the rows of one pass share."""
-        raise NotImplementedError
-
-    def traced_row(self, sources: list[Tensor], k: int, weights) -> Tensor:
-        """Inside torch.compile: row k from the states that it reads."""
-        raise NotImplementedError
 
     def _schedule(self, block: int) -> Schedule:
         if block not in self._schedules:

@@ -5,6 +5,8 @@ queries of one `deepfast.nn.AttentionResiduals`, and autograd's backward. A form
 module, but has its own history: ``x = connect(v)``.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from deepfast.nn import AttentionResiduals, DepthHistory
 
 class _Attention:
     """One forward pass through a stack."""
+
+    attend: Callable[[Tensor], Tensor]
+    """A row from its query; each form has its own."""
 
     def __init__(self, residuals: AttentionResiduals):
         self.residuals = residuals
@@ -25,9 +30,6 @@ class _Attention:
 
     def normalised(self, v: Tensor) -> Tensor:
         return F.rms_norm(v, (v.shape[-1],), eps=self.residuals.eps)
-
-    def attend(self, query: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Stacked(_Attention):

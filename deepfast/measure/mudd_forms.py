@@ -5,6 +5,8 @@ of one `deepfast.nn.MUDD`. A form is called like the module, but has its own his
 the streams one by one: ``streams = connect(y)``.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,9 @@ from deepfast.nn import MUDD, MUDDHistory
 
 class _Form:
     """One forward pass through a stack."""
+
+    mix: Callable[[Tensor], tuple[Tensor, ...]]
+    """The streams from weights (..., K, S); each form has its own."""
 
     def __init__(self, mudd: MUDD):
         self.mudd = mudd
@@ -28,10 +33,6 @@ class _Form:
         dynamic = F.linear(F.gelu(F.linear(n, self.mudd.up[row])), self.mudd.down[row])
         bias = self.mudd.bias[row]
         return self.mix(dynamic.unflatten(-1, bias.shape) + bias)
-
-    def mix(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """weight: (..., K, S)."""
-        raise NotImplementedError
 
 
 class Stacked(_Form):

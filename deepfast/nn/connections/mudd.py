@@ -171,6 +171,7 @@ class MUDD(nn.Module):
         Raises:
             TypeError, ValueError: for operands that do not fit.
             RuntimeError: for a push after the last one; in backward, for a second derivative.
+            NotImplementedError: under forward-mode differentiation (dual tensors).
         """
         checks.tensor("MUDD", "the layer's output", y)
         row = len(history.states)
