@@ -2,10 +2,10 @@
 
 Names of tensors as in `deepfast.memory.steps`. Each part goes from its own n to its branch. There
 are no sums between the parts: the boundary writes a branch into the buffer of states, and computes
-the next n. Policies that recompute h run the feed-forward block again from n3.
+the next n. No part keeps its n: backward recomputes it from the states. Policies that recompute h
+run the feed-forward block again from n3.
 """
 
-from deepfast.memory.policies import POLICIES
 from deepfast.memory.steps import Layer, Step, Walk
 
 
@@ -19,25 +19,19 @@ class PartLayer(Layer):
 
     # ---- what is kept --------------------------------------------------------------------------
 
-    def inputs(self) -> dict[str, int]:
-        names = ("n", "n2", "n3") if self.decoder else ("n", "n3")
-        return dict.fromkeys(names, self.d)
-
     def saved(self) -> dict[str, int]:
         d = self.d
-        names = self.inputs() | {"qkv": 3 * d, "o": self.twice * d + self.lse}
+        names = {"qkv": 3 * d, "o": self.twice * d + self.lse}
         if self.decoder:
             names |= {"q": d, "kv": 2 * self.source, "o2": self.twice * d + self.lse}
         # ReLU saves its result alone.
         return names | {"act": self.f} | ({"h": self.f} if self.gelu else {})
 
     def kept(self) -> dict[str, int]:
-        if self.policy == "history":
+        if self.rerun:
             return {}
-        if self.policy == "states":
-            return self.inputs()
         without = {"act", "h"} if self.again else set()
-        if POLICIES.index(self.policy) >= POLICIES.index("leaner"):
+        if self.policy == "leaner":
             without |= {"qkv", "q", "kv"}
         return {name: size for name, size in self.saved().items() if name not in without}
 
@@ -105,7 +99,7 @@ class PartLayer(Layer):
         walk.learn("w_down")
         walk.make(d_h=f)
         walk.drop("h", "act", "d_act")
-        walk.make(d_n3=d, w_up=w)
+        walk.make(n3=d, d_n3=d, w_up=w)
         walk.drop("d_h", "n3", "cast_up")
         walk.learn("w_up")
         self._pushed(walk, "d_n3")

@@ -10,9 +10,9 @@ Every layer also keeps one state y. Beside it:
     history   nothing                                   + x, mixed from the states
 
 x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
-hidden activation. Where each sublayer reads the depth connection, it has a state of its own, and
-keeps an n of its own in place of x and s. Every policy gives the same losses and gradients; on a
-CPU in fp32, the same bits.
+hidden activation. Where each sublayer reads the depth connection, it has a state of its own.
+Every policy then recomputes its n from the states, so there is no x or s, and "states" is the same
+as "history". Every policy gives the same losses and gradients; on a CPU in fp32, the same bits.
 """
 
 from collections.abc import Sequence

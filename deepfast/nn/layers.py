@@ -167,12 +167,14 @@ class _Layer(nn.Module):
         branch = attention(*inputs, **options)
         return branch if gate is None else branch * gate
 
-    def _part(self, part: str, n: Tensor, packing: Packing, **options) -> Tensor:
+    def _part(
+        self, part: str, n: Tensor, packing: Packing, recompute_n: Recompute | None, **options
+    ) -> Tensor:
         """The branch of one part from its normalised input n (T, D)."""
         if part == "feed_forward":
             return self.feed_forward(n)
         attention = getattr(self, part)
-        return self._attend(attention, n, packing, recompute_n=None, gate=None, **options)
+        return self._attend(attention, n, packing, recompute_n=recompute_n, gate=None, **options)
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
         """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
@@ -246,7 +248,7 @@ class TransformerEncoderLayer(_Layer):
                 branch, without dropout and residual.
         """
         if part is not None:
-            return self._part(part, x, packing)
+            return self._part(part, x, packing, recompute_n)
         alone = packing is None
         if alone:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
@@ -290,9 +292,9 @@ class TransformerDecoderLayer(_Layer):
         """
         if part == "cross_attention":
             given = {"encoded": encoded, "encoded_packing": encoded_packing}
-            return self._part(part, x, packing, **given)
+            return self._part(part, x, packing, recompute_n, **given)
         if part is not None:
-            return self._part(part, x, packing, causal=True, cache=cache)
+            return self._part(part, x, packing, recompute_n, causal=True, cache=cache)
         alone = packing is None
         if alone:
             x, packing, encoded, encoded_packing = packed_pair(

@@ -56,10 +56,10 @@ def test_bytes_of_a_layer(connection, norm, widths):
 @pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
 @pytest.mark.parametrize("reads", [1, 2])
 def test_bytes_of_a_layer_of_attention_residuals(connection, reads):
-    """A state for each read; n, q k v, o, s and h, or n of each sublayer in place of s."""
+    """A state for each read; n, q k v, o, s and h, where each sublayer reads without n and s."""
     widths = {"keep": 6 + FFN / DIM, "lean": 6, "leaner": 3, "states": 1, "history": 0}
     if reads == 2:
-        widths["states"] = 2
+        widths = {policy: max(width - 2, 0) for policy, width in widths.items()}
     for policy, width in widths.items():
         (few, _), (more, _) = (kept(connection, policy, n, "pre", reads) for n in (2, 6))
         # Six numbers for each row and token, and the statistics of the layer.

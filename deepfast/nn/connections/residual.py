@@ -19,7 +19,7 @@ from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
 from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
-from deepfast.nn.recompute import Kept, rerun
+from deepfast.nn.recompute import Kept, Recompute, not_saved, rerun
 from deepfast.ops import common
 
 PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
@@ -283,9 +283,8 @@ def run_layer(
         history: the pass of the depth connection; None without one.
     """
     layer, policy, options = call
-    if call.part == "feed_forward" and policy in ("lean", "leaner"):
-        # The part without its hidden activation: from n, without its last product.
-        policy = "states"
+    if call.part is not None and _runs_again(call):
+        policy = "history"
     if not torch.is_grad_enabled():
         return layer(x, normed=n, **options)
     if torch.compiler.is_compiling():
@@ -299,11 +298,29 @@ def run_layer(
         return rerun(layer, x, n, _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
+    if call.part is not None and learns:
+        return _part_from_states(layer, x, norm, history, options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
     # and backward recomputes n.
     if n is not None and history is None and plain_norm(norm):
         return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
     return layer(x, normed=n, **options)
+
+
+def _runs_again(call: LayerCall) -> bool:
+    """Whether backward runs a part again. The feed-forward block without its hidden activation
+    runs from n, without its last product."""
+    return call.policy in RERUN or (call.part == "feed_forward" and call.policy != "keep")
+
+
+def _part_from_states(
+    layer: Any, n: Tensor, norm: Norm, history: DepthHistory, options: dict
+) -> Tensor:
+    """Runs a part so that backward recomputes its input n from the states."""
+    inputs = _from_states(norm, history, False)
+    again = Recompute(n, lambda: inputs()[0])
+    with not_saved([(n, again)]):
+        return layer(n, recompute_n=again, **options)
 
 
 def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
