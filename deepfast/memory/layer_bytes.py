@@ -10,7 +10,8 @@ layer-norms) are fp32, everything else is in the storage dtype:
               history  nothing
     decoder   keep     also q, o, s of its second attention, and k v: 2 D per source token
 
-Where each sublayer reads the depth connection, no n, x or s is kept: `part_steps`. GELU and a rerun need more while backward runs; `steps` goes through both directions.
+Where each sublayer reads the depth connection, no n, x or s is kept: `part_steps`. GELU and a rerun
+need more while backward runs; `steps` goes through both directions.
 `tests/memory/test_plan_measured.py` compares the plan with measured steps, also of random sizes.
 """
 
