@@ -265,9 +265,6 @@ boundary: pull_rows
     accumulate   bool
     dweight      Tensor?!  compute  (R, R) or (R, R, D)
 
-boundary: advise_states
-    states  Tensor  storage  (S, T, D)
-
 attention_boundary: attention_boundary_forward
     branch           Tensor?   storage  (T, D)
     residual         Tensor?   storage  (T, D)

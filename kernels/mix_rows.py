@@ -227,10 +227,6 @@ def pull_rows_dot_kernel(
         tl.store(p_out + o_out + o_n, b_out, mask=m_kn)
 
 
-def advise_states(states):
-    """Advises the memory system about a new buffer of states; a GPU needs no advice."""
-
-
 def _stream_shape(states, weight, norm_weight, norm_bias):
     """(T, D) of a slot, or (1, T * D) where nothing depends on the channel."""
     _, T, D = states.shape

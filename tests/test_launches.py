@@ -51,7 +51,7 @@ def test_the_reference_has_the_operands(name):
     assert tuple(inspect.signature(getattr(launchers, name)).parameters) == LAUNCHES[name].names
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "advise_states"])
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_triton_has_the_operands(name):
     pytest.importorskip("triton")
     files = backend.KERNEL_FILES.get(LAUNCHES[name].op, (LAUNCHES[name].op,))
@@ -102,7 +102,7 @@ def operand(name, o, absent):
     return torch.zeros(shape) if (name, o.name) in PARTS else torch.full(shape, torch.nan)
 
 
-@pytest.mark.parametrize("name", [name for name in COMPILED if name != "advise_states"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_every_result_is_written(any_backend, name):
     """The operands that a launch writes, by the table, hold NaN before it and numbers after it."""
     launch = LAUNCHES[name]

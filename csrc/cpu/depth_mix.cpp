@@ -171,6 +171,9 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
 
 }  // namespace
 
+// Not a launch: no other backend needs it.
+STABLE_TORCH_LIBRARY_FRAGMENT(deepfast, m) { m.def("advise_states(Tensor states) -> ()"); }
+
 STABLE_TORCH_LIBRARY_IMPL(deepfast, CPU, m) {
   m.impl("advise_states", TORCH_BOX(&advise_states));
   m.impl("mix_rows", TORCH_BOX(&mix_rows));

@@ -258,14 +258,8 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
   });
 }
 
-// A hint for a new buffer of states; a GPU needs none.
-void advise_states(Tensor) {}
-
 }  // namespace
 
-DEEPFAST_CUDA_OPS(m) {
-  m.impl("mix_rows", TORCH_BOX(&mix_rows));
-  m.impl("advise_states", TORCH_BOX(&advise_states));
-}
+DEEPFAST_CUDA_OPS(m) { m.impl("mix_rows", TORCH_BOX(&mix_rows)); }
 
 }  // namespace deepfast

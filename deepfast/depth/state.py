@@ -102,7 +102,8 @@ class DepthState:
             if any(self.norm_source):
                 self.source_rstd = list(self.weights.new_empty(self.rows, y.shape[0]).unbind(0))
             self.weights.begin(y.shape[0])
-            if backend.compiled():
+            if y.device.type == "cpu" and backend.compiled():
+                # Any backend's states gain from large pages.
                 torch.ops.deepfast.advise_states(self.states)
         self.pushed = k + 1
 

@@ -305,6 +305,8 @@ def _launch_flops(launch: Launch) -> Callable:
 
 def _register_launches() -> None:
     """Registers the fakes of the compiled launches, which return nothing, and their FLOPs."""
+    if backend.compiled():
+        torch.library.register_fake("deepfast::advise_states", lambda _states: None)
     for name, launch in LAUNCHES.items():
         if launch.compiled and backend.compiled():
             torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)

@@ -12,10 +12,6 @@ def _source(states, k, norm_weight, norm_bias):
     return affine(load(states[k]), entry(norm_weight, k), entry(norm_bias, k))
 
 
-def advise_states(states):
-    """Advises the memory system about a new buffer of states. The reference does nothing."""
-
-
 def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
     """``out[b] = sum_k weight[rows[b], k] * z_k`` over ``sources`` k, added if ``accumulate``."""
     for b, row in zip(out_rows, rows, strict=True):

@@ -16,7 +16,6 @@ from deepfast.reference.attention import (
     weight_masks,
 )
 from deepfast.reference.boundary_launchers import (  # noqa: F401
-    advise_states,
     attend_pull,
     attend_rows,
     attention_boundary_backward,

@@ -66,8 +66,6 @@ def test_table_lists_what_is_launched(report, sass):
 @pytest.mark.slow
 def test_every_launcher_has_a_case(report):
     launchers = {name for names in backend.OPS.values() for name in names}
-    # Only a hint for the CPU's memory; it has no kernel.
-    launchers.remove("advise_states")
     assert {case.split()[0] for case, _, _ in report["rows"]} == launchers
 
 

@@ -10,7 +10,6 @@ from deepfast import backend
 from deepfast.launches import LAUNCHES
 
 pytest.importorskip("triton")
-LAUNCHERS = [name for name in LAUNCHES if name != "advise_states"]
 
 
 class Entered(Exception):
@@ -25,7 +24,7 @@ def tensor(monkeypatch):
         return torch.empty(2, device="cuda:1")
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", list(LAUNCHES))
 def test_every_launcher_enters_the_device(monkeypatch, tensor, name):
     def enter(index):
         raise Entered(index)

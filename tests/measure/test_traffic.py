@@ -18,7 +18,7 @@ class CountingLaunch:
     def namespace(self):
         names = ("mix_rows", "pull_rows", "boundary_forward", "boundary_backward")
         wrapped = {name: getattr(self, name) for name in names}
-        return SimpleNamespace(advise_states=self.launch.advise_states, **wrapped)
+        return SimpleNamespace(**wrapped)
 
     def mix_rows(self, states, sources, weight, rows, *rest):
         self.moved += len(sources) + len(rows)

@@ -110,8 +110,6 @@ def launched(monkeypatch):
 def test_opcheck_of_the_compiled_launches(launched):
     """Each launch, called as the engine and the ops call it."""
     expected = {f for op, group in backends.OPS.items() if op != "attention" for f in group}
-    # The engine asks for large pages of any backend's states.
-    expected.remove("advise_states")
     assert launched.keys() == expected
     for name, args in launched.items():
         opcheck(operator(name), tuple(args), test_utils=("test_schema", "test_faketensor"))
