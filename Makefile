@@ -32,7 +32,7 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
-	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja pybind11
 	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(extras.values(), []), sep="\n")' > $(VENV)/extras.txt
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/build.log 2>&1 & \
 	  $(BIN)/pip install -q -c $(VENV)/constraints.txt -r $(VENV)/extras.txt; status=$$?; wait; exit $$status
