@@ -11,11 +11,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from deepfast.version import __version__
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("csrc", "deepfast", "kernels")
@@ -63,6 +66,18 @@ def of_tree(folder):
         built = "__pycache__" in relative.parts or path.suffix in (".so", ".pyc")
         if path.is_file() and not built and not relative.is_relative_to("deepfast/kernels"):
             yield str(relative)
+
+
+def test_one_list_of_pythons_and_one_version():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    prefix = "Programming Language :: Python :: 3."
+    minors = [c.removeprefix(prefix) for c in config["project"]["classifiers"] if prefix in c]
+    wheels = config["tool"]["cibuildwheel"]["build"].split()
+    assert wheels == [f"cp3{minor}-*" for minor in minors]
+    assert config["project"]["requires-python"] == f">=3.{minors[0]}"
+    tested = ", ".join(f'"3.{minor}"' for minor in minors)
+    assert f"python: [{tested}]" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")
