@@ -166,6 +166,7 @@ class AttentionResiduals(DepthConnection):
         )
 
 
+@common.traced_as("scaled_query")
 class _Query(torch.autograd.Function):
     """``scale * query * norm_weight``. As `MaskedWeight` it saves nothing through autograd."""
 
