@@ -17,7 +17,7 @@ CONNECTION_COLORS = dict(
         strict=True,
     )
 )
-WIDTH, HEIGHT = 3.1, 3.3
+WIDTH, HEIGHT = 3.6, 3.6
 """Three pictures side by side."""
 
 

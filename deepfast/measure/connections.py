@@ -55,10 +55,10 @@ _ATTENTION = (
 )  # fmt: skip
 _MUDD = mudd_forms.mixing_alone, mudd_forms.Deepfast, mudd_forms.Stacked, 1, 1.2e-4
 
-BLOCKED, BY_TOKEN = "attention, blocks", "MUDD"
+BLOCKED, BY_TOKEN = "attention in blocks", "MUDD"
 CONNECTIONS = {
     "DLCL": Connection(DLCL, *_DLCL),
-    "attention, full": Connection(AttentionResiduals, *_ATTENTION),
+    "full attention": Connection(AttentionResiduals, *_ATTENTION),
     BLOCKED: Connection(_in_blocks, *_ATTENTION),
     BY_TOKEN: Connection(MUDD, *_MUDD),
 }

@@ -69,7 +69,7 @@ def test_ratios_are_those_of_the_greatest_depth(rows):
     assert (ours["depth"], ours["what"]) == (9, "DLCL")
     assert found["DLCL"]["memory"] == plain["peak_bytes"] / ours["peak_bytes"]
     # At twice the depth: plain PyTorch's traffic by four, that of blocks by two.
-    assert 2 < found["attention, blocks"]["plain_growth"] < found["DLCL"]["plain_growth"] < 4
+    assert 2 < found["attention in blocks"]["plain_growth"] < found["DLCL"]["plain_growth"] < 4
     plain["median_seconds"] = None
     assert "DLCL" not in ratios(rows)
 
