@@ -12,6 +12,7 @@ from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.weights import AttentionWeights
 from deepfast.ops import common
 from deepfast.reference.layer_norm import compute_dtype
+from deepfast.ops.attention_residual import residual_score
 
 
 class AttentionResiduals(DepthConnection):
@@ -129,8 +130,7 @@ class AttentionResiduals(DepthConnection):
 
     def _score(self, v: Tensor, query: Tensor, row: int, k: int) -> Tensor:
         """The score (...) of state k, v (..., D) in the compute dtype, for ``row``."""
-        r = (v.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        score = (v * r * query[row]).sum(-1)
+        score = residual_score(v, query[row], self.eps)
         return score if self.bias is None else score + self.bias[row, k]
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:

@@ -12,14 +12,17 @@ from deepfast.ops.layer_norm import rms_norm
 from deepfast.reference.layer_norm import compute_dtype
 
 
+def residual_score(v: Tensor, query: Tensor, eps: float) -> Tensor:
+    """``<RMSNorm(v), query>`` (...) of a source v (..., D), both in the compute dtype."""
+    # Not a matrix product, which autocast would compute in half precision.
+    r = (v.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (v * r * query).sum(-1)
+
+
 @torch.no_grad()
 def _weights(sources: Sequence[Tensor], query: Tensor, lse: Tensor, eps: float) -> Tensor:
     """p (..., K) from the scores, one source at a time."""
-    scores = []
-    for source in sources:
-        v = source.to(lse.dtype)
-        r = (v.square().mean(-1) + eps).rsqrt()
-        scores.append(v @ query.to(lse.dtype) * r)
+    scores = [residual_score(v.to(lse.dtype), query.to(lse.dtype), eps) for v in sources]
     return (torch.stack(scores, -1) - lse.unsqueeze(-1)).exp()
 
 

@@ -53,7 +53,9 @@ def test_half_precision_and_autocast():
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention_residual(query, residuals), out)
+        again, weights = attention_residual(query, residuals, return_weights=True)
+    assert torch.equal(again, out)
+    assert torch.equal(weights, p)
 
 
 @pytest.mark.parametrize(
