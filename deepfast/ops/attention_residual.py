@@ -71,6 +71,8 @@ def attention_residual(
         residuals = residuals.unbind(0)
     sources = common.checked_sources(op, "residuals", residuals)
     first = sources[0]
+    if not first.is_floating_point():
+        raise ValueError(f"{op}: residuals must have a floating-point dtype, got {first.dtype}")
     checks.tensor(op, "query", query)
     dim = first.shape[-1:]
     checks.parameter(op, "query", query, tuple(dim), first.device)
@@ -78,7 +80,7 @@ def attention_residual(
         if weight is not None:
             checks.tensor(op, name, weight)
             checks.parameter(op, name, weight, tuple(dim), first.device)
-    checks.eps(op, rms_eps)
+    checks.number(op, rms_eps=rms_eps)
     checks.flag(op, return_weights=return_weights)
     query = query.to(compute_dtype(first.dtype))
     if scale is not None:
