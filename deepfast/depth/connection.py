@@ -110,7 +110,7 @@ class DepthConnection(nn.Module):
             dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
             out_norm: the next layer's first norm, applied in the same pass:
                 ``LayerNorm(...).as_output()`` or ``RMSNorm(...).as_output()``.
-            want_x: with ``out_norm``, whether to return x too.
+            want_x: with ``out_norm``, whether to return x too. False needs ``out_norm``.
 
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
@@ -122,6 +122,8 @@ class DepthConnection(nn.Module):
                 in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
+        if out_norm is None and not want_x:
+            raise ValueError(f"{self.name}: want_x=False needs out_norm, got None")
         if torch.compiler.is_compiling():
             return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         checks.tensor(self.name, "the layer's output", y)

@@ -83,8 +83,9 @@ def test_ids_are_unique_and_references_resolve(made):
 
 
 def test_pictures_are_inline(made, reader):
-    # Time, memory; policies, the deepest models, memory over depth; losses, weights.
-    assert reader.tags.count("svg") == 7
+    # Time, memory; traffic, time, memory of connections; policies, the deepest models, memory over
+    # depth; losses, weights.
+    assert reader.tags.count("svg") == 10
     assert "deepfast" in reader.text
 
 
@@ -148,8 +149,10 @@ def test_environment_and_parts_are_told(made):
     environment = made.report["environment"]
     for key in ("cpu", "cores", "threads", "torch", "deepfast", "build", "date", "backends"):
         assert environment[key]
-    parts = {"agreement", "a step", "mixing alone", "memory policies", "closed forms", "training"}
-    assert made.report["seconds"].keys() == parts | {"total"}
+    assert made.report["seconds"].keys() == {
+        "agreement", "a step", "mixing alone", "connections", "memory policies", "closed forms",
+        "training", "total",
+    }  # fmt: skip
 
 
 class Stopped(Progress):

@@ -53,7 +53,9 @@ def test_half_precision_and_autocast():
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention_residual(query, residuals), out)
+        again, weights = attention_residual(query, residuals, return_weights=True)
+    assert torch.equal(again, out)
+    assert torch.equal(weights, p)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,14 @@ def test_half_precision_and_autocast():
         ({"residuals": None}, "residuals must be a list of tensors, got NoneType"),
         ({"residuals": []}, "residuals must hold at least 1 tensor, got 0"),
         ({"scale": float("nan")}, "scale must be a finite number"),
-        ({"rms_eps": -1.0}, "eps must be a number of at least 0"),
+        ({"rms_eps": -1.0}, "rms_eps must be a number of at least 0"),
+        (
+            {"residuals": [torch.zeros(2, 4).long()]},
+            "^attention_residual: residuals must have a floating-point dtype, got torch.int64",
+        ),
+        ({"query": torch.zeros(4).long()}, "query must have a floating-point dtype"),
+        ({"query": torch.zeros(4, dtype=torch.complex64)}, "query must have a floating-point dty"),
+        ({"rms_weight": torch.zeros(4).long()}, "rms_weight must have a floating-point dtype"),
     ],
 )
 def test_refuses(change, message):

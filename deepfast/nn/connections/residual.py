@@ -60,10 +60,11 @@ def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
     return options
 
 
-def rows_per_layer(connection: str, reads: int | None, parts: int) -> int:
+def rows_per_layer(op: str, connection: str, reads: int | None, parts: int) -> int:
     """How often a layer pushes and reads.
 
     Args:
+        op: the stack's name in errors.
         connection: one of `CONNECTIONS`.
         reads: 1: once; 2: each of its ``parts`` does; None: 2 for attention residuals, else 1.
 
@@ -72,11 +73,9 @@ def rows_per_layer(connection: str, reads: int | None, parts: int) -> int:
     """
     attends = connection in ATTENTION_RESIDUALS
     reads = 1 + attends if reads is None else reads
-    checks.whole("Connection", 1, 2, reads=reads)
+    checks.whole(op, 1, 2, reads=reads)
     if reads == 2 and not attends:
-        raise ValueError(
-            f"Connection: reads must be 1 or None where connection={connection!r}, got 2"
-        )
+        raise ValueError(f"{op}: reads must be 1 or None where connection={connection!r}, got 2")
     return parts if reads == 2 else 1
 
 
