@@ -36,6 +36,7 @@ class Pass:
         self.connection, self.added = connection, added
         self.where, self.input_name = where, input_name
         self.history = DepthHistory()
+        self.learns = torch.is_grad_enabled()
         # Opened by the list itself, not by the parent.
         self.inner = False
 
@@ -51,6 +52,11 @@ class Pass:
             raise RuntimeError(
                 f"deepfast.connect: layer {k} of {self.where} runs twice in one pass; a depth "
                 "connection needs every layer once"
+            )
+        if self.learns and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} runs without gradients in a pass "
+                "with gradients; where the loop checkpoints its layers, use use_reentrant=False"
             )
         name = self.input_name
         if not args and name not in kwargs:
@@ -136,7 +142,23 @@ class Attachment:
         self.connection, self.layers, self.where = connection, layers, where
         self.added, self.input_name = added, first
         self.open = Open()
+        # Inside torch.compile, which does not carry what is local to a thread from graph to graph.
+        self.traced: Pass | None = None
         self.handles: list = []
+
+    @property
+    def run(self) -> Pass | None:
+        """The pass that is open."""
+        if torch.compiler.is_compiling():
+            return self.traced
+        return self.traced if self.open.run is None else self.open.run
+
+    @run.setter
+    def run(self, run: Pass | None) -> None:
+        if torch.compiler.is_compiling():
+            self.traced = run
+        else:
+            self.open.run, self.traced = run, None
 
     def begin(self, _module, _args) -> None:
         """Before the parent's forward."""
@@ -145,11 +167,11 @@ class Attachment:
                 f"deepfast.connect: {self.where} had {self.connection.num_layers} layers when it "
                 f"was connected, and has {len(self.layers)} now"
             )
-        self.open.run = Pass(self.connection, self.added, self.where, self.input_name)
+        self.run = Pass(self.connection, self.added, self.where, self.input_name)
 
     def end(self, _module, _args, output) -> None:
         """After the parent's forward; after an exception the output is None."""
-        run, self.open.run = self.open.run, None
+        run, self.run = self.run, None
         if run is None:
             return
         run.history.close()
@@ -164,12 +186,12 @@ class Attachment:
     def begin_list(self, module, args) -> None:
         """Before the forward of an nn.Sequential: its parent may be skipped, as by timm's
         ``forward_features``."""
-        if self.open.run is None:
+        if self.run is None:
             self.begin(module, args)
-            self.open.run.inner = True  # type: ignore[attr-defined]
+            self.run.inner = True  # type: ignore[attr-defined]
 
     def end_list(self, module, args, output) -> None:
-        if self.open.run is not None and self.open.run.inner:
+        if self.run is not None and self.run.inner:
             self.end(module, args, output)
 
 
@@ -185,7 +207,7 @@ class _Loop(nn.Module):
         return [m for name, m in self._modules.items() if name != NAME]
 
     def _calls(self) -> list:
-        run, layers = self.attachment.open.run, self._layers()
+        run, layers = self.attachment.run, self._layers()
         if run is None:
             return layers
         return [LayerCall(run, k, layer) for k, layer in enumerate(layers)]
@@ -199,7 +221,7 @@ class _Loop(nn.Module):
     def __getitem__(self, index):
         if not isinstance(index, slice):
             return self._layers()[index]
-        if self.attachment.open.run is None:
+        if self.attachment.run is None:
             return self.plain(self._layers()[index])
         order = list(range(len(self)))
         if order[index] != order:
@@ -225,7 +247,7 @@ class ConnectedSequential(_Loop, nn.Sequential):
 
     def children(self) -> Iterator:
         # timm checkpoints what this returns. Outside of forward all children are meant.
-        return super().children() if self.attachment.open.run is None else iter(self._calls())
+        return super().children() if self.attachment.run is None else iter(self._calls())
 
 
 CLASSES: dict[type[nn.Module], Any] = {

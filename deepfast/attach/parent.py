@@ -78,7 +78,8 @@ def connect(
     made = _make(len(found), dim, norm, connection, options)
     weight = next(found.parameters(), None)
     if weight is not None:
-        made.to(weight.device)
+        # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
+        made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
     attachment = Attachment(
         made, found, where, connection in ATTENTION_RESIDUALS, _first_argument(found[0])
     )

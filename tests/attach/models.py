@@ -162,6 +162,6 @@ def perturbed(model):
     change the states."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+        for p in filter(lambda p: p.requires_grad, model.parameters()):
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return model
