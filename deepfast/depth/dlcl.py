@@ -41,6 +41,11 @@ class DLCL(DepthConnection):
         window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
             the pattern is exactly 0 and gets no gradient, and the row does not read its state.
         normalize_embedding: whether index 0 has an LN; it has none in the authors' code.
+        states: dtype of the states, and so of x, under autocast. "float32" widens 16-bit inputs, as
+            torch's layer-norm does on a GPU: the residual stream of a model around it keeps its
+            precision. "autocast" narrows fp32 inputs to autocast's dtype: half the memory, for
+            layers that read 16 bits, as those of `TransformerEncoder`. Without autocast states have
+            the dtype of what is pushed.
         eps: added to the variance in the layer-norms.
         backend: see `deepfast.backend`.
 
@@ -69,6 +74,7 @@ class DLCL(DepthConnection):
         dilation: int = 1,
         period: int = 1,
         normalize_embedding: bool = False,
+        states: str = "float32",
         eps: float = 1e-5,
         backend: str | None = None,
     ):
@@ -90,7 +96,9 @@ class DLCL(DepthConnection):
         if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         pattern = depth_pattern(num_layers + 1, window, dilation, period)
-        super().__init__(num_layers, dim, pattern, norm=norm, eps=eps, backend=backend)
+        super().__init__(
+            num_layers, dim, pattern, norm=norm, states=states, eps=eps, backend=backend
+        )
         self.kind = weight
         self.groups, self.init, self.softmax = groups, init, softmax
         self.window, self.dilation, self.period = window, dilation, period

@@ -40,6 +40,28 @@ def test_residual_returns_the_sum(backend, kind, theirs):
     torch.testing.assert_close(y, theirs(9, eps=norm.eps)(x + r))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@KINDS
+def test_returns_the_dtype_of_its_input_under_autocast(backend, kind, theirs, dtype):
+    norm, x = kind(9, backend=backend), torch.randn(4, 9).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = norm(x)
+    assert got.dtype == dtype
+    assert torch.equal(got, norm(x))
+
+
+@KINDS
+def test_a_branch_in_16_bits_on_a_residual_in_32_under_autocast(backend, kind, theirs):
+    norm, (x, r) = kind(9, backend=backend), torch.randn(2, 4, 9)
+    x = x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, s = norm(x, residual=r)
+        assert torch.equal(s, x + r)
+        assert torch.equal(y, norm(s))
+    with pytest.raises(ValueError, match="residual"):
+        norm(x, residual=r)
+
+
 def test_as_output():
     norm = LayerNorm(9, eps=1e-3)
     assert norm.as_output() == (norm.weight, norm.bias, 1e-3, False)
