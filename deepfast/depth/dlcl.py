@@ -1,11 +1,14 @@
 """DLCL: dynamic linear combination of layers."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
 from deepfast.depth.connection import DepthConnection, PassWeights
+from deepfast.depth.initial import part
 from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
 from deepfast.depth.weights import ConstantWeights
 from deepfast.reference.layer_norm import compute_dtype
@@ -116,20 +119,16 @@ class DLCL(DepthConnection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.zero_()
-            for row, sources in enumerate(self.pattern):
-                for k in sources:
-                    if self.init == "average":
-                        self.weight[row, k] = 1.0 / len(sources)
-                    elif self.init == "one" or k == row:
-                        self.weight[row, k] = 1.0
-            if self.softmax:
-                # The softmax of log w is w for rows that add up to one.
-                self.weight.log_().clamp_(min=-30.0)
-            if self.norm is not None:
-                self.norm_weight.fill_(1.0)
-                self.norm_bias.zero_()
+        # The softmax of log w is w for rows that add up to one; the log of 0 counts as -30.
+        nn.init.constant_(self.weight, -30.0 if self.softmax else 0.0)
+        for row, sources in enumerate(self.pattern):
+            value = 1.0 / len(sources) if self.init == "average" else 1.0
+            value = math.log(value) if self.softmax else value
+            for k in (row,) if self.init == "identity" else sources:
+                nn.init.constant_(part(self.weight, (row, k)), value)
+        if self.norm is not None:
+            nn.init.ones_(self.norm_weight)
+            nn.init.zeros_(self.norm_bias)
 
     def effective_weight(self) -> Tensor:
         """W as it is applied: masked to the pattern and, with ``softmax``, a softmax of each row.

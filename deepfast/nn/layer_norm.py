@@ -26,8 +26,14 @@ class Norm(nn.Module):
         checks.whole(name, dim=dim)
         checks.eps(name, eps)
         self.eps, self.backend = eps, backend
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.register_parameter("bias", None if self.rms else nn.Parameter(torch.zeros(dim)))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.register_parameter("bias", None if self.rms else nn.Parameter(torch.empty(dim)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
