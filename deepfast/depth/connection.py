@@ -1,5 +1,6 @@
 """What all depth connections share: the push of a state, and the pass that it belongs to."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -125,12 +126,19 @@ class DepthConnection(nn.Module):
                 in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
+        push = self._push
+        if torch.compiler.is_compiling():
+            push = self._push_outside if history.eager else functools.partial(traced, self)
+        return push(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+
+    def _push(
+        self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """`forward` in eager code."""
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
         y, residual = common.cast_states(self.states, y, residual)
-        if torch.compiler.is_compiling():
-            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         k = check_push(self, y, residual, history, index, dropout_p, out_norm)
         if history.state is None:
             self._begin(y, history)
@@ -148,6 +156,10 @@ class DepthConnection(nn.Module):
         if out_norm is not None:
             return x, out
         return x if out is None else out
+
+    _push_outside = torch.compiler.disable(
+        _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
+    )
 
     def _begin(self, y: Tensor, history: DepthHistory) -> None:
         """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
