@@ -79,8 +79,9 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
         )
     if history.traced:
         raise RuntimeError(
-            f"{op}: this pass began inside torch.compile and goes on outside; compile the whole "
-            "stack with fullgraph=True, or the layers alone"
+            f"{op}: this pass began inside torch.compile and goes on outside; make its history "
+            "outside of the compiled function or with eager=True, or compile the whole stack with "
+            "fullgraph=True"
         )
     if index is not None and not checks.is_whole(index):
         raise TypeError(f"{op}: index must be a whole number, got {index!r}")

@@ -1,5 +1,6 @@
 """What all depth connections share: the push of a state, and the pass that it belongs to."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class DepthConnection(nn.Module):
         pattern: pattern[l] has the states that row l reads, in ascending order.
         running: running[k]: whether state k is what is pushed plus state k - 1.
         norm: "pre": states have layer-norms; "post": rows have; None.
+        states: what states are under autocast, one of `deepfast.ops.common.STATES`.
         eps: added to the variance in these layer-norms.
         backend: see `deepfast.backend`.
     """
@@ -63,13 +65,15 @@ class DepthConnection(nn.Module):
         *,
         running: tuple[bool, ...] | None = None,
         norm: str | None,
+        states: str,
         eps: float,
         backend: str | None,
     ):
         super().__init__()
+        checks.choice(self.name, common.STATES, states=states)
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
-        self.norm, self.eps, self.backend = norm, eps, backend
+        self.norm, self.states, self.eps, self.backend = norm, states, eps, backend
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
@@ -124,12 +128,19 @@ class DepthConnection(nn.Module):
         """
         if out_norm is None and not want_x:
             raise ValueError(f"{self.name}: want_x=False needs out_norm, got None")
+        push = self._push
         if torch.compiler.is_compiling():
-            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
+            push = self._push_outside if history.eager else functools.partial(traced, self)
+        return push(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+
+    def _push(
+        self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """`forward` in eager code."""
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
-        y, residual = common.autocast(y, residual)
+        y, residual = common.cast_states(self.states, y, residual)
         k = check_push(self, y, residual, history, index, dropout_p, out_norm)
         if history.state is None:
             self._begin(y, history)
@@ -147,6 +158,10 @@ class DepthConnection(nn.Module):
         if out_norm is not None:
             return x, out
         return x if out is None else out
+
+    _push_outside = torch.compiler.disable(
+        _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
+    )
 
     def _begin(self, y: Tensor, history: DepthHistory) -> None:
         """Begins the pass whose first push is y. The whole pass uses the parameters read here."""

@@ -52,10 +52,13 @@ def test_half_precision_and_autocast():
     out, p = attention_residual(query, [v.bfloat16() for v in residuals], return_weights=True)
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+    full = attention_residual(query, residuals, return_weights=True)
     with torch.autocast("cpu", torch.bfloat16):
         again, weights = attention_residual(query, residuals, return_weights=True)
-    assert torch.equal(again, out)
-    assert torch.equal(weights, p)
+        mixed = [residuals[0], *(v.bfloat16() for v in residuals[1:])]
+        assert attention_residual(query, mixed).dtype == torch.float32
+    assert torch.equal(again, full[0])
+    assert torch.equal(weights, full[1])
 
 
 @pytest.mark.parametrize(
