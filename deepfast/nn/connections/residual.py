@@ -291,13 +291,15 @@ def run_layer(
             return layer(x, normed=n, **options)
         # A compiler understands torch's checkpointing, and chooses itself what else to save.
         return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
-    # Below the lowest layer that learns, states may be freed before this layer runs again.
+    # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
+    # that torch.compile traces has none.
     learns = x.requires_grad or (n is not None and n.requires_grad)
-    if policy == "history" and learns:
+    states = learns and history is not None and history.state is not None
+    if policy == "history" and states:
         return rerun(layer, x, n, _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
-    if call.part is not None and learns:
+    if call.part is not None and states:
         return _part_from_states(layer, x, norm, history, options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
     # and backward recomputes n.
