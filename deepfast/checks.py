@@ -68,11 +68,14 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
 
 
-def number(op: str, **values: float) -> None:
-    """Finite numbers of at least 0, each under the name of its argument."""
+def number(op: str, least: float = 0, most: float | None = None, **values: float) -> None:
+    """Finite numbers from ``least`` to ``most``, each under the name of its argument."""
     for name, value in values.items():
-        if not (isinstance(value, NUMBER) and 0.0 <= value < math.inf):
-            raise ValueError(f"{op}: {name} must be a number of at least 0, got {value!r}")
+        if not (isinstance(value, NUMBER) and least <= value < math.inf) or (
+            most is not None and value > most
+        ):
+            span = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{op}: {name} must be a number {span}, got {value!r}")
 
 
 def eps(op: str, eps: float) -> None:

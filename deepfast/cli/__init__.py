@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"deepfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
+    closed = _replace_closed_streams(wanted)
     for name, summary in COMMANDS.items():
         if name != wanted:
             commands.add_parser(name, help=summary)
@@ -73,10 +74,30 @@ def main(argv: list[str] | None = None) -> int:
         # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
         # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if closed:
+            print(f"deepfast {args.command}: standard output is closed", file=sys.stderr)
+        return int(closed)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
         print(f"deepfast {args.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _replace_closed_streams(command: str | None) -> bool:
+    """Gives a process that was started without its output streams others; returns whether standard
+    output was closed and the command needs it. It then acts as a pipe that nobody reads."""
+    if sys.stderr is None:
+        # `print` would write errors to standard output, among the results.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the end
+    if sys.stdout is not None:
+        return False
+    if command == "train":
+        # Its results are files.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        return False
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w", encoding="utf-8")
+    return True

@@ -129,12 +129,13 @@ def draw_seed(
     op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
 ) -> Tensor:
     """The seed as a 0-dim int64 tensor on ``device``; for None a seed from torch's generator of
-    that device, so that `torch.manual_seed`, checkpointing and CUDA graphs reproduce it."""
+    that device, so that `torch.manual_seed`, checkpointing and CUDA graphs reproduce it. A tensor
+    is copied: backward needs the mask of forward, also where the caller then changes the seed."""
     if seed is None:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
-            return seed
+            return seed.clone()
     elif isinstance(seed, bool) or checks.is_whole(seed):
         # Any int is allowed: it is taken modulo 2^64.
         number = (operator.index(seed) + 2**63) % 2**64 - 2**63

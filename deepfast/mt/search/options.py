@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from deepfast import checks
 
+MOST = 10
+"""The greatest power of a length. Far greater ones leave the range of numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
@@ -49,11 +52,11 @@ class DecodingOptions:
         if self.nbest > self.beam:
             raise ValueError(f"decoding: nbest must be at most beam {self.beam}, got {self.nbest}")
         # Below 0 the score of a longer hypothesis has no bound.
-        checks.number("decoding", length_penalty=self.length_penalty)
+        checks.number("decoding", most=MOST, length_penalty=self.length_penalty)
         if self.alpha is not None:
             checks.probability("decoding", self.alpha, argument="alpha")
         if self.gamma is not None:
-            checks.finite("decoding", "gamma", self.gamma)
+            checks.number("decoding", least=-MOST, most=MOST, gamma=self.gamma)
         for name in ("alpha", "gamma"):
             if getattr(self, name) is not None and not self.deep_shallow:
                 raise ValueError(f"decoding: {name} needs deep_shallow, got {name} without it")

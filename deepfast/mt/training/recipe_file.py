@@ -132,12 +132,41 @@ def _read(name: str | Path) -> tuple[str, str]:
 def _parse(text: str, where: str) -> Any:
     yaml = require("yaml", "reading a recipe")
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _loader(yaml))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}" if mark else ""
         raise RecipeError(f"{where}: expected YAML, got an error{at}: "
                           f"{getattr(error, 'problem', error)}") from error  # fmt: skip
+
+
+def _loader(yaml: Any) -> Any:
+    """YAML's safe loader, which names a key that stands twice and a value that its tag refuses."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+        def construct_object(self, node, deep=False):
+            try:
+                return super().construct_object(node, deep)
+            # What the safe loader's functions for tags raise for a text that does not fit.
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                kind = node.tag.rpartition(":")[2]
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{kind} cannot be {node.value!r}", problem_mark=node.start_mark
+                ) from error
+
+    return Loader
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

@@ -268,6 +268,26 @@ def test_text_is_asked_for_when_training_begins(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("optim:\n  lr: 1\noptim:\n  warmup: 2\n", "line 3: the key optim stands twice"),
+        ("optim:\n  lr: 1\n  lr: 2\n", "line 3: the key lr stands twice"),
+        ("resume: !!bool abc", "line 1: bool cannot be 'abc'"),
+        ("output: !!timestamp abc", "line 1: timestamp cannot be 'abc'"),
+        ("output: 2026-99-99", "line 1: timestamp cannot be '2026-99-99'"),
+        ("seed: !!int ''", "line 1: int cannot be ''"),
+        ("? [a]\n: 1", "line 1: found unhashable key"),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, sentence):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert str(error.value) == f"{path}: expected YAML, got an error at {sentence}"
+
+
 def test_an_unknown_recipe_names_the_nearest(tmp_path):
     with pytest.raises(RecipeError, match="nearest one is phrases-small"):
         load_recipe("phrasessmall")
