@@ -39,65 +39,67 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
   }
 }
 
-// kRows tokens at once share one read and write of the weight gradients. The sum and dy are read
-// twice, the second time from the level-1 cache.
-//   g = dy * weight,  ds = rstd * (g - mean(g) - n * mean(g * n)) + dsum
-template <class T, bool kRms, int kRows>
-DEEPFAST_INLINE void backward_rows(const LayerNorm& op, int64_t t, compute_t<T>* dropped,
-                                   compute_t<T>* dweight, compute_t<T>* dbias) {
+// One token. The sum and dy are read twice, the second time from the level-1 cache. Rows are not
+// taken several at a time: where rows lie a divisor of 4096 bytes apart, the stores of one delay the
+// loads of another, and AVX2 has too few registers for the constants of several.
+//   g = dy * weight,  ds = rstd * (g - n * mean(g * n) - mean(g)) + dsum
+//
+// With kPlain the only result per token is dx = ds: no dropout, dsum or dresidual.
+template <class T, bool kRms, bool kPlain>
+DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* dropped,
+                                  compute_t<T>* dweight, compute_t<T>* dbias) {
   using A = compute_t<T>;
   const int64_t dim = op.dim;
   const A* weight = at<A>(op.weight, 0);
-  const bool dropout = op.dropout.threshold > 0;
-  A mean[kRows], rstd[kRows], mean_g[kRows], mean_gn[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    mean[r] = kRms ? A(0) : *at<A>(op.mean, t + r), rstd[r] = *at<A>(op.rstd, t + r);
-    const T *s = row_of<T>(op.sum, t + r), *dy = row_of<T>(op.dy, t + r);
-    const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
-      const auto n = (load(lanes, s + d) - mean[r]) * rstd[r];
-      const auto g = affine<A>(lanes, load(lanes, dy + d), weight, nullptr, d);
-      total.first.add(g);
-      total.second.add(g * n);
-    });
-    mean_g[r] = kRms ? A(0) : sums.first.total() / static_cast<A>(dim);
-    mean_gn[r] = sums.second.total() / static_cast<A>(dim);
-  }
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    auto weight_sum = broadcast(lanes, A(0)), bias_sum = weight_sum;
-    for (int r = 0; r < kRows; ++r) {
-      const auto n = (load(lanes, row_of<T>(op.sum, t + r) + d) - mean[r]) * rstd[r];
-      const auto dy = load(lanes, row_of<T>(op.dy, t + r) + d);
-      weight_sum += dy * n;
-      bias_sum += dy;
-      auto ds = rstd[r] * (affine<A>(lanes, dy, weight, nullptr, d) - mean_g[r] - n * mean_gn[r]);
-      if (op.dsum.data != nullptr) ds += load(lanes, row_of<T>(op.dsum, t + r) + d);
-      if (op.dresidual.data != nullptr) store(lanes, row_of<T>(op.dresidual, t + r) + d, ds);
-      if (dropout)
-        store(lanes, dropped + r * dim + d, ds);
-      else if (op.dx.data != nullptr)
-        store(lanes, row_of<T>(op.dx, t + r) + d, ds);
-    }
-    if (dweight != nullptr) store(lanes, dweight + d, load(lanes, dweight + d) + weight_sum);
-    if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + bias_sum);
+  const T *s = row_of<T>(op.sum, t), *dy = row_of<T>(op.dy, t);
+  T* const dx = op.dx.data == nullptr ? nullptr : row_of<T>(op.dx, t);
+  const A mean = kRms ? A(0) : *at<A>(op.mean, t), rstd = *at<A>(op.rstd, t);
+  const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& total) {
+    const auto n = (load(lanes, s + d) - mean) * rstd;
+    const auto g = affine<A>(lanes, load(lanes, dy + d), weight, nullptr, d);
+    total.first.add(g);
+    total.second.add(g * n);
   });
-  if (!dropout || op.dx.data == nullptr) return;
-  for (int r = 0; r < kRows; ++r) {
-    dropout_row<A>(op.dropout, t + r, dropped + r * dim, dim);
-    store_row(dropped + r * dim, row_of<T>(op.dx, t + r), dim);
-  }
+  const A mean_g = kRms ? A(0) : sums.first.total() / static_cast<A>(dim);
+  const A mean_gn = sums.second.total() / static_cast<A>(dim);
+  const bool dropout = !kPlain && op.dropout.threshold > 0;
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    const auto n = (load(lanes, s + d) - mean) * rstd;
+    const auto own = load(lanes, dy + d);
+    if (dweight != nullptr) store(lanes, dweight + d, load(lanes, dweight + d) + own * n);
+    if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + own);
+    // In this order: fused into one rounding, dy * weight - mean(g) would not be 0 for one channel.
+    auto ds = rstd * (affine<A>(lanes, own, weight, nullptr, d) - n * mean_gn - mean_g);
+    if constexpr (kPlain) {
+      store(lanes, dx + d, ds);
+    } else {
+      if (op.dsum.data != nullptr) ds += load(lanes, row_of<T>(op.dsum, t) + d);
+      if (op.dresidual.data != nullptr) store(lanes, row_of<T>(op.dresidual, t) + d, ds);
+      if (dropout)
+        store(lanes, dropped + d, ds);
+      else if (dx != nullptr)
+        store(lanes, dx + d, ds);
+    }
+  });
+  if (!dropout || dx == nullptr) return;
+  dropout_row<A>(op.dropout, t, dropped, dim);
+  store_row(dropped, dx, dim);
 }
 
 template <class T, bool kRms>
 void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  constexpr int kRows = 4;
-  A* dweight = at<A>(op.dweight, chunk * op.dim);
-  A* dbias = at<A>(op.dbias, chunk * op.dim);
-  Scratch<A> dropped(kRows * op.dim);
-  int64_t t = begin;
-  for (; t + kRows <= end; t += kRows)
-    backward_rows<T, kRms, kRows>(op, t, dropped, dweight, dbias);
-  for (; t < end; ++t) backward_rows<T, kRms, 1>(op, t, dropped, dweight, dbias);
+  A* const dweight = at<A>(op.dweight, chunk * op.dim);
+  A* const dbias = at<A>(op.dbias, chunk * op.dim);
+  if (op.dropout.threshold == 0 && op.dsum.data == nullptr && op.dresidual.data == nullptr &&
+      op.dx.data != nullptr) {
+    for (int64_t t = begin; t < end; ++t)
+      backward_row<T, kRms, true>(op, t, nullptr, dweight, dbias);
+    return;
+  }
+  Scratch<A> dropped(op.dim);
+  for (int64_t t = begin; t < end; ++t)
+    backward_row<T, kRms, false>(op, t, dropped, dweight, dbias);
 }
 
 }  // namespace
