@@ -48,6 +48,7 @@ class AttentionResiduals(DepthConnection):
         weights: "softmax" or "relu".
         norm_weight: whether each row has a weight for the channels of n.
         scale: multiplies the scores.
+        states: dtype of the states under autocast, as in `DLCL`.
         eps: added to the mean square in the RMSNorm.
         backend: see `deepfast.backend`.
 
@@ -73,6 +74,7 @@ class AttentionResiduals(DepthConnection):
         weights: str = "softmax",
         norm_weight: bool = False,
         scale: float = 1.0,
+        states: str = "float32",
         eps: float = 1e-6,
         backend: str | None = None,
     ):
@@ -91,8 +93,9 @@ class AttentionResiduals(DepthConnection):
         else:
             pattern, running = block_pattern(rows, reads * block)
         super().__init__(
-            num_layers, dim, pattern, running=running, norm=None, eps=eps, backend=backend
-        )
+            num_layers, dim, pattern, running=running, norm=None, states=states, eps=eps,
+            backend=backend,
+        )  # fmt: skip
         self.reads, self.block, self.window = reads, block, window
         self.weights, self.scale = weights, scale
         self.query = nn.Parameter(torch.empty(rows, dim))

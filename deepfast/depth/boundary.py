@@ -19,10 +19,10 @@ from deepfast.ops import common
 
 
 class OutNorm(NamedTuple):
-    """The norm applied to a boundary's output: (D,) weight and bias, and eps; ``rms`` makes it an
-    RMS norm."""
+    """The norm applied to a boundary's output: weight and bias, each (D,) or None, and eps; ``rms``
+    makes it an RMS norm."""
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     eps: float
     rms: bool = False
@@ -84,7 +84,7 @@ class _Boundary(torch.autograd.Function):
             # The parameters' own dtypes; the saved copies have the compute dtype.
             weight_dtype = getattr(out_norm_weight, "dtype", None)
             ctx.dtypes = weight_dtype, getattr(out_norm_bias, "dtype", None)
-            if out_norm_weight is None:
+            if state.norm_out[k]:
                 out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
             else:
                 out_norm_weight = common.parameter(out_norm_weight, branch.dtype)
@@ -106,7 +106,7 @@ class _Boundary(torch.autograd.Function):
             # Checkpointing compares the shapes of saved tensors. The last one has another shape
             # when a recomputed push has another index.
             ctx.save_for_backward(out_norm_weight, out_norm_bias, torch.empty(0, k))
-        elif out_norm_weight is not None:
+        elif out_eps is not None:
             ctx.save_for_backward(out_norm_weight, out_norm_bias)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape, ctx.recomputed = call, branch.shape, recomputed
@@ -244,8 +244,8 @@ def recompute_row(
     """
     state.check_readable(k)
     like = state.states[k]
-    x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = None
-    out_eps, out_rms = 0.0, False
+    x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = out_eps = None
+    out_rms = False
     if state.norm_out[k]:
         out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
         out_eps, want_x = state.eps, False
@@ -255,12 +255,12 @@ def recompute_row(
         out_eps, out_rms = out_norm.eps, out_norm.rms
     if want_x:
         x = like.new_empty(like.shape)
-    if out_norm_weight is not None:
+    if out_eps is not None:
         out = like.new_empty(like.shape)
         out_mean, out_rstd = state.out_statistics(k, out_rms)
     state.weights.forward(
-        state, k, None, None, 0.0, None, state.partial(k), out_norm_weight, out_norm_bias, out_eps,
-        out_rms, x, out, out_mean, out_rstd,
+        state, k, None, None, 0.0, None, state.partial(k), out_norm_weight, out_norm_bias,
+        out_eps or 0.0, out_rms, x, out, out_mean, out_rstd,
     )  # fmt: skip
     return x, out
 

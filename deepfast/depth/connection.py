@@ -40,6 +40,7 @@ class DepthConnection(nn.Module):
         pattern: pattern[l] has the states that row l reads, in ascending order.
         running: running[k]: whether state k is what is pushed plus state k - 1.
         norm: "pre": states have layer-norms; "post": rows have; None.
+        states: what states are under autocast, one of `deepfast.ops.common.STATES`.
         eps: added to the variance in these layer-norms.
         backend: see `deepfast.backend`.
     """
@@ -63,13 +64,15 @@ class DepthConnection(nn.Module):
         *,
         running: tuple[bool, ...] | None = None,
         norm: str | None,
+        states: str,
         eps: float,
         backend: str | None,
     ):
         super().__init__()
+        checks.choice(self.name, common.STATES, states=states)
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
-        self.norm, self.eps, self.backend = norm, eps, backend
+        self.norm, self.states, self.eps, self.backend = norm, states, eps, backend
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
@@ -122,12 +125,12 @@ class DepthConnection(nn.Module):
                 in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
-        if torch.compiler.is_compiling():
-            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
-        y, residual = common.autocast(y, residual)
+        y, residual = common.cast_states(self.states, y, residual)
+        if torch.compiler.is_compiling():
+            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         k = check_push(self, y, residual, history, index, dropout_p, out_norm)
         if history.state is None:
             self._begin(y, history)

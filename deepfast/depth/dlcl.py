@@ -1,11 +1,14 @@
 """DLCL: dynamic linear combination of layers."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
 from deepfast.depth.connection import DepthConnection, PassWeights
+from deepfast.depth.initial import part
 from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
 from deepfast.depth.weights import ConstantWeights
 from deepfast.reference.layer_norm import compute_dtype
@@ -41,6 +44,11 @@ class DLCL(DepthConnection):
         window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
             the pattern is exactly 0 and gets no gradient, and the row does not read its state.
         normalize_embedding: whether index 0 has an LN; it has none in the authors' code.
+        states: dtype of the states, and so of x, under autocast. "float32" widens 16-bit inputs, as
+            torch's layer-norm does on a GPU: the residual stream of a model around it keeps its
+            precision. "autocast" narrows fp32 inputs to autocast's dtype: half the memory, for
+            layers that read 16 bits, as those of `TransformerEncoder`. Without autocast states have
+            the dtype of what is pushed.
         eps: added to the variance in the layer-norms.
         backend: see `deepfast.backend`.
 
@@ -69,6 +77,7 @@ class DLCL(DepthConnection):
         dilation: int = 1,
         period: int = 1,
         normalize_embedding: bool = False,
+        states: str = "float32",
         eps: float = 1e-5,
         backend: str | None = None,
     ):
@@ -90,7 +99,9 @@ class DLCL(DepthConnection):
         if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         pattern = depth_pattern(num_layers + 1, window, dilation, period)
-        super().__init__(num_layers, dim, pattern, norm=norm, eps=eps, backend=backend)
+        super().__init__(
+            num_layers, dim, pattern, norm=norm, states=states, eps=eps, backend=backend
+        )
         self.kind = weight
         self.groups, self.init, self.softmax = groups, init, softmax
         self.window, self.dilation, self.period = window, dilation, period
@@ -108,20 +119,16 @@ class DLCL(DepthConnection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.zero_()
-            for row, sources in enumerate(self.pattern):
-                for k in sources:
-                    if self.init == "average":
-                        self.weight[row, k] = 1.0 / len(sources)
-                    elif self.init == "one" or k == row:
-                        self.weight[row, k] = 1.0
-            if self.softmax:
-                # The softmax of log w is w for rows that add up to one.
-                self.weight.log_().clamp_(min=-30.0)
-            if self.norm is not None:
-                self.norm_weight.fill_(1.0)
-                self.norm_bias.zero_()
+        # The softmax of log w is w for rows that add up to one; the log of 0 counts as -30.
+        nn.init.constant_(self.weight, -30.0 if self.softmax else 0.0)
+        for row, sources in enumerate(self.pattern):
+            value = 1.0 / len(sources) if self.init == "average" else 1.0
+            value = math.log(value) if self.softmax else value
+            for k in (row,) if self.init == "identity" else sources:
+                nn.init.constant_(part(self.weight, (row, k)), value)
+        if self.norm is not None:
+            nn.init.ones_(self.norm_weight)
+            nn.init.zeros_(self.norm_bias)
 
     def effective_weight(self) -> Tensor:
         """W as it is applied: masked to the pattern and, with ``softmax``, a softmax of each row.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
+from deepfast.depth.initial import part
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, Recompute, not_saved, plain
@@ -125,8 +126,8 @@ class MultiheadAttention(nn.Module):
         """Initialises each D x D block separately with Glorot's uniform; biases are 0."""
         linear: nn.Linear
         for linear in self.children():  # type: ignore[assignment]
-            for block in linear.weight.data.split(self.dim):
-                nn.init.xavier_uniform_(block)
+            for start in range(0, linear.out_features, self.dim):
+                nn.init.xavier_uniform_(part(linear.weight, slice(start, start + self.dim)))
             nn.init.zeros_(linear.bias)
 
     def _split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -18,16 +18,25 @@ class Norm(nn.Module):
     op: str
     """The op that it applies, which begins its errors."""
     rms: bool
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, dim: int, eps: float, backend: str | None):
+    def __init__(self, dim: int, eps: float, affine: bool, bias: bool, backend: str | None):
         super().__init__()
         name = type(self).__name__
         checks.whole(name, dim=dim)
         checks.eps(name, eps)
-        self.eps, self.backend = eps, backend
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.register_parameter("bias", None if self.rms else nn.Parameter(torch.zeros(dim)))
+        checks.flag(name, elementwise_affine=affine, bias=bias)
+        self.dim, self.eps, self.backend = dim, eps, backend
+        for parameter, has in (("weight", affine), ("bias", affine and bias)):
+            self.register_parameter(parameter, nn.Parameter(torch.empty(dim)) if has else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
@@ -43,9 +52,9 @@ class Norm(nn.Module):
 
     def keep_output(self) -> Callable[[], OutNorm]:
         """Returns the function that gives `as_output` in backward, as it was in forward."""
-        weight, bias = Kept(self.weight), None if self.bias is None else Kept(self.bias)
+        weight, bias = (None if p is None else Kept(p) for p in (self.weight, self.bias))
         eps, rms = self.eps, self.rms
-        return lambda: OutNorm(weight(), None if bias is None else bias(), eps, rms)
+        return lambda: OutNorm(weight and weight(), bias and bias(), eps, rms)
 
     def recompute(self, n: Tensor, x: Tensor) -> Recompute:
         """Recomputes n, the norm of x, in backward; it keeps x.
@@ -63,27 +72,50 @@ class Norm(nn.Module):
         return Recompute(n, function)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        options = "" if self.weight is not None else ", elementwise_affine=False"
+        if not self.rms and self.weight is not None and self.bias is None:
+            options = ", bias=False"
+        return f"{self.dim}, eps={self.eps}{options}"
 
 
 class LayerNorm(Norm):
-    """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros."""
+    """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros.
+
+    As in torch it has no bias with ``bias=False``, and neither with ``elementwise_affine=False``.
+    """
 
     op, rms = "layer_norm", False
-    bias: nn.Parameter
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, backend: str | None = None):
-        super().__init__(dim, eps, backend)
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        backend: str | None = None,
+    ):
+        super().__init__(dim, eps, elementwise_affine, bias, backend)
 
 
 class RMSNorm(Norm):
-    """`deepfast.ops.rms_norm` with its parameter: (D,) weight of ones."""
+    """`deepfast.ops.rms_norm` with its parameter: (D,) weight of ones.
+
+    As in torch it has none with ``elementwise_affine=False``.
+    """
 
     op, rms = "rms_norm", True
     bias: None
 
-    def __init__(self, dim: int, eps: float = 1e-6, *, backend: str | None = None):
-        super().__init__(dim, eps, backend)
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        elementwise_affine: bool = True,
+        backend: str | None = None,
+    ):
+        super().__init__(dim, eps, elementwise_affine, False, backend)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}

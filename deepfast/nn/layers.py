@@ -43,6 +43,9 @@ class FeedForward(nn.Module):
         self.activation, self.dropout, self.backend = activation, dropout, backend
         self.up = nn.Linear(dim, ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         for linear in (self.up, self.down):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)

@@ -10,16 +10,50 @@ from torch import Tensor
 from deepfast import checks
 from deepfast.reference.layer_norm import compute_dtype
 
+STATES = ("float32", "autocast")
+"""What a depth connection keeps its states in under autocast."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under autocast casts fp32 tensors to its dtype. Kernels still compute sums in fp32."""
-    if not torch._C._is_any_autocast_enabled():
+    if not _autocasts(tensors[0]):
         return tensors
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors)
+
+
+def widened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast casts 16-bit tensors to fp32."""
+    if not _autocasts(tensors[0]):
+        return tensors
+    return tuple(t.float() if t is not None and t.dtype in _HALVES else t for t in tensors)
+
+
+def alike(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast makes tensors of different dtypes fp32, as torch does where it adds them.
+
+    Ops without a matrix product otherwise return the dtype that they get, also under autocast: a
+    residual stream in fp32 stays in fp32.
+    """
+    dtype = tensors[0].dtype
+    if all(t is None or t.dtype == dtype for t in tensors):
+        return tensors
+    return widened(*tensors)
+
+
+def cast_states(states: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Casts what is pushed to a depth connection, for autocast. states: one of `STATES`."""
+    return autocast(*tensors) if states == "autocast" else widened(*tensors)
 
 
 def bare_apply(node: type[torch.autograd.Function]):
@@ -100,7 +134,7 @@ def draw_seed(
 
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
-    """Checks 1 or more tensors (..., D) of one shape, dtype and device; casts them for autocast."""
+    """Checks 1 or more tensors (..., D) of one shape, dtype and device; makes them `alike`."""
     if not isinstance(sources, Iterable):
         kind = type(sources).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
@@ -109,7 +143,7 @@ def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tenso
         raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")
     for k, source in enumerate(sources):
         checks.tensor(op, f"{name}[{k}]", source)
-    sources = list(autocast(*sources))
+    sources = list(alike(*sources))
     for k, source in enumerate(sources[1:], 1):
         checks.like(op, f"{name}[{k}]", source, f"{name}[0]", sources[0])
     return sources

@@ -110,7 +110,6 @@ _depth_attention = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    cast=("sources",),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -171,6 +170,7 @@ def depth_attention(
 
     Args:
         sources: K tensors v_k (..., D) of one shape and dtype (fp32, bf16, fp16, fp64), any K >= 1.
+            Under autocast their dtypes may differ; out is then fp32.
         query: (D,), or (H, D) for H hops, any of these dtypes.
         scores: instead of a query, (..., K) or (..., K, H), any of these dtypes; -inf leaves a
             source out.

@@ -110,7 +110,6 @@ _depth_mix = register(
     _forward,
     fake=_fake,
     flops=_flops,
-    cast=("sources",),
     setup=_setup,
     backward=_backward,
     public=1,
@@ -213,7 +212,6 @@ _depth_mix_tokens = register(
     lambda a: mix_tokens(a.sources, a.weight, a.backend),
     fake=_token_fake,
     flops=lambda a: a.weight[-1] * _flops(a),
-    cast=("sources",),
     setup=lambda ctx, a, results: a._asdict(),
     backward=_token_backward,
 )
@@ -266,6 +264,7 @@ def depth_mix(
 
     Args:
         sources: K tensors (..., D) of one shape and dtype (fp32, bf16, fp16, fp64), any K >= 1.
+            Under autocast their dtypes may differ; the result is then fp32.
         weight: (K,); (K, D) for one weight per channel; or, for sources of two or more dimensions,
             (..., K) or (..., K, S) for weights of each token, without norms.
         norm_weight, norm_bias: (K, D), row k for LN_k, or None.

@@ -1,5 +1,7 @@
 """Layer and RMS normalisation, with the dropout and residual add before it in the same pass."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -114,7 +116,6 @@ _layer_norm = register(
     lambda a: compute(*a),
     fake=lambda a: empty_results(a.x, a.residual, a.rms, a.dropout_p),
     flops=no_flops,
-    cast=("x", "residual"),
     setup=_setup,
     backward=_backward,
     public=2,
@@ -131,15 +132,17 @@ def check(
     dropout_p: float,
     *,
     prefix: str = "",
+    cast: Callable = common.autocast,
 ) -> tuple[Tensor, Tensor | None, int]:
     """Checks the operands of ``op``; returns x and residual, cast for autocast, and D.
 
     prefix: what stands before "weight" and "bias" in the op's names for them.
+    cast: what autocast does to x and residual.
     """
     checks.tensor(op, "x", x)
     if residual is not None:
         checks.tensor(op, "residual", residual)
-    x, residual = common.autocast(x, residual)
+    x, residual = cast(x, residual)
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
     dim = x.shape[-1]
@@ -152,7 +155,7 @@ def check(
 
 def normalise(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
     """`layer_norm` or, with ``rms``, `rms_norm`; errors begin with ``op``."""
-    x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p)
+    x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p, cast=common.alike)
     p = dropout_p if training else 0.0
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None
     y, total = _layer_norm(x, residual, weight, bias, eps, rms, p, seed, backend)
@@ -178,10 +181,11 @@ def layer_norm(
     The dropout mask is not stored: backward regenerates it from ``seed``.
 
     Args:
-        x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        x: (..., D), fp32, bf16, fp16 or fp64; y and s have its dtype, under autocast too.
         weight, bias: (D,), any of these dtypes, or None.
         eps: added to the variance.
-        residual: shaped like x. With a residual the sum s is returned too.
+        residual: shaped like x. With a residual the sum s is returned too. Under autocast x and
+            residual may have different dtypes; y and s are then fp32.
         dropout_p: probability that an element of x becomes 0, while ``training``.
         training: whether dropout applies.
         seed: seed of the dropout mask, an int or a 0-dim int64 tensor on x's device; None draws one
@@ -221,7 +225,7 @@ def rms_norm(
     it shares.
 
     Args:
-        x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        x: (..., D), fp32, bf16, fp16 or fp64; y and s have its dtype, under autocast too.
         weight: (D,), any of these dtypes, or None.
         eps: added to the mean square.
         residual, dropout_p, training, seed, backend: as in `layer_norm`. `deepfast.backend` lists

@@ -1,6 +1,7 @@
 """Projection to the vocabulary and cross entropy in chunks of tokens, without the logits."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -40,11 +41,21 @@ def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
         )
 
 
-def _project(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
-    """``logits = hidden weight^T``."""
-    at_once = WIDENED if hidden.device.type == "cpu" and hidden.dtype.itemsize == 2 else len(weight)
-    for part, out in zip(weight.split(at_once), logits.split(at_once, dim=1), strict=True):
-        torch.mm(hidden, part.mT, out=out)
+def _classes(logits: Tensor) -> Iterator[slice]:
+    """The classes that are processed at a time."""
+    narrow = logits.device.type == "cpu" and logits.dtype.itemsize == 2
+    V = logits.shape[1]
+    at_once = WIDENED if narrow else V
+    return (slice(start, start + at_once) for start in range(0, V, at_once))
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+    """``logits = hidden weight^T + bias``."""
+    for part in _classes(logits):
+        if bias is None:
+            torch.mm(hidden, weight[part].mT, out=logits[:, part])
+        else:
+            torch.addmm(bias[part], hidden, weight[part].mT, out=logits[:, part])
 
 
 def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> None:
@@ -56,8 +67,15 @@ def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> N
         torch.addmm(total, dlogits.mT, hidden, out_dtype=total.dtype, beta=beta, out=total)
     else:
         hidden = hidden.to(total.dtype)
-        for part, columns in zip(total.split(WIDENED), dlogits.split(WIDENED, dim=1), strict=True):
-            part.addmm_(columns.to(total.dtype).mT, hidden, beta=beta)
+        for part in _classes(dlogits):
+            total[part].addmm_(dlogits[:, part].to(total.dtype).mT, hidden, beta=beta)
+
+
+def _add_sum(total: Tensor, dlogits: Tensor, first: bool) -> None:
+    """``total += sum_t dlogits[t]`` in the dtype of ``total``; the ``first`` call overwrites it."""
+    for part in _classes(dlogits):
+        sums = dlogits[:, part].sum(0, dtype=total.dtype)
+        total[part] = sums if first else total[part] + sums
 
 
 def _forward(a):
@@ -67,18 +85,18 @@ def _forward(a):
     _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]
     chunk = min(chunk_rows(T) if a.chunk is None else a.chunk, T)
-    _, _, dhidden, dweight, _ = _fake(a)
-    projection = weight.to(dtype)
+    _, _, dhidden, dweight, dbias, _ = _fake(a)
+    projection, shift = weight.to(dtype), None if a.bias is None else a.bias.to(dtype)
     buffer = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)[:, :V]
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
-    if a.want_dweight and T == 0:
-        dweight.zero_()
-    write_grad = a.want_dhidden or a.want_dweight
+    if T == 0:
+        dweight.zero_(), dbias.zero_()
+    write_grad = a.want_dhidden or a.want_dweight or a.want_dbias
     for start in range(0, T, max(chunk, 1)):
         part = slice(start, start + chunk)
         h = rows[part]
         logits = buffer[: h.shape[0]]
-        _project(h, projection, logits)
+        _project(h, projection, shift, logits)
         loss, nll = losses[:, part]
         launch.cross_entropy(
             logits, target[part], a.label_smoothing, a.ignore_index, write_grad, loss, nll
@@ -87,21 +105,24 @@ def _forward(a):
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
         if a.want_dweight:
             _add_outer(dweight, logits, h, first=start == 0)
+        if a.want_dbias:
+            _add_sum(dbias, logits, first=start == 0)
     count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
     # Where every target is ignored, the mean loss is nan and its gradient 0.
     scale = count.clamp(min=1).to(losses.dtype).reciprocal()
-    return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, scale
+    return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, dbias, scale
 
 
 def _fake(a):
     dtype = compute_dtype(a.hidden.dtype)
     loss = a.hidden.new_empty((), dtype=dtype)
     # These are gradients of the summed loss; backward multiplies them by the small factor of the
-    # mean, in fp32. The weight's gradient is in fp32 until then, because a sum over many tokens
+    # mean, in fp32. Those of weight and bias are in fp32 until then, because a sum over many tokens
     # could overflow fp16.
     dhidden = a.hidden.new_empty(a.hidden.shape if a.want_dhidden else 0)
     dweight = a.weight.new_empty(a.weight.shape if a.want_dweight else 0, dtype=dtype)
-    return loss, torch.empty_like(loss), dhidden, dweight, torch.empty_like(loss)
+    dbias = a.weight.new_empty(a.weight.shape[0] if a.want_dbias else 0, dtype=dtype)
+    return loss, torch.empty_like(loss), dhidden, dweight, dbias, torch.empty_like(loss)
 
 
 def _flops(a) -> int:
@@ -135,7 +156,10 @@ def _setup(ctx, a, results):
     ctx.mark_non_differentiable(*results[1:])
     # A hook on saved tensors may keep references to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return {"hidden": results.dhidden, "weight": results.dweight, "scale": results.scale}
+    return {
+        "hidden": results.dhidden, "weight": results.dweight, "bias": results.dbias,
+        "scale": results.scale,
+    }  # fmt: skip
 
 
 def _backward(ctx, kept, grads):
@@ -151,13 +175,14 @@ def _backward(ctx, kept, grads):
 
 
 _linear_cross_entropy = register(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, float label_smoothing, "
-    "int ignore_index, bool mean, int? chunk, bool want_dhidden, bool want_dweight, str? backend) "
-    "-> (Tensor loss, Tensor nll, Tensor dhidden, Tensor dweight, Tensor scale)",
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "float label_smoothing, int ignore_index, bool mean, int? chunk, bool want_dhidden, "
+    "bool want_dweight, bool want_dbias, str? backend) "
+    "-> (Tensor loss, Tensor nll, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor scale)",
     _forward,
     fake=_fake,
     flops=_flops,
-    # The op casts the weight itself, so that the weight's gradient is summed in fp32.
+    # The op casts weight and bias itself, so that their gradients are summed in fp32.
     cast=("hidden",),
     setup=_setup,
     backward=_backward,
@@ -165,13 +190,14 @@ _linear_cross_entropy = register(
 )
 
 
-def _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chunk) -> None:
+def _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk) -> None:
     op = "linear_cross_entropy"
     checks.tensor(op, "hidden", hidden)
     checks.tensor(op, "weight", weight)
     dim, device = hidden.shape[-1], hidden.device
     if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
         raise ValueError(f"{op}: weight must be (V, {dim}) with V >= 1, got {tuple(weight.shape)}")
+    checks.parameter(op, "bias", bias, (weight.shape[0],), device)
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
     if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
@@ -196,6 +222,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -203,21 +230,21 @@ def linear_cross_entropy(
     return_nll: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross entropy of ``hidden weight^T`` against ``target``, without storing all logits.
+    """Cross entropy of ``hidden weight^T + bias`` against ``target``, without storing all logits.
 
-    ``nll = -log softmax(hidden weight^T)[target]`` and
-    ``loss = (1 - s) * nll + s * mean_v(-log softmax(hidden weight^T)[v])`` with s the label
-    smoothing, summed or averaged over the targets that are not ignored. The loss equals that of
-    torch's linear and cross_entropy with logits in fp32. Forward processes the tokens in chunks.
-    While it has the logits of a chunk, it also computes the gradients that are needed. That takes
-    three matrix products in all, and autograd saves only the gradients of ``hidden`` and
-    ``weight``. The matrix products are torch's.
+    ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
+    with the logits z and s the label smoothing, summed or averaged over the targets that are not
+    ignored. The loss equals that of torch's linear and cross_entropy with logits in fp32. Forward
+    processes the tokens in chunks. While it has the logits of a chunk, it also computes the
+    gradients that are needed. That takes three matrix products in all, and autograd saves only the
+    gradients of ``hidden``, ``weight`` and ``bias``. The matrix products are torch's.
 
     Args:
         hidden: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         weight: (V, D), in hidden's dtype, or in fp32 where hidden has 16 bits. An fp32 weight is
             cast for the products; its gradient is summed in fp32 and not rounded. It may be the
             embedding.
+        bias: (V,), or None; its dtypes are those of the weight.
         target: (...) int64, each in [0, V) or ``ignore_index``. Any other value is an error on a
             CPU. On a GPU, where a check would wait for the device, it makes the loss nan.
         label_smoothing: in [0, 1].
@@ -239,16 +266,19 @@ def linear_cross_entropy(
     Source: Szegedy et al., Rethinking the Inception Architecture, 2016, for label smoothing; the
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
-    _check(hidden, weight, target, label_smoothing, ignore_index, reduction, chunk)
+    _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk)
     (hidden,) = common.autocast(hidden)
-    master = weight.dtype == torch.float32 and hidden.dtype.itemsize == 2
-    if hidden.dtype != weight.dtype and not master:
-        raise ValueError(f"linear_cross_entropy: weight must be {hidden.dtype}, got {weight.dtype}")
+    for name, p in (("weight", weight), ("bias", bias)):
+        dtype = hidden.dtype if p is None else p.dtype
+        master = dtype == torch.float32 and hidden.dtype.itemsize == 2
+        if dtype != hidden.dtype and not master:
+            raise ValueError(f"linear_cross_entropy: {name} must be {hidden.dtype}, got {dtype}")
     differentiate = torch.is_grad_enabled()
     loss, nll = _linear_cross_entropy(
-        hidden=hidden, weight=weight, target=target, label_smoothing=label_smoothing,
+        hidden=hidden, weight=weight, bias=bias, target=target, label_smoothing=label_smoothing,
         ignore_index=ignore_index, mean=reduction == "mean", chunk=chunk,
         want_dhidden=differentiate and hidden.requires_grad,
-        want_dweight=differentiate and weight.requires_grad, backend=backend,
+        want_dweight=differentiate and weight.requires_grad,
+        want_dbias=differentiate and bias is not None and bias.requires_grad, backend=backend,
     )  # fmt: skip
     return (loss, nll) if return_nll else loss

@@ -230,7 +230,8 @@ def register(
     register_flop_formula(packet, get_raw=raw_flops)(
         lambda *args, out_shape=None, out_val=None, **named: flops(operands(*args, **named))
     )
-    if cast:
+    if autograd:
+        # Also where nothing is cast: inside the op autocast must not change the products.
         for device_type in ("cpu", "cuda"):
             _autocast_rule(op, operands, cast, device_type)
     if autograd:

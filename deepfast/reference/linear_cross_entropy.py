@@ -30,16 +30,17 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """Loss and negative log-likelihood of ``hidden weight^T``, summed or averaged over targets.
+    """Loss and nll of the logits ``hidden weight^T + bias``, summed or averaged over targets.
 
-    hidden (..., D), weight (V, D), target (...). Logits are rounded to hidden's dtype. The mean is
-    over the targets that are not ignored; it is nan where all are.
+    hidden (..., D), weight (V, D), bias (V,), target (...). Logits are rounded to hidden's dtype.
+    The mean is over the targets that are not ignored; it is nan where all are.
     """
-    logits = F.linear(hidden, weight).to(compute_dtype(hidden.dtype))
+    logits = F.linear(hidden, weight, bias).to(compute_dtype(hidden.dtype))
     logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
     loss, nll = cross_entropy(logits, target, label_smoothing, ignore_index)
     count = (target != ignore_index).sum() if reduction == "mean" else torch.ones(())

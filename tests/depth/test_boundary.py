@@ -13,10 +13,12 @@ SEEDS = [11 * k for k in range(LAYERS + 1)]
 
 
 def norm_of(kind, weight, bias, eps):
-    """The norm of the result: None, a layer-norm, or an RMS norm, which has no bias."""
+    """The norm of the result: None, an RMS norm, which has no bias, or a layer-norm, "bare" without
+    weight and bias."""
     if kind is None:
         return None
-    return OutNorm(weight, bias, eps) if kind == "layer" else OutNorm(weight, None, eps, rms=True)
+    weight = None if kind == "bare" else weight
+    return OutNorm(weight, bias if kind == "layer" else None, eps, rms=kind == "rms")
 
 
 def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
@@ -50,10 +52,11 @@ def plain(dlcl, y, leaves, *, p, residual, out_norm, want_x):
         n = x
         if out_norm:
             out_weight, out_bias = leaves["out_weight"].to(d), leaves["out_bias"].to(d)
-            if out_norm == "layer":
-                n = F.layer_norm(x, x.shape[-1:], out_weight, out_bias)
-            else:
+            if out_norm == "rms":
                 n = F.rms_norm(x, x.shape[-1:], out_weight, 1e-5)
+            else:
+                norm = norm_of(out_norm, out_weight, out_bias, 1e-5)
+                n = F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
         total = total + n + (0.5 * x if want_x or not out_norm else 0)
         branch, rest = torch.tanh(n * leaves["scale"].to(d)), (n if residual else None)
     return total
@@ -69,8 +72,8 @@ def grads(form, dlcl, y, given, dout, dtype, parameter_dtype, **options):
         leaves["scale"].retain_grad()
     total = form(dlcl, y, leaves, **options)
     total.backward(dout.to(total.dtype))
-    unused = {None: ("out_weight", "out_bias"), "layer": (), "rms": ("out_bias",)}
-    used = [n for n in leaves if n not in unused[options["out_norm"]]]
+    norm = norm_of(options["out_norm"], "out_weight", "out_bias", 0.0) or (None, None)
+    used = [n for n in leaves if n in norm[:2] or n not in ("out_weight", "out_bias")]
     return {"out": total.detach(), "y": y.grad} | {n: leaves[n].grad for n in used}
 
 
@@ -81,9 +84,12 @@ def each_form(test):
         ("residual", [True, False]),
         (
             ("out_norm", "want_x"),
-            [("layer", True), ("layer", False), ("rms", True), ("rms", False), (None, True)],
+            [
+                ("layer", True), ("layer", False), ("no bias", True), ("bare", False),
+                ("rms", True), ("rms", False), (None, True),
+            ],
         ),
-    ):
+    ):  # fmt: skip
         test = pytest.mark.parametrize(names, values)(test)
     return test
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
 NORMS = ["pre", "post", None]
 WEIGHTS = ["scalar", "group", "vector"]
@@ -229,14 +229,36 @@ def test_weights_in_16_bits(backend):
     assert all(p.grad.dtype == torch.bfloat16 for p in dlcl.parameters())
 
 
-def test_autocast(backend):
-    dlcl = DLCL(2, 5, backend=backend)
-    y, history = torch.randn(3, 5, requires_grad=True), DepthHistory()
+@pytest.mark.parametrize("kind", [DLCL, AttentionResiduals])
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", ["float32", "autocast"])
+def test_autocast(backend, kind, first, states):
+    """Whatever the embedding is, and though layers end with a product in 16 bits."""
+    m = kind(2, 5, states=states, backend=backend)
+    y, history = torch.randn(3, 5, dtype=first, requires_grad=True), DepthHistory()
     with torch.autocast("cpu", torch.bfloat16):
-        x = dlcl(torch.tanh(dlcl(y, history)), history)
-    assert history.state.states.dtype == x.dtype == torch.bfloat16
+        x = m(y, history)
+        x = m(x @ torch.eye(5), history)
+        x = m(x @ torch.eye(5), history, residual=x)
+    dtype = {"float32": torch.float32, "autocast": torch.bfloat16}[states]
+    assert history.state.states.dtype == x.dtype == dtype
     x.sum().backward()
-    assert y.grad.dtype == torch.float32
+    assert y.grad.dtype == first
+
+
+def test_a_residual_stream_keeps_its_precision_under_autocast():
+    dlcl, y = DLCL(2, 5), torch.randn(3, 5)
+
+    def run():
+        history = DepthHistory()
+        x = dlcl(y, history)
+        for _ in range(2):
+            x = dlcl(x + torch.tanh(x), history)
+        return x
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(), expected)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 1, 3, 5)])

@@ -164,6 +164,23 @@ def test_a_whole_encoder_traces_to_one_graph(options):
     assert counter.frame_count > 0
 
 
+def test_a_whole_stack_under_autocast():
+    """States are in fp32, as in eager code."""
+    dlcl = DLCL(2, DIM)
+
+    def run(x):
+        history = DepthHistory()
+        x = dlcl(x, history)
+        for _ in range(2):
+            x = dlcl(x @ torch.eye(DIM), history, residual=x)
+        return x
+
+    x = torch.randn(5, DIM, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x).dtype == torch.float32
+        compare(dlcl, compiled(run)[0], run, x)
+
+
 def test_too_many_pushes_into_a_traced_history():
     dlcl = DLCL(1, DIM)
 

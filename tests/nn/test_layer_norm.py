@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from deepfast.nn import LayerNorm, RMSNorm
+from deepfast.nn import LayerNorm, RMSNorm, TransformerEncoder
 
 KINDS = pytest.mark.parametrize(
     ("kind", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
@@ -24,6 +24,41 @@ def test_equals_pytorchs_module(backend, ran, kind, theirs):
         torch.testing.assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.parametrize("options", [{"bias": False}, {"elementwise_affine": False}], ids=str)
+@KINDS
+def test_without_parameters_as_pytorchs_module(backend, ran, kind, theirs, options):
+    if kind is RMSNorm and "bias" in options:
+        pytest.skip("it has no bias")
+    ours, theirs = kind(9, 1e-3, backend=backend, **options), theirs(9, 1e-3, **options)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = torch.randn(2, 4, 9, requires_grad=True)
+    with ran("layer_norm", backend):
+        outputs = ours(x), theirs(x)
+        torch.testing.assert_close(*outputs)
+        grads = (
+            torch.autograd.grad(y.square().sum(), [x, *norm.parameters()])
+            for y, norm in zip(outputs, (ours, theirs), strict=True)
+        )
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("memory", ["lean", "states", "history"])
+def test_without_parameters_in_a_stack(memory):
+    """Whatever is recomputed in backward."""
+    encoder = TransformerEncoder(3, 8, 2, 16, dropout=0.0)
+    for k in range(4):
+        encoder.connection.norms[k] = LayerNorm(8, elementwise_affine=k % 2 == 0, bias=False)
+    for layer in encoder.layers:
+        layer.feed_forward_norm = LayerNorm(8, elementwise_affine=False)
+    x, steps = torch.randn(2, 3, 8, requires_grad=True), []
+    for policy in ("keep", memory):
+        encoder.set_memory(policy)
+        y = encoder(x)
+        steps.append([y, *torch.autograd.grad(y.square().sum(), [x, *encoder.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
 @KINDS
 def test_dropout_follows_the_mode(backend, kind, theirs):
     norm, x = kind(9, backend=backend), torch.randn(40, 9)
@@ -38,6 +73,28 @@ def test_residual_returns_the_sum(backend, kind, theirs):
     y, s = norm(x, residual=r)
     torch.testing.assert_close(s, x + r)
     torch.testing.assert_close(y, theirs(9, eps=norm.eps)(x + r))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@KINDS
+def test_returns_the_dtype_of_its_input_under_autocast(backend, kind, theirs, dtype):
+    norm, x = kind(9, backend=backend), torch.randn(4, 9).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = norm(x)
+    assert got.dtype == dtype
+    assert torch.equal(got, norm(x))
+
+
+@KINDS
+def test_a_branch_in_16_bits_on_a_residual_in_32_under_autocast(backend, kind, theirs):
+    norm, (x, r) = kind(9, backend=backend), torch.randn(2, 4, 9)
+    x = x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, s = norm(x, residual=r)
+        assert torch.equal(s, x + r)
+        assert torch.equal(y, norm(s))
+    with pytest.raises(ValueError, match="residual"):
+        norm(x, residual=r)
 
 
 def test_as_output():

@@ -99,9 +99,9 @@ def case(name, backend, p, tokens=T, dim=D):
             max_seqlen_k=q.shape[0], causal=True, **options,
         )  # fmt: skip
 
-    def linear_cross_entropy(hidden, w):
+    def linear_cross_entropy(hidden, w, b):
         return ops.linear_cross_entropy(
-            hidden, w, labels(len(hidden)), label_smoothing=SMOOTHING, return_nll=True,
+            hidden, w, labels(len(hidden)), bias=b, label_smoothing=SMOOTHING, return_nll=True,
             backend=backend,
         )  # fmt: skip
 
@@ -163,10 +163,10 @@ def case(name, backend, p, tokens=T, dim=D):
             ),
         ),
         "linear_cross_entropy": lambda: Case(
-            linear_cross_entropy, [leaf(*x), leaf(N, dim)],
-            lambda h, w: (
-                h, w, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
-                w.requires_grad, backend,
+            linear_cross_entropy, [leaf(*x), leaf(N, dim), leaf(N)],
+            lambda h, w, b: (
+                h, w, b, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
+                w.requires_grad, b.requires_grad, backend,
             ),
         ),
         "peephole_lstm": lambda: Case(

@@ -52,8 +52,11 @@ def test_half_precision_and_autocast():
     out, p = attention_residual(query, [v.bfloat16() for v in residuals], return_weights=True)
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+    full = attention_residual(query, residuals)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention_residual(query, residuals), out)
+        assert torch.equal(attention_residual(query, residuals), full)
+        mixed = [residuals[0], *(v.bfloat16() for v in residuals[1:])]
+        assert attention_residual(query, mixed).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

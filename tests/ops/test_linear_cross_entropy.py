@@ -17,6 +17,9 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1), (5, 3, 2), (37, 24, 1001), (9, 64, 512), (3, 8, 70_001)]
 
 
+BIASED = pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+
+
 @pytest.fixture
 def backend(exact_backend):
     """It has no CUDA kernels; Triton's are tested in tests/kernels."""
@@ -31,29 +34,34 @@ def operands(T, D, V, dtype=torch.float32, ignored=0.3):
     return hidden, weight, target
 
 
-def results(form, hidden, weight, dtype, factor=1.0):
+def results(form, given, dtype, factor=1.0):
     """Loss, nll and gradients by name, leaves in ``dtype``."""
-    leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight)]
-    loss, nll = form(*leaves)
-    grads = torch.autograd.grad(loss * factor, leaves)
-    named = dict(zip(("hidden", "weight"), grads, strict=True))
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in given.items()}
+    loss, nll = form(**leaves)
+    grads = torch.autograd.grad(loss * factor, list(leaves.values()))
+    named = dict(zip(leaves, grads, strict=True))
     return {"loss": loss.detach(), "nll": nll.detach()} | named
 
 
-def compare(tolerances, backend, shape, dtype, factor=1.0, **options):
+def compare(tolerances, backend, shape, dtype, factor=1.0, biased=False, **options):
     hidden, weight, target = operands(*shape, dtype)
+    given = {"hidden": hidden, "weight": weight}
+    if biased:
+        given["bias"] = torch.randn(len(weight)).to(dtype)
     spec = {name: value for name, value in options.items() if name != "chunk"}
 
-    def fused(h, w):
-        return linear_cross_entropy(h, w, target, return_nll=True, backend=backend, **options)
+    def fused(**leaves):
+        return linear_cross_entropy(
+            **leaves, target=target, return_nll=True, backend=backend, **options
+        )
 
-    def plain(h, w):
-        return reference(h, w, target, **spec)
+    def plain(**leaves):
+        return reference(**leaves, target=target, **spec)
 
     tolerances.assert_all_accurate(
-        results(fused, hidden, weight, dtype, factor),
-        results(plain, hidden, weight, tolerances.plain_dtype(dtype), factor),
-        results(plain, hidden, weight, torch.float64, factor),
+        results(fused, given, dtype, factor),
+        results(plain, given, tolerances.plain_dtype(dtype), factor),
+        results(plain, given, torch.float64, factor),
         dtype,
     )
 
@@ -61,9 +69,11 @@ def compare(tolerances, backend, shape, dtype, factor=1.0, **options):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_agrees(tolerances, ran, backend, dtype, shape, smoothing):
+@BIASED
+def test_agrees(tolerances, ran, backend, dtype, shape, smoothing, biased):
+    options = {"label_smoothing": smoothing, "chunk": 4, "biased": biased}
     with ran("linear_cross_entropy", backend):
-        compare(tolerances, backend, shape, dtype, label_smoothing=smoothing, chunk=4)
+        compare(tolerances, backend, shape, dtype, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -74,8 +84,10 @@ def test_options(tolerances, backend, reduction, smoothing):
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_agrees_in_float64(tolerances, exact_backend, shape):
-    compare(tolerances, exact_backend, shape, torch.float64, label_smoothing=0.1, chunk=3)
+@BIASED
+def test_agrees_in_float64(tolerances, exact_backend, shape, biased):
+    options = {"label_smoothing": 0.1, "chunk": 3, "biased": biased}
+    compare(tolerances, exact_backend, shape, torch.float64, **options)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -93,19 +105,22 @@ def test_is_torchs(backend, smoothing):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 37, 1000, None])
-def test_chunks_agree(tolerances, backend, chunk):
-    compare(tolerances, backend, (37, 24, 300), torch.bfloat16, label_smoothing=0.1, chunk=chunk)
+@BIASED
+def test_chunks_agree(tolerances, backend, chunk, biased):
+    options = {"label_smoothing": 0.1, "chunk": chunk, "biased": biased}
+    compare(tolerances, backend, (37, 24, 300), torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradcheck(exact_backend, smoothing, reduction):
     hidden, weight, target = operands(6, 4, 9, torch.float64)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    bias = torch.randn(9, dtype=torch.float64)
+    leaves = hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
 
-    def run(h, w):
+    def run(h, w, b):
         return linear_cross_entropy(
-            h, w, target, label_smoothing=smoothing, reduction=reduction, chunk=4,
+            h, w, target, bias=b, label_smoothing=smoothing, reduction=reduction, chunk=4,
             backend=exact_backend,
         )  # fmt: skip
 
@@ -170,10 +185,11 @@ def test_ignored_rows_do_not_matter(backend):
 
 def test_no_tokens(backend):
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
-    target = torch.empty(0, dtype=torch.int64)
+    bias, target = torch.randn(7, requires_grad=True), torch.empty(0, dtype=torch.int64)
     assert linear_cross_entropy(hidden, weight, target, backend=backend).isnan()
-    loss = linear_cross_entropy(hidden, weight, target, reduction="sum", backend=backend)
+    loss = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="sum", backend=backend)
     loss.backward()
+    assert not bias.grad.any()
     assert loss.item() == 0
     assert hidden.grad.shape == (0, 4)
     assert not weight.grad.any()
@@ -244,10 +260,12 @@ def test_tied_weight(backend):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("trainable", [(), ("hidden",), ("weight",), ("hidden", "weight")])
+@pytest.mark.parametrize(
+    "trainable", [(), ("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias")]
+)
 def test_only_what_is_wanted_is_computed(backend, trainable):
     hidden, weight, target = operands(300, 8, 33)
-    leaves = {"hidden": hidden, "weight": weight}
+    leaves = {"hidden": hidden, "weight": weight, "bias": torch.randn(33)}
     for name in trainable:
         leaves[name].requires_grad_()
 
@@ -255,13 +273,13 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
         with torch.autograd.profiler.profile() as profile:
             out = run()
         names = [event.name for event in profile.function_events]
-        return out, names.count("aten::mm") + names.count("aten::addmm_")
+        return out, sum(names.count(f"aten::{name}") for name in ("mm", "addmm", "addmm_"))
 
     def run():
-        return linear_cross_entropy(*leaves.values(), target, chunk=300, backend=backend)
+        return linear_cross_entropy(**leaves, target=target, chunk=300, backend=backend)
 
     loss, count = products(run)
-    assert count == 1 + len(trainable)
+    assert count == 1 + len({"hidden", "weight"}.intersection(trainable))
     assert loss.requires_grad == bool(trainable)
     with torch.no_grad():
         without, count = products(run)
@@ -277,21 +295,23 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
 def test_autocast(tolerances, backend, dtype):
     """The same as with cast operands; the gradient of an fp32 weight is never rounded."""
     hidden, weight, target = operands(37, 24, 300)
-    leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+    given = hidden, weight, torch.randn(300)
+    h, w, b = leaves = [t.detach().requires_grad_() for t in given]
     with torch.autocast("cpu", dtype):
-        loss = linear_cross_entropy(*leaves, target, label_smoothing=0.1, backend=backend)
+        loss = linear_cross_entropy(h, w, target, bias=b, label_smoothing=0.1, backend=backend)
     assert loss.dtype == torch.float32
     grads = torch.autograd.grad(loss, leaves)
     assert {g.dtype for g in grads} == {torch.float32}
 
     def plain(kind):
-        cast = [t.to(dtype).to(kind).requires_grad_() for t in (hidden, weight)]
-        out = reference(*cast, target, label_smoothing=0.1)[0]
+        h, w, b = cast = [t.to(dtype).to(kind).requires_grad_() for t in given]
+        out = reference(h, w, target, bias=b, label_smoothing=0.1)[0]
         return torch.autograd.grad(out, cast)
 
     for got, near, exact in zip(grads, plain(dtype), plain(torch.float64), strict=True):
         tolerances.assert_accurate(got, near, exact, dtype)
-    assert not torch.equal(grads[1], grads[1].to(dtype).float())
+    for grad in grads[1:]:
+        assert not torch.equal(grad, grad.to(dtype).float())
 
 
 def test_small_gradients_survive_float16(backend):
@@ -370,6 +390,8 @@ def test_peak_memory_without_gradients(meter):
         ({"weight": torch.ones(0, 4)}, ValueError, r"with V >= 1, got \(0, 4\)"),
         ({"weight": torch.ones(7, 4).half()}, ValueError, "be torch.float32, got torch.float16"),
         ({"weight": torch.ones(7, 4, device="meta")}, ValueError, "weight must be on cpu, got me"),
+        ({"bias": torch.ones(6)}, ValueError, r"bias must be \(7,\), got \(6,\)"),
+        ({"bias": torch.ones(7).half()}, ValueError, "bias must be torch.float32, got to"),
         ({"target": [1, 2, 3]}, TypeError, "target must be a tensor, got list"),
         ({"target": torch.ones(3)}, ValueError, r"target must be torch.int64 \(3,\), got torch.fl"),
         ({"target": torch.ones(3, 1).long()}, ValueError, r"got torch.int64 \(3, 1\)"),

@@ -11,13 +11,16 @@ from deepfast.reference.linear_cross_entropy import linear_cross_entropy
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("ignore_index", [-100, 2])
-def test_is_torchs(smoothing, reduction, ignore_index):
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 9).double()], ids=["no bias", "bias"])
+def test_is_torchs(smoothing, reduction, ignore_index, bias):
     hidden, weight = torch.randn(2, 5, 6).double(), torch.randn(9, 6).double()
     target = torch.randint(9, (2, 5))
     target[0, 1] = target[1, 4] = ignore_index
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    loss, nll = linear_cross_entropy(hidden, weight, target, label_smoothing=smoothing, **options)
-    logits = F.linear(hidden, weight).mT
+    loss, nll = linear_cross_entropy(
+        hidden, weight, target, bias=bias, label_smoothing=smoothing, **options
+    )
+    logits = F.linear(hidden, weight, bias).mT
     expected = F.cross_entropy(logits, target, label_smoothing=smoothing, **options)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(nll, F.cross_entropy(logits, target, **options))

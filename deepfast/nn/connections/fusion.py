@@ -114,6 +114,13 @@ class LayerFusion(nn.Module):
             self.down = _matrix(hidden_dim, dim, bias=True)
         self.norm = LayerNorm(dim, backend=backend)
 
+    def reset_parameters(self) -> None:
+        if self.layer_embedding is not None:
+            nn.init.uniform_(self.layer_embedding, -0.1, 0.1)
+        for linear in self.modules():
+            if isinstance(linear, nn.Linear):
+                _reset(linear)
+
     def forward(
         self,
         states: Sequence[Tensor],
@@ -203,12 +210,17 @@ class LayerFusion(nn.Module):
 
 def layer_embedding(num_states: int, dim: int) -> nn.Parameter:
     """E, (L + 1, D), initialised uniformly in [-0.1, 0.1]."""
-    return nn.Parameter(torch.empty(num_states, dim).uniform_(-0.1, 0.1))
+    embedding = nn.Parameter(torch.empty(num_states, dim))
+    return nn.init.uniform_(embedding, -0.1, 0.1)  # type: ignore[return-value]
 
 
 def _matrix(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias=bias)
-    nn.init.xavier_uniform_(linear.weight)
-    if bias:
-        nn.init.zeros_(linear.bias)
+    _reset(linear)
     return linear
+
+
+def _reset(linear: nn.Linear) -> None:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -127,8 +127,12 @@ class LatentDepth(nn.Module):
         self.evaluation, self.threshold = evaluation, threshold
         self.lr_scale, self.seed = lr_scale, seed
         self._check()
-        self.logits = nn.Parameter(torch.zeros(languages, num_layers))
+        self.logits = nn.Parameter(torch.empty(languages, num_layers))
+        self.reset_parameters()
         self.set_step(0)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.logits)
 
     def _check(self) -> None:
         def expect(condition: bool, name: str, expected: str) -> None:

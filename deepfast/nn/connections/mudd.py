@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.depth.initial import part
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 from deepfast.ops.depth_mix import mix_tokens, mix_tokens_backward
@@ -146,7 +147,7 @@ class MUDD(nn.Module):
             nn.init.normal_(up, std=self.dim**-0.5)
             nn.init.zeros_(down)
             nn.init.zeros_(bias)
-            nn.init.ones_(bias[-1])
+            nn.init.ones_(part(bias, -1))
 
     def forward(
         self,

@@ -155,13 +155,13 @@ class Connection(nn.Module):
             if connection == "block_attnres" and block is None:
                 block = -(-num_layers // BLOCKS)
             self.residuals = AttentionResiduals(
-                num_layers, dim, reads=reads, block=block, backend=backend
+                num_layers, dim, reads=reads, block=block, states="autocast", backend=backend
             )
         self.mudd = MUDD(num_layers, dim, backend=backend) if connection == "mudd" else None
         self.dlcl = None
         if connection in PRESETS:
             options = dlcl_options(connection, norm, dlcl)
-            self.dlcl = DLCL(num_layers, dim, backend=backend, **options)
+            self.dlcl = DLCL(num_layers, dim, states="autocast", backend=backend, **options)
         # Pre-norm: entry l is the first LN of layer l, or of sublayer l if each of them reads; the
         # last one is the stack's final LN.
         self.norms: Sequence[Norm] | None = None

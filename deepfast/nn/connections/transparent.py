@@ -59,11 +59,18 @@ class TransparentAttention(nn.Module):
         checks.eps("TransparentAttention", eps)
         self.encoder_layers, self.decoder_layers, self.dim = encoder_layers, decoder_layers, dim
         self.norm, self.dropout, self.eps, self.backend = norm, dropout, eps, backend
-        self.weight = nn.Parameter(torch.zeros(decoder_layers, encoder_layers + 1))
+        self.weight = nn.Parameter(torch.empty(decoder_layers, encoder_layers + 1))
         self.norm_weight = self.norm_bias = None
         if norm == "pre":
-            self.norm_weight = nn.Parameter(torch.ones(encoder_layers, dim))
-            self.norm_bias = nn.Parameter(torch.zeros(encoder_layers, dim))
+            self.norm_weight = nn.Parameter(torch.empty(encoder_layers, dim))
+            self.norm_bias = nn.Parameter(torch.empty(encoder_layers, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
+            nn.init.zeros_(self.norm_bias)
 
     def forward(self, states: Sequence[Tensor], output: Tensor) -> list[Tensor]:
         """The mixture (T, D) that each decoder layer attends to.
