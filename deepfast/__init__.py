@@ -2,6 +2,8 @@
 
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
+deepfast.patch    our ops in the place of a model's own norms, loss and attention
+deepfast.integrations  the names that DenseFormer's, fairseq's and x-transformers' users call
 deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
 """
@@ -12,15 +14,19 @@ from typing import TYPE_CHECKING
 from deepfast.version import __version__
 
 if TYPE_CHECKING:
-    from deepfast import memory, mt, nn, ops
+    from deepfast import integrations, memory, mt, nn, ops
+    from deepfast.integrations.patch import patch
 
-__all__ = ["__version__", "memory", "mt", "nn", "ops"]
+PACKAGES = ("integrations", "memory", "mt", "nn", "ops")
+__all__ = ["__version__", "integrations", "memory", "mt", "nn", "ops", "patch"]
 
 
 def __getattr__(name: str):
     # Imported on first use, because torch takes seconds to import and planning does not need it.
-    if name in __all__:
+    if name in PACKAGES:
         return importlib.import_module(f"deepfast.{name}")
+    if name == "patch":
+        return importlib.import_module("deepfast.integrations.patch").patch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

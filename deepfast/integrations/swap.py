@@ -3,6 +3,7 @@
 So parameters, names, hooks, buffers and wrappers stay as they are.
 """
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -22,9 +23,14 @@ class Swapped:
 def swapped(own: type[Swapped], plain: type[nn.Module]) -> type:
     """The class ``plain`` with what ``own`` changes. It keeps its name, which other code reads."""
     if (own, plain) not in _made:
+        # Hugging Face's Trainer reads the signature.
+        @functools.wraps(plain.forward)
+        def forward(self, *args, **kwargs):
+            return own.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
         body = {
             "__doc__": plain.__doc__, "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__, "parts": (own, plain),
+            "__qualname__": plain.__qualname__, "parts": (own, plain), "forward": forward,
         }  # fmt: skip
         _made[own, plain] = type(plain.__name__, (own, plain), body)
     return _made[own, plain]
