@@ -7,7 +7,7 @@ SOURCES := setup.py pyproject.toml constraints.txt deepfast/launches.py $(shell 
 # The Python of `make gpu`: that of `make setup` if it exists, else PYTHON.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test test-all test-avx2 cuda-check report systems gpu lint clean
+.PHONY: help setup test test-all test-avx2 cuda-check report systems gpu docs lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
@@ -18,6 +18,7 @@ help:
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
 	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
 	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"
+	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
 	@echo "make lint     check style and types"
 
 setup: $(VENV)/.installed
@@ -32,8 +33,8 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
-	$(BIN)/pip install -q -c $(VENV)/constraints.txt setuptools wheel ninja pybind11
-	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(extras.values(), []), sep="\n")' > $(VENV)/extras.txt
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja pybind11
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(extras.get, ("train", "report", "dev")), []), sep="\n")' > $(VENV)/extras.txt
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/build.log 2>&1 & \
 	  $(BIN)/pip install -q -c $(VENV)/constraints.txt -r $(VENV)/extras.txt; status=$$?; wait; exit $$status
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'
@@ -68,6 +69,15 @@ systems: setup
 
 gpu:
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)
+
+# Needs neither torch nor the compiled ops.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

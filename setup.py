@@ -48,7 +48,7 @@ setup(
     ],
     package_dir={"deepfast.kernels": "kernels"},
     package_data={
-        "deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html", "proof/tables/*.json"]
+        "deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html", "proof/tables/*.*"]
     },
     ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
     cmdclass={"build_ext": BuildOps},

@@ -2,6 +2,7 @@
 
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
+deepfast.connect  puts a depth connection into a model that you already have
 deepfast.patch    our ops in the place of a model's own norms, loss and attention
 deepfast.integrations  the names that DenseFormer's, fairseq's and x-transformers' users call
 deepfast.memory   the memory of a training step, counted and planned
@@ -15,18 +16,37 @@ from deepfast.version import __version__
 
 if TYPE_CHECKING:
     from deepfast import integrations, memory, mt, nn, ops
+    from deepfast.attach import connect, connected, disconnect
     from deepfast.integrations.patch import patch
 
 PACKAGES = ("integrations", "memory", "mt", "nn", "ops")
-__all__ = ["__version__", "integrations", "memory", "mt", "nn", "ops", "patch"]
+FUNCTIONS = {
+    "connect": "attach",
+    "connected": "attach",
+    "disconnect": "attach",
+    "patch": "integrations.patch",
+}
+"""Name -> the module that has it."""
+__all__ = [
+    "__version__",
+    "connect",
+    "connected",
+    "disconnect",
+    "integrations",
+    "memory",
+    "mt",
+    "nn",
+    "ops",
+    "patch",
+]
 
 
 def __getattr__(name: str):
     # Imported on first use, because torch takes seconds to import and planning does not need it.
     if name in PACKAGES:
         return importlib.import_module(f"deepfast.{name}")
-    if name == "patch":
-        return importlib.import_module("deepfast.integrations.patch").patch
+    if name in FUNCTIONS:
+        return getattr(importlib.import_module(f"deepfast.{FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

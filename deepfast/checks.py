@@ -37,7 +37,11 @@ def like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
             raise ValueError(f"{op}: {name} must have {other_name}'s {what} {expected}, got {got}")
 
 
-def parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> None:
+def parameter(
+    op: str, name: str, p: Tensor | None, shape: tuple, device, *, floating: bool = True
+) -> None:
+    """``p`` must have this shape and device and, unless it is not ``floating``, a real
+    floating-point dtype."""
     if p is None:
         return
     import torch
@@ -48,6 +52,8 @@ def parameter(op: str, name: str, p: Tensor | None, shape: tuple, device) -> Non
         raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
     if p.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
+    if floating and not p.is_floating_point():
+        raise ValueError(f"{op}: {name} must have a floating-point dtype, got {p.dtype}")
 
 
 def is_whole(value: object) -> bool:

@@ -40,6 +40,7 @@ ALLOWED = {
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "nn": NN,
+    "attach": NN,
     "integrations": NN,
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
     "mt.data": {"mt", *BOTTOM},
@@ -50,7 +51,7 @@ ALLOWED = {
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
-    "": {"integrations", "mt", "nn", "ops", "memory", "version"},
+    "": {"attach", "integrations", "mt", "nn", "ops", "memory", "version"},
 }
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "show-weights": "show the depth weights or the choice of layers that a model has learned",
     "convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
     "report": "measure everything and write one HTML page",
+    "bench": "time ops beside plain PyTorch on this machine",
 }
 
 

@@ -17,6 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
+    parser.add_argument(
+        "--trace", action="store_true",
+        help="also write trace.json, a torch.profiler trace of one training step",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         require(package, "deepfast report")
     from dataclasses import replace
 
-    from deepfast.measure import page, results
+    from deepfast.measure import page, results, trace
     from deepfast.measure.progress import Progress
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
@@ -37,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     report = make_report(settings, command_line(args), Progress())
     path = page.write(report, args.output)
+    if args.trace and not report["interrupted"]:
+        depth = trace.write(settings, args.output / "trace.json")
+        print(
+            f"{args.output / 'trace.json'}: a step of {depth} layers, for https://ui.perfetto.dev"
+        )
     for card in results.headlines(report):
         print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.models.interface import SearchModel
     from deepfast.mt.search import load_translator
+    from deepfast.nn import MUDD
 
     if args.output is not None and args.output.suffix not in PICTURES:
         raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")
@@ -65,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
         choices = choice_picture.choices_of(model)
     except ValueError as error:
         raise ValueError(f"{args.checkpoint}: {error}") from error
+    if not sides and not choices and any(isinstance(m, MUDD) for m in model.modules()):
+        raise ValueError(
+            f"{args.checkpoint}: expected weights that a picture can show; MUDD has other weights "
+            "for each token, stream and layer"
+        )
     if not sides and not choices:
         raise ValueError(
             f"{args.checkpoint}: expected a model with DLCL, attention residuals or latent depth "

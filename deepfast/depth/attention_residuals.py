@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
+from deepfast.depth.check_push import check_state
 from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.weights import AttentionWeights
 from deepfast.ops import common
+from deepfast.ops.attention_residual import residual_score
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -118,7 +120,18 @@ class AttentionResiduals(DepthConnection):
         """The mean of p over all tokens, (rows, rows); 0 where row l does not read state k.
 
         pushed: what the pushes of one pass add, (..., D) each, in their order.
+
+        Raises:
+            TypeError, ValueError: for tensors that are not those of one pass.
         """
+        pushed = common.checked_sources(self.name, "pushed", pushed)
+        if len(pushed) != self.rows:
+            raise ValueError(
+                f"{self.name}: pushed must hold {self.rows} tensors, got {len(pushed)}"
+            )
+        check_state(self, pushed[0])
+        if not pushed[0].numel():
+            raise ValueError(f"{self.name}: pushed must have tokens, got {tuple(pushed[0].shape)}")
         states: list[Tensor] = []
         for y, running in zip(pushed, self.running, strict=True):
             v = y.reshape(-1, self.dim).to(compute_dtype(y.dtype))
@@ -132,8 +145,7 @@ class AttentionResiduals(DepthConnection):
 
     def _score(self, v: Tensor, query: Tensor, row: int, k: int) -> Tensor:
         """The score (...) of state k, v (..., D) in the compute dtype, for ``row``."""
-        r = (v.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        score = (v * r * query[row]).sum(-1)
+        score = residual_score(v, query[row], self.eps)
         return score if self.bias is None else score + self.bias[row, k]
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
@@ -169,6 +181,7 @@ class AttentionResiduals(DepthConnection):
         )
 
 
+@common.traced_as("scaled_query")
 class _Query(torch.autograd.Function):
     """``scale * query * norm_weight``. As `MaskedWeight` it saves nothing through autograd."""
 

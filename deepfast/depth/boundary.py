@@ -28,6 +28,7 @@ class OutNorm(NamedTuple):
     rms: bool = False
 
 
+@common.traced_as("boundary_parameters")
 class _Parameters(torch.autograd.Function):
     """Starts the chain of tokens, and returns the parameters' gradients when backward ends."""
 
@@ -61,6 +62,7 @@ def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
     return _Parameters.apply(state, *parameters)
 
 
+@common.traced_as("boundary")
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, branch, residual, out_norm_weight, out_norm_bias, _token):

@@ -24,7 +24,8 @@ def check_push(
     kind = y.shape, y.dtype, y.device
     # A state of the same kind as the first one of this pass needs no further check.
     if history.owner is not connection or history.kind != kind:
-        _check_state(connection, y, history)
+        check_state(connection, y)
+        _check_alike(connection, y, history)
     checks.probability(op, dropout_p)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
         checks.like(op, "residual", residual, "the branch", y)
@@ -36,20 +37,24 @@ def check_push(
     return k
 
 
-def _check_state(connection, y: Tensor, history: DepthHistory) -> None:
+def check_state(connection, y: Tensor) -> None:
+    """Checks the width and the device of what is pushed."""
     op = connection.name
     if y.shape[-1] != connection.dim:
         raise ValueError(f"{op}: the input must be (..., {connection.dim}), got {tuple(y.shape)}")
     if y.device != connection.device:
         raise ValueError(f"{op}: the input must be on {connection.device}, got {y.device}")
+
+
+def _check_alike(connection, y: Tensor, history: DepthHistory) -> None:
     if history.owner is not connection or history.kind is None:
         return
     shape, dtype, device = history.kind
     expected, got = shape.numel() // connection.dim, y.numel() // connection.dim
     if (expected, dtype, device) != (got, y.dtype, y.device):
         raise ValueError(
-            f"{op}: the states of a pass must be alike: expected {expected} tokens of {dtype} on "
-            f"{device}, got {got} of {y.dtype} on {y.device}"
+            f"{connection.name}: the states of a pass must be alike: expected {expected} tokens of "
+            f"{dtype} on {device}, got {got} of {y.dtype} on {y.device}"
         )
 
 
@@ -74,8 +79,9 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
         )
     if history.traced:
         raise RuntimeError(
-            f"{op}: this pass began inside torch.compile and goes on outside; compile the whole "
-            "stack with fullgraph=True, or the layers alone"
+            f"{op}: this pass began inside torch.compile and goes on outside; make its history "
+            "outside of the compiled function or with eager=True, or compile the whole stack with "
+            "fullgraph=True"
         )
     if index is not None and not checks.is_whole(index):
         raise TypeError(f"{op}: index must be a whole number, got {index!r}")

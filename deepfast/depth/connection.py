@@ -1,5 +1,6 @@
 """What all depth connections share: the push of a state, and the pass that it belongs to."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ class DepthConnection(nn.Module):
             dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
             out_norm: the next layer's first norm, applied in the same pass:
                 ``LayerNorm(...).as_output()`` or ``RMSNorm(...).as_output()``.
-            want_x: with ``out_norm``, whether to return x too.
+            want_x: with ``out_norm``, whether to return x too. False needs ``out_norm``.
 
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
@@ -125,12 +126,21 @@ class DepthConnection(nn.Module):
                 in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
+        if out_norm is None and not want_x:
+            raise ValueError(f"{self.name}: want_x=False needs out_norm, got None")
+        push = self._push
+        if torch.compiler.is_compiling():
+            push = self._push_outside if history.eager else functools.partial(traced, self)
+        return push(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+
+    def _push(
+        self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """`forward` in eager code."""
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
         y, residual = common.cast_states(self.states, y, residual)
-        if torch.compiler.is_compiling():
-            return traced(self, y, history, index, residual, dropout_p, seed, out_norm, want_x)
         k = check_push(self, y, residual, history, index, dropout_p, out_norm)
         if history.state is None:
             self._begin(y, history)
@@ -148,6 +158,10 @@ class DepthConnection(nn.Module):
         if out_norm is not None:
             return x, out
         return x if out is None else out
+
+    _push_outside = torch.compiler.disable(
+        _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
+    )
 
     def _begin(self, y: Tensor, history: DepthHistory) -> None:
         """Begins the pass whose first push is y. The whole pass uses the parameters read here."""

@@ -23,11 +23,20 @@ class DepthHistory:
             memory than one state per layer. False keeps the states, at twice the memory, so that a
             second backward with ``retain_graph=True`` works.
         block: rows per block, see `deepfast.depth`; None chooses by depth.
+        eager: whether a push inside `torch.compile` leaves the graph and runs as in eager code, so
+            that layers which push and are compiled one by one keep the memory and the traffic of
+            eager code. False traces it: a stack compiled as a whole is one graph, whose traffic is
+            quadratic in depth. None traces where the history is made inside the compiled function.
     """
 
-    def __init__(self, *, inplace: bool = True, block: int | None = None):
+    def __init__(
+        self, *, inplace: bool = True, block: int | None = None, eager: bool | None = None
+    ):
         if block is not None:
             checks.whole("DepthHistory", block=block)
+        if eager is not None:
+            checks.flag("DepthHistory", eager=eager)
+        self.eager = not torch.compiler.is_compiling() if eager is None else eager
         self.inplace = inplace
         self.block = block
         # The stack; shape, dtype and device of the first push.

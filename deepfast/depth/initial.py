@@ -4,10 +4,10 @@ Libraries that load weights replace these functions, so that a parameter which h
 its values. transformers marks such a parameter with an attribute.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def part(parameter: nn.Parameter, index) -> Tensor:
+def part(parameter: Tensor, index) -> Tensor:
     """``parameter[index]`` as a view to initialise. It has the attributes of the parameter."""
     view = parameter.detach()[index]
     view.__dict__.update(parameter.__dict__)

@@ -46,6 +46,7 @@ def pattern_mask(pattern: tuple[tuple[int, ...], ...], device: torch.device) -> 
     return mask.to(device)
 
 
+@common.traced_as("masked_weight")
 class MaskedWeight(torch.autograd.Function):
     """Masks W to the pattern; with ``softmax`` its rows pass through a softmax first.
 

@@ -3,7 +3,8 @@
 A compiled graph cannot hold the buffer of states that `DepthState` reads and writes. Here each
 state is an ordinary tensor, and each row is one op over the states it reads. The result
 is the same, but the traffic is quadratic in depth, as in every functional form. For deep stacks
-compile the layers and leave the connection eager.
+compile the layers one by one: a push then breaks the graph and runs in eager code, see
+`DepthHistory`.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from deepfast import ops
 from deepfast.depth.boundary import OutNorm
 from deepfast.depth.history import DepthHistory
+from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise
 
 
@@ -38,6 +40,7 @@ def traced(
     want_x: bool,
 ) -> Tensor | tuple[Tensor | None, Tensor]:
     """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed."""
+    y, residual = common.cast_states(connection.states, y, residual)
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")

@@ -1,8 +1,8 @@
-"""Other ways to compute full attention residuals, for measurements beside deepfast.
+"""Other ways to compute attention residuals, full or in blocks, for measurements beside deepfast.
 
 All compute ``x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k`` for every row l, with the
-queries of one `deepfast.nn.AttentionResiduals`, and autograd's backward. A form is called like the
-module, but has its own history: ``x = connect(v)``.
+queries of one `deepfast.nn.AttentionResiduals`, and autograd's backward. In blocks the v of a block
+are summed. A form is called like the module, but has its own history: ``x = connect(v)``.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,15 @@ class _Attention:
     def __init__(self, residuals: AttentionResiduals):
         self.residuals = residuals
         self.values: list[Tensor] = []
+        self.row = 0
 
     def __call__(self, v: Tensor) -> Tensor:
-        self.values.append(v)
-        return self.attend(self.residuals.query[len(self.values) - 1])
+        if self.residuals.running[self.row]:
+            self.values[-1] = self.values[-1] + v
+        else:
+            self.values.append(v)
+        self.row += 1
+        return self.attend(self.residuals.query[self.row - 1])
 
     def normalised(self, v: Tensor) -> Tensor:
         return F.rms_norm(v, (v.shape[-1],), eps=self.residuals.eps)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from deepfast.measure import memory_pictures, pictures, results
+from deepfast.measure import connection_pictures, connections, memory_pictures, pictures, results
 from deepfast.mt.data.errors import require
 from deepfast.mt.data.text import write_atomically
 
@@ -22,6 +22,7 @@ def draw(report: dict) -> dict[str, str | None]:
             memory, name="memory", title="Peak memory of a step", unit="GiB"
         ),
     }
+    drawn |= connection_pictures.draw(report)
     drawn |= memory_pictures.draw(report)
     training = report["training"]
     if training["status"] == "measured":
@@ -47,6 +48,7 @@ def render(report: dict) -> str:
         pictures=draw(report),
         cards=results.headlines(report),
         traffic=results.traffic_table(report),
+        connections=connections,
         spread=results.spread,
         verdict=results.verdict(training) if training["status"] == "measured" else None,
     )

@@ -128,6 +128,8 @@ def depth_figure(
     dashed: Sequence[str] = (),
     line: tuple[str, float] | None = None,
     across: str = "encoder layers",
+    unnamed: Sequence[str] = (),
+    width: float = WIDTH,
     height: float = HEIGHT,
 ):
     """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
@@ -135,8 +137,9 @@ def depth_figure(
     strong, dashed: names of thick and of broken curves.
     line: a name and a number, drawn as a horizontal line.
     across: the label of the horizontal axis, if it is not depth.
+    unnamed: names of curves that are not written beside them.
     """
-    figure, axes = figure_of(height=height)
+    figure, axes = figure_of(width, height)
     for name, points in curves.items():
         main = name in strong
         axes.plot(
@@ -160,7 +163,8 @@ def depth_figure(
             line[0], (0.01, line[1]), (0, 3), xycoords=("axes fraction", "data"),
             textcoords="offset points", color="#555555", fontsize=8.5,
         )  # fmt: skip
-    label_ends(figure, axes, curves, colors, strong)
+    named = {name: points for name, points in curves.items() if name not in unnamed}
+    label_ends(figure, axes, named, colors, strong)
     return figure
 
 

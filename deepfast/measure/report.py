@@ -7,6 +7,7 @@ from dataclasses import asdict
 from deepfast.measure import deepest, depth_picture, policies
 from deepfast.measure.agreement import agreement
 from deepfast.measure.clock import COPY
+from deepfast.measure.connections import connections
 from deepfast.measure.machine import environment
 from deepfast.measure.progress import Job, Progress
 from deepfast.measure.rows import Row
@@ -28,7 +29,8 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         command: the command that makes the same report again, for the page.
         progress: runs the jobs and shows the progress.
     """
-    rows: dict[str, list[Row]] = {"steps": [], "mixing": [], "policies": [], "held": []}
+    names = "steps", "mixing", "connections", "policies", "held"
+    rows: dict[str, list[Row]] = {name: [] for name in names}
     same: dict = {"rows": []}
     training = Training(settings) if settings.training else None
     jobs = [
@@ -38,6 +40,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
     ]
     jobs += sweep(settings, rows["steps"])
     jobs += mixing(settings, rows["mixing"])
+    jobs += connections(settings, rows["connections"])
     jobs += policies.policies(settings, rows["policies"])
     jobs += deepest.held(settings, rows["held"])
     if training is not None:
@@ -59,6 +62,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         "agreement": same,
         "steps": [row.as_dict() for row in rows["steps"]],
         "mixing": _with_copy(rows["mixing"]),
+        "connections": [row.as_dict() for row in rows["connections"]],
         "policies": policies.chapter(settings, rows["policies"]),
         "held": {
             "tokens": deepest.HELD_BATCH * deepest.HELD_LENGTH,

@@ -39,6 +39,16 @@ class Settings:
     """Timed runs of every policy, in turns."""
     held_depths: tuple[int, ...] = (6, 30)
     """Layers of the small models that the closed forms are compared with."""
+    connection_depths: tuple[int, ...] = (12, 24, 48, 96)
+    """Layers of the stacks whose connections are compared."""
+    connection_tokens: int = 256
+    """T of these stacks."""
+    connection_dim: int = 128
+    """D of these stacks."""
+    connection_rounds: int = 5
+    """Timed runs of deepfast's connections, in turns with plain PyTorch's."""
+    connection_slow_rounds: int = 2
+    """Timed runs of plain PyTorch's."""
     training: bool = True
     """Whether to train."""
     overrides: tuple[str, ...] = (
@@ -77,13 +87,14 @@ DEFAULT = Settings()
 
 FULL = replace(
     DEFAULT, batch=64, rounds=5, slow_rounds=2, memory_batch=64, memory_dim=256, overrides=(),
-    steps=500, twin_steps=200,
+    steps=500, twin_steps=200, connection_tokens=1024,
 )  # fmt: skip
 """The sizes of the README's table."""
 
 QUICK = replace(
     DEFAULT, depths=(2, 4, 8), batch=8, length=8, dim=32, heads=2, ffn_dim=64, rounds=2,
     mixing_depth=8, memory_dim=32, policy_depth=8, policy_rounds=2, held_depths=(2,), sentences=6,
+    connection_depths=(2, 4), connection_tokens=16, connection_dim=32, connection_slow_rounds=1,
     overrides=(
         "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.encoder_layers=6",
         "model.decoder_layers=1", "data.train_size=600", "data.dev_size=30", "data.test_size=30",

@@ -1,11 +1,19 @@
-"""The number of states that each form of DLCL reads and writes in a step, from its schedule.
+"""The memory traffic of a step, counted and not measured: every operand that an op reads and every
+result that it writes.
 
-The unit is a state (T, D). Every operand that an op reads from memory and every result that it
-writes counts, in the connection alone, without layer-norms and layers. Each of the N = L + 1 rows
-reads all states below it.
+For a form whose schedule is known the unit is a state (T, D), in the connection alone, without
+layer-norms and layers. Each of the N = L + 1 rows reads all states below it. `OpTraffic` counts the
+ops of any run.
 """
 
-from deepfast.depth.schedule import default_block, near_rows
+import math
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepfast.depth.pattern import depth_pattern
+from deepfast.depth.schedule import Schedule, default_block, near_rows
 
 
 def _stack_and_sum(rows: int) -> int:
@@ -40,32 +48,66 @@ def _densely_buffered(rows: int) -> int:
     return total
 
 
-def _look_ahead(rows: int, block: int) -> int:
+def _far(groups: dict[tuple[int, ...], list[int]], count: int, reads: int) -> int:
+    """The passes that compute the sums of a block (`deepfast.depth.slots.BlockSums`).
+
+    Args:
+        groups: maps several targets to what all of them sum.
+        count: the targets of the block.
+        reads: how many states a pass reads for each of its targets.
+    """
+    whole = [len(targets) for targets in groups] == [count]
+    # Where one pass does not compute all sums, they are set to 0 and added to.
+    moved = 0 if whole or not groups else count
+    for targets, sources in groups.items():
+        moved += len(sources) + (reads + (1 if whole else 2)) * len(targets)
+    return moved
+
+
+def _mixes(schedule: Schedule) -> int:
     """Reads and writes for the mixes of all rows, from states that exist already."""
     total = 0
-    for k in range(rows):
-        start, end = near_rows(block, k, rows)
-        if k == start and start > 0:
-            total += start + (end - start)
+    for row, (start, end) in enumerate(schedule.blocks):
+        groups = schedule.far_reads(start, end)
+        if row == start:
+            total += _far(groups, end - start, 0)
         # The block's recent states, the partial sum, the result.
-        total += (k - start) + (1 if start > 0 else 0) + 1
+        total += len(schedule.near[row]) - 1 + bool(groups) + 1
     return total
 
 
-def _deepfast(rows: int, block: int | None = None) -> int:
-    block = block or default_block(rows)
+def engine_moved(
+    pattern: tuple[tuple[int, ...], ...], running: tuple[bool, ...] | None = None
+) -> int:
+    """States that deepfast's engine reads and writes in forward and backward of one pass.
+
+    Every row's result is mixed again in backward, as before a layer-norm.
+
+    Args:
+        pattern: pattern[l]: the states that row l reads, its own among them.
+        running: running[k]: whether state k is what is pushed plus state k - 1; None: no state is.
+    """
+    rows = len(pattern)
+    schedule = Schedule(pattern, default_block(rows))
+    far = [
+        schedule.far_readers(start, end, tuple(range(end, rows)))
+        for start, end in schedule.blocks
+    ]  # fmt: skip
     # Forward: every state is read once from the layer and written into its slot.
-    total = 2 * rows + _look_ahead(rows, block)
+    total = 2 * rows + _mixes(schedule)
     # Backward recomputes the mixed inputs. They stay in registers and are not written.
-    total += _look_ahead(rows, block) - rows
-    for k in range(rows):
-        start, end = near_rows(block, k, rows)
-        later = rows - end
-        if k == min(end, rows) - 1 and later:
-            # One pass: the later gradients, the block's states for dW, the block's sums.
-            total += later + 2 * (end - start)
+    total += _mixes(schedule) - rows
+    for k, (start, end) in enumerate(schedule.blocks):
+        if k == end - 1:
+            # The later gradients, the block's states for the weights' gradient, the block's sums.
+            total += _far(far[k], end - start, 1)
         # Later gradients of the block, the far part, state k; dx in, g into its slot, dy out.
-        total += (end - 1 - k) + (1 if later else 0) + 1 + 3
+        total += sum(k in schedule.reads[row] for row in range(k + 1, end))
+        total += bool(far[k]) + 1 + 3
+        if running is not None and running[k]:
+            # State k - 1, in forward. Its gradient from state k, written, then read or, where that
+            # state has a far part, added to it.
+            total += 2 + (3 if far[k - 1] else 1)
     return total
 
 
@@ -74,7 +116,7 @@ SCHEDULES = {
     "stack and sum": _stack_and_sum,
     "loop of adds": _loop_of_adds,
     "DenseFormer form": _densely_buffered,
-    "deepfast": _deepfast,
+    "deepfast": lambda rows: engine_moved(depth_pattern(rows, None, 1, 1)),
 }
 """Variant -> states read and written in forward and backward, by the number of rows."""
 
@@ -99,3 +141,40 @@ def forward_reads(depth: int) -> dict[str, float]:
         "bound": rows**2 / (2 * block) + rows * (block + 1) / 2,
         "all_below": rows * (rows + 1) / 2,
     }
+
+
+class OpTraffic(TorchDispatchMode):
+    """Counts the operands and results of every op that runs inside it.
+
+    A tensor that an op modifies in place counts as read and as written. The caches of the processor
+    and what happens inside an op are not seen.
+
+    Attributes:
+        nbytes: bytes so far.
+    """
+
+    _UNTOUCHED = ("empty", "new_empty", "empty_like", "_unsafe_view")
+    """Ops that neither read nor write, beside the views."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if not func.is_view and schema.name.rpartition(":")[2] not in self._UNTOUCHED:
+            named = dict(zip((a.name for a in schema.arguments), args, strict=False))
+            # What the launches of deepfast add to is read, too.
+            added = named["dsources"] if named.get("accumulate") is True else ()
+            operands = tree_leaves((args, kwargs, results, added))
+            self.nbytes += sum(_bytes_of(x) for x in operands)
+        return results
+
+
+def _bytes_of(operand: object) -> int:
+    """The bytes of a tensor; 0 for anything else. An expanded dimension is one element."""
+    if not isinstance(operand, Tensor):
+        return 0
+    shape = zip(operand.shape, operand.stride(), strict=True)
+    return operand.element_size() * math.prod(size if stride else 1 for size, stride in shape)

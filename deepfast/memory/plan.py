@@ -7,7 +7,7 @@ from typing import Any
 
 from deepfast import checks
 from deepfast.memory.flops import relative_time
-from deepfast.memory.policies import MIXING, POLICIES, resolve
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, resolve
 from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
@@ -64,6 +64,7 @@ def plan(
             f"decoder_policies: expected none without a decoder, got {decoder_policies!r} for "
             "decoder_layers=0"
         )
+    _check_used(options)
     limit = None if budget is None else parse_bytes(budget)
     search = _Search(policies, decoder_policies)
     sized = partial(_sized, {"layers": layers, "width": width, "tokens": tokens}, options)
@@ -81,6 +82,20 @@ def plan(
     fits = sum(table.values()) <= limit
     what_fits = None if fits else _what_fits(sizes, limit, sized, heads)
     return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), what_fits, free)
+
+
+def _check_used(options: dict[str, Any]) -> None:
+    """Raises for an option that none of the connections has."""
+    kinds = [options.get("connection") or Sizes.connection]
+    if options.get("decoder_layers") != 0:
+        kinds.append(options.get("decoder_connection") or Sizes.decoder_connection)
+    for name, owners in (("reads", ATTENTION_RESIDUALS), ("weight", ("dlcl",))):
+        value = options.get(name)
+        if value is not None and not set(owners) & set(kinds):
+            raise ValueError(
+                f"{name}: expected none without connection {' or '.join(owners)}, got {value!r} "
+                f"with {' and '.join(map(str, kinds))}"
+            )
 
 
 def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes:

@@ -52,9 +52,12 @@ class Norm(nn.Module):
 
     def keep_output(self) -> Callable[[], OutNorm]:
         """Returns the function that gives `as_output` in backward, as it was in forward."""
-        weight, bias = (None if p is None else Kept(p) for p in (self.weight, self.bias))
+        weight = None if self.weight is None else Kept(self.weight)
+        bias = None if self.bias is None else Kept(self.bias)
         eps, rms = self.eps, self.rms
-        return lambda: OutNorm(weight and weight(), bias and bias(), eps, rms)
+        return lambda: OutNorm(
+            None if weight is None else weight(), None if bias is None else bias(), eps, rms
+        )
 
     def recompute(self, n: Tensor, x: Tensor) -> Recompute:
         """Recomputes n, the norm of x, in backward; it keeps x.

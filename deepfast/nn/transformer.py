@@ -46,9 +46,10 @@ class _Stack(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        checks.whole(type(self).__name__, num_layers=num_layers)
+        op = type(self).__name__
+        checks.whole(op, num_layers=num_layers)
         self.dim = dim
-        rows = rows_per_layer(connection, reads, len(self.layer.parts))
+        rows = rows_per_layer(op, connection, reads, len(self.layer.parts))
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
                 dim,

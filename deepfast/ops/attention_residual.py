@@ -12,14 +12,17 @@ from deepfast.ops.layer_norm import rms_norm
 from deepfast.reference.layer_norm import compute_dtype
 
 
+def residual_score(v: Tensor, query: Tensor, eps: float) -> Tensor:
+    """``<RMSNorm(v), query>`` (...) of a source v (..., D), both in the compute dtype."""
+    # Not a matrix product, which autocast would compute in half precision.
+    r = (v.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (v * r * query).sum(-1)
+
+
 @torch.no_grad()
 def _weights(sources: Sequence[Tensor], query: Tensor, lse: Tensor, eps: float) -> Tensor:
     """p (..., K) from the scores, one source at a time."""
-    scores = []
-    for source in sources:
-        v = source.to(lse.dtype)
-        r = (v.square().mean(-1) + eps).rsqrt()
-        scores.append(v @ query.to(lse.dtype) * r)
+    scores = [residual_score(v.to(lse.dtype), query.to(lse.dtype), eps) for v in sources]
     return (torch.stack(scores, -1) - lse.unsqueeze(-1)).exp()
 
 
@@ -68,6 +71,8 @@ def attention_residual(
         residuals = residuals.unbind(0)
     sources = common.checked_sources(op, "residuals", residuals)
     first = sources[0]
+    if not first.is_floating_point():
+        raise ValueError(f"{op}: residuals must have a floating-point dtype, got {first.dtype}")
     checks.tensor(op, "query", query)
     dim = first.shape[-1:]
     checks.parameter(op, "query", query, tuple(dim), first.device)
@@ -75,7 +80,7 @@ def attention_residual(
         if weight is not None:
             checks.tensor(op, name, weight)
             checks.parameter(op, name, weight, tuple(dim), first.device)
-    checks.eps(op, rms_eps)
+    checks.number(op, rms_eps=rms_eps)
     checks.flag(op, return_weights=return_weights)
     query = query.to(compute_dtype(first.dtype))
     if scale is not None:

@@ -62,6 +62,18 @@ def bare_apply(node: type[torch.autograd.Function]):
     return super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
 
+def traced_as(name: str):
+    """Decorates an autograd node: traces of `torch.profiler` show ``deepfast::name``, and its
+    backward as torch names backward nodes."""
+
+    def rename(node: type[torch.autograd.Function]):
+        node.__name__ = node.__qualname__ = f"deepfast::{name}"
+        node._backward_cls.__name__ = f"deepfast::{name}Backward"
+        return node
+
+    return rename
+
+
 def first_order(name: str):
     """Decorates the backward of an op that has no second derivative: asking for one raises.
 

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from deepfast.ops import common
 
+
+@common.traced_as("pack")
 class Gather(torch.autograd.Function):
     """Rows ``indices`` of a matrix. The indices are distinct, so backward need not add."""
 
@@ -19,6 +22,7 @@ class Gather(torch.autograd.Function):
         return Scatter.apply(grad, indices, ctx.rows), None
 
 
+@common.traced_as("unpack")
 class Scatter(torch.autograd.Function):
     """A matrix of ``rows`` rows with those of x at ``indices``, and 0 elsewhere."""
 

@@ -156,7 +156,7 @@ def _check(f, weight, peephole, h0, c0, lengths) -> None:
     checks.tensor(op, "peephole", peephole)
     checks.parameter(op, "peephole", peephole, (3, dim), f.device)
     checks.parameter(op, "c0", c0, (batch, dim), f.device)
-    checks.parameter(op, "lengths", lengths, (batch,), f.device)
+    checks.parameter(op, "lengths", lengths, (batch,), f.device, floating=False)
     if lengths is None:
         return
     if lengths.dtype != torch.int64:

@@ -127,6 +127,7 @@ def _node(forward: Callable, autograd: _Autograd, public: int):
     single tensors after its length.
     """
 
+    @common.traced_as(autograd.name)
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, count, *args):
@@ -144,7 +145,6 @@ def _node(forward: Callable, autograd: _Autograd, public: int):
             first, *rest = autograd.backward(ctx, needs, grads)
             return None, *([first] if count is None else first), *rest
 
-    Node.__name__ = Node.__qualname__ = autograd.name
     return common.bare_apply(Node)
 
 

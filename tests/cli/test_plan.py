@@ -31,6 +31,14 @@ def test_what_is_left_out_is_solved_for_and_json_says_the_same(capsys):
     assert main([*ARGUMENTS, "--layers", str(found["layers"] + 1)]) == 3
 
 
+@pytest.mark.parametrize(
+    "options", [["--reads", "2"], ["--connection", "attnres", "--weight", "vector"]]
+)
+def test_an_option_that_no_connection_has_is_refused(options, capsys):
+    assert main([*ARGUMENTS, *options]) == 1
+    assert "expected none without connection" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_has_an_exit_code_and_advice(capsys):
     assert main([*ARGUMENTS, "--layers", "5000"]) == 3
     assert "it does not fit: what fits is " in capsys.readouterr().out

@@ -226,6 +226,13 @@ def test_a_sample_is_for_attention_residuals(tmp_path, save, capsys):
     assert "--sample: expected a model with attention residuals, got" in capsys.readouterr().err
 
 
+def test_weights_of_mudd_are_refused(save, capsys):
+    _, path = save(encoder_connection="mudd")
+    assert main(["show-weights", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "MUDD has other weights for each token, stream and layer" in said
+
+
 # ---- latent depth --------------------------------------------------------------------------------
 
 

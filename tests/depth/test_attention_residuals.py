@@ -80,6 +80,20 @@ def test_mean_weights(form):
         assert not means[row, row + 1 :].any()
 
 
+def test_mean_weights_of_something_else():
+    m, v = AttentionResiduals(1, DIM), torch.randn(3, DIM)
+    for pushed, message in (
+        (None, "pushed must be a list of tensors, got NoneType"),
+        ([v], "pushed must hold 2 tensors, got 1"),
+        ([v, 1], r"pushed\[1\] must be a tensor, got int"),
+        ([v, v[:2]], r"pushed\[1\] must have pushed\[0\]'s shape"),
+        ([v[:, 1:]] * 2, "the input must be"),
+        ([v[:0]] * 2, "pushed must have tokens"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^AttentionResiduals: {message}"):
+            m.mean_weights(pushed)
+
+
 @BLOCKS
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize(("top", "bottom"), [(9, 4), (10, 0), (6, 2), (5, 4)])
@@ -198,6 +212,8 @@ def test_refuses():
     for given in ([1], None):
         with pytest.raises(TypeError, match="the layer's output must be a tensor, got"):
             m(given, history)
+    with pytest.raises(ValueError, match="want_x=False needs out_norm, got None"):
+        m(torch.randn(3, DIM), history, want_x=False)
     for other in (None, []):
         with pytest.raises(TypeError, match="history must be a DepthHistory, got"):
             m(torch.randn(3, DIM), other)

@@ -53,7 +53,7 @@ def made(tmp_path_factory):
     for package in ("matplotlib", "jinja2", "rich", "sentencepiece", "sacrebleu", "num2words"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("report")
-    assert main(["report", "--quick", "--output", str(folder / "out")]) == 0
+    assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0
     page = (folder / "out" / "index.html").read_text("utf-8")
     report = json.loads((folder / "out" / "report.json").read_text("utf-8"))
     names = sorted(p.name for p in (folder / "out").iterdir())

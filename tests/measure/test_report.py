@@ -1,5 +1,6 @@
 """The whole command on tiny sizes: the page needs no other file and has all numbers."""
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from deepfast.measure import deepest, memory_pictures, page, report, results
 from deepfast.measure.clock import COPY
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.progress import Job, Progress
+from deepfast.measure.settings import QUICK
 from deepfast.memory import POLICIES
 from deepfast.memory.eager import EAGER
 
@@ -51,8 +53,17 @@ def reader(made):
     return found
 
 
-def test_two_files_are_written(made):
-    assert made.names == ["index.html", "report.json"]
+def test_two_files_are_written_and_with_trace_a_third(made):
+    assert made.names == ["index.html", "report.json", "trace.json"]
+
+
+def test_the_trace_is_one_step_with_our_names(made):
+    events = json.loads((made.folder / "out" / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("training step") == 1
+    depth = min(QUICK.depths)
+    assert [names.count(f"layer {number}") for number in range(depth + 1)] == [1] * depth + [0]
+    assert names.count("deepfast::boundary") == depth + 1
 
 
 def test_the_page_needs_nothing_else(made, reader):
@@ -72,8 +83,9 @@ def test_ids_are_unique_and_references_resolve(made):
 
 
 def test_pictures_are_inline(made, reader):
-    # Time, memory; policies, the deepest models, memory over depth; losses, weights.
-    assert reader.tags.count("svg") == 7
+    # Time, memory; traffic, time, memory of connections; policies, the deepest models, memory over
+    # depth; losses, weights.
+    assert reader.tags.count("svg") == 10
     assert "deepfast" in reader.text
 
 
@@ -137,8 +149,10 @@ def test_environment_and_parts_are_told(made):
     environment = made.report["environment"]
     for key in ("cpu", "cores", "threads", "torch", "deepfast", "build", "date", "backends"):
         assert environment[key]
-    parts = {"agreement", "a step", "mixing alone", "memory policies", "closed forms", "training"}
-    assert made.report["seconds"].keys() == parts | {"total"}
+    assert made.report["seconds"].keys() == {
+        "agreement", "a step", "mixing alone", "connections", "memory policies", "closed forms",
+        "training", "total",
+    }  # fmt: skip
 
 
 class Stopped(Progress):

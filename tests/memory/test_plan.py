@@ -215,6 +215,11 @@ def test_recomputation_is_that_of_the_design():
         ({"connection": "attnres", "norm": "post"},
          "norm: expected pre with connection 'attnres', got 'post'"),
         ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
+        ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
+         "with dlcl and residual$"),
+        ({"connection": "attnres", "weight": "vector"},
+         "^weight: expected none without connection dlcl, got 'vector' with attnres and residual$"),
+        ({"decoder_connection": "attnres", "decoder_layers": 0, "reads": 1}, "^reads: expected no"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
         ({"layers": None, "budget": "1MiB"}, r"budget: expected at least .* for layers 1, got 1\."),
     ],

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from deepfast.depth.state import DepthState
 from deepfast.nn import (
     DLCL,
+    AttentionResiduals,
     DepthHistory,
     Packing,
     TransformerDecoderLayer,
@@ -198,13 +200,77 @@ def test_a_pass_half_traced_is_an_error():
     """Traced and eager passes keep their states in different places."""
     dlcl, x = DLCL(3, DIM), torch.randn(4, DIM)
     push = torch.compile(lambda y, h: dlcl(y, h), backend="eager")
-    h = DepthHistory()
+    h = DepthHistory(eager=False)
     push(x, h)
     with pytest.raises(RuntimeError, match="began inside torch"):
         dlcl(x, h)
     # The other way round the push falls back to eager code, and is right.
-    h, g = DepthHistory(), DepthHistory()
+    h, g = DepthHistory(eager=False), DepthHistory()
     torch.testing.assert_close(push(dlcl(x, h), h), dlcl(dlcl(x, g), g))
+
+
+class Pushing(torch.nn.Module):
+    """A stack without a loop of its own for depth: hooks of the layers push, or layers do."""
+
+    def __init__(self, kind, layers, by):
+        super().__init__()
+        self.connection, self.by = kind(layers, DIM), by
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(DIM, DIM, bias=False) for _ in range(layers)
+        )
+        self.history = None
+        if by == "layers":
+            for layer in self.layers:
+                layer.forward = lambda x, layer=layer: self.push(layer.weight @ x.mT)
+            return
+        if by == "first layer":
+            self.layers[0].register_forward_pre_hook(lambda _, args: self.begin(*args))
+        for k, layer in enumerate(self.layers, 1):
+            layer.register_forward_hook(lambda _, args, y, k=k: self.push(y.mT, index=k))
+
+    def begin(self, x):
+        self.history = DepthHistory(eager=True if self.by == "first layer" else None)
+        return self.connection(x, self.history)
+
+    def push(self, y_DT, **options):
+        return self.connection(torch.tanh(y_DT.mT), self.history, **options)
+
+    def forward(self, x):
+        x = x if self.by == "first layer" else self.begin(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", [DLCL, AttentionResiduals])
+@pytest.mark.parametrize("by", ["hooks", "layers", "first layer"])
+def test_layers_compiled_one_by_one_may_push(kind, by):
+    """A push breaks the graph: the number of graphs and their size do not grow with depth."""
+    frames = []
+    for layers in (4, 12):
+        torch._dynamo.reset()
+        stack = Pushing(kind, layers, by)
+        x = torch.randn(5, DIM, requires_grad=True)
+        expected = stack(x)
+        want = gradients(stack, expected.square().sum(), x)
+        counter = CompileCounterWithBackend("aot_eager")
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for layer in stack.layers:
+                layer.compile(backend=counter)
+            got = stack(x)
+        assert isinstance(stack.history.state, DepthState)
+        torch.testing.assert_close(got, expected)
+        for a, b in zip(gradients(stack, got.square().sum(), x), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] > 0
+
+
+def test_a_full_graph_cannot_push_into_a_history_from_outside():
+    dlcl, history = DLCL(3, DIM), DepthHistory()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"DepthHistory\(eager=False\)"):
+        compiled(lambda x: dlcl(x, history))[0](torch.randn(3, DIM))
 
 
 @pytest.mark.parametrize("index", [0, 2])

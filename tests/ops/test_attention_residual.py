@@ -52,11 +52,13 @@ def test_half_precision_and_autocast():
     out, p = attention_residual(query, [v.bfloat16() for v in residuals], return_weights=True)
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
-    full = attention_residual(query, residuals)
+    full = attention_residual(query, residuals, return_weights=True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention_residual(query, residuals), full)
+        again, weights = attention_residual(query, residuals, return_weights=True)
         mixed = [residuals[0], *(v.bfloat16() for v in residuals[1:])]
         assert attention_residual(query, mixed).dtype == torch.float32
+    assert torch.equal(again, full[0])
+    assert torch.equal(weights, full[1])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,14 @@ def test_half_precision_and_autocast():
         ({"residuals": None}, "residuals must be a list of tensors, got NoneType"),
         ({"residuals": []}, "residuals must hold at least 1 tensor, got 0"),
         ({"scale": float("nan")}, "scale must be a finite number"),
-        ({"rms_eps": -1.0}, "eps must be a number of at least 0"),
+        ({"rms_eps": -1.0}, "rms_eps must be a number of at least 0"),
+        (
+            {"residuals": [torch.zeros(2, 4).long()]},
+            "^attention_residual: residuals must have a floating-point dtype, got torch.int64",
+        ),
+        ({"query": torch.zeros(4).long()}, "query must have a floating-point dtype"),
+        ({"query": torch.zeros(4, dtype=torch.complex64)}, "query must have a floating-point dty"),
+        ({"rms_weight": torch.zeros(4).long()}, "rms_weight must have a floating-point dtype"),
     ],
 )
 def test_refuses(change, message):

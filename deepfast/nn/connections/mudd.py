@@ -48,6 +48,7 @@ class _Gradients:
         return found
 
 
+@common.traced_as("mudd_row")
 class _Row(torch.autograd.Function):
     """One row. A token, an empty tensor passed from row to row, keeps backward in order even where
     a layer ignores its input. Row 0 has no weight and returns its state."""

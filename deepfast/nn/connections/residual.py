@@ -60,10 +60,11 @@ def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
     return options
 
 
-def rows_per_layer(connection: str, reads: int | None, parts: int) -> int:
+def rows_per_layer(op: str, connection: str, reads: int | None, parts: int) -> int:
     """How often a layer pushes and reads.
 
     Args:
+        op: the stack's name in errors.
         connection: one of `CONNECTIONS`.
         reads: 1: once; 2: each of its ``parts`` does; None: 2 for attention residuals, else 1.
 
@@ -72,11 +73,9 @@ def rows_per_layer(connection: str, reads: int | None, parts: int) -> int:
     """
     attends = connection in ATTENTION_RESIDUALS
     reads = 1 + attends if reads is None else reads
-    checks.whole("Connection", 1, 2, reads=reads)
+    checks.whole(op, 1, 2, reads=reads)
     if reads == 2 and not attends:
-        raise ValueError(
-            f"Connection: reads must be 1 or None where connection={connection!r}, got 2"
-        )
+        raise ValueError(f"{op}: reads must be 1 or None where connection={connection!r}, got 2")
     return parts if reads == 2 else 1
 
 
@@ -292,13 +291,15 @@ def run_layer(
             return layer(x, normed=n, **options)
         # A compiler understands torch's checkpointing, and chooses itself what else to save.
         return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
-    # Below the lowest layer that learns, states may be freed before this layer runs again.
+    # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
+    # that torch.compile traces has none.
     learns = x.requires_grad or (n is not None and n.requires_grad)
-    if policy == "history" and learns:
+    states = learns and history is not None and history.state is not None
+    if policy == "history" and states:
         return rerun(layer, x, n, _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, x, n, _from_input(x, n, norm), options)
-    if call.part is not None and learns:
+    if call.part is not None and states:
         return _part_from_states(layer, x, norm, history, options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
     # and backward recomputes n.

@@ -1,0 +1,257 @@
+"""What runs in somebody else's loop: the layers' stand-ins, and the pass that they share.
+
+A parent's forward loops over its list of layers. `connect` swaps the class of that list. While the
+parent's forward runs, the list gives a `LayerCall` in place of each layer. It calls the layer and
+then pushes the output, outside of the layer's call. So a layer that is checkpointed, compiled,
+sharded or has hooks is called as before. At all other times the list is an ordinary list.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.history import DepthHistory
+
+NAME = "depth_connection"
+"""The connection's name among the children of its parent."""
+
+Layers = nn.ModuleList | nn.Sequential
+
+
+class Pass:
+    """One forward pass of the parent.
+
+    Args:
+        connection: receives the states.
+        added: whether a state is what a layer adds, its output without its input.
+        where: the list of layers, in errors.
+        input_name: name of a layer's first argument.
+    """
+
+    def __init__(self, connection: DepthConnection, added: bool, where: str, input_name: str):
+        self.connection, self.added = connection, added
+        self.where, self.input_name = where, input_name
+        self.history = DepthHistory()
+        self.learns = torch.is_grad_enabled()
+        # Opened by the list itself, not by the parent.
+        self.inner = False
+
+    def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs layer k and returns its result, in which the next layer's input replaces y."""
+        pushed = len(self.history)
+        if pushed < k + (k > 0):
+            raise RuntimeError(
+                f"deepfast.connect: layer {max(pushed - 1, 0)} of {self.where} did not run before "
+                f"layer {k}; a depth connection needs every layer, so set LayerDrop to 0"
+            )
+        if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} runs twice in one pass; a depth "
+                "connection needs every layer once"
+            )
+        if self.learns and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} runs without gradients in a pass "
+                "with gradients; where the loop checkpoints its layers, use use_reentrant=False"
+            )
+        name = self.input_name
+        if not args and name not in kwargs:
+            raise TypeError(
+                f"deepfast.connect: layer {k} of {self.where} was called without {name}"
+            )
+        x = args[0] if args else kwargs[name]
+        self._check(k, "input", x)
+        if k == 0:
+            x = self._push(x, 0)
+            args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
+        result = layer(*args, **kwargs)
+        y = result[0] if isinstance(result, tuple) and result else result
+        self._check(k, "output", y)
+        if y.shape != x.shape:
+            raise ValueError(
+                f"deepfast.connect: layer {k} of {self.where} must return a tensor of its input's "
+                f"shape {tuple(x.shape)}, got {tuple(y.shape)}"
+            )
+        following = self._push(y - x if self.added else y, k + 1)
+        if not isinstance(result, tuple):
+            return following
+        rest = (following, *result[1:])
+        return type(result)(*rest) if hasattr(result, "_fields") else rest
+
+    def _check(self, k: int, what: str, y: object) -> None:
+        where = f"deepfast.connect: the {what} of layer {k} of {self.where}"
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"{where} must be a tensor, or a tuple whose first entry is one, got "
+                f"{type(y).__name__}"
+            )
+        if y.is_nested:
+            raise TypeError(
+                f"{where} is a nested tensor, which is not supported; build the encoder with "
+                "enable_nested_tensor=False"
+            )
+        if y.dim() == 0 or y.shape[-1] != self.connection.dim:
+            raise ValueError(f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}")
+
+    def _push(self, y: Tensor, k: int) -> Tensor:
+        # With its index, because a loop may checkpoint what it calls.
+        if not torch.is_autocast_enabled(y.device.type):
+            return self.connection(y, self.history, index=k)
+        # The states keep the dtype that the layers pass on.
+        with torch.autocast(y.device.type, enabled=False):
+            return self.connection(y, self.history, index=k)
+
+
+class LayerCall:
+    """Stands in for layer k while its parent's forward runs; its attributes are the layer's."""
+
+    def __init__(self, run: Pass, k: int, layer: nn.Module):
+        self._run, self._k, self._layer = run, k, layer
+
+    def __call__(self, *args, **kwargs):
+        return self._run.call(self._k, self._layer, args, kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._layer, name)
+
+
+class Open(threading.local):
+    """The pass that is open in each thread. It is neither copied nor pickled."""
+
+    run: Pass | None = None
+
+    def __reduce__(self):
+        return Open, ()
+
+
+class Attachment:
+    """A connection's place in a parent: the hooks that open and close a pass.
+
+    Args:
+        layers: the list of layers.
+        where: its name, for errors.
+    """
+
+    def __init__(
+        self, connection: DepthConnection, layers: Layers, where: str, added: bool, first: str
+    ):
+        self.connection, self.layers, self.where = connection, layers, where
+        self.added, self.input_name = added, first
+        self.open = Open()
+        # Inside torch.compile, which does not carry what is local to a thread from graph to graph.
+        self.traced: Pass | None = None
+        self.handles: list = []
+
+    @property
+    def run(self) -> Pass | None:
+        """The pass that is open."""
+        if torch.compiler.is_compiling():
+            return self.traced
+        return self.traced if self.open.run is None else self.open.run
+
+    @run.setter
+    def run(self, run: Pass | None) -> None:
+        if torch.compiler.is_compiling():
+            self.traced = run
+        else:
+            self.open.run, self.traced = run, None
+
+    def begin(self, _module, _args) -> None:
+        """Before the parent's forward."""
+        if len(self.layers) != self.connection.num_layers:
+            raise RuntimeError(
+                f"deepfast.connect: {self.where} had {self.connection.num_layers} layers when it "
+                f"was connected, and has {len(self.layers)} now"
+            )
+        self.run = Pass(self.connection, self.added, self.where, self.input_name)
+
+    def end(self, _module, _args, output) -> None:
+        """After the parent's forward; after an exception the output is None."""
+        run, self.run = self.run, None
+        if run is None:
+            return
+        run.history.close()
+        found, rows = len(run.history), run.connection.rows
+        if output is not None and found < rows:
+            raise RuntimeError(
+                f"deepfast.connect: {max(found - 1, 0)} of {rows - 1} layers ran through the loop "
+                f"over {self.where}; the parent's forward must iterate over the list, not over "
+                "indices, and call every layer once (no LayerDrop)"
+            )
+
+    def begin_list(self, module, args) -> None:
+        """Before the forward of an nn.Sequential: its parent may be skipped, as by timm's
+        ``forward_features``."""
+        if self.run is None:
+            self.begin(module, args)
+            self.run.inner = True  # type: ignore[attr-defined]
+
+    def end_list(self, module, args, output) -> None:
+        if self.run is not None and self.run.inner:
+            self.end(module, args, output)
+
+
+class _Loop(nn.Module):
+    """What both connected lists share."""
+
+    attachment: Attachment
+    plain: Callable[[list[nn.Module]], Layers]
+    """Makes a list of this kind that is not connected."""
+
+    def _layers(self) -> list[nn.Module]:
+        # An nn.Sequential that is its own parent has the connection among its children.
+        return [m for name, m in self._modules.items() if name != NAME]
+
+    def _calls(self) -> list:
+        run, layers = self.attachment.run, self._layers()
+        if run is None:
+            return layers
+        return [LayerCall(run, k, layer) for k, layer in enumerate(layers)]
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator:
+        return iter(self._calls())
+
+    def __getitem__(self, index):
+        if not isinstance(index, slice):
+            return self._layers()[index]
+        if self.attachment.run is None:
+            return self.plain(self._layers()[index])
+        order = list(range(len(self)))
+        if order[index] != order:
+            raise RuntimeError(
+                f"deepfast.connect: the forward of the parent of {self.attachment.where} loops "
+                "over some of the layers; a depth connection needs all of them in their order"
+            )
+        return self._calls()
+
+
+class ConnectedList(_Loop, nn.ModuleList):
+    """An nn.ModuleList whose layers are connected."""
+
+    plain = nn.ModuleList
+
+
+class ConnectedSequential(_Loop, nn.Sequential):
+    """An nn.Sequential whose layers are connected."""
+
+    @staticmethod
+    def plain(layers: list[nn.Module]) -> nn.Sequential:
+        return nn.Sequential(*layers)
+
+    def children(self) -> Iterator:
+        # timm checkpoints what this returns. Outside of forward all children are meant.
+        return super().children() if self.attachment.run is None else iter(self._calls())
+
+
+CLASSES: dict[type[nn.Module], Any] = {
+    nn.ModuleList: ConnectedList,
+    nn.Sequential: ConnectedSequential,
+}
+"""Class of a list of layers -> the class of the same list while it is connected."""

@@ -1,0 +1,185 @@
+"""Puts a depth connection into a model that loops over its layers."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepfast import checks
+from deepfast.attach.loop import CLASSES, NAME, Attachment, Layers
+from deepfast.depth.attention_residuals import AttentionResiduals
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.dlcl import DLCL
+from deepfast.memory.policies import ATTENTION_RESIDUALS
+from deepfast.nn.connections.residual import BLOCKS, PRESETS, dlcl_options
+
+OP = "deepfast.connect"
+CONNECTIONS = (*PRESETS, *ATTENTION_RESIDUALS)
+
+
+def connect(
+    parent: nn.Module,
+    layers: str | None = None,
+    *,
+    norm: str | None,
+    connection: str = "dlcl",
+    dim: int | None = None,
+    **options,
+) -> DepthConnection:
+    """Puts a depth connection between the layers that ``parent`` loops over.
+
+    ::
+
+        deepfast.connect(model.bert.encoder, norm="post")
+
+    The forward of ``parent`` must iterate over one list of layers and pass on, from layer to layer,
+    a tensor or a tuple whose first entry it is. The connection becomes the child
+    ``depth_connection`` of ``parent``: optimizers, ``state_dict``, DDP and FSDP see it, and no
+    other name changes. Connect a model before it is wrapped, compiled as a whole or given to an
+    optimizer. `disconnect` undoes it.
+
+    Args:
+        parent: has the list of layers. An nn.Sequential may be the list itself.
+        layers: the attribute of ``parent`` with the list, an nn.ModuleList or nn.Sequential; None
+            where it has only one.
+        norm: where the layers have their norms: "pre" (before their sublayers) or "post" (after
+            each residual sum); None for a DLCL without layer-norms.
+        connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
+            norm="pre". "denseformer" begins as the plain model.
+        dim: D; None takes it from the model's config, or from the norms of its first layer.
+        options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
+
+    Returns:
+        The connection, a `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`, with its
+        parameters on the device of the layers.
+
+    Raises:
+        TypeError, ValueError: for a parent that cannot be connected.
+
+    In the forward pass a RuntimeError, ValueError or TypeError says what cannot be connected: a
+    layer that is skipped (LayerDrop) or runs twice, a loop over indices, nested tensors, and a
+    layer whose output does not have the shape of its input.
+    """
+    if not isinstance(parent, nn.Module):
+        raise TypeError(f"{OP}: parent must be a module, got {type(parent).__name__}")
+    checks.choice(OP, ("pre", "post", None), norm=norm)
+    checks.choice(OP, CONNECTIONS, connection=connection)
+    if dim is not None:
+        checks.whole(OP, dim=dim)
+    where, found = _find_layers(parent, layers)
+    for name in ("layerdrop", "layer_drop"):
+        if getattr(parent, name, 0):
+            raise ValueError(
+                f"{OP}: {type(parent).__name__}.{name} is {getattr(parent, name)}; a depth "
+                "connection needs every layer, so set it to 0 first"
+            )
+    dim = _width(parent, found[0]) if dim is None else dim
+    made = _make(len(found), dim, norm, connection, options)
+    weight = next(found.parameters(), None)
+    if weight is not None:
+        # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
+        made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
+    attachment = Attachment(
+        made, found, where, connection in ATTENTION_RESIDUALS, _first_argument(found[0])
+    )
+    found.__class__ = CLASSES[type(found)]
+    found.attachment = attachment  # type: ignore[assignment]
+    parent.add_module(NAME, made.train(parent.training))
+    attachment.handles = [
+        parent.register_forward_pre_hook(attachment.begin, prepend=True),
+        parent.register_forward_hook(attachment.end, always_call=True),
+    ]
+    if isinstance(found, nn.Sequential) and found is not parent:
+        attachment.handles += [
+            found.register_forward_pre_hook(attachment.begin_list, prepend=True),
+            found.register_forward_hook(attachment.end_list, always_call=True),
+        ]
+    return made
+
+
+def disconnect(parent: nn.Module) -> None:
+    """Undoes `connect`: ``parent`` is again the module that it was.
+
+    Raises:
+        ValueError: where ``parent`` is not connected.
+    """
+    connection = parent._modules.get(NAME)
+    for module in (parent, *parent.children()):
+        attachment = vars(module).get("attachment")
+        if isinstance(attachment, Attachment) and attachment.connection is connection:
+            break
+    else:
+        raise ValueError(f"deepfast.disconnect: {type(parent).__name__} is not connected")
+    for handle in attachment.handles:
+        handle.remove()
+    module.__class__ = next(plain for plain, own in CLASSES.items() if own is type(module))
+    del module.attachment, parent._modules[NAME]
+
+
+def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
+    """The list of layers, and its name for errors."""
+    kind = type(parent).__name__
+    if NAME in parent._modules:
+        raise ValueError(f"{OP}: {kind} is connected already; deepfast.disconnect it first")
+    if layers is not None:
+        if not isinstance(layers, str):
+            raise TypeError(f"{OP}: layers must be the name of a list in {kind}, got {layers!r}")
+        found = getattr(parent, layers, None)
+        where = f"{kind}.{layers}"
+    elif type(parent) is nn.Sequential:
+        found, where = parent, kind
+    else:
+        lists: dict[str, Any] = {}
+        for list_type in CLASSES:
+            children = parent.named_children()
+            lists = lists or {name: m for name, m in children if isinstance(m, list_type)}
+        if len(lists) != 1:
+            raise ValueError(
+                f"{OP}: {kind} must have one list of layers, got {sorted(lists) or 'none'}; "
+                "pass the module whose forward loops over them, and layers= where it has several"
+            )
+        name, found = next(iter(lists.items()))
+        where = f"{kind}.{name}"
+    if type(found) in CLASSES.values():
+        raise ValueError(f"{OP}: {where} is connected already")
+    if type(found) not in CLASSES:
+        raise TypeError(
+            f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, got {type(found).__name__}"
+        )
+    if len(found) == 0:
+        raise ValueError(f"{OP}: {where} has no layers")
+    return where, found
+
+
+def _width(parent: nn.Module, layer: nn.Module) -> int:
+    """D, from the config of the model or from the norms of a layer."""
+    width = getattr(getattr(parent, "config", None), "hidden_size", None)
+    if isinstance(width, int):
+        return width
+    weights = (getattr(m, "weight", None) for m in layer.modules() if "Norm" in type(m).__name__)
+    widths = {len(w) for w in weights if isinstance(w, torch.Tensor) and w.dim() == 1}
+    if len(widths) != 1:
+        raise ValueError(
+            f"{OP}: the width cannot be told from {type(layer).__name__}, whose norms have widths "
+            f"{sorted(widths) or 'none'}; pass dim="
+        )
+    return widths.pop()
+
+
+def _make(layers: int, dim: int, norm: str | None, connection: str, options: dict):
+    """The connection."""
+    if connection in PRESETS:
+        return DLCL(layers, dim, **dlcl_options(connection, norm, options))
+    if norm != "pre":
+        raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
+    if options.get("reads", 1) != 1:
+        raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
+    block = {"block": -(-layers // BLOCKS)} if connection == "block_attnres" else {}
+    return AttentionResiduals(layers, dim, **(block | options))
+
+
+def _first_argument(layer: nn.Module) -> str:
+    """The name of the first argument of a layer's forward."""
+    names = list(inspect.signature(layer.forward).parameters)
+    return names[0] if names else "hidden_states"

@@ -1,0 +1,125 @@
+"""Connected classes of Hugging Face models: from_pretrained and save_pretrained work."""
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+
+from deepfast.attach.loop import NAME
+from deepfast.attach.parent import connect
+
+CONFIG = "depth_connections"
+"""The attribute of a model's config that lists its connections, each by the arguments of
+`connect`."""
+
+
+def connected(
+    base: type,
+    parent: str | None = None,
+    layers: str | None = None,
+    *,
+    norm: str | None = None,
+    connection: str = "dlcl",
+    dim: int | None = None,
+    **options,
+) -> type:
+    """The class ``base`` with a depth connection, for models of Hugging Face transformers.
+
+    ::
+
+        Model = deepfast.connected(BertForMaskedLM, "bert.encoder", norm="post")
+        model = Model.from_pretrained("bert-base-uncased")
+
+    A checkpoint without the connection gives it its initial values. ``save_pretrained`` writes the
+    connection's settings into the config, so that ``deepfast.connected(BertForMaskedLM)`` loads the
+    checkpoint without repeating them. Connect a connected class again for a second parent, as an
+    encoder and a decoder.
+
+    Args:
+        base: a class of models, such as BertForMaskedLM.
+        parent: name of the submodule whose forward loops over the layers; None takes all settings
+            from the config.
+        layers, norm, connection, dim, options: see `connect`.
+    """
+    if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
+        raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
+    settings = getattr(base, "connections", ())
+    if parent is not None:
+        given = {"layers": layers, "connection": connection, "dim": dim}
+        given = {name: value for name, value in given.items() if value is not None}
+        settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
+    return _make(_plain(base), settings)
+
+
+def _plain(base: type) -> type:
+    return base.__mro__[2] if issubclass(base, _Connected) else base
+
+
+def _make(base: type, settings: tuple[dict, ...]) -> type:
+    body = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "connections": settings,
+    }
+    # transformers looks at the names of classes, to choose the loss for example.
+    return type(base.__name__, (_Connected, base), body)
+
+
+class _Connected:
+    """What a connected class adds to its base."""
+
+    connections: ClassVar[tuple[dict, ...]] = ()
+    """The settings of its connections; empty where the config has them."""
+
+    def __init__(self, config, *args, **kwargs):
+        saved = getattr(config, CONFIG, None)
+        wanted = [dict(s) for s in self.connections] or saved
+        if not wanted:
+            raise ValueError(
+                "deepfast.connected: the config has no depth connections; say which, as in "
+                "connected(BertForMaskedLM, 'bert.encoder', norm='post')"
+            )
+        if saved is not None and saved != wanted:
+            raise ValueError(
+                f"deepfast.connected: the config has the depth connections {saved}, and the class "
+                f"{wanted}"
+            )
+        # The caller's config stays as it is.
+        config = copy.deepcopy(config)
+        setattr(config, CONFIG, wanted)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        strict = getattr(self, "_keep_in_fp32_modules_strict", None) or ()
+        self._keep_in_fp32_modules_strict = {*strict, NAME}
+        for settings in wanted:
+            parent, options = settings["parent"], {**settings}
+            del options["parent"]
+            connect(self.get_submodule(parent), **options)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def initialize_weights(self):
+        """Initialises what a checkpoint does not have. transformers knows only its own modules."""
+        super().initialize_weights()  # type: ignore[misc]
+        for name, module in self.named_modules():  # type: ignore[attr-defined]
+            if name.rpartition(".")[2] == NAME:
+                _reset_missing(module)
+
+    def __reduce_ex__(self, protocol) -> Any:
+        # The class has no name by which pickle finds it.
+        plain, settings = _plain(type(self)), self.connections
+        return _empty, (plain, settings), *super().__reduce_ex__(protocol)[2:]
+
+
+def _reset_missing(module: torch.nn.Module) -> None:
+    parameters = list(module.parameters())
+    loaded = [(p, p.clone()) for p in parameters if getattr(p, "_is_hf_initialized", False)]
+    if len(loaded) < len(parameters):
+        module.reset_parameters()  # type: ignore[operator]
+        for p, value in loaded:
+            p.copy_(value)
+
+
+def _empty(base: type, settings: tuple[dict, ...]):
+    """For pickle: an instance of the connected class, before its state is set."""
+    cls: Any = _make(base, settings)
+    return cls.__new__(cls)

@@ -1,0 +1,25 @@
+"""A hook of mkdocs: the pages outside of docs/, whose links mean the same here and on GitHub."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+# README.md is no page: index.md says what it says.
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*")
+
+
+def on_files(files, config):
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = str(path.relative_to(ROOT))
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """Pages of docs/ reach those outside without ``../``, which have come to lie beside them."""
+    if page.file.generated_by:
+        return re.sub(r"\]\(docs/", "](", markdown)
+    return re.sub(r"\]\(\.\./(?=[\w/]*(?:results/|CHANGELOG|CONTRIBUTING))", "](", markdown)

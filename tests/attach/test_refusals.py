@@ -1,0 +1,176 @@
+"""What cannot be connected, and the sentence that says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import deepfast
+from tests.attach.models import Block, D
+
+
+class Loop(nn.Module):
+    """Runs its layers as ``how`` says."""
+
+    def __init__(self, how="all", layers=3):
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for k, block in enumerate(self.blocks):
+            if self.how == "skip" and k == 1:
+                continue
+            if self.how == "skip last" and k == 2:
+                continue
+            x = block(x)
+            if self.how == "twice":
+                x = block(x)
+        return x
+
+
+class ByIndex(Loop):
+    def forward(self, x):
+        for k in range(len(self.blocks)):
+            x = self.blocks[k](x)
+        return x
+
+
+class Part(Loop):
+    def forward(self, x):
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class Backwards(Loop):
+    def forward(self, x):
+        for block in self.blocks[::-1]:
+            x = block(x)
+        return x
+
+
+class Other(nn.Module):
+    """A layer whose result is ``result(x)``."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.result, self.norm = result, nn.LayerNorm(D)
+
+    def forward(self, x):
+        return self.result(x)
+
+
+X = torch.randn(2, 5, D)
+
+
+@pytest.mark.parametrize(
+    ("parent", "message"),
+    [
+        (Loop("skip"), "layer 1 of Loop.blocks did not run before layer 2.*set LayerDrop to 0"),
+        (Loop("skip last"), "2 of 3 layers ran through the loop over Loop.blocks"),
+        (Loop("twice"), "layer 0 of Loop.blocks runs twice in one pass"),
+        (ByIndex(), "0 of 3 layers ran .* must iterate over the list, not over indices"),
+        (Part(), "loops over some of the layers"),
+        (Backwards(), "loops over some of the layers; .* in their order"),
+    ],
+    ids=["skip", "skip last", "twice", "index", "part", "backwards"],
+)
+def test_loops_that_leave_layers_out(parent, message):
+    deepfast.connect(parent, norm="pre")
+    with pytest.raises(RuntimeError, match=message):
+        parent(X)
+    # The pass is closed: outside of forward the list has the layers.
+    assert all(isinstance(block, Block) for block in parent.blocks)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (lambda x: None, TypeError, "output of layer 1 .* got NoneType"),
+        (lambda x: {"x": x}, TypeError, "output of layer 1 .* got dict"),
+        (lambda x: x[:1], ValueError, r"shape \(2, 5, 16\), got \(1, 5, 16\)"),
+        (lambda x: x[..., :8], ValueError, r"output of layer 1 .* \(..., 16\), got \(2, 5, 8\)"),
+        (lambda x: (), TypeError, "got tuple"),
+    ],
+)
+def test_layers_that_return_something_else(result, error, message):
+    parent = nn.Sequential(Block(), Other(result), Block())
+    deepfast.connect(parent, norm="pre")
+    with pytest.raises(error, match=message):
+        parent(X)
+
+
+def test_input_of_another_width():
+    parent = Loop()
+    deepfast.connect(parent, norm="pre", dim=8)
+    with pytest.raises(ValueError, match=r"input of layer 0 of Loop.blocks must be \(..., 8\)"):
+        parent(X)
+
+
+def test_nested_tensors():
+    layer = nn.TransformerEncoderLayer(D, 2, 24, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    deepfast.connect(encoder, norm="post")
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    with torch.no_grad(), pytest.raises(TypeError, match=r"nested.*enable_nested_tensor=False"):
+        encoder(X, src_key_padding_mask=padding)
+
+
+def test_twice():
+    parent = Loop()
+    deepfast.connect(parent, norm="pre")
+    with pytest.raises(ValueError, match="Loop is connected already"):
+        deepfast.connect(parent, norm="pre")
+    outer = nn.Module()
+    outer.inner = parent.blocks
+    with pytest.raises(ValueError, match="connected already"):
+        deepfast.connect(outer, "inner", norm="pre")
+
+
+def test_layers_added_later():
+    parent = Loop()
+    deepfast.connect(parent, norm="pre")
+    parent.blocks.append(Block())
+    with pytest.raises(RuntimeError, match=r"had 3 layers .* has 4 now"):
+        parent(X)
+
+
+def _several():
+    parent = Loop()
+    parent.others = nn.ModuleList([Block()])
+    return parent
+
+
+def _layerdrop():
+    parent = Loop()
+    parent.layerdrop = 0.1
+    return parent
+
+
+@pytest.mark.parametrize(
+    ("parent", "options", "error", "message"),
+    [
+        (nn.Linear(D, D), {}, ValueError, "Linear must have one list of layers, got none"),
+        (_several(), {}, ValueError, r"one list of layers, got \['blocks', 'others'\]"),
+        (Loop(), {"layers": "nothing"}, TypeError, "Loop.nothing must be an nn.ModuleList"),
+        (Loop(), {"layers": 3}, TypeError, "layers must be the name"),
+        (Loop(layers=0), {}, ValueError, "Loop.blocks has no layers"),
+        (_layerdrop(), {}, ValueError, "Loop.layerdrop is 0.1"),
+        (nn.Sequential(nn.Linear(D, D)), {}, ValueError, "cannot be told from Linear.*pass dim="),
+        (Loop(), {"norm": "both"}, ValueError, "norm must be"),
+        (Loop(), {"connection": "mudd"}, ValueError, "connection must be"),
+        (Loop(), {"connection": "attnres", "norm": "post"}, ValueError, "needs norm='pre'"),
+        (Loop(), {"connection": "attnres", "reads": 2}, ValueError, "reads must be 1"),
+        (Loop(), {"window": 0}, ValueError, "window"),
+        ("encoder", {}, TypeError, "parent must be a module, got str"),
+    ],
+)
+def test_parents_and_options(parent, options, error, message):
+    with pytest.raises(error, match=message):
+        deepfast.connect(parent, **({"norm": "pre"} | options))
+
+
+def test_disconnect_needs_a_connection():
+    with pytest.raises(ValueError, match="Loop is not connected"):
+        deepfast.disconnect(Loop())

@@ -1,0 +1,63 @@
+"""Every example runs, at toy size, and teaches what it says."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_each_example_has_a_test():
+    text = Path(__file__).read_text()
+    for path in EXAMPLES.iterdir():
+        assert path.name.startswith("__") or f'"{path.name}"' in text, path.name
+
+
+@pytest.fixture
+def load():
+    """Imports an example by its file name."""
+
+    def imported(name):
+        spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return imported
+
+
+def test_own_loop(load, capsys):
+    losses = load("own_loop.py").train(layers=3, dim=16, steps=6, sentences=8, lr=1e-2)
+    assert losses[-1] < losses[0]
+    assert "step 6: loss " in capsys.readouterr().out
+
+
+def cells(name):
+    """The code of a notebook's cells; they hold no results."""
+    notebook = json.loads((EXAMPLES / name).read_text())
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            yield "".join(cell["source"])
+
+
+def test_the_notebook_draws_the_weights(capsys, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = []
+    monkeypatch.setattr(pyplot, "show", lambda: shown.append(pyplot.gcf()))
+    scope: dict = {}
+    for number, code in enumerate(cells("weights.ipynb")):
+        code = re.sub(r"STEPS = .*", "STEPS = 2, 8, 4, 5, 3", code)
+        exec(compile(code, f"weights.ipynb, code {number}", "exec"), scope)
+    assert len(scope["losses"]) == 3
+    (figure,) = shown
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["before", "after"]
+    assert "output: " in capsys.readouterr().out
+    pyplot.close(figure)
