@@ -54,7 +54,7 @@ def _mask(
     sizes = batch_size, start, q_length, kv_length
     if mask_function is not causal and mask_function is not bidirectional:
         pattern = _pattern(mask_function, *sizes)
-        if torch.equal(pattern, _pattern(causal, *sizes)):
+        if bool((pattern == _pattern(causal, *sizes)).all()):
             mask_function = causal
         elif not pattern.all():
             raise ValueError(
@@ -70,10 +70,10 @@ def _mask(
 
 
 def _pattern(function: Callable, batch: int, start: int, queries: int, keys: int) -> Tensor:
-    """(B, 1, Q, K): what a mask function of transformers allows."""
-    sizes = (batch, 1, queries, keys)
-    b, h, q, k = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
-    return torch.as_tensor(function(b, h, q + start, k)).expand(sizes)
+    """(1 or B, 1, Q, K): what a mask function of transformers allows."""
+    b, h, k = torch.arange(batch), torch.zeros(1, dtype=torch.int64), torch.arange(keys)
+    q = torch.arange(start, start + queries)
+    return function(b.view(-1, 1, 1, 1), h.view(1, 1, 1, 1), q.view(1, 1, -1, 1), k).cpu()
 
 
 def attend(

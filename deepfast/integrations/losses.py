@@ -76,7 +76,10 @@ class _Model(Swapped):
     def forward(self, *args, labels: Tensor | None = None, **kwargs):
         plain: Any = super()
         other = any(kwargs.get(name) is not None for name in OTHER_LOGITS)
-        if labels is None or other or not self.training:  # type: ignore[attr-defined]
+        if labels is None:
+            # They may be among args.
+            return plain.forward(*args, **kwargs)
+        if other or not self.training:  # type: ignore[attr-defined]
             return plain.forward(*args, labels=labels, **kwargs)
         opened = self.get_output_embeddings().deepfast_open  # type: ignore[attr-defined]
         opened.wanted = self.wanted(labels, kwargs)

@@ -145,6 +145,9 @@ def test_evaluation_and_calls_without_labels_are_as_before():
         assert got.loss is want.loss is None or torch.equal(got.loss, want.loss)
     model.train()
     assert torch.equal(model(inputs["input_ids"]).logits, want.logits)
+    where = list(inspect.signature(model.forward).parameters).index("labels")
+    positional = [inputs["input_ids"], *(None,) * (where - 1), inputs["labels"]]
+    assert torch.equal(model(*positional).logits, want.logits)
     assert torch.equal(
         model.eval().generate(inputs["input_ids"], max_new_tokens=5, do_sample=False),
         plain.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False),
