@@ -3,6 +3,8 @@
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.connect  puts a depth connection into a model that you already have
+deepfast.patch    our ops in the place of a model's own norms, loss and attention
+deepfast.integrations  the names that DenseFormer's, fairseq's and x-transformers' users call
 deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
 """
@@ -13,20 +15,38 @@ from typing import TYPE_CHECKING
 from deepfast.version import __version__
 
 if TYPE_CHECKING:
-    from deepfast import memory, mt, nn, ops
+    from deepfast import integrations, memory, mt, nn, ops
     from deepfast.attach import connect, connected, disconnect
+    from deepfast.integrations.patch import patch
 
-PACKAGES = ("memory", "mt", "nn", "ops")
-ATTACH = ("connect", "connected", "disconnect")
-__all__ = ["__version__", "connect", "connected", "disconnect", "memory", "mt", "nn", "ops"]
+PACKAGES = ("integrations", "memory", "mt", "nn", "ops")
+FUNCTIONS = {
+    "connect": "attach",
+    "connected": "attach",
+    "disconnect": "attach",
+    "patch": "integrations.patch",
+}
+"""Name -> the module that has it."""
+__all__ = [
+    "__version__",
+    "connect",
+    "connected",
+    "disconnect",
+    "integrations",
+    "memory",
+    "mt",
+    "nn",
+    "ops",
+    "patch",
+]
 
 
 def __getattr__(name: str):
     # Imported on first use, because torch takes seconds to import and planning does not need it.
     if name in PACKAGES:
         return importlib.import_module(f"deepfast.{name}")
-    if name in ATTACH:
-        return getattr(importlib.import_module("deepfast.attach"), name)
+    if name in FUNCTIONS:
+        return getattr(importlib.import_module(f"deepfast.{FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

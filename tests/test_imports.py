@@ -41,6 +41,7 @@ ALLOWED = {
     "depth": OPS,
     "nn": NN,
     "attach": NN,
+    "integrations": NN,
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
     "mt.data": {"mt", *BOTTOM},
     "mt.models": {"mt", "mt.data", *NN},
@@ -50,7 +51,7 @@ ALLOWED = {
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
-    "": {"attach", "mt", "nn", "ops", "memory", "version"},
+    "": {"attach", "integrations", "mt", "nn", "ops", "memory", "version"},
 }
 
 

@@ -126,7 +126,7 @@ class DLCL(DepthConnection):
             value = math.log(value) if self.softmax else value
             for k in (row,) if self.init == "identity" else sources:
                 nn.init.constant_(part(self.weight, (row, k)), value)
-        if self.norm is not None:
+        if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
             nn.init.zeros_(self.norm_bias)
 
@@ -143,6 +143,10 @@ class DLCL(DepthConnection):
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
 
+    def norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights and biases (L+1, D) of the layer-norms, or None, with gradient."""
+        return self.norm_weight, self.norm_bias
+
     def _mask(self, device: torch.device) -> Tensor:
         if device in self._masks:
             return self._masks[device]
@@ -155,12 +159,12 @@ class DLCL(DepthConnection):
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
         weight = self.effective_weight()
         dtype = compute_dtype(y.dtype)
+        parameters = self.norms()
         norms: tuple[Tensor, Tensor] | None = None
         if self.norm is not None:
             # Copies: a parameter changed before backward must not change this pass.
             norm_weight, norm_bias = (
-                p.detach().to(dtype, copy=True).contiguous()
-                for p in (self.norm_weight, self.norm_bias)
+                p.detach().to(dtype, copy=True).contiguous() for p in parameters
             )
             if not self.normalize_embedding:
                 # Assigning a number may copy it from the host.
@@ -170,7 +174,7 @@ class DLCL(DepthConnection):
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
         copy = weight.detach().to(dtype, copy=True).contiguous()
         weights = ConstantWeights(launch, copy, learning and weight.requires_grad)
-        return PassWeights(weights, (weight, self.norm_weight, self.norm_bias), norms)
+        return PassWeights(weights, (weight, *parameters), norms)
 
     def traced_weights(self) -> Tensor:
         return self.effective_weight()

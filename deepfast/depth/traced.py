@@ -59,7 +59,8 @@ def traced(
         history.traced_weight = connection.traced_weights()
     norm = None
     if connection.has_norm(k):
-        norm = connection.norm_weight[k], connection.norm_bias[k], connection.eps
+        norm_weight, norm_bias = connection.norms()
+        norm = norm_weight[k], norm_bias[k], connection.eps
     if connection.running[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before

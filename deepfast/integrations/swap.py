@@ -1,0 +1,69 @@
+"""Modules of other packages that compute the same by our ops: their class is swapped.
+
+So parameters, names, hooks, buffers and wrappers stay as they are.
+"""
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+class Swapped:
+    """What a swapped class adds to the class of a module: it comes first among its bases."""
+
+    parts: tuple[type["Swapped"], type[nn.Module]]
+    """This class, and the class of the module."""
+
+    def __reduce_ex__(self, protocol) -> Any:
+        # The class has no name by which pickle finds it.
+        return _empty, type(self).parts, *super().__reduce_ex__(protocol)[2:]
+
+
+def swapped(own: type[Swapped], plain: type[nn.Module]) -> type:
+    """The class ``plain`` with what ``own`` changes. It keeps its name, which other code reads."""
+    if (own, plain) not in _made:
+        # Hugging Face's Trainer reads the signature.
+        @functools.wraps(plain.forward)
+        def forward(self, *args, **kwargs):
+            return own.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        body = {
+            "__doc__": plain.__doc__, "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__, "parts": (own, plain), "forward": forward,
+        }  # fmt: skip
+        _made[own, plain] = type(plain.__name__, (own, plain), body)
+    return _made[own, plain]
+
+
+_made: dict[tuple[type, type], type] = {}
+
+
+def _empty(own: type[Swapped], plain: type[nn.Module]):
+    """For pickle: an instance of the swapped class, before its state is set."""
+    cls: Any = swapped(own, plain)
+    return cls.__new__(cls)
+
+
+class Handle:
+    """What was swapped. ``remove()`` undoes it."""
+
+    def __init__(self):
+        self._undo: list = []
+
+    def swap(self, module: nn.Module, own: type[Swapped]) -> None:
+        plain = type(module)
+        module.__class__ = swapped(own, plain)
+        self._undo.append(lambda: setattr(module, "__class__", plain))
+
+    def __len__(self) -> int:
+        """Changes that remove() undoes."""
+        return len(self._undo)
+
+    def on_remove(self, undo) -> None:
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Makes every module what it was. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
