@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import deepfast
 from bench.attach import bert, states_per_layer, torch_encoder
 from deepfast.attach import loop
+from deepfast.memory import LiveBytes
 from tests.attach.models import CASES, TRANSFORMERS, Block, D, perturbed
 
 AGAIN = ["states", "history"]
@@ -150,6 +151,29 @@ def test_checkpointing_beside_it(memory, same_blocks):
                 inner, x, use_reentrant=reentrant
             )
         assert_equal(gradients(again, run(again, x)), wanted)
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "bart"])
+def test_checkpointing_of_transformers_beside_it(name, memory, same_blocks):
+    keep, again = (made(name, m).train() for m in ("keep", memory))
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(results(name, again), results(name, keep))
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("name", ["torch post-norm", "bert", "llama", "t5"])
+def test_a_pass_is_freed(name, memory):
+    """With its backward and without."""
+    model = made(name, memory)
+    results(name, model)
+    with LiveBytes() as live:
+        for backward in (False, True):
+            out = CASES[name].run(model)
+            if backward:
+                out.sum().backward()
+            del out
+            assert live.current == 0
 
 
 @pytest.mark.parametrize("memory", AGAIN)
