@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import deepfast
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -33,6 +37,41 @@ def test_own_loop(load, capsys):
     losses = load("own_loop.py").train(layers=3, dim=16, steps=6, sentences=8, lr=1e-2)
     assert losses[-1] < losses[0]
     assert "step 6: loss " in capsys.readouterr().out
+
+
+@pytest.fixture
+def transformers():
+    pytest.importorskip("accelerate")
+    return pytest.importorskip("transformers")
+
+
+def test_trainer(load, transformers, tmp_path):
+    example = load("trainer.py")
+    losses = example.train(layers=2, dim=16, steps=60, folder=str(tmp_path))
+    assert losses[-1] < losses[0]
+    model = deepfast.connected(transformers.BertForSequenceClassification)
+    model = model.from_pretrained(tmp_path)
+    assert model.bert.encoder.depth_connection.num_layers == 2
+
+
+def test_modernbert_mlm(load, transformers):
+    example = load("modernbert_mlm.py")
+    torch.manual_seed(0)
+    random.seed(0)
+    model = example.make_model(layers=3, dim=16)
+    losses = example.train(model, steps=20)
+    assert losses[-1] < 0.9 * losses[0]
+    batch = example.make_batch(4)
+    filled = example.fill(model, batch)
+    assert [line.count("[") for line in filled] == (batch["labels"] >= 0).sum(1).tolist()
+
+
+def test_pretrained(load, transformers, capsys, tmp_path):
+    _, losses = load("pretrained.py").main(str(tmp_path), steps=5)
+    assert losses[-1] < losses[0]
+    said = capsys.readouterr().out
+    assert "equal outputs: True" in said
+    assert "saved and loaded: True" in said
 
 
 def cells(name):

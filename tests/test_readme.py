@@ -33,6 +33,28 @@ def test_examples_run(path):
         assert scope["dlcl"].weight.grad is not None
 
 
+def test_readme_with_transformers(tmp_path, monkeypatch):
+    """Blocks marked ``py`` need transformers. Folders have the names of the checkpoints."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (block,) = re.findall(r"```py\n(.*?)```", README.read_text(), flags=re.S)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    monkeypatch.chdir(tmp_path)
+    for kind, name in (
+        ("Bert", "bert-base-uncased"),
+        ("ModernBert", "answerdotai/ModernBERT-base"),
+    ):
+        config = getattr(transformers, f"{kind}Config")(intermediate_size=24, **sizes)
+        getattr(transformers, f"{kind}ForMaskedLM")(config).save_pretrained(name)
+    row = torch.arange(100, 110)
+    scope = {"data": [{"input_ids": row, "labels": row}] * 8}
+    exec(compile(block, str(README), "exec"), scope)
+    assert scope["bert"].bert.encoder.depth_connection.num_layers == 2
+    for kind, model in (("Bert", scope["bert"]), ("ModernBert", scope["modern"])):
+        weight = next(p for n, p in model.named_parameters() if "depth_connection" in n)
+        assert not torch.equal(weight.cpu(), torch.eye(3)), kind
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):

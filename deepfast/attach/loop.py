@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepfast.attach.memory import Row, block, run_again
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.history import DepthHistory
 
@@ -30,12 +31,22 @@ class Pass:
         added: whether a state is what a layer adds, its output without its input.
         where: the list of layers, in errors.
         input_name: name of a layer's first argument.
+        memory: what autograd keeps of a layer.
     """
 
-    def __init__(self, connection: DepthConnection, added: bool, where: str, input_name: str):
-        self.connection, self.added = connection, added
+    def __init__(
+        self,
+        connection: DepthConnection,
+        added: bool,
+        where: str,
+        input_name: str,
+        memory: str,
+    ):
+        self.connection, self.added, self.memory = connection, added, memory
         self.where, self.input_name = where, input_name
-        self.history = DepthHistory()
+        self.history = DepthHistory(block=block(memory, connection.rows))
+        # The input of the next layer.
+        self.row: Row | None = None
         self.learns = torch.is_grad_enabled()
         # Opened by the list itself, not by the parent.
         self.inner = False
@@ -68,7 +79,7 @@ class Pass:
         if k == 0:
             x = self._push(x, 0)
             args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
-        result = layer(*args, **kwargs)
+        result = self._run(k, layer, x, args, kwargs)
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
         if y.shape != x.shape:
@@ -81,6 +92,22 @@ class Pass:
             return following
         rest = (following, *result[1:])
         return type(result)(*rest) if hasattr(result, "_fields") else rest
+
+    def _run(self, k: int, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Any:
+        """Layer k's result, under the memory policy."""
+        if self.memory == "keep" or not torch.is_grad_enabled():
+            return layer(*args, **kwargs)
+        rest, others = args[1:], dict(kwargs)
+        first = None if args else self.input_name
+        if first is not None:
+            del others[first]
+
+        def call(x: Tensor) -> Any:
+            return layer(x, *rest, **others) if first is None else layer(**{first: x}, **others)
+
+        every = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
+        where = f"deepfast.connect: layer {k} of {self.where}"
+        return run_again(layer, where, x, self.row, call, every)
 
     def _check(self, k: int, what: str, y: object) -> None:
         where = f"deepfast.connect: the {what} of layer {k} of {self.where}"
@@ -100,10 +127,14 @@ class Pass:
     def _push(self, y: Tensor, k: int) -> Tensor:
         # With its index, because a loop may checkpoint what it calls.
         if not torch.is_autocast_enabled(y.device.type):
-            return self.connection(y, self.history, index=k)
-        # The states keep the dtype that the layers pass on.
-        with torch.autocast(y.device.type, enabled=False):
-            return self.connection(y, self.history, index=k)
+            x = self.connection(y, self.history, index=k)
+        else:
+            # The states keep the dtype that the layers pass on.
+            with torch.autocast(y.device.type, enabled=False):
+                x = self.connection(y, self.history, index=k)
+        if self.memory == "history" and self.learns and not torch.compiler.is_compiling():
+            self.row = Row(self.history.state, k, x)
+        return x
 
 
 class LayerCall:
@@ -134,13 +165,20 @@ class Attachment:
     Args:
         layers: the list of layers.
         where: its name, for errors.
+        memory: what autograd keeps of a layer.
     """
 
     def __init__(
-        self, connection: DepthConnection, layers: Layers, where: str, added: bool, first: str
+        self,
+        connection: DepthConnection,
+        layers: Layers,
+        where: str,
+        added: bool,
+        first: str,
+        memory: str,
     ):
         self.connection, self.layers, self.where = connection, layers, where
-        self.added, self.input_name = added, first
+        self.added, self.input_name, self.memory = added, first, memory
         self.open = Open()
         # Inside torch.compile, which does not carry what is local to a thread from graph to graph.
         self.traced: Pass | None = None
@@ -167,7 +205,7 @@ class Attachment:
                 f"deepfast.connect: {self.where} had {self.connection.num_layers} layers when it "
                 f"was connected, and has {len(self.layers)} now"
             )
-        self.run = Pass(self.connection, self.added, self.where, self.input_name)
+        self.run = Pass(self.connection, self.added, self.where, self.input_name, self.memory)
 
     def end(self, _module, _args, output) -> None:
         """After the parent's forward; after an exception the output is None."""

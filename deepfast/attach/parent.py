@@ -8,6 +8,7 @@ from torch import nn
 
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, NAME, Attachment, Layers
+from deepfast.attach.memory import POLICIES
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
@@ -25,6 +26,7 @@ def connect(
     norm: str | None,
     connection: str = "dlcl",
     dim: int | None = None,
+    memory: str = "keep",
     **options,
 ) -> DepthConnection:
     """Puts a depth connection between the layers that ``parent`` loops over.
@@ -48,6 +50,10 @@ def connect(
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
             norm="pre". "denseformer" begins as the plain model.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
+        memory: what autograd keeps of a layer, beside its state: "keep": what the layer keeps;
+            "states": its input, from which backward runs the layer again; "history": nothing, the
+            input is recomputed from the states. The gradients are the same. The last two replace
+            activation checkpointing.
         options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
 
     Returns:
@@ -65,6 +71,7 @@ def connect(
         raise TypeError(f"{OP}: parent must be a module, got {type(parent).__name__}")
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, CONNECTIONS, connection=connection)
+    checks.choice(OP, POLICIES, memory=memory)
     if dim is not None:
         checks.whole(OP, dim=dim)
     where, found = _find_layers(parent, layers)
@@ -80,9 +87,8 @@ def connect(
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
-    attachment = Attachment(
-        made, found, where, connection in ATTENTION_RESIDUALS, _first_argument(found[0])
-    )
+    added, first = connection in ATTENTION_RESIDUALS, _first_argument(found[0])
+    attachment = Attachment(made, found, where, added, first, memory)
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
     parent.add_module(NAME, made.train(parent.training))

@@ -21,6 +21,7 @@ def connected(
     norm: str | None = None,
     connection: str = "dlcl",
     dim: int | None = None,
+    memory: str | None = None,
     **options,
 ) -> type:
     """The class ``base`` with a depth connection, for models of Hugging Face transformers.
@@ -40,6 +41,8 @@ def connected(
         parent: name of the submodule whose forward loops over the layers; None takes all settings
             from the config.
         layers, norm, connection, dim, options: see `connect`.
+        memory: see `connect`; of all connections of the class. The config does not have it. None:
+            that of ``base``, or "keep".
     """
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
@@ -48,19 +51,20 @@ def connected(
         given = {"layers": layers, "connection": connection, "dim": dim}
         given = {name: value for name, value in given.items() if value is not None}
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    return _make(_plain(base), settings)
+    return _make(_plain(base), settings, memory or getattr(base, "connection_memory", "keep"))
 
 
 def _plain(base: type) -> type:
     return base.__mro__[2] if issubclass(base, _Connected) else base
 
 
-def _make(base: type, settings: tuple[dict, ...]) -> type:
+def _make(base: type, settings: tuple[dict, ...], memory: str) -> type:
     body = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "connections": settings,
+        "connection_memory": memory,
     }
     # transformers looks at the names of classes, to choose the loss for example.
     return type(base.__name__, (_Connected, base), body)
@@ -71,6 +75,7 @@ class _Connected:
 
     connections: ClassVar[tuple[dict, ...]] = ()
     """The settings of its connections; empty where the config has them."""
+    connection_memory = "keep"
 
     def __init__(self, config, *args, **kwargs):
         saved = getattr(config, CONFIG, None)
@@ -94,7 +99,8 @@ class _Connected:
         for settings in wanted:
             parent, options = settings["parent"], {**settings}
             del options["parent"]
-            connect(self.get_submodule(parent), **options)  # type: ignore[attr-defined]
+            module = self.get_submodule(parent)  # type: ignore[attr-defined]
+            connect(module, memory=self.connection_memory, **options)
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -106,8 +112,8 @@ class _Connected:
 
     def __reduce_ex__(self, protocol) -> Any:
         # The class has no name by which pickle finds it.
-        plain, settings = _plain(type(self)), self.connections
-        return _empty, (plain, settings), *super().__reduce_ex__(protocol)[2:]
+        made = _plain(type(self)), self.connections, self.connection_memory
+        return _empty, made, *super().__reduce_ex__(protocol)[2:]
 
 
 def _reset_missing(module: torch.nn.Module) -> None:
@@ -119,7 +125,7 @@ def _reset_missing(module: torch.nn.Module) -> None:
             p.copy_(value)
 
 
-def _empty(base: type, settings: tuple[dict, ...]):
+def _empty(base: type, settings: tuple[dict, ...], memory: str):
     """For pickle: an instance of the connected class, before its state is set."""
-    cls: Any = _make(base, settings)
+    cls: Any = _make(base, settings, memory)
     return cls.__new__(cls)

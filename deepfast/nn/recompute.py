@@ -10,8 +10,9 @@ modified in place since forward is an error.
 """
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
 from typing import Any, TypeGuard, TypeVar
 
@@ -268,8 +269,15 @@ def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Te
 class _Run:
     """One forward pass of a layer, which runs again when backward first reads a saved tensor."""
 
-    def __init__(self, layer: nn.Module, options: dict, inputs: Callable, device: torch.device):
-        self.layer, self.options, self.inputs, self.device = layer, options, inputs, device
+    def __init__(
+        self,
+        layer: nn.Module,
+        call: Callable,
+        inputs: Callable,
+        options: dict,
+        device: torch.device,
+    ):
+        self.call, self.inputs, self.device = call, inputs, device
         self.state = LayerState(layer, options)
         # Weak references: the graph holds the slots, and the slots hold this object.
         self.slots: list[weakref.ref[_Slot]] = []
@@ -332,15 +340,15 @@ class _Run:
             put(state)
         try:
             with torch.no_grad():
-                x, n = self.inputs()
+                inputs = self.inputs()
             with (
                 torch.enable_grad(),
                 torch.autocast(**self.autocast),
                 self.state.restored(),
-                saved_tensors_hooks(pack, lambda _: None),
+                saved_tensors_hooks(_untraced(pack), lambda _: None),
                 contextlib.suppress(_AllSaved),
             ):
-                self.layer(x, normed=n, **self.options)
+                self.call(*inputs)
         finally:
             for put, state in before:
                 put(state)
@@ -355,23 +363,37 @@ def _words(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{dtype} {tuple(shape)}"
 
 
-def rerun(
-    layer: nn.Module, x: Tensor, n: Tensor | None, recompute_inputs: Callable, options: dict
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes ``layer(x, normed=n, **options)`` so that autograd saves nothing of it.
+def _untraced(hook: Callable) -> Callable:
+    """The hook, hidden from torch.compile: where the graph of a layer breaks, its ops run in frames
+    that are traced, and autograd calls the hook in them."""
+    # Whoever compiles has imported it. It is slow to import.
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
-    Backward runs the layer again, with the same dropout and autocast, up to the last tensor that
-    autograd would have saved. So the layer's last matrix product does not run again.
+
+def rerun(
+    layer: nn.Module,
+    call: Callable,
+    inputs: Sequence[Tensor | None],
+    recompute_inputs: Callable,
+    options: dict,
+) -> Any:
+    """Computes ``call(*inputs)``, which runs ``layer``, so that autograd saves nothing of it.
+
+    Backward runs it again, with the same dropout and autocast, up to the last tensor that autograd
+    would have saved. So the layer's last matrix product does not run again.
 
     Args:
-        recompute_inputs: () -> x and n, without gradient.
+        call: holds none of the inputs.
+        inputs: the first one is a tensor.
+        recompute_inputs: () -> the inputs, without gradient.
+        options: what ``call`` passes to the layer beside them, by name.
     """
-    needs = x.requires_grad, n is not None and n.requires_grad
+    needs = [t is not None and t.requires_grad for t in inputs]
 
-    def inputs() -> list[Tensor | None]:
+    def again() -> list[Tensor | None]:
         found = zip(recompute_inputs(), needs, strict=True)
         return [None if t is None else t.requires_grad_(need) for t, need in found]
 
-    run = _Run(layer, options, inputs, x.device)
-    with saved_tensors_hooks(run.pack, run.unpack):
-        return layer(x, normed=n, **options)
+    run = _Run(layer, call, again, options, inputs[0].device)  # type: ignore[union-attr]
+    with saved_tensors_hooks(_untraced(run.pack), _untraced(run.unpack)):
+        return call(*inputs)

@@ -1,7 +1,7 @@
 """Run by test_distributed.py under torchrun: connected models on two ranks, each against a plain
 one in this process.
 
-    torchrun --nproc-per-node 2 distributed_steps.py ddp-torch fsdp-sequential ...
+    torchrun --nproc-per-node 2 distributed_steps.py ddp-torch fsdp-sequential-history ...
 """
 
 import copy
@@ -43,11 +43,11 @@ def fsdp(model, case):
     return fully_shard(model)
 
 
-def step(form, name):
+def step(form, name, memory="keep"):
     case = CASES[NAMES[name]]
     torch.manual_seed(0)
     plain = perturbed(case.make())
-    case.connect(plain)
+    case.connect(plain, memory=memory)
     wrapped = copy.deepcopy(plain)
     wrapped = {"ddp": ddp, "fsdp": fsdp}[form](wrapped, case)
     expected = averaged_grads(case, plain)

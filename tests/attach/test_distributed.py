@@ -11,6 +11,7 @@ NAMES = ["torch", "sequential"]
 if importlib.util.find_spec("transformers") is not None:
     NAMES += ["bert", "bart"]
 FORMS = [f"{form}-{name}" for form in ("ddp", "fsdp") for name in NAMES]
+FORMS += [f"{form}-{name}-history" for form in ("ddp", "fsdp") for name in NAMES[:3]]
 
 
 @pytest.fixture(scope="module")

@@ -284,21 +284,23 @@ def run_layer(
     layer, policy, options = call
     if call.part is not None and _runs_again(call):
         policy = "history"
-    if not torch.is_grad_enabled():
+
+    def run(x: Tensor, n: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         return layer(x, normed=n, **options)
+
+    if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and policy not in RERUN):
+        return run(x, n)
     if torch.compiler.is_compiling():
-        if policy not in RERUN:
-            return layer(x, normed=n, **options)
         # A compiler understands torch's checkpointing, and chooses itself what else to save.
-        return checkpoint(lambda x, n: layer(x, normed=n, **options), x, n, use_reentrant=False)
+        return checkpoint(run, x, n, use_reentrant=False)
     # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
     # that torch.compile traces has none.
     learns = x.requires_grad or (n is not None and n.requires_grad)
     states = learns and history is not None and history.state is not None
     if policy == "history" and states:
-        return rerun(layer, x, n, _from_states(norm, history, n is not None), options)
+        return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
     if policy in RERUN:
-        return rerun(layer, x, n, _from_input(x, n, norm), options)
+        return rerun(layer, run, (x, n), _from_input(x, n, norm), options)
     if call.part is not None and states:
         return _part_from_states(layer, x, norm, history, options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,

@@ -1,0 +1,322 @@
+"""Memory policies of connected layers: the gradients of "keep", and the bytes that are kept."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepfast
+from bench.attach import bert, states_per_layer, torch_encoder
+from deepfast.attach import loop
+from deepfast.memory import LiveBytes
+from tests.attach.models import CASES, TRANSFORMERS, Block, D, perturbed
+
+AGAIN = ["states", "history"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
+@pytest.fixture
+def same_blocks(monkeypatch):
+    """Every policy sums in the same order."""
+    monkeypatch.setattr(loop, "block", lambda memory, rows: 2)
+
+
+def made(name, memory, kind="dlcl"):
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = perturbed(case.make())
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    for connection in case.connect(model, kind, memory=memory).values():
+        perturbed(connection)
+    return model
+
+
+def results(name, model):
+    torch.manual_seed(1)
+    return gradients(model, CASES[name].run(model))
+
+
+def gradients(model, *outputs):
+    model.zero_grad()
+    sum(out.square().mean() for out in outputs).backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    # Dropout after the model draws the same numbers.
+    return found | {"output": outputs[0].detach(), "random": torch.rand(3)}
+
+
+def assert_equal(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("kind", ["dlcl", "denseformer", "attnres", "block_attnres"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradients_of_keep(name, kind, memory, same_blocks):
+    """To the bit."""
+    if "attnres" in kind and CASES[name].norm == "post":
+        pytest.skip("attention residuals are for pre-norm models")
+    wanted = results(name, made(name, "keep", kind))
+    assert_equal(results(name, made(name, memory, kind)), wanted)
+
+
+def test_blocks_change_only_the_rounding():
+    torch.manual_seed(0)
+    keep = perturbed(nn.Sequential(*(Block() for _ in range(40))))
+    again = copy.deepcopy(keep)
+    deepfast.connect(keep, norm="pre")
+    deepfast.connect(again, norm="pre", memory="history")
+    wanted, got = gradients(keep, keep(X)), gradients(again, again(X))
+    for name in set(wanted) - {"random"}:
+        scale = wanted[name].abs().max()
+        assert (got[name] - wanted[name]).abs().max() <= 1e-5 * scale, name
+
+
+class Dropped(Block):
+    def forward(self, x, scale=1.0):
+        return super().forward(nn.functional.dropout(x, 0.3, self.training)) * scale
+
+
+class Stack(nn.Module):
+    """How the loop calls its layers is an attribute."""
+
+    def __init__(self, layers=4, how="plain"):
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropped() for _ in range(layers))
+        self.how = how
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.how == "checkpointed":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.how == "changed":
+                x = block(x * 2)
+            elif self.how == "named":
+                x = block(scale=0.5, x=x)
+            else:
+                x = block(x)
+        return x
+
+
+X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))
+
+
+def stack(memory, how="plain"):
+    torch.manual_seed(0)
+    model = perturbed(Stack(how=how))
+    perturbed(deepfast.connect(model, norm="pre", memory=memory))
+    return model
+
+
+def run(model, x=X):
+    torch.manual_seed(1)
+    return model(x)
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "changed", "named"])
+def test_dropout_and_loops(how, memory, same_blocks):
+    """Backward drops the same elements. A loop may change what it passes on."""
+    keep, again = stack("keep", how), stack(memory, how)
+    assert_equal(gradients(again, run(again)), gradients(keep, run(keep)))
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+def test_checkpointing_beside_it(memory, same_blocks):
+    """Inside of the layers and around the parent, both ways: of no use, but right."""
+    for reentrant in (False, True):
+        keep, again = stack("keep"), stack(memory)
+        x = X.clone().requires_grad_()
+        wanted = gradients(keep, run(keep, x))
+
+        def whole(x, again=again):
+            return run(again, x)
+
+        got = gradients(again, checkpoint(whole, x, use_reentrant=reentrant))
+        assert_equal(got, wanted)
+        for block in again.blocks:
+            inner = block.forward
+            block.forward = lambda x, inner=inner, reentrant=reentrant: checkpoint(
+                inner, x, use_reentrant=reentrant
+            )
+        assert_equal(gradients(again, run(again, x)), wanted)
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "bart"])
+def test_checkpointing_of_transformers_beside_it(name, memory, same_blocks):
+    keep, again = (made(name, m).train() for m in ("keep", memory))
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(results(name, again), results(name, keep))
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("name", ["torch post-norm", "bert", "llama", "t5"])
+def test_a_pass_is_freed(name, memory):
+    """With its backward and without."""
+    model = made(name, memory)
+    results(name, model)
+    with LiveBytes() as live:
+        for backward in (False, True):
+            out = CASES[name].run(model)
+            if backward:
+                out.sum().backward()
+            del out
+            assert live.current == 0
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("name", ["torch pre-norm", "torch post-norm", "bert"])
+def test_autocast(name, memory, same_blocks):
+    def step(model):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = CASES[name].run(model)
+        return gradients(model, out)
+
+    assert_equal(step(made(name, memory)), step(made(name, "keep")))
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+def test_two_open_passes(memory, same_blocks):
+    def both(model):
+        return gradients(model, run(model), run(model, X + 1))
+
+    assert_equal(both(stack(memory)), both(stack("keep")))
+
+
+@pytest.mark.parametrize("memory", ["keep", *AGAIN])
+def test_a_second_backward_is_refused(memory):
+    loss = run(stack(memory)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through one forward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("frozen", ["layers", "layers and connection", "all"])
+def test_frozen_bottom(frozen, memory, same_blocks):
+    def step(model):
+        model.blocks[:2].requires_grad_(False)
+        if frozen == "all":
+            model.blocks.requires_grad_(False)
+        if frozen == "layers and connection":
+            model.depth_connection.requires_grad_(False)
+        return gradients(model, run(model))
+
+    assert_equal(step(stack(memory)), step(stack("keep")))
+
+
+def test_nothing_learns():
+    model = stack("history").requires_grad_(False)
+    assert torch.equal(run(model), run(stack("keep")))
+    with torch.inference_mode():
+        run(stack("history"))
+
+
+@pytest.mark.parametrize("memory", AGAIN)
+def test_compiled(memory):
+    wanted = results("torch pre-norm", made("torch pre-norm", "keep"))
+    for whole in (True, False):
+        torch._dynamo.reset()
+        model = made("torch pre-norm", memory)
+        if whole:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        else:
+            run = model
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
+        got = gradients(model, CASES["torch pre-norm"].run(run))
+        for key in set(wanted) - {"random"}:
+            torch.testing.assert_close(got[key], wanted[key], rtol=1e-3, atol=1e-5, msg=key)
+    torch._dynamo.reset()
+
+
+class InPlace(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class Counting(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_layers_that_cannot_run_again():
+    for memory in AGAIN:
+        model = nn.Sequential(Block(), InPlace())
+        deepfast.connect(model, norm="pre", memory=memory)
+        with pytest.raises(RuntimeError, match=r"layer 1 of Sequential modifies its input in pl"):
+            model(X)
+        model = nn.Sequential(Counting(), Counting())
+        deepfast.connect(model, norm="pre", dim=D, memory=memory)
+        out = model(X)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_cache_is_refused():
+    case = CASES["llama"]
+    model = case.make()
+    case.connect(model, memory="history")
+    with pytest.raises(RuntimeError, match=r"takes a cache \(past_key_values\).*use_cache=False"):
+        case.run(model)
+    with torch.no_grad():
+        case.run(model)
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match="memory must be"):
+        deepfast.connect(Stack(), norm="pre", memory="lean")
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_a_connected_class(name, tmp_path):
+    """The config does not have the policy."""
+    case = CASES[name]
+    plain = case.make()
+    path, _, layers = case.parents[0].partition(":")
+    cls = deepfast.connected(type(plain), path, layers, norm=case.norm, memory="history")
+    model = cls(plain.config)
+    for one in (model, copy.deepcopy(model)):
+        assert getattr(one.get_submodule(path), layers).attachment.memory == "history"
+    model.save_pretrained(tmp_path)
+    again = deepfast.connected(type(plain)).from_pretrained(tmp_path)
+    assert getattr(again.get_submodule(path), layers).attachment.memory == "keep"
+    assert torch.equal(case.run(again.eval()), case.run(model.eval()))
+
+
+MAKES = [torch_encoder]
+if TRANSFORMERS and importlib.util.find_spec("transformers") is not None:
+    MAKES.append(bert)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_bytes(make):
+    """States a layer: docs/attach.md has the same table."""
+
+    def states(form):
+        return states_per_layer(make, form, layers=36, dim=64, batch=8, length=32)
+
+    plain, history = states("no connection, checkpointed"), states("history")
+    assert history <= plain + 0.25
+    assert states("states") >= plain + 1
+    assert states("keep, checkpointed") >= history + 0.9
+    assert states("literal loop, checkpointed") >= history + 2.5
+    # Checkpointing of the layers changes nothing.
+    assert states("history, checkpointed") <= history + 0.1
