@@ -6,7 +6,10 @@ then pushes the output, outside of the layer's call. So a layer that is checkpoi
 sharded or has hooks is called as before. At all other times the list is an ordinary list.
 """
 
+import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +53,10 @@ class Pass:
         self.learns = torch.is_grad_enabled()
         # Opened by the list itself, not by the parent.
         self.inner = False
+        # The pass of the call from which the parent has called itself.
+        self.outer: Pass | None = None
+        # What the last layer's call returned, and its version.
+        self.returned: tuple[weakref.ref, int] | None = None
 
     def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Runs layer k and returns its result, in which the next layer's input replaces y."""
@@ -79,7 +86,16 @@ class Pass:
         if k == 0:
             x = self._push(x, 0)
             args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
+        eager = not torch.compiler.is_compiling() and not x.is_inference()
+        if eager and pushed == k + 1:
+            self._check_passed_on(k, x)
+        version = x._version if eager else 0
         result = self._run(k, layer, x, args, kwargs)
+        if eager and self.added and x._version != version:
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} modifies its input in place, so what "
+                "it adds is not known; attention residuals need layers that do not"
+            )
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
         if y.shape != x.shape:
@@ -88,6 +104,7 @@ class Pass:
                 f"shape {tuple(x.shape)}, got {tuple(y.shape)}"
             )
         following = self._push(y - x if self.added else y, k + 1)
+        self.returned = (weakref.ref(following), following._version) if eager else None
         if not isinstance(result, tuple):
             return following
         rest = (following, *result[1:])
@@ -108,6 +125,19 @@ class Pass:
         every = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
         where = f"deepfast.connect: layer {k} of {self.where}"
         return run_again(layer, where, x, self.row, call, every)
+
+    def _check_passed_on(self, k: int, x: Tensor) -> None:
+        """Warns where x, the input of layer k, is not what the call of layer k - 1 returned."""
+        if self.returned is None:
+            return
+        returned, version = self.returned
+        if returned() is not x or x._version != version:
+            warnings.warn(
+                f"deepfast.connect: the loop over {self.where} changes what layer {k - 1} returned "
+                f"before it calls layer {k}; a depth connection expects layers that return their "
+                "whole output, residual included, and a loop that passes it on",
+                stacklevel=4,
+            )
 
     def _check(self, k: int, what: str, y: object) -> None:
         where = f"deepfast.connect: the {what} of layer {k} of {self.where}"
@@ -130,6 +160,8 @@ class Pass:
             x = self.connection(y, self.history, index=k)
         else:
             # The states keep the dtype that the layers pass on.
+            # torch's fast path of evaluation returns 16 bits from its first layer on.
+            y = y if self.history.kind is None else y.to(self.history.kind[1])
             with torch.autocast(y.device.type, enabled=False):
                 x = self.connection(y, self.history, index=k)
         if self.memory == "history" and self.learns and not torch.compiler.is_compiling():
@@ -149,6 +181,12 @@ class LayerCall:
     def __getattr__(self, name: str):
         return getattr(self._layer, name)
 
+    def __setattr__(self, name: str, value) -> None:
+        if name in ("_run", "_k", "_layer"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._layer, name, value)
+
 
 class Open(threading.local):
     """The pass that is open in each thread. It is neither copied nor pickled."""
@@ -157,6 +195,16 @@ class Open(threading.local):
 
     def __reduce__(self):
         return Open, ()
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs inside another one in this thread."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        code = nn.Module._call_impl.__code__
+        calls += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
 
 
 class Attachment:
@@ -198,20 +246,30 @@ class Attachment:
         else:
             self.open.run, self.traced = run, None
 
-    def begin(self, _module, _args) -> None:
+    def begin(self, module, _args) -> None:
         """Before the parent's forward."""
+        if module is not self.layers and module._modules.get(NAME) is not self.connection:
+            raise RuntimeError(
+                f"deepfast.connect: {NAME} of {type(module).__name__} has been removed or replaced "
+                "since it was connected; deepfast.disconnect the module, or put it back"
+            )
         if len(self.layers) != self.connection.num_layers:
             raise RuntimeError(
                 f"deepfast.connect: {self.where} had {self.connection.num_layers} layers when it "
                 f"was connected, and has {len(self.layers)} now"
             )
-        self.run = Pass(self.connection, self.added, self.where, self.input_name, self.memory)
+        run = Pass(self.connection, self.added, self.where, self.input_name, self.memory)
+        # After an interrupt an old pass may still be open.
+        if self.run is not None and not torch.compiler.is_compiling() and _calls_itself(module):
+            run.outer = self.run
+        self.run = run
 
     def end(self, _module, _args, output) -> None:
         """After the parent's forward; after an exception the output is None."""
-        run, self.run = self.run, None
+        run = self.run
         if run is None:
             return
+        self.run = run.outer
         run.history.close()
         found, rows = len(run.history), run.connection.rows
         if output is not None and found < rows:

@@ -110,17 +110,20 @@ def disconnect(parent: nn.Module) -> None:
     Raises:
         ValueError: where ``parent`` is not connected.
     """
-    connection = parent._modules.get(NAME)
+    if not isinstance(parent, nn.Module):
+        raise TypeError(f"deepfast.disconnect: expected a module, got {type(parent).__name__}")
     for module in (parent, *parent.children()):
         attachment = vars(module).get("attachment")
-        if isinstance(attachment, Attachment) and attachment.connection is connection:
+        if isinstance(attachment, Attachment):
             break
     else:
         raise ValueError(f"deepfast.disconnect: {type(parent).__name__} is not connected")
     for handle in attachment.handles:
         handle.remove()
     module.__class__ = next(plain for plain, own in CLASSES.items() if own is type(module))
-    del module.attachment, parent._modules[NAME]
+    del module.attachment
+    # The user may have deleted it.
+    parent._modules.pop(NAME, None)
 
 
 def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from deepfast import checks
 from deepfast.attach.loop import NAME
 from deepfast.attach.parent import connect
 
@@ -13,13 +14,16 @@ CONFIG = "depth_connections"
 `connect`."""
 
 
+_NOT_GIVEN = object()
+
+
 def connected(
     base: type,
     parent: str | None = None,
     layers: str | None = None,
     *,
-    norm: str | None = None,
-    connection: str = "dlcl",
+    norm: Any = _NOT_GIVEN,
+    connection: str | None = None,
     dim: int | None = None,
     memory: str | None = None,
     **options,
@@ -47,7 +51,19 @@ def connected(
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
     settings = getattr(base, "connections", ())
-    if parent is not None:
+    if parent is None:
+        others = {"layers": layers, "connection": connection, "dim": dim, **options}
+        named = [name for name, value in others.items() if value is not None]
+        named += [] if norm is _NOT_GIVEN else ["norm"]
+        if named:
+            raise TypeError(
+                f"deepfast.connected: {named[0]} needs parent, the name of the module to connect; "
+                "without parent all settings are those of the config"
+            )
+    else:
+        if norm is _NOT_GIVEN:
+            raise TypeError('deepfast.connected: expected norm="pre", "post" or None')
+        checks.choice("deepfast.connected", ("pre", "post", None), norm=norm)
         given = {"layers": layers, "connection": connection, "dim": dim}
         given = {name: value for name, value in given.items() if value is not None}
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})

@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         require("rich", "deepfast bench (--json needs no package)")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    found = torch.cuda.device_count() if kind == "cuda" else 1
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit() or int(index or 0) >= found:
+        raise ValueError(f"--device: expected cpu or a cuda device of {found} here, got {device}")
     sizes = Sizes(tokens=args.tokens, dim=args.dim, dtype=getattr(torch, args.dtype), device=device)
     keep_memory()
     rows = []

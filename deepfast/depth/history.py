@@ -34,6 +34,7 @@ class DepthHistory:
     ):
         if block is not None:
             checks.whole("DepthHistory", block=block)
+        checks.flag("DepthHistory", inplace=inplace)
         if eager is not None:
             checks.flag("DepthHistory", eager=eager)
         self.eager = not torch.compiler.is_compiling() if eager is None else eager

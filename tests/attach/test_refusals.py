@@ -174,3 +174,127 @@ def test_parents_and_options(parent, options, error, message):
 def test_disconnect_needs_a_connection():
     with pytest.raises(ValueError, match="Loop is not connected"):
         deepfast.disconnect(Loop())
+
+
+class Sums(Loop):
+    """Adds the residual itself."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_loop_that_changes_what_a_layer_returned_is_warned_of():
+    parent = Sums()
+    deepfast.connect(parent, norm="pre")
+    with pytest.warns(UserWarning, match="changes what layer 0 returned before it calls layer 1"):
+        parent(X)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loop_that_passes_it_on_is_not():
+    parent = Loop()
+    deepfast.connect(parent, norm="pre")
+    parent(X).sum().backward()
+    with torch.no_grad():
+        parent(X)
+
+
+def test_attention_residuals_refuse_layers_that_add_in_place():
+    parent = Loop()
+    parent.blocks[1] = Other(lambda x: x.add_(1))
+    deepfast.connect(parent, norm="pre", connection="attnres", dim=D)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"layer 1 of Loop\.blocks modifies its input"),
+    ):
+        parent(X)
+
+
+class CallsItself(Loop):
+    def forward(self, x, again=True):
+        return super().forward(self(x, False) if again else x)
+
+
+def test_a_parent_that_calls_itself_connects_both_passes():
+    torch.manual_seed(0)
+    parent, once = CallsItself(), Loop()
+    once.load_state_dict(parent.state_dict())
+    for module in (parent, once):
+        deepfast.connect(module, norm="pre")
+    assert torch.equal(parent(X), once(once(X)))
+    # An interrupt leaves a pass open. The next one is not taken for a pass inside of it.
+    parent.blocks[1] = Other(lambda x: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        parent(X, False)
+    parent.blocks[1] = Block()
+    parent(X)
+    assert parent.blocks.attachment.run is None
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_connection_that_was_removed_or_replaced():
+    parent = Loop()
+    connection = deepfast.connect(parent, norm="pre")
+    parent.depth_connection = nn.Identity()
+    with pytest.raises(RuntimeError, match="depth_connection of Loop has been removed or replaced"):
+        parent(X)
+    del parent.depth_connection
+    with pytest.raises(RuntimeError, match="has been removed or replaced"):
+        parent(X)
+    parent.depth_connection = connection
+    parent(X)
+    del parent.depth_connection
+    deepfast.disconnect(parent)
+    parent(X)
+
+
+def test_attributes_that_a_loop_sets_are_the_layers():
+    class Numbers(Loop):
+        def forward(self, x):
+            for k, block in enumerate(self.blocks):
+                block.number = k
+                x = block(x)
+            return x
+
+    parent = Numbers()
+    deepfast.connect(parent, norm="pre")
+    parent(X)
+    assert [block.number for block in parent.blocks] == [0, 1, 2]
+
+
+def test_evaluation_of_torchs_encoder_under_autocast():
+    """Its fast path returns 16 bits."""
+    layer = nn.TransformerEncoderLayer(D, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    plain = encoder(X)
+    deepfast.connect(encoder, norm="post", connection="denseformer")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(encoder(X).float(), plain, rtol=0.1, atol=0.1)
+
+
+def test_disconnect_needs_a_module():
+    with pytest.raises(TypeError, match=r"deepfast.disconnect: expected a module, got NoneType"):
+        deepfast.disconnect(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"parent": "encoder"}, TypeError, "expected norm="),
+        ({"parent": "encoder", "norm": "pots"}, ValueError, "norm must be one of"),
+        ({"norm": "post"}, TypeError, "norm needs parent"),
+        ({"connection": "denseformer"}, TypeError, "connection needs parent"),
+        ({"window": 2}, TypeError, "window needs parent"),
+    ],
+)
+def test_classes(options, error, message):
+    class Pretrained(nn.Module):
+        from_pretrained = None
+
+    with pytest.raises(error, match=message):
+        deepfast.connected(Pretrained, **options)
