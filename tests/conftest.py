@@ -240,3 +240,23 @@ def python():
         return done
 
     return run
+
+
+@pytest.fixture(scope="module")
+def agree_on_two_ranks(request, python):
+    """Checks one of the module's FORMS in what two ranks print that ran its STEPS for all of them:
+    starting them takes longer than their steps."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch without distributed")
+    module = request.module
+    said = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(module.STEPS),
+        *module.FORMS, OMP_NUM_THREADS="1",
+    ).stdout  # fmt: skip
+
+    def check(form):
+        # The ranks share one pipe: their lines may run together.
+        for rank in (0, 1):
+            assert said.count(f"{form}: rank {rank} agrees") == 1, said
+
+    return check

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from deepfast.depth.boundary import recompute_row
 from deepfast.depth.state import DepthState
 from deepfast.memory.policies import RERUN
-from deepfast.nn.recompute import Kept, rerun
+from deepfast.nn.recompute import Kept
+from deepfast.nn.rerun import rerun
 
 POLICIES = ("keep", *RERUN)
 """What autograd keeps of a layer beside its state: what the layer keeps; its input; nothing."""

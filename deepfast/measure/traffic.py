@@ -77,7 +77,9 @@ def _mixes(schedule: Schedule) -> int:
 
 
 def engine_moved(
-    pattern: tuple[tuple[int, ...], ...], running: tuple[bool, ...] | None = None
+    pattern: tuple[tuple[int, ...], ...],
+    running: tuple[bool, ...] | None = None,
+    block: int | None = None,
 ) -> int:
     """States that deepfast's engine reads and writes in forward and backward of one pass.
 
@@ -86,9 +88,10 @@ def engine_moved(
     Args:
         pattern: pattern[l]: the states that row l reads, its own among them.
         running: running[k]: whether state k is what is pushed plus state k - 1; None: no state is.
+        block: rows per block; None for the default.
     """
     rows = len(pattern)
-    schedule = Schedule(pattern, default_block(rows))
+    schedule = Schedule(pattern, block or default_block(rows))
     far = [
         schedule.far_readers(start, end, tuple(range(end, rows)))
         for start, end in schedule.blocks

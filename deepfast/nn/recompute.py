@@ -1,43 +1,19 @@
-"""Recompute in backward what forward does not save.
+"""Recompute in backward single tensors that forward does not save.
 
-`rerun` runs a whole layer again in backward. `not_saved` keeps autograd from saving single tensors:
-a `Recompute` recomputes each of them when backward reads it.
-
-Both use autograd's hooks on saved tensors, so they work for modules, hooks on modules, compiled
-layers and torch's attention. Gradients reach parameters as usual, as DDP and FSDP expect. Backward
-uses the values that forward used: `LayerState` restores a layer's attributes, and a tensor that was
-modified in place since forward is an error.
+`not_saved` keeps autograd from saving them: a `Recompute` recomputes each of them when backward
+reads it. It uses autograd's hooks on saved tensors, so it works for modules, hooks on modules,
+compiled layers and torch's attention. A tensor that was modified in place since forward is an
+error. `deepfast.nn.rerun` runs a whole layer again.
 """
 
-import contextlib
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from types import NoneType
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-
-from deepfast.nn.packing import Packing
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-"""Attributes of a module that decide which hooks its forward runs."""
-
-ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
-"""Types of tensors that have their own data. FSDP's shards have another type: while a layer runs,
-FSDP replaces them by whole parameters."""
-
-SIMPLE = (bool, int, float, str, NoneType)
-"""Types of the attributes that `LayerState` restores, such as ``training`` or ``dropout``."""
-
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -67,11 +43,11 @@ class Kept:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def __call__(self) -> Tensor:
-        _check_version(self.tensor, self.version)
+        check_version(self.tensor, self.version)
         return self.tensor
 
 
-def _check_version(tensor: Tensor, version: int) -> None:
+def check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
             "memory policy: a tensor that backward needs has been modified by an inplace operation "
@@ -141,259 +117,3 @@ def _unpack(packed) -> Tensor:
     recompute, size, stride, offset = packed
     value = recompute.read()
     return value.as_strided(size, stride, offset - recompute.offset + value.storage_offset())
-
-
-class LayerState:
-    """What a layer reads beside its inputs, with the values at the time of construction.
-
-    These are parameters and whether they learn, buffers, hooks, submodules, attributes that are
-    tensors or of a `SIMPLE` type, and the tensors among the layer's keyword arguments.
-    """
-
-    def __init__(self, layer: nn.Module, options: dict):
-        self.tensors = [(name, t, Kept(t)) for name, t in _tensors(options)]
-        self.entries: list[tuple[dict, str, object]] = []
-        self.learns = [(p, p.requires_grad) for p in layer.parameters() if p.is_leaf]
-        self.types = []
-        for part in layer.modules():
-            attributes = vars(part)
-            self.types.append((part, type(part)))
-            # A tensor with a graph is a result that forward has stored, not a value that it reads.
-            loose = {
-                name: t for name, t in attributes.items() if isinstance(t, Tensor) and t.is_leaf
-            }
-            for table, named in (
-                (part._parameters, part._parameters),
-                (part._buffers, part._buffers),
-                (attributes, loose),
-            ):
-                for name, tensor in named.items():
-                    if tensor is not None and not tensor.is_inference():
-                        self.tensors.append((name, tensor, Kept(tensor)))
-                    if tensor is None or type(tensor) in ORDINARY:
-                        self.entries.append((table, name, tensor))
-            self.entries += [(part._modules, name, child) for name, child in part._modules.items()]
-            self.entries += [
-                (attributes, name, value)
-                for name, value in attributes.items()
-                if type(value) in SIMPLE
-            ]
-            self.entries += [(attributes, name, attributes[name].copy()) for name in HOOKS]
-
-    def check(self) -> None:
-        """Raises where a value that forward read cannot be restored."""
-        for name, tensor, kept in self.tensors:
-            kept()
-            if type(tensor) in ORDINARY and tensor.data_ptr() != kept.tensor.data_ptr():
-                raise RuntimeError(
-                    f"memory policy: backward needs {name} {tuple(tensor.shape)} as it was in "
-                    "forward, but its data has been replaced since"
-                )
-        for part, kind in self.types:
-            if type(part) is not kind:
-                raise RuntimeError(
-                    f"memory policy: backward needs a {kind.__name__} as it was in forward, got "
-                    f"{type(part).__name__}"
-                )
-        for table, name, _ in self.entries:
-            if name not in table:
-                raise RuntimeError(
-                    f"memory policy: backward needs {name!r} of a layer as it was in forward, but "
-                    "it has been deleted since"
-                )
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside the block the layer has the values that it had in forward."""
-        self.check()
-        changed = [
-            (table, name, table[name], value)
-            for table, name, value in self.entries
-            if table[name] is not value
-            # Tables of hooks are copies, so they are compared by value.
-            and not (isinstance(value, dict) and table[name] == value)
-        ]
-        frozen = [(p, learns) for p, learns in self.learns if p.requires_grad != learns]
-        for table, name, _, value in changed:
-            table[name] = value
-        for parameter, learns in frozen:
-            parameter.requires_grad_(learns)
-        try:
-            yield
-        finally:
-            for parameter, learns in frozen:
-                parameter.requires_grad_(not learns)
-            for table, name, now, _ in reversed(changed):
-                table[name] = now
-
-
-def _tensors(options: dict) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among a layer's keyword arguments, by name."""
-    for name, value in options.items():
-        if isinstance(value, Packing):
-            value = value.indices, value.padding
-        for tensor in value if isinstance(value, tuple) else (value,):
-            if isinstance(tensor, Tensor) and not tensor.is_inference():
-                yield name, tensor
-
-
-class _AllSaved(BaseException):
-    """The rerun has computed every tensor that backward needs."""
-
-
-class _Slot:
-    """What the graph holds in place of a tensor that was not saved."""
-
-    __slots__ = ("__weakref__", "kind", "run", "value", "version")
-    value: Tensor | None
-
-    def __init__(self, run: "_Run", tensor: Tensor):
-        self.run, self.value = run, None
-        self.kind = tensor.shape, tensor.dtype
-        # Only weights and views of weights have a version to check: a layer may modify its own
-        # intermediate results in place.
-        source = tensor if tensor._base is None else tensor._base
-        self.version = tensor._version if source.is_leaf and source.requires_grad else None
-
-
-def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The states of the random generators that code on ``device`` may use, after their setters."""
-    states: list[tuple[Callable[[Tensor], None], Tensor]]
-    states = [(torch.set_rng_state, torch.get_rng_state())]
-    if device.type == "cuda":
-        put = torch.cuda.set_rng_state
-        states.append((lambda state: put(state, device), torch.cuda.get_rng_state(device)))
-    return states
-
-
-class _Run:
-    """One forward pass of a layer, which runs again when backward first reads a saved tensor."""
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        call: Callable,
-        inputs: Callable,
-        options: dict,
-        device: torch.device,
-    ):
-        self.call, self.inputs, self.device = call, inputs, device
-        self.state = LayerState(layer, options)
-        # Weak references: the graph holds the slots, and the slots hold this object.
-        self.slots: list[weakref.ref[_Slot]] = []
-        self.generators = _generators(device)
-        kind = device.type
-        self.autocast: dict[str, Any] = {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-            # The cache would keep the copies of all weights until backward ends.
-            "cache_enabled": False,
-        }
-        self.task: int | None = None
-
-    def pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self, tensor)
-        self.slots.append(weakref.ref(slot))
-        return slot
-
-    @staticmethod
-    def unpack(slot: _Slot) -> Tensor:
-        return slot.run.take(slot)
-
-    def take(self, slot: _Slot) -> Tensor:
-        """The tensor of ``slot``; one backward pass may read it only once."""
-        task = torch._C._current_graph_task_id()
-        if slot.value is None:
-            if self.task == task and task != -1:
-                raise RuntimeError(
-                    "memory policy: a saved tensor was read twice in one backward pass"
-                )
-            self.again()
-            self.task = task
-        value, slot.value = slot.value, None
-        return value
-
-    def again(self) -> None:
-        """Runs the forward pass again, up to the last tensor that autograd saved."""
-        found = 0
-
-        def pack(tensor: Tensor) -> None:
-            nonlocal found
-            slot = self.slots[found]()
-            if slot is not None:
-                if slot.kind != (tensor.shape, tensor.dtype):
-                    raise RuntimeError(
-                        f"memory policy: a layer saved {_words(*slot.kind)} in forward and "
-                        f"{_words(tensor.shape, tensor.dtype)} when it ran again; it must do the "
-                        "same both times"
-                    )
-                if slot.version is not None:
-                    _check_version(tensor, slot.version)
-                slot.value = tensor.detach()
-            found += 1
-            if found == len(self.slots):
-                raise _AllSaved
-
-        before = _generators(self.device)
-        for (put, state), _ in zip(self.generators, before, strict=True):
-            put(state)
-        try:
-            with torch.no_grad():
-                inputs = self.inputs()
-            with (
-                torch.enable_grad(),
-                torch.autocast(**self.autocast),
-                self.state.restored(),
-                saved_tensors_hooks(_untraced(pack), lambda _: None),
-                contextlib.suppress(_AllSaved),
-            ):
-                self.call(*inputs)
-        finally:
-            for put, state in before:
-                put(state)
-        if found < len(self.slots):
-            raise RuntimeError(
-                f"memory policy: a layer saved {len(self.slots)} tensors in forward and {found} "
-                "when it ran again; it must do the same both times"
-            )
-
-
-def _words(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{dtype} {tuple(shape)}"
-
-
-def _untraced(hook: Callable) -> Callable:
-    """The hook, hidden from torch.compile: where the graph of a layer breaks, its ops run in frames
-    that are traced, and autograd calls the hook in them."""
-    # Whoever compiles has imported it. It is slow to import.
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
-
-
-def rerun(
-    layer: nn.Module,
-    call: Callable,
-    inputs: Sequence[Tensor | None],
-    recompute_inputs: Callable,
-    options: dict,
-) -> Any:
-    """Computes ``call(*inputs)``, which runs ``layer``, so that autograd saves nothing of it.
-
-    Backward runs it again, with the same dropout and autocast, up to the last tensor that autograd
-    would have saved. So the layer's last matrix product does not run again.
-
-    Args:
-        call: holds none of the inputs.
-        inputs: the first one is a tensor.
-        recompute_inputs: () -> the inputs, without gradient.
-        options: what ``call`` passes to the layer beside them, by name.
-    """
-    needs = [t is not None and t.requires_grad for t in inputs]
-
-    def again() -> list[Tensor | None]:
-        found = zip(recompute_inputs(), needs, strict=True)
-        return [None if t is None else t.requires_grad_(need) for t, need in found]
-
-    run = _Run(layer, call, again, options, inputs[0].device)  # type: ignore[union-attr]
-    with saved_tensors_hooks(_untraced(run.pack), _untraced(run.unpack)):
-        return call(*inputs)

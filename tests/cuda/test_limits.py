@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.measure.traffic import _deepfast
+from deepfast.depth.pattern import depth_pattern
+from deepfast.measure.traffic import engine_moved
 
 
 @pytest.fixture(scope="module")
@@ -108,4 +109,5 @@ def test_launches_of_a_step_move_what_is_counted_elsewhere(limits):
     in backward it reads another gradient and writes one."""
     for rows, block in ((31, 4), (61, 8)):
         moved = sum(c.rows_read + c.rows_written for c in limits.launches(rows - 1, block))
-        assert moved == _deepfast(rows, block) + 4 * rows
+        pattern = depth_pattern(rows, None, 1, 1)
+        assert moved == engine_moved(pattern, block=block) + 4 * rows

@@ -3,26 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
+
+pytest.importorskip("transformers")
 
 STEPS = Path(__file__).with_name("distributed_steps.py")
 FORMS = [f"{form}-{name}" for form in ("ddp", "fsdp")
          for name in ("BertForMaskedLM", "LlamaForCausalLM")]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def said(python):
-    pytest.importorskip("transformers")
-    if not torch.distributed.is_available():
-        pytest.skip("torch without distributed")
-    return python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(STEPS),
-        *FORMS, OMP_NUM_THREADS="1", timeout=120,
-    ).stdout  # fmt: skip
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_two_ranks(said, form):
-    # The ranks share one pipe: their lines may run together.
-    for rank in (0, 1):
-        assert said.count(f"{form}: rank {rank} agrees") == 1, said
+def test_two_ranks(agree_on_two_ranks, form):
+    agree_on_two_ranks(form)

@@ -19,7 +19,8 @@ from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
 from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
-from deepfast.nn.recompute import Kept, Recompute, not_saved, rerun
+from deepfast.nn.recompute import Kept, Recompute, not_saved
+from deepfast.nn.rerun import rerun
 from deepfast.ops import common
 
 PRESETS: dict[str, dict] = {"dlcl": {}, "denseformer": {"norm": None, "init": "identity"}}
