@@ -108,7 +108,8 @@ def disconnect(parent: nn.Module) -> None:
     """Undoes `connect`: ``parent`` is again the module that it was.
 
     Raises:
-        ValueError: where ``parent`` is not connected.
+        TypeError: where ``parent`` is no module.
+        ValueError: where it is not connected.
     """
     if not isinstance(parent, nn.Module):
         raise TypeError(f"deepfast.disconnect: expected a module, got {type(parent).__name__}")

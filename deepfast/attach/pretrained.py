@@ -7,6 +7,7 @@ import torch
 
 from deepfast import checks
 from deepfast.attach.loop import NAME
+from deepfast.attach.memory import POLICIES
 from deepfast.attach.parent import connect
 
 CONFIG = "depth_connections"
@@ -47,9 +48,14 @@ def connected(
         layers, norm, connection, dim, options: see `connect`.
         memory: see `connect`; of all connections of the class. The config does not have it. None:
             that of ``base``, or "keep".
+
+    Raises:
+        TypeError, ValueError: for settings that do not fit; others when a model is built.
     """
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
+    if memory is not None:
+        checks.choice("deepfast.connected", POLICIES, memory=memory)
     settings = getattr(base, "connections", ())
     if parent is None:
         others = {"layers": layers, "connection": connection, "dim": dim, **options}

@@ -287,6 +287,11 @@ def test_disconnect_needs_a_module():
     [
         ({"parent": "encoder"}, TypeError, "expected norm="),
         ({"parent": "encoder", "norm": "pots"}, ValueError, "norm must be one of"),
+        (
+            {"parent": "encoder", "norm": "pre", "memory": "all"},
+            ValueError,
+            "memory must be one of",
+        ),
         ({"norm": "post"}, TypeError, "norm needs parent"),
         ({"connection": "denseformer"}, TypeError, "connection needs parent"),
         ({"window": 2}, TypeError, "window needs parent"),
