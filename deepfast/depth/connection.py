@@ -137,6 +137,7 @@ class DepthConnection(nn.Module):
         self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         """`forward` in eager code."""
+        common.reverse_mode_only(self.name)
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
