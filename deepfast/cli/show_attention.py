@@ -76,7 +76,7 @@ def _fused_side(model: SearchModel) -> str:
 def layer_weights(
     model: SearchModel, vocabulary: Vocabulary, side: str, text: str, translation: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """(N, hops, L + 1) and the N words. With a weight for each channel: their mean, as one hop."""
+    """(N, hops, L + 1) and the N words. With a weight for each channel: their mean in each hop."""
     source = vocabulary.encode(text)
     if not source:
         raise ValueError("TEXT: expected words, got none")
@@ -91,5 +91,5 @@ def layer_weights(
         target = torch.tensor([[BOS, *vocabulary.encode(translation)]])
         weights = model.layer_attention(source_BS, target)
     if getattr(model.config, f"{side}_fusion") == "channel_attention":
-        weights = weights.mean(1, keepdim=True)
+        weights = weights.unflatten(1, (-1, model.config.dim)).mean(2)
     return weights, words

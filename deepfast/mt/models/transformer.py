@@ -87,6 +87,14 @@ def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Te
     return attention.weights(x, packing, given["encoded"], given["encoded_packing"])
 
 
+def init_fan_in(*modules: nn.Module) -> None:
+    """Draws all matrices and their biases from U(-b, b) with b = 1 / sqrt(inputs)."""
+    for module in modules:
+        for linear in module.modules():
+            if isinstance(linear, nn.Linear):
+                linear.reset_parameters()  # torch's own rule is this one
+
+
 class Transformer(TranslationModel):
     """Encoder, decoder, and by default one embedding that source, target and output share.
 
@@ -116,6 +124,8 @@ class Transformer(TranslationModel):
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
         self.fusions = Fusions(c)
+        if c.init == "fan_in":
+            init_fan_in(self.encoder, self.decoder, self.fusions)
 
     def describe(self) -> str:
         """Sizes and choices in one line."""

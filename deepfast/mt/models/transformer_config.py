@@ -78,6 +78,9 @@ class TransformerConfig:
     cross_attention: str = "top"
     """"top": decoder layers attend to the encoder's output; "transparent": each decoder layer
     attends to its own mixture of all encoder layers."""
+    init: str = "xavier"
+    """How matrices begin: "xavier"; or "fan_in", from U(-b, b) with b = 1 / sqrt(inputs), biases
+    too, as in the paper on layer fusion. Embeddings begin from N(0, 1 / D) either way."""
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"
@@ -123,6 +126,7 @@ class TransformerConfig:
         checks.whole(op, 0, first_position=self.first_position)
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
+        checks.choice(op, ("xavier", "fan_in"), init=self.init)
         checks.choice(op, ("pre", "post"), norm=self.norm)
         checks.choice(op, NORMS, norm_kind=self.norm_kind)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
