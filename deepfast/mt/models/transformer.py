@@ -165,13 +165,13 @@ class Transformer(TranslationModel):
 
     def metrics(self) -> dict[str, float | list[int]]:
         """For latent depth: the expected number of layers, the KL in nats, and the layers that each
-        language uses in evaluation."""
+        language keeps."""
         row: dict[str, float | list[int]] = {}
         for side, latent in self._latent.items():
             row[f"{side}_depth"] = latent.depth().item()
             row[f"{side}_kl"] = latent.kl().item()
             for index, name in enumerate(self.config.languages or [None]):
-                used = [i for i, z in enumerate(latent.choose(index)) if z > 0]
+                used = [i for i, kept in enumerate(latent.keeps(index)) if kept]
                 end = f"_{name}" if name else ""
                 row |= {f"{side}_layers{end}": len(used), f"{side}_used{end}": used}
         return row
