@@ -87,8 +87,8 @@ def layer_weights(
     else:
         if translation is None:
             (translation,) = translate_lines(model, vocabulary, [text])
-        words = ["<s>", *vocabulary.pieces(translation)]
-        target = torch.tensor([[BOS, *vocabulary.encode(translation)]])
+        words = ["<s>", *vocabulary.target.pieces(translation)]
+        target = torch.tensor([[BOS, *vocabulary.target.encode(translation)]])
         weights = model.layer_attention(source_BS, target)
     if getattr(model.config, f"{side}_fusion") == "channel_attention":
         weights = weights.unflatten(1, (-1, model.config.dim)).mean(2)

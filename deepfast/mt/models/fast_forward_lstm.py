@@ -18,9 +18,9 @@ The decoder is one column whose layers all run forward. Its input is [c_t, y_{t-
 
 As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), source, target and
 softmax have separate matrices, and recurrent parameters start at 0. The paper leaves biases out of
-its notation; here they are an option. Unlike in the paper, source and target share one vocabulary,
-and the alignment model is as wide as a layer. The paper's columns have nine layers; in a column
-with an even number m is the first position.
+its notation; here they are an option, as are separate vocabularies. Unlike in the paper, the
+alignment model is as wide as a layer. The paper's columns have nine layers; in a column with an even
+number m is the first position.
 
 The ablations of its tables 2 to 6 are options. Without fast-forward connections a layer reads
 Dropout(h) alone, e and c hold no f, and there is no W_p: with one layer this is the standard
@@ -44,7 +44,9 @@ class FastForwardLSTMConfig:
     """Sizes and choices of a `FastForwardLSTM`."""
 
     vocab_size: int
-    """V of the vocabulary, which source and target share."""
+    """V of the source; of the target too where target_vocab_size is None."""
+    target_vocab_size: int | None = None
+    """V of the target, where it has its own vocabulary."""
     padding_idx: int = 0
     """Id of the padding token."""
     dim: int = 512
@@ -84,6 +86,9 @@ class FastForwardLSTMConfig:
         if self.dim % 2:
             raise ValueError(f"{op}: dim must be even, got {self.dim}")
         checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
+        if self.target_vocab_size is not None:
+            least = self.padding_idx + 1
+            checks.whole(op, least, target_vocab_size=self.target_vocab_size)
         checks.whole(op, 1, 2, columns=self.columns)
         checks.flag(op, attention=self.attention, fast_forward=self.fast_forward,
                     bidirectional=self.bidirectional, bias=self.bias)  # fmt: skip
@@ -189,7 +194,8 @@ class FastForwardLSTM(TranslationModel):
             return nn.ModuleList(Layer(size, c.dim, c.bias, c.backend) for size in sizes)
 
         self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        self.target_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = nn.Embedding(target_size, width, padding_idx=c.padding_idx)
         self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(c.columns))  # type: ignore[assignment]
         self.decoder = stack(self.context_dim + width, c.decoder_layers)  # type: ignore[assignment]
         if reduced:
@@ -198,7 +204,7 @@ class FastForwardLSTM(TranslationModel):
             self.attention = Attention(c.dim, self.context_dim, c.dim)
         else:
             self.alignment = None  # type: ignore[method-assign]  # A model without has None.
-        self.softmax = nn.Linear(c.dim, c.vocab_size, bias=c.bias)
+        self.softmax = nn.Linear(c.dim, target_size, bias=c.bias)
         recurrent = {id(p) for p in self._recurrent()}
         for name, p in self.named_parameters():
             if name.endswith(".bias"):
