@@ -213,8 +213,8 @@ def show(sides: list[SideWeights], source: int | None = None) -> None:
             table = Table(title=f"Weight of y{source} in the {side.title}", box=box.SIMPLE)
             table.add_column("input of", justify="right")
             table.add_column("weight", justify="right")
-            for cells in source_rows(side, source):
-                table.add_row(*cells)
+            for feeds, weight in source_rows(side, source):
+                table.add_row(feeds, weight)
             console.print(table)
             continue
         table = Table(title=f"Depth weights of the {side.title}", box=box.SIMPLE)

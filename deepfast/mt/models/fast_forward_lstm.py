@@ -19,8 +19,8 @@ The decoder is one column whose layers all run forward. Its input is [c_t, y_{t-
 As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), source, target and
 softmax have separate matrices, and recurrent parameters start at 0. The paper leaves biases out of
 its notation; here they are an option, as are separate vocabularies. Unlike in the paper, the
-alignment model is as wide as a layer. The paper's columns have nine layers; in a column with an even
-number m is the first position.
+alignment model is as wide as a layer. The paper's columns have nine layers; in a column with an
+even number m is the first position.
 
 The ablations of its tables 2 to 6 are options. Without fast-forward connections a layer reads
 Dropout(h) alone, e and c hold no f, and there is no W_p: with one layer this is the standard

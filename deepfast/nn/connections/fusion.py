@@ -236,7 +236,8 @@ class LayerFusion(nn.Module):
 
     def _feed_forward(self, x: Tensor, embedding: Tensor | None) -> Tensor:
         """embedding: E (L, D), added to the parts of x; W_a E is part of the bias."""
-        w, bias = self.up.weight, self.up.bias
+        w: Tensor = self.up.weight
+        bias: Tensor = self.up.bias
         if embedding is not None:
             bias = bias + F.linear(embedding.reshape(-1).to(w.dtype), w).to(bias.dtype)
         return self.down(ops.activation(F.linear(x, w, bias), "relu", backend=self.backend))
