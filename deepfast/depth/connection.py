@@ -25,8 +25,9 @@ class PassWeights(NamedTuple):
     weights: ConstantWeights | AttentionWeights
     parameters: tuple[Tensor | None, ...]
     """The tensors that the gradients of the weights belong to, then norm weights and biases."""
-    norms: tuple[Tensor, Tensor] | None
-    """Weights and biases (L+1, D) of the stack's own layer-norms, detached; None without."""
+    norms: tuple[Tensor, Tensor | None] | None
+    """Weights and biases (L+1, D) of the stack's own norms, detached; None without. RMS norms have
+    no bias."""
 
 
 class DepthConnection(nn.Module):
@@ -49,6 +50,7 @@ class DepthConnection(nn.Module):
     name: str
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
+    norm_kind = "layer"
     # Each kind of connection has its own.
     _pass_weights: Callable[[Tensor, bool], PassWeights]
     """The weights of a pass, from its first push and whether it learns."""
@@ -185,10 +187,11 @@ class DepthConnection(nn.Module):
             out_norm_bias=out[1],
             norm_out=has if post else none,
             eps=self.eps,
+            rms=self.norm_kind == "rms",
             schedule=self._schedule(history.block or default_block(self.rows)),
             inplace=history.inplace,
             need_norm_grad=learning
             and norms is not None
-            and any(p.requires_grad for p in parameters[-2:]),
+            and any(p is not None and p.requires_grad for p in parameters[-2:]),
         )
         history.token = first_token(history.state, *parameters)

@@ -116,6 +116,8 @@ def stack_and_sum(connection, x, bodies):
         def own_norm(t, k):
             if k == 0 and not d.normalize_embedding:
                 return t
+            if d.norm_kind == "rms":
+                return F.rms_norm(t, (DIM,), d.norm_weight[k], d.eps)
             return F.layer_norm(t, (DIM,), d.norm_weight[k], d.norm_bias[k], d.eps)
 
         z = [own_norm(s, k) if d.norm == "pre" else s for k, s in enumerate(states)]

@@ -84,8 +84,8 @@ class TransformerConfig:
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"
-    """"layer" or "rms": the norms of the layers and of the stacks. Those inside DLCL, transparent
-    attention and fusions are layer-norms."""
+    """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
+    transparent attention and fusions are layer-norms."""
     activation: str = "relu"
     """"relu" or "gelu"."""
     dropout: float = 0.1

@@ -160,7 +160,7 @@ class Connection(nn.Module):
         self.mudd = MUDD(num_layers, dim, backend=backend) if connection == "mudd" else None
         self.dlcl = None
         if connection in PRESETS:
-            options = dlcl_options(connection, norm, dlcl)
+            options = {"norm_kind": norm_kind} | dlcl_options(connection, norm, dlcl)
             self.dlcl = DLCL(num_layers, dim, states="autocast", backend=backend, **options)
         # Pre-norm: entry l is the first LN of layer l, or of sublayer l if each of them reads; the
         # last one is the stack's final LN.
