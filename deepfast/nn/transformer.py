@@ -146,7 +146,8 @@ class TransformerEncoder(_Stack):
             layers to use.
         norm: "pre" (with a final LN) or "post".
         norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
-            inside a DLCL's mixture.
+            inside a DLCL's mixture. "none": no norms, in a pre-norm stack with the connection
+            "residual" or "latent" (Li et al. train latent depth so).
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from deepfast.nn.layer_norm import NoNorm
 from deepfast.reference import attention_residuals as reference
 from deepfast.reference.layer_norm import rms_norm
 
@@ -20,6 +21,8 @@ def shaken(module):
 
 
 def norm_of(m, x):
+    if isinstance(m, NoNorm):
+        return x
     if m.bias is None:
         return F.rms_norm(x, m.weight.shape, m.weight, m.eps)
     return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)

@@ -139,8 +139,8 @@ class Transformer(TranslationModel):
             for side, (layers, connection, fusion) in sides.items()
         ]
         transparent = [] if self.transparent is None else ["transparent attention"]
-        rms = ["RMS norm"] if c.norm_kind == "rms" else []
-        return ", ".join([*parts, f"{c.norm}-norm", *rms, *transparent])
+        kind = {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
+        return ", ".join([*parts, f"{c.norm}-norm", *kind, *transparent])
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:

@@ -18,7 +18,7 @@ from deepfast.nn.connections.residual import (
     PRESETS,
     dlcl_options,
 )
-from deepfast.nn.layer_norm import NORMS
+from deepfast.nn.layer_norm import check_norms
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
@@ -85,7 +85,8 @@ class TransformerConfig:
     """"pre" or "post"."""
     norm_kind: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
-    transparent attention and fusions are layer-norms."""
+    transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
+    norms (pre-norm, residual or latent)."""
     activation: str = "relu"
     """"relu" or "gelu"."""
     dropout: float = 0.1
@@ -128,11 +129,12 @@ class TransformerConfig:
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
         checks.choice(op, ("pre", "post"), norm=self.norm)
-        checks.choice(op, NORMS, norm_kind=self.norm_kind)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
         checks.choice(op, CONNECTIONS, **self._values("encoder_connection", "decoder_connection"))
+        for side in SIDES:
+            check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_kind)
         checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
         checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
         if self.target_vocab_size is not None:

@@ -296,7 +296,8 @@ def _not_planned(config: TransformerConfig) -> str | None:
                        ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
         if getattr(config, key) != plain:
             return f"where model.{key} is {getattr(config, key)}"
-    for key in ("encoder_connection", "decoder_connection"):
-        if getattr(config, key) == "mudd":
+    for key, unknown in (("encoder_connection", "mudd"), ("decoder_connection", "mudd"),
+                         ("norm_kind", "none")):  # fmt: skip
+        if getattr(config, key) == unknown:
             return f"where model.{key} is {getattr(config, key)}"
     return None
