@@ -14,6 +14,7 @@ is float32, or float64 where storage is float64. Shapes:
     S  slots            B  rows, or sources, of one far pass
     K  sources          H  heads or hops   N  sentences      V  vocabulary
     P  time steps       E  channels of a head                Q  tokens of the keys
+    G  heads of the keys
 """
 
 import math
@@ -408,13 +409,14 @@ depth_attention: depth_attention_backward
 
 attention: attention_forward
     q             Tensor   storage  (T, H, E)
-    k             Tensor   storage  (Q, H, E)
-    v             Tensor   storage  (Q, H, E)
+    k             Tensor   storage  (Q, G, E)
+    v             Tensor   storage  (Q, G, E)
     cu_seqlens_q  Tensor   int32    (N+1)
     cu_seqlens_k  Tensor   int32    (N+1)
     max_seqlen_q  int
     max_seqlen_k  int
-    causal        bool
+    left          int
+    right         int
     scale         float
     dropout_p     float
     seed          Tensor?  int64    ()
@@ -423,8 +425,8 @@ attention: attention_forward
 
 attention: attention_backward
     q             Tensor   storage  (T, H, E)
-    k             Tensor   storage  (Q, H, E)
-    v             Tensor   storage  (Q, H, E)
+    k             Tensor   storage  (Q, G, E)
+    v             Tensor   storage  (Q, G, E)
     o             Tensor   storage  (T, H, E)
     lse           Tensor   compute  (H, T)
     do            Tensor   storage  (T, H, E)
@@ -432,13 +434,14 @@ attention: attention_backward
     cu_seqlens_k  Tensor   int32    (N+1)
     max_seqlen_q  int
     max_seqlen_k  int
-    causal        bool
+    left          int
+    right         int
     scale         float
     dropout_p     float
     seed          Tensor?  int64    ()
     dq            Tensor!  storage  (T, H, E)
-    dk            Tensor!  storage  (Q, H, E)
-    dv            Tensor!  storage  (Q, H, E)
+    dk            Tensor!  storage  (Q, G, E)
+    dv            Tensor!  storage  (Q, G, E)
 
 linear_cross_entropy: cross_entropy
     logits           Tensor!  storage  (T, V)

@@ -31,7 +31,7 @@ NUMBERS = {
     "rms": False, "source_rms": False, "out_rms": False, "norm": True, "norm_source": True,
     "accumulate": False, "k": 91, "near": [88, 89, 90, 91], "grad_slot": 92, "pull_rows": PULLED,
     "pull_slots": [r + 1 for r in PULLED], "label_smoothing": 0.1, "ignore_index": -100,
-    "write_grad": True, "reverse": False, "causal": True, "scale": 0.125,
+    "write_grad": True, "reverse": False, "left": -1, "right": 0, "scale": 0.125,
 }  # fmt: skip
 """The operands that are no tensors, of a state in the middle of a block of a deep stack."""
 
@@ -81,7 +81,7 @@ def variants(name: str, toy: bool) -> Iterator[dict]:
     if name.startswith("activation"):
         yield {"kind": "relu"}
     if name in ("attention_forward", "attention_backward"):
-        yield {"causal": False}
+        yield {"left": -1, "right": -1}
 
 
 def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: bool, given: dict):
@@ -90,7 +90,7 @@ def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: boo
     channels: whether depth weights are one per channel.
     """
     sizes = {"T": tokens, "Q": tokens, "D": dim, "V": dim, "R": ROWS, "S": ROWS + 1, "B": 16,
-             "K": 3, "H": 4, "E": 64, "N": 1, "P": 3}  # fmt: skip
+             "K": 3, "H": 4, "G": 4, "E": 64, "N": 1, "P": 3}  # fmt: skip
     kinds = {"storage": dtype, "compute": torch.float32, "int32": torch.int32, "int64": torch.int64}
     made = NUMBERS | {"max_seqlen_q": tokens, "max_seqlen_k": tokens} | given
     for o in LAUNCHES[name].operands:

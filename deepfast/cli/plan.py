@@ -23,6 +23,7 @@ NUMBERS = {
     "width": "channels of a layer",
     "tokens": "tokens of a micro-batch, on the encoder's side",
     "heads": "attention heads; default: heads of 64 channels",
+    "num-kv-heads": "heads of keys and values, a divisor of --heads; default: --heads",
     "ffn": "width of the feed-forward layers; default: 4 * width",
     "vocabulary": "pieces; 0: a stack without embedding and loss; default: 32000",
     "decoder-layers": "layers of the decoder; 0: no decoder; default: 6",

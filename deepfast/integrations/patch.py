@@ -34,15 +34,17 @@ def patch(
         loss: the loss of Hugging Face's causal and masked language models, in training, by
             `ops.linear_cross_entropy`. The logits are not computed: ``output.logits`` is None.
             Without labels, and in evaluation, the model computes what it did.
-        attention: Hugging Face's attention by `ops.attention`, without the padding. At padding the
-            outputs of a model then differ from before, and nothing reads them.
+        attention: Hugging Face's attention by `ops.attention`, without the padding, with its groups
+            of heads and its sliding windows. At padding the outputs of a model then differ from
+            before, and nothing reads them.
 
     Returns:
         A handle whose ``remove()`` undoes it.
 
     Raises:
         TypeError, ValueError: for a model without the attention interface of transformers. A
-            forward pass raises ValueError for an attention that is neither causal nor full.
+            forward pass raises ValueError for an attention that is neither causal nor full and has
+            no sliding window.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be a module, got {type(model).__name__}")

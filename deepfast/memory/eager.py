@@ -28,7 +28,8 @@ def _layer(sizes: Sizes, decoder: bool) -> int:
     d, b = sizes.width, sizes.bytes
     # A dropout mask has one byte per element on CUDA, and the tensor's dtype on the CPU.
     mask = (1 if sizes.device == "cuda" else b) if sizes.dropout else 0
-    attention = FP32 * d + 2 * FP32 + b * 5 * d + FP32 * sizes.heads + mask * d
+    operands = b * (3 * d + 2 * sizes.kv_width)
+    attention = FP32 * d + 2 * FP32 + operands + FP32 * sizes.heads + mask * d
     block = FP32 * d + 2 * FP32 + b * (d + sizes.ffn) + mask * d
     return block + attention * (2 if decoder else 1)
 

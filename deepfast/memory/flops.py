@@ -37,10 +37,11 @@ def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
     """One layer with `keep`, forward and backward, with its rows of the mixing."""
     d, f = sizes.width, sizes.ffn
     tokens = sizes.target_tokens if decoder else sizes.tokens
-    products = tokens * (8 * d * d + 4 * d * f)
+    # Queries and output, keys and values.
+    products = tokens * (4 * d * d + 4 * d * sizes.kv_width + 4 * d * f)
     attention = tokens * _attention(sizes, decoder)
     if decoder:
-        products += tokens * 4 * d * d + sizes.tokens * 4 * d * d
+        products += tokens * 4 * d * d + sizes.tokens * 4 * d * sizes.kv_width
         attention += tokens * _attention(sizes)
     return 3 * products + 3.5 * attention + 4 * tokens * _mix(sizes, decoder)
 
@@ -54,9 +55,9 @@ def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
         return 0.0
     flops: float = tokens * 2 * d * f
     if level >= POLICIES.index("leaner"):
-        flops += tokens * 6 * d * d
+        flops += tokens * (2 * d * d + 4 * d * sizes.kv_width)
         if decoder:
-            flops += tokens * 2 * d * d + sizes.tokens * 4 * d * d
+            flops += tokens * 2 * d * d + sizes.tokens * 4 * d * sizes.kv_width
     if level >= POLICIES.index("states"):
         flops += tokens * (2 * d * d + _attention(sizes, decoder))
         if decoder:

@@ -1,7 +1,8 @@
 """What one layer keeps for backward under each policy, and what it needs while it runs.
 
 Elements per token, D wide, F in the feed-forward block, H heads; statistics (of softmax and
-layer-norms) are fp32, everything else is in the storage dtype:
+layer-norms) are fp32, everything else is in the storage dtype. With fewer heads of keys and values
+these are narrower:
 
     encoder   keep     n or x, q k v, o, s, h      6 D + F      post-norm 7 D + F
               lean     without h                   6 D          7 D

@@ -21,9 +21,9 @@ class PartLayer(Layer):
 
     def saved(self) -> dict[str, int]:
         d = self.d
-        names = {"qkv": 3 * d, "o": self.twice * d + self.lse}
+        names = {"qkv": self.qkv, "o": self.twice * d + self.lse}
         if self.decoder:
-            names |= {"q": d, "kv": 2 * self.source, "o2": self.twice * d + self.lse}
+            names |= {"q": d, "kv": self.kv, "o2": self.twice * d + self.lse}
         # ReLU saves its result alone.
         return names | {"act": self.f} | ({"h": self.f} if self.gelu else {})
 
@@ -71,12 +71,12 @@ class PartLayer(Layer):
         walk.leave(branch, below)
 
     def _attend(self, walk: Walk) -> None:
-        walk.make(qkv=self.twice * 3 * self.d)
-        walk.make(qkv=3 * self.d, o=self.twice * self.d + self.lse)
+        walk.make(qkv=self.twice * self.qkv)
+        walk.make(qkv=self.qkv, o=self.twice * self.d + self.lse)
 
     def _attend_encoded(self, walk: Walk) -> None:
-        walk.make(q=self.d, kv=self.twice * 2 * self.source)
-        walk.make(kv=2 * self.source, o2=self.twice * self.d + self.lse)
+        walk.make(q=self.d, kv=self.twice * self.kv)
+        walk.make(kv=self.kv, o2=self.twice * self.d + self.lse)
 
     def _feed(self, walk: Walk) -> None:
         walk.make(h=self.f)

@@ -45,10 +45,10 @@ def plan(
             without padding.
         policies, decoder_policies: one policy, or one per layer; None: the plan chooses. "history"
             needs a depth connection.
-        options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
-            decoder_layers, target_tokens, connection, decoder_connection, reads, norm, norm_kind,
-            weight,
-            dtype, optimizer, device, activation, dropout, accumulate, length, padding.
+        options: the other fields of `deepfast.memory.sizes.Sizes`: heads, num_kv_heads, ffn,
+            vocabulary, decoder_layers, target_tokens, connection, decoder_connection, reads, norm,
+            norm_kind, weight, dtype, optimizer, device, activation, dropout, accumulate, length,
+            padding.
 
     Raises:
         TypeError: for an option that `Sizes` does not have.

@@ -50,6 +50,8 @@ class Sizes:
     """T of a micro-batch on the encoder's side, without padding."""
     heads: int
     """H; `plan` uses heads of width 64 by default."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, see `deepfast.nn.MultiheadAttention`; None for H."""
     ffn: int
     """F; `plan` uses 4 D by default."""
     target_tokens: int
@@ -108,6 +110,9 @@ class Sizes:
                 raise ValueError(f"norm: expected pre with {name} {value!r}, got {self.norm!r}")
         if self.width % self.heads:
             raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
+        kv = self.num_kv_heads
+        if kv is not None and not (checks.is_whole(kv) and kv > 0 and self.heads % kv == 0):
+            raise ValueError(f"num_kv_heads: expected a divisor of heads {self.heads}, got {kv!r}")
         if self.decoder_layers and not self.vocabulary:
             raise ValueError("vocabulary: expected at least 1 beside a decoder, got 0")
 
@@ -117,14 +122,24 @@ class Sizes:
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
+    def kv_width(self) -> int:
+        """Channels of the keys of a token, and of its values."""
+        return self.width // self.heads * (self.num_kv_heads or self.heads)
+
+    @property
+    def attention_linear(self) -> int:
+        """Parameters of the four projections of an attention."""
+        return 2 * (self.width + self.kv_width) * (self.width + 1)
+
+    @property
     def linear(self) -> int:
         """Parameters of an encoder layer's linear maps; autocast copies them."""
         d, f = self.width, self.ffn
-        return 4 * (d * d + d) + 2 * d * f + f + d
+        return self.attention_linear + 2 * d * f + f + d
 
     @property
     def decoder_linear(self) -> int:
-        return self.linear + 4 * (self.width**2 + self.width)
+        return self.linear + self.attention_linear
 
     @property
     def norm_values(self) -> int:

@@ -92,8 +92,13 @@ class Layer:
         self.d = tokens * sizes.width * element
         self.f = tokens * sizes.ffn * element
         self.source = sizes.tokens * sizes.width * element
+        self.qkv = tokens * (sizes.width + 2 * sizes.kv_width) * element
+        self.kv = sizes.tokens * 2 * sizes.kv_width * element
+        """Keys and values of the encoder's output."""
         self.square = sizes.width**2 * element
         """Bytes of a (D, D) weight in the dtype of its products."""
+        self.w_kv = 2 * sizes.width * sizes.kv_width * element
+        self.w_qkv = self.square + self.w_kv
         self.w = sizes.width * sizes.ffn * element
         self.statistics = sizes.norm_values * tokens * FP32
         """What a norm stores for backward."""
@@ -119,9 +124,9 @@ class Layer:
         d, st = self.d, self.statistics
         # With a depth connection n is kept. Without one x is, and n is recomputed from it.
         names = {"n" if self.pre and (self.mixes or self.rerun) else "x": d}
-        names |= {"qkv": 3 * d, "o": self.twice * d + self.lse}
+        names |= {"qkv": self.qkv, "o": self.twice * d + self.lse}
         if self.decoder:
-            names |= {"s1": d + st, "q": d, "kv": 2 * self.source}
+            names |= {"s1": d + st, "q": d, "kv": self.kv}
             names |= {"o2": self.twice * d + self.lse}
             names |= {"n2": d} if self.rerun else {}
         names |= {"s": d + st, "h": self.f}
@@ -151,8 +156,8 @@ class Layer:
         last |= {"cast_o2": square} if self.decoder else {}
         if self.sizes.dtype != "bfloat16":
             return last if self.latent else {}
-        names = {"cast": 3 * square, "cast_up": self.w} | last
-        return names | ({"cast2": 3 * square} if self.decoder else {})
+        names = {"cast": self.w_qkv, "cast_up": self.w} | last
+        return names | ({"cast2": self.w_qkv} if self.decoder else {})
 
     def cached(self) -> dict[str, int]:
         """The copies that autocast's cache or the graph still holds after forward."""
@@ -173,14 +178,14 @@ class Layer:
     def walk_forward(self, walk: Walk) -> None:
         """From x and n to the branch and its residual, in post-norm to y."""
         d, st, twice = self.d, self.statistics, self.twice
-        walk.make(qkv=twice * 3 * d)
-        walk.make(qkv=3 * d, o=twice * d + self.lse)
+        walk.make(qkv=twice * self.qkv)
+        walk.make(qkv=self.qkv, o=twice * d + self.lse)
         walk.make(a=d)
         walk.leave("qkv", "o")
         if self.decoder:
             walk.make(n2=d, s1=d + st)
-            walk.make(q=d, kv=twice * 2 * self.source)
-            walk.make(kv=2 * self.source, o2=twice * d + self.lse)
+            walk.make(q=d, kv=twice * self.kv)
+            walk.make(kv=self.kv, o2=twice * d + self.lse)
             walk.make(c=d)
             walk.leave("q", "kv", "o2")
         # Under autocast a weight scaled by a gate exists in fp32 too.
@@ -294,15 +299,15 @@ class Layer:
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
         if self.policy == "leaner":
-            cast = 2 * square if walk.low else 0
-            walk.make(q=d, kv=2 * source, n2=d, recast=cast)
+            cast = self.w_kv if walk.low else 0
+            walk.make(q=d, kv=self.kv, n2=d, recast=cast)
             walk.leave("recast", "n2")
-            walk.make(kv=self.twice * 2 * source)
-        walk.make(q=d, kv=2 * source, d_q=d, d_kv=2 * source)
+            walk.make(kv=self.twice * self.kv)
+        walk.make(q=d, kv=self.kv, d_q=d, d_kv=self.kv)
         walk.drop("q", "kv", "o2", "d_o")
-        walk.make(stacked=2 * source)
+        walk.make(stacked=self.kv)
         walk.drop("d_kv")
-        walk.make(d_memory=source, w_kv=2 * square)
+        walk.make(d_memory=source, w_kv=self.w_kv)
         walk.drop("stacked", "d_memory")
         walk.learn("w_kv")
         walk.make(stacked=d)
@@ -320,19 +325,19 @@ class Layer:
         walk.alive[o] = self.d + self.lse
 
     def _attention(self, walk: Walk) -> None:
-        d, square = self.d, self.square
+        d = self.d
         self._out(walk, "o")
         if self.policy == "leaner":
             again = {} if "n" in walk.alive or not self.pre else {"n": d}
-            cast = 3 * square if walk.low else 0
-            walk.make(qkv=3 * d, recast=cast, **again)
+            cast = self.w_qkv if walk.low else 0
+            walk.make(qkv=self.qkv, recast=cast, **again)
             walk.drop("recast", *again)
-            walk.make(qkv=self.twice * 3 * d)
-        walk.make(qkv=3 * d, d_qkv=3 * d)
+            walk.make(qkv=self.twice * self.qkv)
+        walk.make(qkv=self.qkv, d_qkv=self.qkv)
         walk.drop("qkv", "o", "d_o")
-        walk.make(stacked=3 * d)
+        walk.make(stacked=self.qkv)
         walk.drop("d_qkv")
-        walk.make(stacked=self.twice * 3 * d)
-        walk.make(stacked=3 * d, w_qkv=3 * square, d_n=d, **({"n": d} if self.pre else {}))
+        walk.make(stacked=self.twice * self.qkv)
+        walk.make(stacked=self.qkv, w_qkv=self.w_qkv, d_n=d, **({"n": d} if self.pre else {}))
         walk.drop("stacked", "n", "cast")
         walk.learn("w_qkv")

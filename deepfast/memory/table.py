@@ -110,6 +110,7 @@ def lines(plan: Plan) -> list[str]:
     """Sizes, policies, the table by category, and whether the plan fits or what it needs."""
     sizes = plan.sizes
     decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
+    keys = "" if sizes.num_kv_heads is None else f" ({sizes.num_kv_heads} of the keys)"
     peak = max(plan.peak, 1)
     table = [*plan.table.items(), ("peak", plan.peak)]
     if plan.solved == "budget":
@@ -120,7 +121,7 @@ def lines(plan: Plan) -> list[str]:
     return [
         f"{sizes.layers} encoder layers ({sizes.connection})"
         f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
-        f"{sizes.heads} heads, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
+        f"{sizes.heads} heads{keys}, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
         f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
         f"{sizes.optimizer}, {sizes.device}",
         f"memory policies: {describe(plan.policies, plan.decoder_policies)}",

@@ -15,20 +15,24 @@ from deepfast.depth.initial import part
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, Recompute, not_saved, plain
-from deepfast.ops import common
+from deepfast.ops import common, torch_attention
+from deepfast.ops.attention import Window, window_sides
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the positions decoded so far, (B, H, S, d) each."""
+    """Keys and values of the positions decoded so far, (B, G, S, d) each with G heads of keys."""
 
     key: Tensor | None = None
     value: Tensor | None = None
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor, left: int = -1) -> tuple[Tensor, Tensor]:
+        """Adds a position; keeps ``left`` positions before it, all where it is -1."""
         if self.key is not None:
-            key = torch.cat((self.key, key), dim=2)
-            value = torch.cat((self.value, value), dim=2)
+            # Without the first one where the others fill the window.
+            first = max(0, self.key.shape[2] - left) if left >= 0 else 0
+            key = torch.cat((self.key[:, :, first:], key), dim=2)
+            value = torch.cat((self.value[:, :, first:], value), dim=2)
         self.key, self.value = key, value
         return key, value
 
@@ -42,13 +46,13 @@ Inputs = Tensor | tuple[Tensor, ...]
 """Of queries, keys and values: one for all of them, or one for each."""
 
 
-def _linear(x: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x weight^T + bias``; with several inputs each has its equal share of the channels."""
+def _linear(x: Inputs, weight: Tensor, bias: Tensor | None, shares: list[int]) -> Tensor:
+    """``x weight^T + bias``; with several inputs each has its share of the channels."""
     if isinstance(x, Tensor):
         return F.linear(x, weight, bias)
-    biases = (None,) * len(x) if bias is None else bias.chunk(len(x))
-    shares = zip(x, weight.chunk(len(x)), biases, strict=True)
-    return torch.cat([F.linear(*share) for share in shares], -1)
+    biases = (None,) * len(x) if bias is None else bias.split(shares)
+    parts = zip(x, weight.split(shares), biases, strict=True)
+    return torch.cat([F.linear(*part) for part in parts], -1)
 
 
 def _projected(
@@ -57,6 +61,7 @@ def _projected(
     y: Tensor,
     padded: Packing | None,
     unsaved: list[tuple[Tensor, Recompute]] | None,
+    shares: list[int],
 ) -> Tensor:
     """y, which is ``linear(x)``, unpacked to padded sentences where ``padded`` is given.
 
@@ -75,7 +80,7 @@ def _projected(
         def function() -> Tensor:
             xs = tuple(source().to(dtype) for source in sources)
             b = None if bias is None else bias().to(dtype)
-            y = _linear(xs if isinstance(x, tuple) else xs[0], weight().to(dtype), b)
+            y = _linear(xs if isinstance(x, tuple) else xs[0], weight().to(dtype), b, shares)
             return y if padded is None else padded.unpack(y)
 
         unsaved.append((y, Recompute(y, function)))
@@ -83,7 +88,7 @@ def _projected(
 
 
 class MultiheadAttention(nn.Module):
-    """Scaled dot-product attention with H heads of width D / H.
+    """Scaled dot-product attention with H heads of width d = D / H.
 
     ``softmax(Q K^T / sqrt(d)) V`` per head, with one projection each for queries, keys and values
     and one for the output. Tokens are packed, so no projection runs over padding.
@@ -91,11 +96,17 @@ class MultiheadAttention(nn.Module):
     Args:
         dim: D.
         heads: H, a divisor of D.
+        num_kv_heads: G, a divisor of H: heads of keys and values, each for H / G heads of queries
+            (grouped-query attention). Their projections then are G d wide. None for H.
+        window: (left, right): a token sees the tokens of its sentence from ``left`` before it to
+            ``right`` after it, see `ops.attention`; causal attention has right 0. Padding does not
+            count. Self-attention only.
         dropout: probability that an attention weight becomes 0, in training.
         cross: whether keys and values come from another sequence.
         backend: see `deepfast.backend`.
 
-    Source: Vaswani et al., Attention Is All You Need, 2017.
+    Sources: Vaswani et al., Attention Is All You Need, 2017; Ainslie et al. 2023 for grouped
+    queries; Beltagy et al. 2020 for windows.
     """
 
     def __init__(
@@ -103,6 +114,8 @@ class MultiheadAttention(nn.Module):
         dim: int,
         heads: int,
         *,
+        num_kv_heads: int | None = None,
+        window: Window = None,
         dropout: float = 0.0,
         cross: bool = False,
         backend: str | None = None,
@@ -112,28 +125,49 @@ class MultiheadAttention(nn.Module):
         checks.probability("MultiheadAttention", dropout, argument="dropout")
         if dim % heads:
             raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
+        num_kv_heads = heads if num_kv_heads is None else num_kv_heads
+        checks.whole("MultiheadAttention", num_kv_heads=num_kv_heads)
+        if heads % num_kv_heads:
+            raise ValueError(
+                f"MultiheadAttention: num_kv_heads must divide heads {heads}, got {num_kv_heads}"
+            )
+        self.window = window_sides("MultiheadAttention", window)
+        if cross and max(self.window) >= 0:
+            raise ValueError(
+                f"MultiheadAttention: window must be None where cross is True, got {window!r}"
+            )
         self.dim, self.heads, self.dropout, self.cross = dim, heads, dropout, cross
-        self.backend = backend
+        self.num_kv_heads, self.backend = num_kv_heads, backend
         if cross:
-            self.query = nn.Linear(dim, dim)
-            self.key_value = nn.Linear(dim, 2 * dim)
+            self.query = nn.Linear(dim, sum(self._shares("query")))
+            self.key_value = nn.Linear(dim, sum(self._shares("key_value")))
         else:
-            self.query_key_value = nn.Linear(dim, 3 * dim)
+            self.query_key_value = nn.Linear(dim, sum(self._shares("query_key_value")))
         self.out = nn.Linear(dim, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises each D x D block separately with Glorot's uniform; biases are 0."""
+        """Initialises the projections to queries, to keys, to values and to the output separately
+        with Glorot's uniform; biases are 0."""
         linear: nn.Linear
-        for linear in self.children():  # type: ignore[assignment]
-            for start in range(0, linear.out_features, self.dim):
-                nn.init.xavier_uniform_(part(linear.weight, slice(start, start + self.dim)))
+        for name, linear in self.named_children():  # type: ignore[assignment]
+            start = 0
+            for share in self._shares(name):
+                nn.init.xavier_uniform_(part(linear.weight, slice(start, start + share)))
+                start += share
             nn.init.zeros_(linear.bias)
 
-    def _split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:
-        """(T, count * D) to ``count`` tensors (T, H, d); (B, S, count * D) to (B, H, S, d)."""
-        x = x.view(*x.shape[:-1], count, self.heads, self.dim // self.heads)
-        return x.unbind(1) if x.dim() == 4 else x.permute(2, 0, 3, 1, 4).unbind(0)
+    def _shares(self, name: str) -> list[int]:
+        """Channels of the results of a projection: queries, or keys and values, or all three."""
+        keys = self.num_kv_heads * (self.dim // self.heads)
+        of_queries = [] if name == "key_value" else [self.dim]
+        return of_queries + ([keys, keys] if name.endswith("key_value") else [])
+
+    def _split(self, x: Tensor, name: str) -> tuple[Tensor, ...]:
+        """The results of a projection: of (T, C) each (T, H, d), of (B, S, C) each (B, H, S, d)."""
+        width = self.dim // self.heads
+        parts = [x.unflatten(-1, (-1, width)) for x in x.split(self._shares(name), -1)]
+        return tuple(x if x.dim() == 3 else x.transpose(1, 2) for x in parts)
 
     def _pads(self, x: Tensor, packing: Packing, other: Packing) -> bool:
         """Whether attention runs over padded sentences, as torch's SDPA does.
@@ -151,12 +185,12 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the encoder's output; decoding computes them once for all steps.
 
-        (B, H, S, d) where attention runs over padded sentences, as ``decoding`` does; else
-        (T, H, d).
+        (B, G, S, d) where attention runs over padded sentences, as ``decoding`` does; else
+        (T, G, d).
         """
         kv = self.key_value(encoded_TD)
         padded = decoding or self._pads(encoded_TD, packing, packing)
-        key, value = self._split(packing.unpack(kv) if padded else kv, 2)
+        key, value = self._split(packing.unpack(kv) if padded else kv, "key_value")
         return key, value
 
     def forward(
@@ -201,7 +235,8 @@ class MultiheadAttention(nn.Module):
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         unsaved: list[tuple[Tensor, Recompute]] | None
         unsaved = [] if recompute_qkv and backward else None
-        linear = self.query if self.cross else self.query_key_value
+        name = "query" if self.cross else "query_key_value"
+        linear, shares = getattr(self, name), self._shares(name)
         again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
         pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
         source: Any = x_TD
@@ -209,16 +244,16 @@ class MultiheadAttention(nn.Module):
         if recomputes and all(one.gives(x) for x, one in pairs):
             source = recompute_x
             with not_saved(pairs):
-                qkv = self._project(linear, x_TD)
+                qkv = self._project(linear, x_TD, shares)
         else:
-            qkv = self._project(linear, x_TD)
-        qkv = _projected(linear, source, qkv, packing if padded else None, unsaved)
+            qkv = self._project(linear, x_TD, shares)
+        qkv = _projected(linear, source, qkv, packing if padded else None, unsaved, shares)
         kv: Sequence[Tensor]
-        q, *kv = self._split(qkv, 1 if self.cross else 3)
+        q, *kv = self._split(qkv, name)
         if isinstance(encoded, Tensor):
             layout = encoded_packing if padded else None
-            made = _projected(self.key_value, encoded, self.key_value(encoded), layout, unsaved)
-            kv = self._split(made, 2)
+            made = _projected(self.key_value, encoded, self.key_value(encoded), layout, unsaved, [])
+            kv = self._split(made, "key_value")
         elif encoded is not None:
             kv = encoded
         del qkv
@@ -228,13 +263,12 @@ class MultiheadAttention(nn.Module):
             o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
 
-    def _project(self, linear: nn.Linear, x: Inputs) -> Tensor:
+    def _project(self, linear: nn.Linear, x: Inputs, shares: list[int]) -> Tensor:
         if isinstance(x, Tensor):
             return linear(x)
         if plain(linear, nn.Linear):
-            return _linear(x, linear.weight, linear.bias)
-        shares = [linear(one).chunk(len(x), -1)[i] for i, one in enumerate(x)]
-        return torch.cat(shares, -1)
+            return _linear(x, linear.weight, linear.bias, shares)
+        return torch.cat([linear(one).split(shares, -1)[i] for i, one in enumerate(x)], -1)
 
     def weights(
         self, x_TD: Tensor, packing: Packing, encoded_TD: Tensor, encoded_packing: Packing
@@ -243,8 +277,9 @@ class MultiheadAttention(nn.Module):
 
         For pictures only: `forward` does not compute them. Cross-attention only.
         """
-        (q,) = self._split(packing.unpack(self.query(x_TD)), 1)
+        (q,) = self._split(packing.unpack(self.query(x_TD)), "query")
         k, _ = self.project_encoded(encoded_TD, encoded_packing, decoding=True)
+        k = k.repeat_interleave(self.heads // self.num_kv_heads, 1)
         scores = q @ k.transpose(2, 3) * (self.dim // self.heads) ** -0.5
         if encoded_packing.padding is not None:
             scores = scores.masked_fill(encoded_packing.padding[:, None, None, :], -torch.inf)
@@ -260,6 +295,7 @@ class MultiheadAttention(nn.Module):
             max_seqlen_q=packing.length,
             max_seqlen_k=encoded_packing.length,
             causal=causal,
+            window=self.window,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
@@ -268,13 +304,24 @@ class MultiheadAttention(nn.Module):
     def _padded(self, q, k, v, packing, causal, encoded_packing, cache) -> Tensor:
         # Padding is on the right, so the causal mask already hides it from every real query.
         padding = None if causal else encoded_packing.padding
-        if cache is not None and not self.cross:
-            k, v = cache.append(k, v)
         mask = None if padding is None else ~padding[:, None, None, :]
-        o = F.scaled_dot_product_attention(
-            q, k, v, mask, self.dropout if self.training else 0.0, causal and cache is None
-        )
+        left, right = self.window[0], 0 if causal else self.window[1]
+        if cache is not None:
+            k, v = (k, v) if self.cross else cache.append(k, v, left)
+            causal = False
+        elif left >= 0 or (right >= 0 and not causal):
+            places = torch.arange(packing.length, device=q.device)
+            if padding is not None:
+                # The packed form has no padding, so here it takes no place.
+                places = ((~padding).cumsum(1) - 1).clamp(min=0).unsqueeze(1)
+            window = torch_attention.seen(places, places, left, right)
+            mask, causal = window if mask is None else mask & window, False
+        dropout_p = self.dropout if self.training else 0.0
+        o = torch_attention.padded(q, k, v, mask, dropout_p, causal)
         return packing.pack(o.transpose(1, 2).reshape(packing.batch, packing.length, self.dim))
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, heads={self.heads}, dropout={self.dropout}, cross={self.cross}"
+        return (
+            f"dim={self.dim}, heads={self.heads}, num_kv_heads={self.num_kv_heads}, "
+            f"window={self.window}, dropout={self.dropout}, cross={self.cross}"
+        )

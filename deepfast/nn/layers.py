@@ -22,6 +22,7 @@ from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute, plain
 from deepfast.ops.activation import KINDS
+from deepfast.ops.attention import Window
 
 
 class FeedForward(nn.Module):
@@ -110,6 +111,8 @@ class _Layer(nn.Module):
         heads: int,
         ffn_dim: int,
         *,
+        num_kv_heads: int | None = None,
+        window: Window = None,
         norm: str = "pre",
         norm_kind: str = "layer",
         dropout: float = 0.1,
@@ -134,11 +137,11 @@ class _Layer(nn.Module):
         ):
             checks.probability(name, p, argument=argument)
         self.dim, self.norm, self.dropout, self.memory = dim, norm, dropout, memory
-        self.attention = MultiheadAttention(dim, heads, dropout=attention_dropout, backend=backend)
+        options: dict = {"num_kv_heads": num_kv_heads, "dropout": attention_dropout}
+        options["backend"] = backend
+        self.attention = MultiheadAttention(dim, heads, window=window, **options)
         if self.crosses:
-            self.cross_attention = MultiheadAttention(
-                dim, heads, dropout=attention_dropout, cross=True, backend=backend
-            )
+            self.cross_attention = MultiheadAttention(dim, heads, cross=True, **options)
         self.feed_forward = FeedForward(
             dim, ffn_dim, activation, activation_dropout, backend=backend
         )
@@ -213,6 +216,8 @@ class TransformerEncoderLayer(_Layer):
 
     Args:
         dim, heads, ffn_dim: D, H, F.
+        num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
+        window: of self-attention, see `MultiheadAttention`.
         norm: "pre" or "post".
         norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, "none" for no norms.
         dropout: on each branch before its residual add.

@@ -12,6 +12,7 @@ from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
 from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, packed, packed_pair
+from deepfast.ops.attention import Window
 
 
 class _Stack(nn.Module):
@@ -31,6 +32,8 @@ class _Stack(nn.Module):
         heads: int,
         ffn_dim: int,
         *,
+        num_kv_heads: int | None = None,
+        window: Window = None,
         connection: str = "dlcl",
         norm: str = "pre",
         norm_kind: str = "layer",
@@ -55,6 +58,8 @@ class _Stack(nn.Module):
                 dim,
                 heads,
                 ffn_dim,
+                num_kv_heads=num_kv_heads,
+                window=window,
                 norm=norm,
                 norm_kind=norm_kind,
                 dropout=dropout,
@@ -140,6 +145,8 @@ class TransformerEncoder(_Stack):
     Args:
         num_layers: L >= 1.
         dim, heads, ffn_dim: D, H, F.
+        num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
+        window: of every self-attention, see `MultiheadAttention`.
         connection: one of `deepfast.nn.connections.residual.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which

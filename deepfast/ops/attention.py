@@ -1,32 +1,30 @@
 """Scaled dot-product attention over packed sentences."""
 
-import functools
-import inspect
 import math
 import os
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
-from deepfast.ops import common
-from deepfast.ops.packed import Gather, Scatter, places
+from deepfast.ops import common, torch_attention
 from deepfast.ops.register import register, watched
 from deepfast.reference.layer_norm import compute_dtype
 
 WIDEST = 256
 """Channels of a head that Triton's kernels hold."""
 
+Window = tuple[int | None, int | None] | int | None
+
 
 def _forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     o, lse = _fake(a)
     launch.attention_forward(
-        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.causal,
-        a.scale, a.dropout_p, a.seed, o, lse,
+        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.left,
+        a.right, a.scale, a.dropout_p, a.seed, o, lse,
     )  # fmt: skip
     return o, lse
 
@@ -42,7 +40,7 @@ def _grad_forward(a):
     do = a.do if a.do.stride(-1) == 1 else a.do.contiguous()
     launch.attention_backward(
         a.q, a.k, a.v, a.o, a.lse, do, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
-        a.max_seqlen_k, a.causal, a.scale, a.dropout_p, a.seed, dq, dk, dv,
+        a.max_seqlen_k, a.left, a.right, a.scale, a.dropout_p, a.seed, dq, dk, dv,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -52,8 +50,9 @@ def _grad_fake(a):
 
 
 def _flops(a) -> int:
-    """Both products of every sentence with its own keys, masked or not, as torch counts varlen
-    attention. Where the lengths are not known, every sentence counts as the longest."""
+    """Both products of every sentence and head of q with all its keys, masked or not, as torch
+    counts varlen attention. Where the lengths are not known, every sentence counts as the
+    longest."""
     heads, dim = a.q.shape[1:]
     if type(a.cu_seqlens_q) is not Tensor or a.cu_seqlens_q.device.type == "meta":
         pairs = (a.cu_seqlens_q.shape[0] - 1) * a.max_seqlen_q * a.max_seqlen_k
@@ -65,7 +64,7 @@ def _flops(a) -> int:
 _attention_grad = register(
     "attention_grad(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "bool causal, float scale, float dropout_p, Tensor? seed, str? backend) "
+    "int left, int right, float scale, float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     _grad_forward,
     fake=_grad_fake,
@@ -88,8 +87,8 @@ def _backward(ctx, kept, grads):
 
 _attention = register(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float scale, float dropout_p, "
-    "Tensor? seed, str? backend) -> (Tensor o, Tensor lse)",
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, int left, int right, float scale, "
+    "float dropout_p, Tensor? seed, str? backend) -> (Tensor o, Tensor lse)",
     _forward,
     fake=_fake,
     flops=_flops,
@@ -101,67 +100,16 @@ _attention = register(
 )
 
 
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and a scale above 0 that give the same scores. torch's attention masks the scores, or takes
-    their maximum, before it scales them, which is wrong for a scale of 0 or below."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
-
-
-def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p):
-    """Attention on padded sentences, by torch's scaled_dot_product_attention."""
-    count = cu_seqlens_q.shape[0] - 1
-    if 0 in (count, max_q, max_k):
-        # Zeros that depend on every operand, so that each operand gets a gradient.
-        return q * 0 + 0 * (k.sum() + v.sum())
-    dense = k.shape[0] == count * max_k
-
-    def pad(x, cu_seqlens, length):
-        if x.shape[0] != count * length:
-            x = Scatter.apply(x, places(cu_seqlens, x.shape[0], length), count * length)
-        return x.view(count, length, *x.shape[1:]).transpose(1, 2)
-
-    mask, alike = None, cu_seqlens_q is cu_seqlens_k
-    if not (alike and causal) and not (dense and not causal):
-        keys = torch.arange(max_k, device=q.device)
-        lengths = cu_seqlens_k.diff()
-        mask = (keys < lengths[:, None])[:, None, None, :]
-        if causal:
-            shift = (lengths - cu_seqlens_q.diff())[:, None, None]
-            rows = torch.arange(max_q, device=q.device)[:, None]
-            mask = mask & (keys <= rows + shift)[:, None]
-    o = F.scaled_dot_product_attention(
-        pad(q, cu_seqlens_q, max_q), pad(k, cu_seqlens_k, max_k), pad(v, cu_seqlens_k, max_k),
-        mask, dropout_p, alike and causal, scale=scale,
-    )  # fmt: skip
-    if mask is not None:
-        # A query without keys gives 0, and no gradient.
-        o = torch.where(mask.any(-1, keepdim=True), o, 0)
-    o = o.transpose(1, 2).flatten(0, 1)
-    if q.shape[0] == count * max_q:
-        return o
-    return Gather.apply(o, places(cu_seqlens_q, q.shape[0], max_q))
-
-
-@functools.cache
-def _varlen_options(causal: bool) -> dict:
-    """The arguments that make torch's varlen_attn causal or not; they depend on torch's version."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "window_size" in inspect.signature(varlen_attn).parameters:
-        return {"window_size": (-1, 0) if causal else (-1, -1)}
-    return {"is_causal": causal}
-
-
-def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
-    """Attention on packed sentences, by torch's flash attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    options = _varlen_options(causal)
-    return varlen_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=scale, **options
-    )  # fmt: skip
+def window_sides(op: str, window: object, causal: bool = False) -> tuple[int, int]:
+    """The sides (left, right) of a window, see `attention`; -1 for a side without end."""
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2 or not all(w is None or (checks.is_whole(w) and w >= -1) for w in sides):
+        raise ValueError(
+            f"{op}: window must be None, a whole number of at least 0, or a pair of them with None "
+            f"or -1 for a side without end, got {window!r}"
+        )
+    left, right = (-1 if w is None else int(w) for w in sides)
+    return left, 0 if causal else right
 
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
@@ -174,10 +122,12 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
                 f"attention: {name} must have q's dtype and device, {q.dtype} on {q.device}, "
                 f"got {x.dtype} on {x.device}"
             )
-    if tuple(k.shape[1:]) != tuple(q.shape[1:]):
+    heads, of_keys = q.shape[1], k.shape[1]
+    divides = of_keys == heads or (0 < of_keys < heads and heads % of_keys == 0)
+    if not divides or k.shape[2] != q.shape[2]:
         raise ValueError(
-            f"attention: k must have q's heads and width {tuple(q.shape[1:])}, "
-            f"got {tuple(k.shape[1:])}"
+            f"attention: k must have a divisor of q's heads, and q's width, of "
+            f"{tuple(q.shape[1:])}, got {tuple(k.shape[1:])}"
         )
     checks.like("attention", "v", v, "k", k)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -221,6 +171,7 @@ def attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool = False,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     seed: int | Tensor | None = None,
@@ -231,14 +182,21 @@ def attention(
     Sentence i has queries ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]`` and keys
     ``cu_seqlens_k[i] : cu_seqlens_k[i + 1]``. A query that sees no key gets 0.
 
+    k and v may have fewer heads G than q (grouped-query attention): head h of q reads their head
+    ``h // (H / G)``.
+
     Args:
         q: (T_q, H, d), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        k, v: (T_k, H, d). An operand whose last stride is not 1 is copied; slices of one projection
-            are not.
+        k, v: (T_k, G, d), G a divisor of H. An operand whose last stride is not 1 is copied; slices
+            of one projection are not.
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 on the same device, from 0 to T_q and to T_k;
             not checked on a GPU, since reading them would wait for it.
         max_seqlen_q, max_seqlen_k: at least the longest sentence.
         causal: the last query sees every key, the query before it all keys but the last, and so on.
+        window: (left, right): query i of m, at place ``p = i + n - m`` among its n keys, sees only
+            the keys ``p - left <= j <= p + right``. None or -1 is a side without end, an int w is
+            (w, w), and ``causal`` makes right 0. The keys of a window of the last W tokens, the own
+            one included, are ``causal=True, window=W - 1``.
         dropout_p: probability that an attention weight becomes 0. The op does not know about
             training and evaluation: pass 0 in evaluation.
         scale: 1 / sqrt(d) where None.
@@ -256,10 +214,12 @@ def attention(
         NotImplementedError: under forward-mode differentiation (`torch.func.jvp`) with deepfast's
             own kernels; torch's attention raises its own errors.
 
-    Source: Vaswani et al., Attention Is All You Need, 2017.
+    Sources: Vaswani et al., Attention Is All You Need, 2017; Ainslie et al. 2023 for grouped
+    queries; Beltagy et al. 2020 for windows.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     checks.probability("attention", dropout_p)
+    sides = window_sides("attention", window, causal)
     if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -274,20 +234,18 @@ def attention(
     asked = backend is not None or os.environ.get("DEEPFAST_BACKEND")
     if name == "triton" and q.shape[-1] > WIDEST and not asked:
         name = "sdpa"
-    if name in (*backends.SDPA, "varlen"):
-        q, scale = _positive_scale(q, scale)
-    sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale
+    sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *sides
     if name in backends.SDPA:
-        return _sdpa(q, k, v, *sizes, dropout_p)
+        return torch_attention.sdpa(q, k, v, *sizes, scale, dropout_p)
     if name == "varlen":
         if dropout_p > 0:
             raise ValueError(
                 f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
             )
-        return _varlen(q, k, v, *sizes)
+        return torch_attention.varlen(q, k, v, *sizes, scale)
     if name == "triton" and q.shape[-1] > WIDEST:
         raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (o,) = _attention(q, k, v, *sizes, dropout_p, seed, name)
+    (o,) = _attention(q, k, v, *sizes, scale, dropout_p, seed, name)
     return o

@@ -227,19 +227,26 @@ def offsets(lengths: list[int], device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def _sentences(queries: list[int], keys: list[int], causal: bool, p: float, q, k, v, backend):
+def _sentences(queries: list[int], keys: list[int], options: dict, q, k, v, backend):
     return ops.attention(
         q, k, v, cu_seqlens_q=offsets(queries, q.device), cu_seqlens_k=offsets(keys, q.device),
-        max_seqlen_q=max(queries, default=0), max_seqlen_k=max(keys, default=0), causal=causal,
-        dropout_p=p, seed=5, backend=backend,
+        max_seqlen_q=max(queries, default=0), max_seqlen_k=max(keys, default=0), seed=5,
+        backend=backend, **options,
     )  # fmt: skip
 
 
-def _heads(name: str, queries: list[int], keys: list[int], heads: int, width: int, causal, p):
-    given: dict
+def _heads(
+    name: str, queries: list[int], keys: list[int], heads: int, width: int, causal: bool, p: float,
+    *, group: int = 1, window=None,
+) -> Case:  # fmt: skip
+    """Sentences of these lengths; ``group`` heads share one of the keys."""
     tokens = {"q": sum(queries), "k": sum(keys), "v": sum(keys)}
-    given = {n: _rows(t, heads, width, apart=8) for n, t in tokens.items()}
-    return Case(name, given, functools.partial(_sentences, queries, keys, causal, p))
+    given: dict = {
+        n: _rows(t, heads if n == "q" else heads // group, width, apart=8)
+        for n, t in tokens.items()
+    }
+    options = {"causal": causal, "dropout_p": p, "window": window}
+    return Case(name, given, functools.partial(_sentences, queries, keys, options))
 
 
 def _attention(s: Sizes) -> Iterator[Case]:
@@ -249,6 +256,12 @@ def _attention(s: Sizes) -> Iterator[Case]:
     yield _heads("long", long, long, 2, 16, False, 0.0)
     yield _heads("cross", [7, 3, 0, 5], [s.tokens // 8 + 3, 1, 9, 0], 3, 8, False, 0.1)
     yield _heads("odd width", [9, 2], [9, 2], 1, 40 if s.tokens > 5 else 10, True, 0.1)
+    yield _heads("groups, causal", short, short, 4, 32, True, 0.3, group=2)
+    yield _heads(
+        "groups, long, window", long, long, 4, 16, True, 0.1, group=4, window=s.tokens // 8
+    )
+    yield _heads("window", short, short, 2, 16, False, 0.0, window=(3, 2))
+    yield _heads("window, long, cross", long, [s.tokens, 9], 2, 16, False, 0.1, window=(2, 40))
     yield _heads("no sentence", [], [], 2, 16, False, 0.0)
 
 

@@ -2,7 +2,13 @@
 2017), as torch's varlen and FlashAttention define it.
 
 Sentence i has the queries ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]`` and the keys
-``cu_seqlens_k[i] : cu_seqlens_k[i + 1]``. T_q queries and T_k keys in all, H heads of width d.
+``cu_seqlens_k[i] : cu_seqlens_k[i + 1]``. T_q queries and T_k keys in all, H heads of width d, and
+G heads of keys and values: head h of the queries reads head ``h // (H / G)`` (grouped-query
+attention, Ainslie et al. 2023).
+
+Of m queries and n keys, query i stands at key ``p = i + n - m``: the last query at the last key. It
+sees the keys ``p - left <= j <= p + right``, where -1 is a side without end (a sliding window,
+Beltagy et al. 2020). Causal attention has left -1 and right 0.
 """
 
 from itertools import pairwise
@@ -19,14 +25,19 @@ def sentences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, s
     return [(slice(*a), slice(*b)) for a, b in zip(pairwise(q), pairwise(k), strict=True)]
 
 
-def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """``scale q k^T`` (H, m, n) of one sentence, q (m, H, d), k (n, H, d); -inf where masked.
+def grouped(x: Tensor, heads: int) -> Tensor:
+    """The head (n, H, d) of keys or values (n, G, d) that each of H = ``heads`` heads reads."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
-    Causal: the last query sees every key, the query before it all keys but the last, and so on.
-    """
+
+def scores(q: Tensor, k: Tensor, left: int, right: int, scale: float) -> Tensor:
+    """``scale q k^T`` (H, m, n) of one sentence, q (m, H, d), k (n, H, d); -inf where unseen."""
     s = scale * torch.einsum("mhd,nhd->hmn", q, k)
-    unseen = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
-    return s.masked_fill(unseen, -torch.inf) if causal else s
+    m, n = s.shape[1:]
+    queries = torch.arange(n - m, n, device=q.device)[:, None]
+    after = torch.arange(n, device=q.device) - queries
+    unseen = (after > (right if right >= 0 else n + m)) | (-after > (left if left >= 0 else n + m))
+    return s.masked_fill(unseen, -torch.inf)
 
 
 def weight_masks(
@@ -50,7 +61,8 @@ def attention(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
     scale: float,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
@@ -61,7 +73,7 @@ def attention(
 
     Args:
         q: (T_q, H, d).
-        k, v: (T_k, H, d).
+        k, v: (T_k, G, d), G a divisor of H.
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32, from 0 to T_q and to T_k.
 
     Returns:
@@ -70,9 +82,10 @@ def attention(
     rows = sentences(cu_seqlens_q, cu_seqlens_k)
     longest = max((b.stop - b.start for _, b in rows), default=0)
     masks = weight_masks(seed, q.shape[0], q.shape[1], longest, dropout_p, q)
+    k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
     o, lse = [q[:0]], [q.new_empty(q.shape[1], 0)]
     for a, b in rows:
-        s = scores(q[a], k[b], causal, scale)
+        s = scores(q[a], k[b], left, right, scale)
         weights = s.softmax(-1).masked_fill(s == -torch.inf, 0)
         mask = masks[a, :, : s.shape[2]].transpose(0, 1)
         o.append(torch.einsum("hmn,nhd->mhd", weights * mask, v[b]))

@@ -11,6 +11,7 @@ import torch
 from deepfast.reference.activation import activation, activation_grad
 from deepfast.reference.attention import (
     attention,
+    grouped,
     scores,
     sentences,
     weight_masks,
@@ -165,35 +166,37 @@ def depth_attention_backward(
 
 
 def attention_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, dropout_p,
-    seed, o, lse,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, scale,
+    dropout_p, seed, o, lse,
 ):  # fmt: skip
     """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
     values = attention(
         load(q), load(k), load(v), cu_seqlens_q, cu_seqlens_k,
-        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+        left=left, right=right, scale=scale, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
     put(o, values[0])
     put(lse, values[1])
 
 
 def attention_backward(
-    q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
-    dropout_p, seed, dq, dk, dv,
+    q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
+    scale, dropout_p, seed, dq, dk, dv,
 ):  # fmt: skip
     """Gradients of attention_forward from that of ``o``."""
-    masks = weight_masks(seed, q.shape[0], q.shape[1], max_seqlen_k, dropout_p, load(q))
+    heads, groups = q.shape[1], (k.shape[1], -1)
+    masks = weight_masks(seed, q.shape[0], heads, max_seqlen_k, dropout_p, load(q))
     for a, b in sentences(cu_seqlens_q, cu_seqlens_k):
-        q_a, k_b, v_b, g = load(q[a]), load(k[b]), load(v[b]), load(do[a])
-        s = scores(q_a, k_b, causal, scale)
+        q_a, g = load(q[a]), load(do[a])
+        k_b, v_b = grouped(load(k[b]), heads), grouped(load(v[b]), heads)
+        s = scores(q_a, k_b, left, right, scale)
         weights = (s - lse[:, a, None]).exp().masked_fill(s == -torch.inf, 0)
         mask = masks[a, :, : s.shape[2]].transpose(0, 1)
         dweights = torch.einsum("mhd,nhd->hmn", g, v_b) * mask
         delta = (g * load(o[a])).sum(-1).T
         ds = scale * weights * (dweights - delta.unsqueeze(-1))
         dq[a] = torch.einsum("hmn,nhd->mhd", ds, k_b)
-        dk[b] = torch.einsum("hmn,mhd->nhd", ds, q_a)
-        dv[b] = torch.einsum("hmn,mhd->nhd", weights * mask, g)
+        dk[b] = torch.einsum("hmn,mhd->nhd", ds, q_a).unflatten(1, groups).sum(2)
+        dv[b] = torch.einsum("hmn,mhd->nhd", weights * mask, g).unflatten(1, groups).sum(2)
 
 
 def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):

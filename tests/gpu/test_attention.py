@@ -26,7 +26,7 @@ def lengths_of(tokens, shortest, longest):
 
 
 TYPICAL = (lengths_of(8192, 20, 60), 8, 64) if REAL else (lengths_of(20, 3, 9), 2, 16)
-# (query lengths, key lengths, heads, width, causal, dropout).
+# (query lengths, key lengths, heads, width, causal, dropout), then heads of the keys and window.
 CASES = {
     "causal, dropout": (lengths_of(2000, 1, 64), None, 4, 64, True, 0.1),
     "128 keys": (lengths_of(1500, 60, 128), None, 2, 64, False, 0.3),
@@ -35,12 +35,17 @@ CASES = {
     "odd width": ([70, 33, 0, 5], None, 3, 40, False, 0.0),
     "wide": ([40, 100], None, 2, 128, True, 0.1),
     "no sentence": ([], None, 2, 64, False, 0.0),
+    "groups": (lengths_of(2000, 1, 128), None, 8, 64, True, 0.1, 2, None),
+    "groups, long, window": ([1000, 1, 0, 333], None, 8, 128, True, 0.1, 2, 200),
+    "window": (lengths_of(1500, 1, 128), None, 2, 64, False, 0.0, 2, (7, 3)),
+    "window, long, cross": ([700, 33], [900, 150], 2, 64, False, 0.1, 1, (64, 64)),
 }
 if not REAL:
     CASES = {
         "long": ([40, 1, 0], None, 1, 16, True, 0.1),
         "cross": ([3, 0, 5], [7, 2, 0], 2, 8, False, 0.1),
         "no sentence": ([], None, 2, 16, False, 0.0),
+        "groups, long, window": ([40, 1, 0], None, 2, 16, True, 0.1, 1, 9),
     }
 
 
@@ -48,22 +53,23 @@ def offsets(lengths, device):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def attention_of(queries, keys, causal, p):
+def attention_of(queries, keys, causal, p, window=None):
     """The op with all arguments given except its operands."""
 
     def function(q, k, v, backend):
         return ops.attention(
             q, k, v, cu_seqlens_q=offsets(queries, q.device), cu_seqlens_k=offsets(keys, q.device),
             max_seqlen_q=max(queries, default=0), max_seqlen_k=max(keys, default=0), causal=causal,
-            dropout_p=p, seed=5, backend=backend,
+            dropout_p=p, seed=5, backend=backend, window=window,
         )  # fmt: skip
 
     return function
 
 
-def inputs(twins, queries, keys, heads, width):
-    rows = {"q": sum(queries), "k": sum(keys), "v": sum(keys)}
-    return {n: twins.Stored(torch.randn(t, heads, width), apart=8) for n, t in rows.items()}
+def inputs(twins, queries, keys, heads, width, of_keys=None):
+    of_keys = of_keys or heads
+    rows = {"q": (sum(queries), heads), "k": (sum(keys), of_keys), "v": (sum(keys), of_keys)}
+    return {n: twins.Stored(torch.randn(*size, width), apart=8) for n, size in rows.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,10 +82,10 @@ def test_op(tolerances, twins, device, dtype):
 
 @pytest.mark.parametrize("case", CASES)
 def test_other_sentences(tolerances, twins, device, case):
-    queries, keys, heads, width, causal, p = CASES[case]
+    queries, keys, heads, width, causal, p, of_keys, window = (*CASES[case], None, None)[:8]
     keys = queries if keys is None else keys
-    function = attention_of(queries, keys, causal, p)
-    given = inputs(twins, queries, keys, heads, width)
+    function = attention_of(queries, keys, causal, p, window)
+    given = inputs(twins, queries, keys, heads, width, of_keys)
     twins.assert_op_alike(tolerances, "triton", "attention", function, given, HALF, device)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import deepfast
+from deepfast.integrations import hf_attention
 from tests.integrations.hf_models import assert_same, batch, make, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -40,6 +41,46 @@ def test_same_where_there_are_tokens(name, side):
     assert_same(results(model, inputs), want, 0)
 
 
+WINDOWED = [
+    ("MistralForCausalLM", {"sliding_window": 4}),
+    ("MistralForCausalLM", {"sliding_window": 1}),
+    ("MistralForCausalLM", {"sliding_window": 8, "num_key_value_heads": 1}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    ("ModernBertForMaskedLM", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+    ("ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), WINDOWED, ids=str)
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_a_sliding_window(name, sizes, side):
+    if "Bert" in name:
+        needs_masks_of_encoders()
+    model, inputs = make(name, **sizes), batch(padded=side is not None)
+    if side == "left":
+        inputs = {n: x.flip(1) for n, x in inputs.items()}
+    if side is not None:
+        inputs["labels"][inputs["attention_mask"] == 0] = -100
+        inputs["labels"][:, 1:][inputs["attention_mask"][:, :-1] == 0] = -100
+    want = results(model, inputs)
+    patched(model)
+    assert_same(results(model, inputs), want)
+
+
+def test_keys_are_not_repeated(monkeypatch):
+    model, seen = make("LlamaForCausalLM", num_key_value_heads=2), []
+
+    def attention(q, k, v, **options):
+        seen.append((q.shape[1], k.shape[1], v.shape[1]))
+        return real(q, k, v, **options)
+
+    real = deepfast.ops.attention
+    monkeypatch.setattr(deepfast.ops, "attention", attention)
+    patched(model)
+    model(**batch())
+    assert set(seen) == {(4, 2, 2)}
+
+
 def test_padding_is_not_read():
     needs_masks_of_encoders()
     model, inputs = make("BertForMaskedLM").eval(), batch(padded=True, labels=False)
@@ -50,8 +91,11 @@ def test_padding_is_not_read():
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
-def test_generates_with_a_cache(side):
-    model, inputs = make("LlamaForCausalLM").eval(), batch(padded=side == "left", labels=False)
+@pytest.mark.parametrize("window", [None, 4, 12])
+def test_generates_with_a_cache(side, window):
+    name = "LlamaForCausalLM" if window is None else "MistralForCausalLM"
+    model = make(name, **{} if window is None else {"sliding_window": window}).eval()
+    inputs = batch(padded=side == "left", labels=False)
     if side == "left":
         inputs = {n: x.flip(1) for n, x in inputs.items()}
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -87,8 +131,14 @@ def test_an_encoder_and_a_decoder():
 def test_refuses_what_it_cannot_compute():
     model = make("MistralForCausalLM", sliding_window=4)
     patched(model)
-    with pytest.raises(ValueError, match="another mask than causal or full attention"):
-        model(**batch())
+    gaps = torch.ones(2, 9, dtype=torch.int64)
+    gaps[1, 4] = 0
+    with pytest.raises(ValueError, match="beside the tokens of a sentence, got padding between"):
+        model(**batch() | {"attention_mask": gaps})
+    layer = model.model.layers[0].self_attn
+    x = torch.randn(1, 4, 9, 8)
+    with pytest.raises(ValueError, match="this model's attention uses sliding_window; leave it"):
+        hf_attention.attend(layer, x, x, x, None, sliding_window=4)
     model = make("LlamaForCausalLM")
     patched(model)
     packed = torch.arange(9).remainder(4).expand(2, 9)

@@ -182,25 +182,26 @@ def attention_boundary_backward(launch, near, D, dtype=BF16, kind="softmax", rms
     )  # fmt: skip
 
 
-def attention(launch, name, length, causal, dtype, heads, width):
-    sizes, names = {"T": T, "Q": T, "H": heads, "E": width, "N": 256}, ("q", "k", "v")
+def attention(launch, name, length, causal=False, dtype=BF16, heads=8, group=1, left=-1, width=64):
+    keys = heads // group
+    sizes = {"T": T, "Q": T, "H": heads, "G": keys, "E": width, "N": 256}
     given = {
-        "max_seqlen_q": length, "max_seqlen_k": length, "causal": causal, "scale": width**-0.5,
-        "dropout_p": 0.1,
+        "max_seqlen_q": length, "max_seqlen_k": length, "left": left,
+        "right": 0 if causal else left, "scale": width**-0.5, "dropout_p": 0.1,
     }  # fmt: skip
     # As a projection gives them: views of one packed tensor.
     for d in ("", "d") if name == "attention_backward" else ("",):
-        packed = tensor(T, 3, heads, width, dtype=dtype).unbind(1)
-        given |= {d + x: view for x, view in zip(names, packed, strict=True)}
+        packed = tensor(T, heads + 2 * keys, width, dtype=dtype).split((heads, keys, keys), 1)
+        given |= {d + x: view for x, view in zip(("q", "k", "v"), packed, strict=True)}
     call(launch, name, dtype, sizes, **given)
 
 
-def attention_forward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
-    attention(launch, "attention_forward", length, causal, dtype, heads, width)
+def attention_forward(launch, length, **options):
+    attention(launch, "attention_forward", length, **options)
 
 
-def attention_backward(launch, length, causal=False, dtype=BF16, heads=8, width=64):
-    attention(launch, "attention_backward", length, causal, dtype, heads, width)
+def attention_backward(launch, length, **options):
+    attention(launch, "attention_backward", length, **options)
 
 
 def cross_entropy(launch, V, dtype=BF16, rows=256):
@@ -303,6 +304,13 @@ CASES = [
     *hopper(*ATTENTION, length=64),
     *hopper(*ATTENTION, length=512),
     *hopper(*ATTENTION, length=128, dtype=FP32),
+    *every(*ATTENTION, length=128, causal=True, group=4),
+    *every(*ATTENTION, length=1024, causal=True, group=4, left=255),
+    *hopper(*ATTENTION, length=64, group=4),
+    *hopper(*ATTENTION, length=128, left=16),
+    *hopper(*ATTENTION, length=1024, left=64),
+    *hopper(*ATTENTION, length=1024, group=4, left=64, dtype=FP32),
+    *hopper(*ATTENTION, length=1024, causal=True, group=4, left=255, width=128),
     *every("cross_entropy", cross_entropy, V=32000),
     *hopper("cross_entropy", cross_entropy, V=32000, dtype=FP32),
     *every(*LSTM, H=512),

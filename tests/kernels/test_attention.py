@@ -10,8 +10,9 @@ from deepfast.reference import launchers as reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# (queries, keys) of the sentences, heads, head width, causal, dropout; between them every path:
-# whole rows in one tile and by tiles of queries, and longer rows, in all dtypes.
+# (queries, keys) of the sentences, heads, head width, causal, dropout, and then where they are not
+# the plain ones: heads of the keys, and the window, with -1 for a side without end. Between them
+# every path: whole rows in one tile and by tiles of queries, and longer rows, in all dtypes.
 CASES = {
     "short": ([3, 0, 17, 1], [3, 0, 17, 1], 2, 16, False, 0.0),
     "causal, odd width": ([3, 0, 17, 1], [3, 0, 17, 1], 2, 17, True, 0.3),
@@ -28,20 +29,41 @@ CASES = {
     "no query": ([0, 0], [3, 2], 2, 16, False, 0.1),
     "no query, long": ([0], [130], 1, 16, False, 0.1),
     "no key": ([3, 2], [0, 0], 2, 16, True, 0.0),
+    "groups": ([3, 0, 17, 1], [3, 0, 17, 1], 4, 16, False, 0.3, 2),
+    "one head of keys": ([40, 5], [40, 5], 3, 17, True, 0.1, 1),
+    "groups, cross": ([3, 5, 0, 20], [4, 0, 5, 7], 6, 32, True, 0.1, 3),
+    "groups, more queries than a tile": ([130, 10], [33, 20], 2, 32, True, 0.5, 1),
+    "groups, long": ([150, 1, 0], [150, 5, 3], 4, 16, True, 0.2, 2),
+    "window": ([5, 40, 0, 1], [5, 40, 0, 1], 2, 16, False, 0.3, 2, (3, 2)),
+    "two keys": ([5, 40], [5, 40], 1, 8, False, 0.0, 1, (1, 0)),
+    "window, cross": ([3, 5, 0, 20], [4, 0, 50, 7], 1, 16, False, 0.1, 1, (2, 1)),
+    "causal window, long": ([300, 20], [300, 20], 2, 16, True, 0.2, 1, (40, -1)),
+    "window, long": ([200], [200], 1, 16, False, 0.1, 1, (3, 70)),
+    "one side, long": ([200, 7], [200, 7], 1, 16, False, 0.0, 1, (5, -1)),
+    "other side, long": ([200, 7], [200, 7], 1, 16, False, 0.0, 1, (-1, 5)),
+    "window, long, fewer queries": ([20, 33], [300, 150], 2, 16, True, 0.1, 1, (70, -1)),
+    "window, long, fewer keys": ([300, 140], [150, 3], 1, 16, False, 0.1, 1, (10, 10)),
+    "window past the sentences": ([140], [140], 1, 16, False, 0.0, 1, (139, 200)),
 }
 
 
 class Problem:
     """Operands in float64 of one call, as views of the projections they come from."""
 
-    def __init__(self, queries, keys, heads, width, causal, dropout_p):
+    def __init__(
+        self, queries, keys, heads, width, causal, dropout_p, of_keys=None, window=(-1, -1)
+    ):
         self.lengths, self.heads, self.width = (queries, keys), heads, width
         self.tokens = sum(queries), sum(keys)
         seqlens = [torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in self.lengths]
         longest = [max(n, default=0) for n in self.lengths]
         seed = torch.tensor(2**40 + 5, device=DEVICE) if dropout_p else None
-        self.common = (*seqlens, *longest, causal, width**-0.5, dropout_p, seed)
-        self.projected = [torch.randn(t, 3, heads, width).to(DEVICE) for t in self.tokens]
+        left, right = window
+        sides = left, 0 if causal else right
+        self.common = (*seqlens, *longest, *sides, width**-0.5, dropout_p, seed)
+        # The heads of q, k and v in one projection.
+        self.split = heads, of_keys or heads, of_keys or heads
+        self.projected = [torch.randn(t, sum(self.split), width).to(DEVICE) for t in self.tokens]
         self.do = torch.randn(self.tokens[0], heads, width).to(DEVICE)
 
     def forward(self, launch, dtype, storage):
@@ -56,19 +78,20 @@ class Problem:
     def backward(self, launch, o, lse, dtype, storage):
         """Gradients, slices of one tensor like the operands, from this o and lse."""
         grads = [torch.full(x.shape, torch.nan, dtype=dtype, device=DEVICE) for x in self.projected]
-        dq, dk, dv = grads[0][:, 0], grads[1][:, 1], grads[1][:, 2]
+        dq, rest = grads[0].split((self.heads, 2 * self.split[1]), 1)
+        before, dk, dv = grads[1].split(self.split, 1)
         lse = lse.to(torch.promote_types(dtype, torch.float32))
         do = self.do.to(storage).to(dtype)
         operands = (*self.operands(dtype, storage), o.to(dtype), lse, do)
         launch(*operands, *self.common, dq, dk, dv)
         # The memory between the slices belongs to other tensors.
-        assert grads[0][:, 1:].isnan().all()
-        assert grads[1][:, 0].isnan().all()
+        assert rest.isnan().all()
+        assert before.isnan().all()
         return {"dq": dq, "dk": dk, "dv": dv}
 
     def operands(self, dtype, storage):
         queries, keys = (x.to(storage).to(dtype) for x in self.projected)
-        return queries[:, 0], keys[:, 1], keys[:, 2]
+        return queries[:, : self.heads], *keys.split(self.split, 1)[1:]
 
 
 def split_infinities(result, exact):
@@ -102,7 +125,11 @@ def test_equals_the_reference(case, dtype, tolerances):
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
-@pytest.mark.parametrize("case", ["one tile", "more queries than a tile", "129 keys"])
+@pytest.mark.parametrize(
+    "case",
+    ["one tile", "more queries than a tile", "129 keys", "groups", "groups, long",
+     "causal window, long"],
+)  # fmt: skip
 def test_two_runs_are_the_same_to_the_bit(case):
     problem = Problem(*CASES[case])
     runs = []

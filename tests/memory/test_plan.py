@@ -13,10 +13,11 @@ from deepfast.memory import (
     plan,
 )
 from deepfast.memory.eager import EAGER, eager_peak
-from deepfast.memory.flops import recomputed_flops
+from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.plan import uniform_peak
 from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.timeline import CATEGORIES, Stack, peak_table
+from deepfast.nn import TransformerDecoder, TransformerEncoder
 
 MODEL = {"width": 512, "tokens": 8192}
 KINDS = [
@@ -178,6 +179,26 @@ def test_the_table_adds_up():
     assert found.table["optimizer"] == 8 * found.sizes.parameters
     assert plan(budget="24GiB", layers=30, **MODEL, device="cpu").table["allocator margin"] == 0
     assert peak_table(found.sizes, found.policies, found.decoder_policies) == found.table
+
+
+def test_fewer_heads_of_keys():
+    """Parameters of the stacks, and less of everything that depends on keys and values."""
+    sizes = {"layers": 3, "width": 32, "tokens": 999, "heads": 8, "decoder_layers": 2, "ffn": 40}
+    more, less = (
+        plan(budget="1TiB", **sizes, num_kv_heads=kv, connection="residual", vocabulary=7)
+        for kv in (None, 2)
+    )
+    stacks = [
+        kind(layers, 32, 8, 40, num_kv_heads=2, connection="residual")
+        for kind, layers in ((TransformerEncoder, 3), (TransformerDecoder, 2))
+    ]
+    count = sum(p.numel() for stack in stacks for p in stack.parameters())
+    assert less.sizes.parameters == count + 7 * 32
+    assert less.peak < more.peak
+    assert step_flops(less.sizes) < step_flops(more.sizes)
+    assert "8 heads (2 of the keys)" in lines(less)[0]
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of heads 8, got 3"):
+        plan(budget="1TiB", **sizes, num_kv_heads=3)
 
 
 def test_recomputation_is_that_of_the_design():

@@ -114,6 +114,14 @@ def test_rms_norms_are_predicted_within_5_percent(connection, norm):
     check_encoder((8, 16, 2, 24, LENGTH * 24, options), "leaner", "float32")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kv", [1, 2])
+def test_fewer_heads_of_keys_are_predicted_within_5_percent(policy, kv):
+    """Wide heads and a narrow feed-forward block, so that keys and values have a large share."""
+    options = {"connection": "dlcl", "num_kv_heads": kv}
+    check_encoder((8, 64, 4, 64, LENGTH * 24, options), policy, "float32")
+
+
 def test_latent_depth_is_predicted_within_5_percent_at_25_layers():
     check_encoder((25, 128, 2, 512, 128, {"connection": "latent"}), "keep", "float32")
 

@@ -34,6 +34,7 @@ RANDOM = {
     "mudd": lambda: MUDD(3, 6),
     "self-attention": lambda: MultiheadAttention(6, 2),
     "cross-attention": lambda: MultiheadAttention(6, 2, cross=True),
+    "grouped attention": lambda: MultiheadAttention(8, 4, num_kv_heads=2),
     "feed_forward": lambda: FeedForward(6, 8),
     "fusion": lambda: LayerFusion(3, 6, source_norm=True),
 }

@@ -33,6 +33,11 @@ def decoders(**options):
         ({"heads": 0}, "heads must be a whole number of at least 1, got 0"),
         ({"heads": 3}, "heads must divide dim 8, got 3"),
         ({"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be a whole number of at least 1, got 0"),
+        ({"num_kv_heads": 4}, "num_kv_heads must divide heads 2, got 4"),
+        ({"window": "wide"}, "window must be None, a whole number .*, got 'wide'"),
+        ({"window": (1, -2)}, r"window must be None, a whole number .*, got \(1, -2\)"),
+        ({"window": 3, "cross": True}, "window must be None where cross is True, got 3"),
     ],
 )
 def test_attention_refuses_options(options, message):

@@ -30,22 +30,32 @@ def norm_of(m, x):
 
 def attend(m, x, encoded=None, padding=None, causal=False):
     """Multi-head attention written out on (B, S, D)."""
+    width = m.dim // m.heads
     if m.cross:
         q = m.query(x)
         k, v = m.key_value(encoded).chunk(2, -1)
     else:
-        q, k, v = m.query_key_value(x).chunk(3, -1)
+        q, k, v = m.query_key_value(x).split([m.dim, *[m.num_kv_heads * width] * 2], -1)
 
     def heads(t):
-        return t.unflatten(-1, (m.heads, -1)).transpose(1, 2)
+        t = t.unflatten(-1, (-1, width)).transpose(1, 2)
+        return t.repeat_interleave(m.heads // t.shape[1], 1)
 
     q, k, v = heads(q), heads(k), heads(v)
-    score = q @ k.transpose(-1, -2) / math.sqrt(DIM / HEADS)
+    score = q @ k.transpose(-1, -2) / math.sqrt(width)
     if padding is not None:
         score = score.masked_fill(padding[:, None, None, :], -math.inf)
     if causal:
         later = torch.ones(score.shape[-2:]).triu(1).bool()
         score = score.masked_fill(later, -math.inf)
+    left, right = (math.inf if side < 0 else side for side in m.window)
+    if not m.cross:
+        # Padding takes no place. A finite score keeps what padding gives out of the gradients.
+        real = torch.ones(x.shape[:2]) if padding is None else ~padding
+        place = real.cumsum(1)
+        before = place[:, :, None] - place[:, None]
+        unseen = (before > left) | (-before > right)
+        score = score.masked_fill(unseen[:, None], -1e30 if padding is not None else -math.inf)
     return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 

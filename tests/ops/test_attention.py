@@ -51,8 +51,10 @@ def call(q, k, v, queries, keys, causal, **options):
     )  # fmt: skip
 
 
-def operands(queries, keys):
-    return [torch.randn(sum(n), H, D) for n in (queries, keys, keys)]
+def operands(queries, keys, heads=(H, H)):
+    """q, k and v with this number of heads of q, and of k and v."""
+    sizes = (queries, heads[0]), (keys, heads[1]), (keys, heads[1])
+    return [torch.randn(sum(n), count, D) for n, count in sizes]
 
 
 def results(leaves, dtype, grad, *args, **options):
@@ -73,6 +75,65 @@ def test_agrees(tolerances, ran, server, dtype, queries, keys, causal):
     plain = results(leaves, dtype, grad, *args, backend="reference")
     exact = results(leaves, torch.float64, grad, *args, backend="reference")
     tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
+# Heads of q and of k, window, causal.
+PATTERNS = [
+    ((4, 2), None, False),
+    ((4, 2), None, True),
+    ((3, 1), 2, False),
+    ((4, 1), 1, True),
+    ((2, 2), (2, None), False),
+    ((2, 2), (-1, 1), False),
+    ((2, 2), (1, 3), False),
+    ((4, 2), (3, None), True),
+    ((2, 2), 99, False),
+]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("heads", "window", "causal"), PATTERNS, ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [([9], [9]), ([3, 7, 1], [3, 7, 1]), ([2, 5, 4], [6, 3, 1]), ([5, 0], [2, 3])],
+    ids=str,
+)  # fmt: skip
+def test_groups_and_windows(tolerances, server, dtype, heads, window, causal, queries, keys):
+    leaves = [x.to(dtype) for x in operands(queries, keys, heads)]
+    grad = torch.randn(leaves[0].shape).to(dtype)
+    args, options = (queries, keys, causal), {"window": window}
+    got = results(leaves, dtype, grad, *args, backend=server, **options)
+    plain = results(leaves, dtype, grad, *args, backend="reference", **options)
+    exact = results(leaves, torch.float64, grad, *args, backend="reference", **options)
+    tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_of_the_own_key_returns_its_value(server, causal):
+    q, k, v = operands([3, 6], [3, 6], (4, 2))
+    o = call(q, k, v, [3, 6], [3, 6], causal, backend=server, window=0)
+    torch.testing.assert_close(o, v.repeat_interleave(2, 1))
+
+
+def test_a_group_is_its_keys_repeated(server):
+    q, k, v = operands([3, 6], [3, 6], (4, 2))
+    args = [3, 6], [3, 6], True
+    repeated = (x.repeat_interleave(2, 1) for x in (k, v))
+    want = call(q, *repeated, *args, backend=server)
+    torch.testing.assert_close(call(q, k, v, *args, backend=server), want)
+
+
+def test_forms_of_a_window():
+    q, k, v = operands([7], [7])
+
+    def o(window, causal=False):
+        return call(q, k, v, [7], [7], causal, window=window)
+
+    assert torch.equal(o(2), o((2, 2)))
+    assert torch.equal(o(None), o((None, -1)))
+    assert torch.equal(o((None, 0)), o(None, causal=True))
+    assert torch.equal(o((2, 5), causal=True), o((2, 0)))
+    assert torch.equal(o([1, 3]), o((1, 3)))
 
 
 def test_slices_of_one_projection(server):
@@ -96,13 +157,15 @@ def test_gradients_that_are_not_contiguous(server):
         torch.testing.assert_close(a, b)
 
 
-def test_dropout_by_seed(tolerances):
+@pytest.mark.parametrize(("heads", "window"), [((H, H), None), ((4, 2), (3, 0))])
+def test_dropout_by_seed(heads, window):
     """Triton's mask is the reference's for the seed; torch's attention replays a drawn mask."""
     pytest.importorskip("triton")
-    leaves, args = operands([4, 6], [4, 6]), ([4, 6], [4, 6], False)
+    leaves, args = operands([4, 6], [4, 6], heads), ([4, 6], [4, 6], False)
     grad = torch.randn(leaves[0].shape)
+    options = {"dropout_p": 0.4, "seed": torch.tensor(7), "window": window}
     runs = [
-        results(leaves, torch.float32, grad, *args, backend=b, dropout_p=0.4, seed=torch.tensor(7))
+        results(leaves, torch.float32, grad, *args, backend=b, **options)
         for b in ("triton", "reference")
     ]
     for name in "oqkv":
@@ -154,7 +217,17 @@ def test_any_scale(tolerances, server, queries, keys, scale, causal):
     [
         ({"q": 3}, TypeError, "q must be a tensor, got int"),
         ({"q": torch.ones(4, D)}, ValueError, r"q must be \(T, H, d\), got \(4, 16\)"),
-        ({"k": torch.ones(4, H + 1, D)}, ValueError, r"heads and width \(2, 16\), got \(3, 16\)"),
+        (
+            {"k": torch.ones(4, H + 1, D)},
+            ValueError,
+            r"divisor of q's heads, .* of \(2, 16\), got \(3, 16\)",
+        ),
+        ({"k": torch.ones(4, 0, D)}, ValueError, r"divisor of q's heads, .*, got \(0, 16\)"),
+        ({"k": torch.ones(4, H, D - 1)}, ValueError, r"and q's width, of \(2, 16\), got \(2, 15"),
+        ({"window": -2}, ValueError, "window must be None, a whole number .*, got -2"),
+        ({"window": 1.5}, ValueError, "window must be None, a whole number .*, got 1.5"),
+        ({"window": (1, 2, 3)}, ValueError, r"a pair of them .*, got \(1, 2, 3\)"),
+        ({"window": (1, True)}, ValueError, r"a pair of them .*, got \(1, True\)"),
         ({"k": torch.ones(4, H, D).half()}, ValueError, "k must have q's dtype and device"),
         ({"v": torch.ones(3, H, D)}, ValueError, r"v must have k's shape \(4, 2, 16\)"),
         ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),

@@ -164,8 +164,9 @@ def test_flops():
         # Scores and sum of two hops, and twice that backward.
         "depth_attention": (2 * 2 * 2 * K * T * D, 2 * 2 * 2 * 2 * K * T * D),
         "norm_linear": (2 * T * N * D, 4 * T * N * D),
-        # Sentences of 2 and 3 tokens: 13 pairs, two products forward and five backward.
-        "attention": (2 * 2 * 13 * D, 5 * 2 * 13 * D),
+        # Sentences of 2 and 3 tokens: 13 pairs for each of two heads, whatever the window and the
+        # heads of the keys; two products forward and five backward.
+        "attention": (2 * 2 * 13 * 2 * D, 5 * 2 * 13 * 2 * D),
         # Gradients are made in forward.
         "linear_cross_entropy": (3 * 2 * T * N * D, 0),
         # The recurrent products of two sentences, for the state and for the weight in backward.

@@ -18,11 +18,12 @@ def cumulated(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def packed(lengths, grad=False):
+def packed(lengths, grad=False, heads=(H, H)):
+    """q, k and v with this number of heads of q, and of k and v."""
     queries, keys = (sum(n) for n in lengths)
     return [
-        torch.randn(tokens, H, D, dtype=torch.float64, requires_grad=grad)
-        for tokens in (queries, keys, keys)
+        torch.randn(tokens, count, D, dtype=torch.float64, requires_grad=grad)
+        for tokens, count in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
     ]
 
 
@@ -33,8 +34,9 @@ def sentences(lengths, tensors):
     return [[x.transpose(0, 1) for x in qkv] for qkv in zip(*splits, strict=True)]
 
 
-def run(lengths, tensors, **options):
-    return attention(*tensors, *map(cumulated, lengths), scale=0.7, **options)
+def run(lengths, tensors, causal=False, left=-1, **options):
+    window = {"left": left, "right": 0 if causal else options.pop("right", -1)}
+    return attention(*tensors, *map(cumulated, lengths), scale=0.7, **window, **options)
 
 
 def torch_attention(q, k, v, causal):
@@ -54,6 +56,30 @@ def test_equals_pytorch(lengths, causal):
     parts = [torch_attention(*qkv, causal) for qkv in sentences(lengths, tensors)]
     torch.testing.assert_close(o, torch.cat(parts, dim=1).transpose(0, 1))
     assert lse.shape == (H, o.shape[0])
+
+
+@pytest.mark.parametrize("lengths", [SELF, CROSS])
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1), (99, 99)])
+@pytest.mark.parametrize("heads", [(4, 1), (4, 2), (3, 3)])
+def test_every_query_sees_its_window_of_its_own_head(lengths, window, heads):
+    """Written out: one query, head and key at a time."""
+    (left, right), G = window, heads[0] // heads[1]
+    tensors = packed(lengths, heads=heads)
+    o, lse = run(lengths, tensors, left=left, right=right)
+    start = 0
+    for q, k, v in sentences(lengths, tensors):
+        m, n = q.shape[1], k.shape[1]
+        for i in range(m):
+            place = i + n - m
+            first = 0 if left < 0 else max(0, place - left)
+            last = n - 1 if right < 0 else min(n - 1, place + right)
+            for h in range(heads[0]):
+                scores = [0.7 * q[h, i] @ k[h // G, j] for j in range(first, last + 1)]
+                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+                want = sum((w * v[h // G, first + j] for j, w in enumerate(weights)), 0 * q[h, i])
+                torch.testing.assert_close(o[start + i, h], want)
+                assert bool(lse[h, start + i] == -torch.inf) == (first > last)
+        start += m
 
 
 def test_causal_shows_the_last_query_every_key():
@@ -92,23 +118,26 @@ def test_dropout_takes_a_token_for_each_query_and_head():
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "left"), [(False, -1), (True, -1), (True, 1), (False, 0)])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_gradcheck(causal, dropout_p):
+def test_gradcheck(causal, left, heads, dropout_p):
     lengths = ([2, 1, 0, 1], [1, 0, 1, 2])
 
     def o(*tensors):
-        return run(lengths, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)[0]
+        return run(lengths, tensors, causal, left, dropout_p=dropout_p, seed=SEED)[0]
 
-    assert torch.autograd.gradcheck(o, packed(lengths, grad=True))
+    assert torch.autograd.gradcheck(o, packed(lengths, grad=True, heads=heads))
 
 
 @pytest.mark.parametrize("lengths", [SELF, CROSS, ([], []), ([0], [3]), ([3], [0])])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (1, 0), (0, 2)])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_launches_are_the_op_and_its_gradient(lengths, causal, dropout_p):
-    tensors = packed(lengths, grad=True)
-    o, lse = run(lengths, tensors, causal=causal, dropout_p=dropout_p, seed=SEED)
+def test_launches_are_the_op_and_its_gradient(lengths, window, heads, dropout_p):
+    tensors = packed(lengths, grad=True, heads=heads)
+    left, right = window
+    o, lse = run(lengths, tensors, left=left, right=right, dropout_p=dropout_p, seed=SEED)
     do = torch.randn_like(o)
     # Without sentences o does not depend on k and v.
     grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
@@ -116,7 +145,7 @@ def test_launches_are_the_op_and_its_gradient(lengths, causal, dropout_p):
 
     got = [torch.full_like(x, torch.nan) for x in expected]
     longest = [max(n, default=0) for n in lengths]
-    common = (*map(cumulated, lengths), *longest, causal, 0.7, dropout_p, SEED)
+    common = (*map(cumulated, lengths), *longest, *window, 0.7, dropout_p, SEED)
     data = [x.detach() for x in tensors]
     launchers.attention_forward(*data, *common, *got[:2])
     launchers.attention_backward(*data, *got[:2], do, *common, *got[2:])

@@ -1,0 +1,147 @@
+"""Attention with fewer heads of keys and with windows, in modules and stacks, written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast import backend as backends
+from deepfast.nn import (
+    MultiheadAttention,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from tests.nn.written_out import (
+    DIM,
+    assert_same,
+    attend,
+    leaf,
+    naive_decoder,
+    naive_encoder,
+    shaken,
+)
+
+HEADS, FFN, LENGTH = 6, 20, 7
+RIGHT = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4], [1]])
+PADDINGS = {
+    "none": None,
+    "right": RIGHT,
+    "left": RIGHT.flip(1),
+    "between": torch.tensor([[0, 1, 0, 0, 1, 1, 0], [0] * 7, [1, 1, 0, 1, 0, 1, 1]]).bool(),
+}
+# num_kv_heads and window.
+PATTERNS = [(1, None), (2, 2), (3, (1, 3)), (6, (0, 2)), (2, (None, 1)), (2, (3, None)), (6, 99)]
+PATTERN = pytest.mark.parametrize(("kv", "window"), PATTERNS, ids=str)
+
+
+def run(m, x, padding, **options):
+    packing = Packing.of(*x.shape[:2], padding)
+    return packing.unpack(m(packing.pack(x), packing, **options))
+
+
+@PATTERN
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+def test_self_attention(exact_backend, kv, window, padding):
+    m = shaken(
+        MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
+    )
+    x = leaf(3, LENGTH, DIM)
+    keep = torch.ones(3, LENGTH).bool() if padding is None else ~padding
+    want = attend(m, x, padding=padding) * keep[..., None]
+    assert_same(run(m, x, padding), want, m, [x], keep)
+
+
+@PATTERN
+@pytest.mark.parametrize("padding", [None, RIGHT])
+def test_causal(exact_backend, kv, window, padding):
+    m = shaken(
+        MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
+    )
+    x = leaf(3, LENGTH, DIM)
+    keep = torch.ones(3, LENGTH).bool() if padding is None else ~padding
+    want = attend(m, x, padding=padding, causal=True) * keep[..., None]
+    assert_same(run(m, x, padding, causal=True), want, m, [x], keep)
+
+
+@pytest.mark.parametrize("kv", [1, 2, 3, 6])
+def test_cross_attention(exact_backend, kv):
+    m = shaken(MultiheadAttention(DIM, HEADS, num_kv_heads=kv, cross=True, backend=exact_backend))
+    x, encoded, padding = leaf(3, 5, DIM), leaf(3, LENGTH, DIM), RIGHT
+    packing, at = Packing(3, 5), Packing.of(3, LENGTH, padding)
+    got = m(packing.pack(x), packing, encoded=at.pack(encoded), encoded_packing=at)
+    assert_same(packing.unpack(got), attend(m, x, encoded, padding), m, [x, encoded])
+    weights = m.weights(packing.pack(x), packing, at.pack(encoded), at)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 5))
+
+
+def test_widths_of_the_projections():
+    m = MultiheadAttention(DIM, HEADS, num_kv_heads=2)
+    assert m.query_key_value.weight.shape == (DIM + 2 * 4, DIM)
+    m = MultiheadAttention(DIM, HEADS, num_kv_heads=2, cross=True)
+    assert (m.query.out_features, m.key_value.out_features) == (DIM, 2 * 4)
+
+
+def test_the_module_reads_windows_as_the_op_does():
+    assert MultiheadAttention(DIM, HEADS, window=4).window == (4, 4)
+    assert MultiheadAttention(DIM, HEADS, window=(None, 2)).window == (-1, 2)
+    assert MultiheadAttention(DIM, HEADS).window == (-1, -1)
+
+
+# ---- stacks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connection", ["dlcl", "residual"])
+@pytest.mark.parametrize("padding", [None, RIGHT])
+def test_an_encoder(exact_backend, connection, padding):
+    options = {"num_kv_heads": 2, "window": (2, 1), "connection": connection}
+    m = TransformerEncoder(3, DIM, HEADS, FFN, dropout=0.0, backend=exact_backend, **options)
+    shaken(m)
+    x = leaf(3, LENGTH, DIM)
+    keep = None if padding is None else ~padding
+    assert_same(m(x, padding), naive_encoder(m, x, padding), m, [x], keep)
+
+
+def test_a_decoder(exact_backend):
+    options = {"num_kv_heads": 3, "window": 2, "backend": exact_backend}
+    m = shaken(TransformerDecoder(3, DIM, HEADS, FFN, dropout=0.0, **options))
+    x, encoded = leaf(3, LENGTH, DIM), leaf(3, 9, DIM)
+    encoded_padding = F.pad(RIGHT, (2, 0))
+    want = naive_decoder(m, x, encoded, RIGHT, encoded_padding)
+    assert_same(m(x, encoded, RIGHT, encoded_padding), want, m, [x, encoded], ~RIGHT)
+    assert m.layers[0].cross_attention.num_kv_heads == 3
+
+
+@pytest.mark.parametrize("window", [None, 0, 2, 99])
+def test_decoding_keeps_the_window_alone(window):
+    m = shaken(TransformerDecoder(3, DIM, HEADS, FFN, num_kv_heads=2, window=window)).eval()
+    x, encoded = torch.randn(3, 6, DIM), torch.randn(3, LENGTH, DIM)
+    want, packing = m(x, encoded, None, RIGHT), Packing.of(3, LENGTH, RIGHT)
+    with torch.no_grad():
+        cache = m.start(packing.pack(encoded), packing)
+        for t in range(6):
+            got = m.step(x[:, t], cache)
+            torch.testing.assert_close(got, want[:, t], rtol=1e-4, atol=1e-5)
+    most = 6 if window is None else min(6, window + 1)
+    assert cache.layers[0].key.shape == (3, 2, most, DIM // HEADS)
+
+
+@pytest.mark.parametrize("padding", [None, RIGHT])
+def test_a_compiled_layer(padding):
+    m = TransformerEncoderLayer(DIM, HEADS, FFN, num_kv_heads=2, window=(1, 2), dropout=0.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = leaf(3, LENGTH, DIM)
+    keep = None if padding is None else ~padding
+    assert_same(compiled(x, padding), m(x, padding), m, [x], keep)
+
+
+def test_triton_serves_a_stack():
+    pytest.importorskip("triton")
+    options = {"num_kv_heads": 2, "window": (3, 1), "dropout": 0.0, "backend": "triton"}
+    m = shaken(TransformerEncoder(2, DIM, HEADS, FFN, **options))
+    x = leaf(3, LENGTH, DIM)
+    with backends.record() as seen:
+        got = m(x, RIGHT)
+    assert ("attention", "triton") in seen
+    assert_same(got, naive_encoder(m, x, RIGHT), m, [x], ~RIGHT)
