@@ -182,6 +182,20 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
+def recover(folder: Path) -> None:
+    """Puts a checkpoint back that was moved aside by a run that ended before it put the new one in
+    its place, and removes what was begun."""
+    for old in folder.glob(".step-*.old"):
+        path = old.with_name(old.name[1:].removesuffix(".old"))
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, path)
+    for part in (*folder.glob(".step-*.part"), *folder.glob(".step-*.gone")):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+
+
 def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     """The checkpoint to continue from, or None for a new run. Two runs never share a folder.
 
@@ -192,6 +206,8 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
         CheckpointError: the folder holds another run, or later checkpoints of this one.
     """
     folder = Path(output)
+    if resume is not False:
+        recover(folder)
     present = step_checkpoints(folder)
     if resume is True:
         return present[-1] if present else None

@@ -40,6 +40,7 @@ def save_folder(
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         if isinstance(error, ToldError):
             raise
+        shutil.rmtree(temporary, ignore_errors=True)
         cause: BaseException = error
         if isinstance(error, dcp.api.CheckpointException):
             if ranks.rank not in error.failures:
@@ -65,20 +66,6 @@ def _finish(temporary: Path, path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """Puts a checkpoint back that was moved aside by a run that ended before it put the new one in
-    its place, and removes what was begun."""
-    for old in folder.glob(".step-*.old"):
-        path = old.with_name(old.name[1:].removesuffix(".old"))
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(old, path)
-    for part in (*folder.glob(".step-*.part"), *folder.glob(".step-*.gone")):
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

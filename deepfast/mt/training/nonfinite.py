@@ -50,6 +50,29 @@ def first_nonfinite_module(
     return found[0] if found else None
 
 
+def first_nonfinite_output_gradient(model: nn.Module, step: Callable[[], Any]) -> str | None:
+    """Runs `step`, a forward and a backward pass, and names the module whose output first gets a
+    gradient with NaN or infinity; None if there is none."""
+    found: list[str] = []
+    names = {module: name for name, module in model.named_modules() if name}
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        def check(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                found.append(f"{names[module]} ({type(module).__name__})")
+
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(check)
+
+    hooks = [module.register_forward_hook(watch) for module in names]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
 def first_nonfinite_gradient(model: nn.Module) -> str | None:
     """The last parameter, in the model's order, whose gradient is not finite.
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,8 @@ class Ranks:
         """Notes signals from the start of the run to its end; None for a process alone."""
         self.slow: Any = None
         """The process group for calls that may take long."""
+        self.saved: Path | None = None
+        """The run's newest checkpoint."""
         self._asked = 0
         self._left = threading.Event()
         self._answering: threading.Thread | None = None
@@ -123,6 +126,7 @@ class Ranks:
         try:
             if _connection_lost(error):
                 text = self._roll_call() or text
+            text += f"; last checkpoint: {self.saved}" if self.saved else ""
             if self.store.add("failures", 1) > 1:
                 return ToldError(text)
             self.store.set("failure", text)
@@ -195,8 +199,9 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
         return
     limit = timedelta(seconds=timeout)
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-    # A process may train several recipes, one after the other.
-    store = dist.PrefixStore(f"deepfast/run/{next(RUNS)}", store)
+    # A process may train several recipes, one after the other. torchrun keeps the store when it
+    # starts the ranks again.
+    store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)
     ranks = Ranks(rank, size, store)
     ranks.answer_roll_calls()
     with StopSignal(stays=True) as ranks.signal:
@@ -210,7 +215,11 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
             yield ranks
             dist.destroy_process_group()
         except Exception as error:
-            raise ranks.blame(error) from error
+            blamed = ranks.blame(error)
+            # Closes the connections, so that the others notice at once. NCCL would wait for them.
+            if dist.is_initialized() and device.type == "cpu":
+                dist.destroy_process_group()
+            raise blamed from error
         finally:
             ranks.leave()
 

@@ -123,6 +123,7 @@ class _Run:
         self.saved: Path | None = ranks.by_first(
             lambda: checkpoint_to_resume(recipe.output, recipe.resume)
         )
+        ranks.saved = self.saved
         content = read_start(self.saved, ranks) if self.saved else None
         # A checkpoint of this run already holds the bottom.
         bottom = None if content else read_bottom(recipe)
@@ -248,6 +249,8 @@ class _Run:
             try:
                 trainer.train_step()
             except NotFiniteError as error:
+                if not self.ranks.alone:
+                    raise
                 last = self.saved or "none"
                 raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
             if self.recipe.memory is not None and trainer.device.type == "cpu":
@@ -310,7 +313,7 @@ class _Run:
 
     def _save(self) -> None:
         self.trainer.seconds = self.seconds
-        self.saved = self.saving.step()
+        self.saved = self.ranks.saved = self.saving.step()
 
     def _bleu(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> dict[str, float]:
         """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""

@@ -23,9 +23,18 @@ from deepfast.mt.models import TranslationModel, build, kind_of
 from deepfast.mt.training.checkpoint import check_config, load_weights
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError, ToldError
+from deepfast.mt.training.errors import (
+    CheckpointError,
+    NotFiniteError,
+    ToldError,
+    TrainingError,
+)
 from deepfast.mt.training.growing import load_bottom
-from deepfast.mt.training.nonfinite import first_nonfinite_gradient, first_nonfinite_module
+from deepfast.mt.training.nonfinite import (
+    first_nonfinite_gradient,
+    first_nonfinite_module,
+    first_nonfinite_output_gradient,
+)
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
     is_sharded,
@@ -258,7 +267,7 @@ class Trainer:
 
     def _not_finite(
         self, losses: list[float], mine: list[Share], target_tokens: int, generators: dict
-    ) -> NotFiniteError | ToldError:
+    ) -> TrainingError:
         """Runs the step again, with the same dropout, to find where it went wrong, and on which
         rank."""
         step, rank = self.step + 1, self.ranks.rank
@@ -285,18 +294,26 @@ class Trainer:
             f"{where}"
         )
 
-    def _not_finite_gradient(self, mine: list[Share], target_tokens: int) -> NotFiniteError:
-        if self.ranks.size > 1 and not is_sharded(self.loss):
-            # The gradients of this rank, before the mean over all of them.
-            self.optimizer.zero_grad(set_to_none=True)
-            with syncing(self.loss, False):
-                for batch, _ in mine:
-                    (self._loss(batch, 0.0)[0] / target_tokens).backward()
+    def _not_finite_gradient(self, mine: list[Share], target_tokens: int) -> TrainingError:
+        """Says where, and on which rank: the gradients so far are means over all ranks."""
         name = first_nonfinite_gradient(self.model)
-        others = any(row[0] for row in self.ranks.rows(name is not None)) and name is None
         where = f"of {name}" if name else "norm over all parameters"
-        kind = ToldError if others else NotFiniteError
-        return kind(f"step {self.step + 1}: the gradient {where} is not finite")
+        text = f"step {self.step + 1}: the gradient {{}} is not finite".format
+        if self.ranks.size == 1:
+            return NotFiniteError(text(where))
+
+        def again() -> None:
+            for batch, _ in mine:
+                with syncing(self.loss, False):
+                    (self._loss(batch, 0.0)[0] / target_tokens).backward()
+
+        self.optimizer.zero_grad(set_to_none=True)
+        module = first_nonfinite_output_gradient(self.model, again)
+        guilty = any(row[0] for row in self.ranks.rows(module is not None))
+        if module:
+            return NotFiniteError(text(f"of the output of {module}"))
+        # Where no rank finds it, it was the sum over the ranks that went wrong.
+        return (ToldError if guilty else NotFiniteError)(text(where))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds: plain values and tensors."""
