@@ -47,8 +47,8 @@ def plan(
             needs a depth connection.
         options: the other fields of `deepfast.memory.sizes.Sizes`: heads, ffn, vocabulary,
             decoder_layers, target_tokens, connection, decoder_connection, reads, norm, norm_kind,
-            weight,
-            dtype, optimizer, device, activation, dropout, accumulate, length, padding.
+            weight, dtype, optimizer, device, activation, dropout, accumulate, length, padding,
+            ranks, parallel, reshard. Budget and tokens are those of one rank.
 
     Raises:
         TypeError: for an option that `Sizes` does not have.

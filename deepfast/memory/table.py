@@ -110,6 +110,7 @@ def lines(plan: Plan) -> list[str]:
     """Sizes, policies, the table by category, and whether the plan fits or what it needs."""
     sizes = plan.sizes
     decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
+    ranks = f", one of {sizes.ranks} ranks, {sizes.parallel}" if sizes.ranks > 1 else ""
     peak = max(plan.peak, 1)
     table = [*plan.table.items(), ("peak", plan.peak)]
     if plan.solved == "budget":
@@ -122,7 +123,7 @@ def lines(plan: Plan) -> list[str]:
         f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
         f"{sizes.heads} heads, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
         f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
-        f"{sizes.optimizer}, {sizes.device}",
+        f"{sizes.optimizer}, {sizes.device}{ranks}",
         f"memory policies: {describe(plan.policies, plan.decoder_policies)}",
         f"step time: {plan.time:.2f} times that of keep, by floating-point operations",
         *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),

@@ -16,6 +16,7 @@ from deepfast.memory.layer_bytes import (
     layer_bytes,
 )
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
+from deepfast.memory.sharding import local_parameters, on_one_rank
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.steps import Step
 
@@ -271,12 +272,8 @@ def peak_table(
     """Category -> bytes at the peak of a step; their sum is the peak."""
     encoder = Stack(sizes, policies)
     decoder = Stack(sizes, decoder_policies, True) if decoder_policies else None
-    count = sizes.parameters
-    whole = FP32 * count
-    moments = _moments(sizes, encoder, decoder)
-    if sizes.accumulate > 1:
-        # The gradients of earlier micro-batches are alive while later ones run.
-        moments = [moment._replace(gradients=whole) for moment in moments]
+    count = local_parameters(sizes)
+    moments = on_one_rank(sizes, _moments(sizes, encoder, decoder))
     top = max(moments, key=lambda moment: moment.total)
     table = {
         "parameters": FP32 * count,

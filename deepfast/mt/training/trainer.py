@@ -211,7 +211,12 @@ class Trainer:
             set_random_state(generators, self.device)
         # Adam's state has the precision of the parameters, fp32.
         state = OPTIMIZERS["adam"] * sum(map(local_bytes, self.parameters)) // 4
-        return live.peak + sum(map(local_bytes, self.model.parameters())) + state
+        weights = sum(map(local_bytes, self.model.parameters()))
+        # DDP has made its buckets of gradients before.
+        buckets = 0
+        if not (self.ranks.alone or is_sharded(self.loss)):
+            buckets = sum(map(local_bytes, self.parameters))
+        return live.peak + weights + state + buckets
 
     def take_metrics(self) -> dict[str, Any]:
         """Means since the last call, per target token in nats; starts a new window."""
