@@ -1,12 +1,7 @@
 """What a step takes on one of several ranks that share a model."""
 
-from typing import TypeVar
-
 from deepfast.memory.sizes import Sizes
-from deepfast.memory.steps import FP32
-
-M = TypeVar("M")
-"""deepfast.memory.timeline.Moment"""
+from deepfast.memory.steps import FP32, Moment
 
 
 def local_parameters(sizes: Sizes) -> int:
@@ -28,7 +23,7 @@ def gathered(sizes: Sizes) -> int:
     return sizes.bytes * (sum(layers) + max(layers) + rest) + FP32 * sum(connections)
 
 
-def on_one_rank(sizes: Sizes, moments: list[M]) -> list[M]:
+def on_one_rank(sizes: Sizes, moments: list[Moment]) -> list[Moment]:
     """The moments of a step with what a rank has of gradients and weights."""
     whole = FP32 * sizes.parameters
     if not sizes.sharded:

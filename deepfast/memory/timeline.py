@@ -7,7 +7,6 @@ buffer is allocated or freed. Only these layers are computed.
 """
 
 from itertools import groupby
-from typing import NamedTuple
 
 from deepfast.memory.layer_bytes import (
     FP32,
@@ -18,7 +17,7 @@ from deepfast.memory.layer_bytes import (
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.memory.sharding import local_parameters, on_one_rank
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
-from deepfast.memory.steps import Step
+from deepfast.memory.steps import Moment, Step
 
 CATEGORIES = (
     "parameters",
@@ -47,21 +46,6 @@ def block_rows(rows: int) -> int:
 def slot_bytes(tokens: int, width: int, element: int) -> int:
     """Bytes of a slot in the buffer of states: whole pages of 4 KiB and one line of 64 bytes."""
     return -(-tokens * width * element // 4096) * 4096 + 64
-
-
-class Moment(NamedTuple):
-    """Bytes alive at one point of a step, without parameters and optimizer state."""
-
-    gradients: int = 0
-    copies: int = 0
-    history: int = 0
-    activations: int = 0
-    transient: int = 0
-    head: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 class Stack:

@@ -122,8 +122,8 @@ def test_it_answers_at_once_without_torch(python):
 
 def test_ranks_share_parameters_and_optimizer(capsys):
     def table(*options):
-        assert main([*["plan", "--budget", "1TiB", "--layers", "24", "--width", "1024", "--tokens", "4096", "--json"],
-                     *options]) == 0  # fmt: skip
+        words = "plan --budget 1TiB --layers 24 --width 1024 --tokens 4096 --json".split()  # noqa: SIM905
+        assert main([*words, *options]) == 0
         return json.loads(capsys.readouterr().out)["table"]
 
     alone, ddp = table(), table("--ranks", "8", "--parallel", "ddp")

@@ -80,7 +80,8 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def shapes(path: str | os.PathLike[str]) -> dict[str, TensorStorageMetadata]:
     """Name -> size and type of every tensor in a checkpoint folder."""
-    return Reader(path).read_metadata().state_dict_metadata
+    found = Reader(path).read_metadata().state_dict_metadata
+    return {k: entry for k, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def kind_for(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
     return "ddp" if needed <= memory // 2 else "fsdp"
 
 
-def _sharded(loss: Loss, recipe: Recipe) -> nn.Module:
+def _sharded(loss: Loss, recipe: Recipe) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mixed = recipe.train.precision == "bfloat16"
@@ -92,7 +92,7 @@ def is_sharded(module: nn.Module) -> bool:
     return hasattr(module, "set_requires_gradient_sync")
 
 
-def syncing(loss: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+def syncing(loss: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
     """Around forward and backward of a micro-batch: only the last one of a step reduces gradients
     over the ranks."""
     if is_sharded(loss):
@@ -105,7 +105,7 @@ def syncing(loss: nn.Module, last: bool) -> contextlib.AbstractContextManager[An
 @contextlib.contextmanager
 def logits_gathered(model: nn.Module) -> Iterator[None]:
     """The logits of latent depth are whole inside the block, so that its metrics can be read."""
-    parts = [m for m in model.modules() if isinstance(m, LatentDepth) and is_sharded(m)]
+    parts: list[Any] = [m for m in model.modules() if isinstance(m, LatentDepth) and is_sharded(m)]
     for part in parts:
         part.unshard()
     try:
@@ -115,12 +115,12 @@ def logits_gathered(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """A tensor with all ranks' shares; a common call."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def like(full: Tensor, own: Tensor) -> Tensor:
+def like(full: Tensor, own: Any) -> Tensor:
     """This rank's share of a full tensor that every rank has, laid out as `own`."""
     if not hasattr(own, "full_tensor") or full.shape != own.shape:
         return full
@@ -130,7 +130,7 @@ def like(full: Tensor, own: Tensor) -> Tensor:
     return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def local_bytes(tensor: Tensor) -> int:
+def local_bytes(tensor: Any) -> int:
     """Bytes of this rank's share."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()

@@ -107,7 +107,8 @@ class Ranks:
         name, self._asked = f"first/{self._asked}", self._asked + 1
         if self.first:
             result = work()
-            self.store.set(name, pickle.dumps(result))
+            # The type of torch's stub leaves bytes out, which a store takes and gives back.
+            self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
             return result
         while not self.store.check([name]):
             self._raise_if_told()
@@ -144,7 +145,7 @@ class Ranks:
         """Names the ranks that do not answer; None where all do, or where a rank has failed that
         tells it itself."""
         self._here()
-        self.store.set("roll call", b"")
+        self.store.set("roll call", "")
         deadline = time.monotonic() + ANSWER_WITHIN
         while time.monotonic() < deadline:
             if self.store.check(["failure"]) or not (silent := self._silent()):
@@ -174,7 +175,7 @@ class Ranks:
         self._answering.start()
 
     def _here(self) -> None:
-        self.store.set(f"here/{self.rank}", b"")
+        self.store.set(f"here/{self.rank}", "")
 
     def leave(self) -> None:
         """Ends the thread that answers. One that is left inside the store at exit aborts Python."""

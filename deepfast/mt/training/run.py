@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,45 +37,11 @@ from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import differences, dump_recipe
 from deepfast.mt.training.report import Report
+from deepfast.mt.training.result import TrainResult
 from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer, perplexity
 
 SIGNALS = ("SIGINT", "SIGTERM")
-
-
-@dataclass(kw_only=True)
-class TrainResult:
-    """How a run ended."""
-
-    output: Path
-    """The folder of checkpoints and metrics."""
-    step: int
-    """Optimizer steps done."""
-    stopped: str
-    """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
-    seconds: float
-    """Wall time, including the time before resuming."""
-    checkpoint: Path | None
-    """The newest checkpoint, from which a run resumes."""
-    best: Path | None
-    """The checkpoint with the lowest dev NLL."""
-    best_nll: float | None
-    """Its dev NLL, nats per target token."""
-    average: Path | None
-    """The average of the last checkpoints, to translate with; no run can resume from it."""
-    average_nll: float | None
-    """Its dev NLL, nats per target token."""
-    test_bleu: float | None
-    """BLEU of the test part, 0 to 100; with several languages their mean."""
-
-    @property
-    def for_translation(self) -> Path:
-        """The average or the best checkpoint: the one with the lower dev NLL."""
-        if self.average is not None and (
-            self.best is None or (self.average_nll is not None and self.average_nll < self.best_nll)
-        ):
-            return self.average
-        return self.best or self.checkpoint
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
@@ -267,8 +233,8 @@ class _Run:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
         if self.ranks.alone:
             return signal.name or self._due(self.seconds)
-        number = SIGNALS.index(signal.name) if signal.name else -1
-        rows = self.ranks.rows(number, self.seconds)
+        mine = SIGNALS.index(signal.name) if signal.name else -1
+        rows = self.ranks.rows(mine, self.seconds)
         for rank, (number, _) in enumerate(rows):
             if number >= 0:
                 self.signalled = rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 import time
@@ -23,18 +22,9 @@ from deepfast.mt.models import TranslationModel, build, kind_of
 from deepfast.mt.training.checkpoint import check_config, load_weights
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
-from deepfast.mt.training.errors import (
-    CheckpointError,
-    NotFiniteError,
-    ToldError,
-    TrainingError,
-)
+from deepfast.mt.training.errors import CheckpointError
+from deepfast.mt.training.failed_step import not_finite
 from deepfast.mt.training.growing import load_bottom
-from deepfast.mt.training.nonfinite import (
-    first_nonfinite_gradient,
-    first_nonfinite_module,
-    first_nonfinite_output_gradient,
-)
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
     is_sharded,
@@ -112,7 +102,7 @@ class Trainer:
         """The batches of one epoch after the other, from where `TokenBatches` stands."""
         return itertools.chain.from_iterable(itertools.repeat(self.corpus.batches))
 
-    def _loss(
+    def batch_loss(
         self, batch: Batch, smoothing: float, *, alone: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Loss and NLL, summed over the batch's target tokens.
@@ -145,7 +135,7 @@ class Trainer:
         loss_sum, nll_sum = (sum(column) for column in list(zip(*rows, strict=True))[:2])
         grad_norm = rows[0][2]
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-            raise self._not_finite([row[0] for row in rows], mine, target_tokens, generators)
+            raise not_finite(self, [row[0] for row in rows], mine, target_tokens, generators)
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
         if self.step == optim.restart_step:
@@ -180,7 +170,7 @@ class Trainer:
         divisor = target_tokens / self.ranks.size
         for number, (batch, counts) in enumerate(mine, 1):
             with syncing(self.loss, number == len(mine)):
-                batch_loss, batch_nll = self._loss(batch, self.recipe.optim.label_smoothing)
+                batch_loss, batch_nll = self.batch_loss(batch, self.recipe.optim.label_smoothing)
                 (batch_loss / (divisor if counts else math.inf)).backward()
             if counts:
                 loss, nll = loss + batch_loss.detach(), nll + batch_nll
@@ -245,7 +235,7 @@ class Trainer:
         for batch in self.corpus.dev_batches:
             # Batches may differ in their layers, so all ranks work on one.
             for part, counts in self._shares([batch]):
-                nll = self._loss(part, 0.0)[1]
+                nll = self.batch_loss(part, 0.0)[1]
                 total += nll if counts else 0
         sums = self.ranks.rows(total.item())
         return sum(row[0] for row in sums) / sum(b.target_tokens for b in self.corpus.dev_batches)
@@ -269,56 +259,6 @@ class Trainer:
             return True
         self.since_best += 1
         return False
-
-    def _not_finite(
-        self, losses: list[float], mine: list[Share], target_tokens: int, generators: dict
-    ) -> TrainingError:
-        """Runs the step again, with the same dropout, to find where it went wrong, and on which
-        rank."""
-        step, rank = self.step + 1, self.ranks.rank
-        set_random_state(generators, self.device)
-        self.model.set_step(step)
-        if all(map(math.isfinite, losses)):
-            return self._not_finite_gradient(mine, target_tokens)
-        if math.isfinite(losses[rank]) and not is_sharded(self.loss):
-            return ToldError(f"step {step}: the loss of another rank is not finite")
-        module = None
-        for batch, _ in mine:
-            # FSDP's ranks must all go on to the end.
-            found = first_nonfinite_module(
-                self.model,
-                functools.partial(self._loss, batch, 0.0, alone=True),
-                stop=not is_sharded(self.loss),
-            )
-            module = module or found
-        if math.isfinite(losses[rank]):
-            return ToldError(f"step {step}: the loss of another rank is not finite")
-        where = f"the output of {module}" if module else "the loss, every module's output is finite"
-        return NotFiniteError(
-            f"step {step}: the loss is {losses[rank]}; the first value that is not finite is "
-            f"{where}"
-        )
-
-    def _not_finite_gradient(self, mine: list[Share], target_tokens: int) -> TrainingError:
-        """Says where, and on which rank: the gradients so far are means over all ranks."""
-        name = first_nonfinite_gradient(self.model)
-        where = f"of {name}" if name else "norm over all parameters"
-        text = f"step {self.step + 1}: the gradient {{}} is not finite".format
-        if self.ranks.size == 1:
-            return NotFiniteError(text(where))
-
-        def again() -> None:
-            for batch, _ in mine:
-                with syncing(self.loss, False):
-                    (self._loss(batch, 0.0)[0] / target_tokens).backward()
-
-        self.optimizer.zero_grad(set_to_none=True)
-        module = first_nonfinite_output_gradient(self.model, again)
-        guilty = any(row[0] for row in self.ranks.rows(module is not None))
-        if module:
-            return NotFiniteError(text(f"of the output of {module}"))
-        # Where no rank finds it, it was the sum over the ranks that went wrong.
-        return (ToldError if guilty else NotFiniteError)(text(where))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds: plain values and tensors."""
