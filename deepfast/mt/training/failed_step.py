@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from deepfast.mt.training.environment import set_random_state
 from deepfast.mt.training.errors import NotFiniteError, ToldError, TrainingError
@@ -16,8 +16,8 @@ from deepfast.mt.training.nonfinite import (
 from deepfast.mt.training.parallel import is_sharded, syncing
 from deepfast.mt.training.shares import Share
 
-if TYPE_CHECKING:
-    from deepfast.mt.training.trainer import Trainer
+Trainer = Any
+"""deepfast.mt.training.trainer.Trainer, which imports this module."""
 
 
 def not_finite(
