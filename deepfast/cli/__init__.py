@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a translation model from a recipe",
     "translate": "translate lines of text with a checkpoint",
     "tune": "find the weights of deep-shallow decoding on a dev text",
+    "export": "write the model of a checkpoint as a single file, also as safetensors",
     "prune": "remove the layers that latent depth does not use",
     "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",

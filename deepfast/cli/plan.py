@@ -30,6 +30,7 @@ NUMBERS = {
     "target-tokens": "tokens on the decoder's side; default: --tokens",
     "accumulate": "micro-batches per step; default: 1",
     "length": "tokens per sentence; default: 128",
+    "ranks": "processes that share the model; budget and tokens are of one of them; default: 1",
     "reads": "how often a layer reads attention residuals: 1, or 2: each sublayer; default: 2",
 }
 PICTURES = (".svg", ".png")
@@ -46,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", help=f"of the encoder: one of {names}, or a list with commas; default: chosen"
     )
     parser.add_argument("--decoder-policies", help="of the decoder, in the same form")
+    parser.add_argument(
+        "--no-reshard", dest="reshard", action="store_false", default=None,
+        help="with --parallel fsdp: keep gathered layers until backward",
+    )  # fmt: skip
     parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
     parser.add_argument(
         "--padding", action="store_true", default=None,
@@ -60,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> dict:
     """The arguments that were given, as keywords of `plan`."""
-    names = ["budget", "policies", "decoder_policies", "dropout", "padding", *CHOICES]
+    names = ["budget", "policies", "decoder_policies", "dropout", "padding", "reshard", *CHOICES]
     names += [name.replace("-", "_") for name in NUMBERS]
     options = {name: getattr(args, name) for name in names}
     for name in ("policies", "decoder_policies"):

@@ -3,9 +3,10 @@
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
 resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
 continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 130
-or 143."""
+or 143. On several GPUs or machines: torchrun --nproc-per-node 8 -m deepfast train RECIPE."""
 
 import argparse
+import os
 import sys
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from deepfast.mt import training
+    from deepfast.mt.training.errors import ToldError
 
     if args.list:
         names = training.recipe_names()
@@ -30,18 +32,27 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.recipe is None:
         raise ValueError("expected a recipe, got none: see deepfast train --list")
-    recipe = training.load_recipe(args.recipe, args.overrides)
+    # Of the ranks of torchrun the first speaks.
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        recipe = training.load_recipe(args.recipe, args.overrides)
+    except training.RecipeError:
+        if first:
+            raise
+        return 1
     if args.print:
         print(training.dump_recipe(recipe), end="")
         return 0
     try:
         result = training.train(recipe)
+    except ToldError:
+        return 1
     except KeyboardInterrupt:
         # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a
         # save.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return EXIT_CODES["SIGINT"]
-    if result.stopped not in EXIT_CODES:
+    if first and result.stopped not in EXIT_CODES:
         from deepfast.cli.decoding import to_translate
 
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []

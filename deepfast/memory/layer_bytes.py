@@ -96,8 +96,10 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
     chunk = min(max(LEAST_ROWS, -(-tokens // SHARE)), tokens)
     table = sizes.vocabulary * sizes.width
     working = chunk * sizes.vocabulary * sizes.bytes + 2 * tokens * sizes.width * sizes.bytes
+    # FSDP's parameters are in the storage dtype already, and so are their gradients.
+    gradient = sizes.bytes if sizes.sharded else FP32
     if sizes.dtype == "bfloat16":
-        working += 2 * table
+        working += 0 if sizes.sharded else 2 * table
         if sizes.device == "cpu":
             # The weight's gradient is summed in fp32 from operands converted part by part.
             working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
@@ -106,7 +108,7 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
     return HeadBytes(
         kept=mask,
         working=working,
-        gradients=FP32 * table,
+        gradients=gradient * table,
         # Its own gradient, and the sum of both.
-        embedding=FP32 * table * 2,
+        embedding=gradient * table * 2,
     )

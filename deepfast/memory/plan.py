@@ -48,7 +48,7 @@ def plan(
         options: the other fields of `deepfast.memory.sizes.Sizes`: heads, num_kv_heads, ffn,
             vocabulary, decoder_layers, target_tokens, connection, decoder_connection, reads, norm,
             norm_kind, weight, dtype, optimizer, device, activation, dropout, accumulate, length,
-            padding.
+            padding, ranks, parallel, reshard. Budget and tokens are those of one rank.
 
     Raises:
         TypeError: for an option that `Sizes` does not have.

@@ -18,6 +18,7 @@ CHOICES = {
     "optimizer": tuple(OPTIMIZERS),
     "device": ("cuda", "cpu"),
     "activation": ("relu", "gelu"),
+    "parallel": ("ddp", "fsdp"),
 }
 AT_LEAST = {
     "layers": 1,
@@ -31,6 +32,7 @@ AT_LEAST = {
     "accumulate": 1,
     "length": 1,
     "reads": 1,
+    "ranks": 1,
 }
 
 MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000, "reads": 2}
@@ -90,6 +92,13 @@ class Sizes:
     """Whether attention is torch's SDPA and sentences differ in length. SDPA then works on padded
     copies, and ``tokens`` includes the padding."""
 
+    ranks: int = 1
+    """Processes that share the model. Everything else is of one of them, also ``tokens``."""
+    parallel: str = "ddp"
+    """How they share it: "ddp": each has all of it; "fsdp": each has a share, layer by layer."""
+    reshard: bool = True
+    """With "fsdp": whether a layer's gathered parameters are freed after forward."""
+
     def __post_init__(self):
         for name, least in AT_LEAST.items():
             value = getattr(self, name)
@@ -130,6 +139,11 @@ class Sizes:
     def attention_linear(self) -> int:
         """Parameters of the four projections of an attention."""
         return 2 * (self.width + self.kv_width) * (self.width + 1)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has a share of the parameters."""
+        return self.parallel == "fsdp" and self.ranks > 1
 
     @property
     def linear(self) -> int:

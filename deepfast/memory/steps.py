@@ -11,11 +11,27 @@ Sizes are those of a micro-batch. In the names of tensors:
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, RERUN
 from deepfast.memory.sizes import Sizes
 
 FP32 = 4
+
+
+class Moment(NamedTuple):
+    """Bytes alive at one point of a step, without parameters and optimizer state."""
+
+    gradients: int = 0
+    copies: int = 0
+    history: int = 0
+    activations: int = 0
+    transient: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def lines(plan: Plan) -> list[str]:
     sizes = plan.sizes
     decoder = f", {sizes.decoder_layers} decoder layers ({sizes.decoder_connection})"
     keys = "" if sizes.num_kv_heads is None else f" ({sizes.num_kv_heads} of the keys)"
+    ranks = f", one of {sizes.ranks} ranks, {sizes.parallel}" if sizes.ranks > 1 else ""
     peak = max(plan.peak, 1)
     table = [*plan.table.items(), ("peak", plan.peak)]
     if plan.solved == "budget":
@@ -123,7 +124,7 @@ def lines(plan: Plan) -> list[str]:
         f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
         f"{sizes.heads} heads{keys}, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
         f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
-        f"{sizes.optimizer}, {sizes.device}",
+        f"{sizes.optimizer}, {sizes.device}{ranks}",
         f"memory policies: {describe(plan.policies, plan.decoder_policies)}",
         f"step time: {plan.time:.2f} times that of keep, by floating-point operations",
         *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),

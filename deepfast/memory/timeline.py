@@ -7,7 +7,6 @@ buffer is allocated or freed. Only these layers are computed.
 """
 
 from itertools import groupby
-from typing import NamedTuple
 
 from deepfast.memory.layer_bytes import (
     FP32,
@@ -16,8 +15,9 @@ from deepfast.memory.layer_bytes import (
     layer_bytes,
 )
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
+from deepfast.memory.sharding import local_parameters, on_one_rank
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
-from deepfast.memory.steps import Step
+from deepfast.memory.steps import Moment, Step
 
 CATEGORIES = (
     "parameters",
@@ -46,21 +46,6 @@ def block_rows(rows: int) -> int:
 def slot_bytes(tokens: int, width: int, element: int) -> int:
     """Bytes of a slot in the buffer of states: whole pages of 4 KiB and one line of 64 bytes."""
     return -(-tokens * width * element // 4096) * 4096 + 64
-
-
-class Moment(NamedTuple):
-    """Bytes alive at one point of a step, without parameters and optimizer state."""
-
-    gradients: int = 0
-    copies: int = 0
-    history: int = 0
-    activations: int = 0
-    transient: int = 0
-    head: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 class Stack:
@@ -272,12 +257,8 @@ def peak_table(
     """Category -> bytes at the peak of a step; their sum is the peak."""
     encoder = Stack(sizes, policies)
     decoder = Stack(sizes, decoder_policies, True) if decoder_policies else None
-    count = sizes.parameters
-    whole = FP32 * count
-    moments = _moments(sizes, encoder, decoder)
-    if sizes.accumulate > 1:
-        # The gradients of earlier micro-batches are alive while later ones run.
-        moments = [moment._replace(gradients=whole) for moment in moments]
+    count = local_parameters(sizes)
+    moments = on_one_rank(sizes, _moments(sizes, encoder, decoder))
     top = max(moments, key=lambda moment: moment.total)
     table = {
         "parameters": FP32 * count,

@@ -118,3 +118,30 @@ def test_it_answers_at_once_without_torch(python):
         "assert time.process_time() < 1.0, time.process_time()"
     )
     python("-c", script)
+
+
+def test_ranks_share_parameters_and_optimizer(capsys):
+    def table(*options):
+        words = "plan --budget 1TiB --layers 24 --width 1024 --tokens 4096 --json".split()  # noqa: SIM905
+        assert main([*words, *options]) == 0
+        return json.loads(capsys.readouterr().out)["table"]
+
+    alone, ddp = table(), table("--ranks", "8", "--parallel", "ddp")
+    fsdp = table("--ranks", "8", "--parallel", "fsdp")
+    kept = table("--ranks", "8", "--parallel", "fsdp", "--no-reshard")
+    for name in ("parameters", "optimizer"):
+        assert ddp[name] == alone[name]
+        assert fsdp[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+    assert alone["gradients"] <= ddp["gradients"] == alone["parameters"]
+    assert fsdp["gradients"] < alone["gradients"] / 4
+    assert fsdp["weight copies"] < kept["weight copies"]
+    assert sum(fsdp.values()) < sum(kept.values()) < sum(alone.values())
+    # More ranks need less each, and one rank alone shares nothing.
+    assert sum(table("--ranks", "64", "--parallel", "fsdp").values()) < sum(fsdp.values())
+    assert table("--ranks", "1", "--parallel", "fsdp") == alone
+
+
+def test_the_ranks_are_printed(capsys):
+    words = "plan --budget 24GiB --width 512 --tokens 8192 --ranks 8 --parallel fsdp"
+    assert main(words.split()) == 0
+    assert "one of 8 ranks, fsdp" in capsys.readouterr().out

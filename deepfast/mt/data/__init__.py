@@ -14,6 +14,7 @@ from deepfast.mt.data.batches import (
     evaluation_batches,
     make_batch,
     restore_order,
+    take,
 )
 from deepfast.mt.data.errors import DataError, MissingPackage
 from deepfast.mt.data.phrases import Corpus, phrases, write
@@ -60,5 +61,6 @@ __all__ = [
     "split_tag",
     "subwords",
     "tag_of",
+    "take",
     "write",
 ]

@@ -84,6 +84,22 @@ def make_batch(
     )
 
 
+def take(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some sentences of a batch, with the padding that they need."""
+    source, target = batch.source_lengths_B[rows], batch.target_lengths_B[rows]
+    longest = int(target.max())
+    return Batch(
+        source_BS=batch.source_BS[rows, : int(source.max())],
+        target_in_BT=batch.target_in_BT[rows, :longest],
+        target_out_BT=batch.target_out_BT[rows, :longest],
+        source_lengths_B=source,
+        target_lengths_B=target,
+        source_tokens=int(source.sum()),
+        target_tokens=int(target.sum()),
+        indices=tuple(batch.indices[row] for row in rows),
+    )
+
+
 class TokenBatches:
     """The batches of a training run, epoch after epoch.
 
@@ -92,8 +108,7 @@ class TokenBatches:
     continues with the very next batch when it is entered again.
 
     The order of an epoch depends only on (seed, epoch) and the pairs. Every kept pair occurs
-    exactly once per epoch over all ranks, every rank gets the same number of batches, and at every
-    step the ranks get batches of similar length.
+    exactly once per epoch.
     """
 
     def __init__(
@@ -104,8 +119,6 @@ class TokenBatches:
         seed: int = 0,
         max_length: int = 256,
         shuffle: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
         pad_id: int = PAD,
         bos_id: int = BOS,
         eos_id: int = EOS,
@@ -120,34 +133,30 @@ class TokenBatches:
             max_length: most tokens of a side, bos or eos included. A longer pair is dropped and
                 counted in `dropped`.
             shuffle: False keeps the batches of every epoch in order of length.
-            rank, world_size: which share of every epoch to yield.
             place: names pair i in messages, such as `ParallelText.place`.
             groups: a number for each pair, such as its language. All pairs of a batch have the
                 same one. None: one group.
 
         Raises:
             ValueError: an argument out of range.
-            DataError: a sentence alone exceeds `max_tokens`, no pair is left, or there are fewer
-                pairs than ranks.
+            DataError: a sentence alone exceeds `max_tokens`, or no pair is left.
         """
         op = "TokenBatches"
-        checks.whole(op, max_tokens=max_tokens, max_length=max_length, world_size=world_size)
-        checks.whole(op, 0, world_size - 1, rank=rank)
+        checks.whole(op, max_tokens=max_tokens, max_length=max_length)
         self.pairs = pairs
         self.max_tokens, self.max_length, self.seed = max_tokens, max_length, seed
-        self.shuffle, self.rank, self.world_size = shuffle, rank, world_size
+        self.shuffle = shuffle
         self.dropped = Dropped()
         self.epoch = 0
         """The epoch of the batch yielded last."""
         self.position = 0
-        """Batches of this epoch that this rank has yielded."""
+        """Batches of this epoch that have been yielded."""
         self._ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
         self._lengths = [_length(pair) for pair in pairs]
         self._groups = [0] * len(pairs) if groups is None else list(groups)
         # Sorted by group and length only, so the cuts are the same in every epoch.
         self._kept = sorted(self._short_enough(place), key=self._key)
         self._cuts = self._cut_kept(place)
-        _split_for_ranks(self._cuts, world_size)
         self._order: tuple[tuple[int, int], list[list[int]]] | None = None
         self._fingerprint: str | None = None
 
@@ -185,21 +194,20 @@ class TokenBatches:
         return cuts
 
     def __len__(self) -> int:
-        """Batches of an epoch for this rank; the same in every epoch."""
-        return len(self._cuts) // self.world_size
+        """Batches of an epoch; the same in every epoch."""
+        return len(self._cuts)
 
     def order(self, epoch: int) -> list[list[int]]:
-        """For each batch of an epoch, for this rank, the indices of its pairs."""
+        """For each batch of an epoch the indices of its pairs."""
         if self._order is not None and self._order[0] == (self.seed, epoch):
             return self._order[1]
-        kept, groups = list(self._kept), list(range(len(self)))
+        kept, cuts = list(self._kept), list(self._cuts)
         if self.shuffle:
             # A string seeds by SHA-512, the same in every process and Python version.
             generator = random.Random(f"deepfast batches {self.seed} {epoch}")
             generator.shuffle(kept)
             kept.sort(key=self._key)
-            generator.shuffle(groups)
-        cuts = [self._cuts[group * self.world_size + self.rank] for group in groups]
+            generator.shuffle(cuts)
         order = [kept[start:end] for start, end in cuts]
         self._order = (self.seed, epoch), order
         return order
@@ -248,7 +256,7 @@ class TokenBatches:
         return self._fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the run as plain values for a checkpoint; the same for every rank."""
+        """The position of the run as plain values for a checkpoint."""
         done = self.position == len(self)
         return {
             "seed": self.seed,
@@ -261,8 +269,8 @@ class TokenBatches:
         """Continue with the very next batch after `state_dict`, in the order of its seed.
 
         Raises:
-            DataError: the state was taken with other pairs, another budget, another number of
-                ranks or without the same shuffling: other batches would follow.
+            DataError: the state was taken with other pairs, another budget or without the same
+                shuffling: other batches would follow.
         """
         identity = self._identity()
         missing = [key for key in ("seed", "epoch", "position", *identity) if key not in state]
@@ -283,7 +291,6 @@ class TokenBatches:
         return {
             "fingerprint": self.fingerprint(),
             "max_tokens": self.max_tokens,
-            "world_size": self.world_size,
             "shuffle": self.shuffle,
         }
 
@@ -356,23 +363,6 @@ def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, in
             cuts.append((start, i))
             start = i
     return [*cuts, (start, len(keys))] if keys else cuts
-
-
-def _split_for_ranks(cuts: list[tuple[int, int]], world_size: int) -> None:
-    """Halve the fullest batches, in place, until every rank gets the same number.
-
-    Dropping batches instead would lose sentences, and repeating one would count it twice.
-    """
-    for _ in range(-len(cuts) % world_size):
-        at = max(range(len(cuts)), key=lambda i: cuts[i][1] - cuts[i][0])
-        start, end = cuts[at]
-        if end - start == 1:
-            raise DataError(
-                f"{world_size} ranks need the same number of batches each, got {len(cuts)} "
-                "batches of one sentence: use another number of ranks"
-            )
-        middle = (start + end) // 2
-        cuts[at : at + 1] = [(start, middle), (middle, end)]
 
 
 def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A model from a checkpoint file.
+"""A model from a checkpoint: a file or, from a run of several ranks, a folder.
 
 A checkpoint is a dict, written by `torch.save`, that loads with ``weights_only=True``. A model
 needs these keys:
@@ -32,16 +32,24 @@ FORMAT = "deepfast-checkpoint"
 VERSION = 1
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict of a checkpoint, its format and version checked.
+def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
+    """The dict of a checkpoint, a file or a folder, its format and version checked.
 
     Tensors are on the CPU and mapped from the file: unused ones are never read, and those that must
     outlive the file have to be copied.
+
+    Args:
+        optimizer: False leaves the optimizer's state of a folder out.
 
     Raises:
         ValueError: the file does not exist, is damaged, is no checkpoint, or is of a newer version.
     """
     path = Path(path)
+    if path.is_dir():
+        # DCP takes a second to import.
+        from deepfast.mt.models.checkpoint_folder import read_folder
+
+        return _checked(path, read_folder(path, optimizer=optimizer))
     try:
         with open(path, "rb") as stream:
             zipped = stream.read(2) == b"PK"
@@ -64,6 +72,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a deepfast checkpoint, got a file of another kind"
         ) from error
+    return _checked(path, content)
+
+
+def _checked(path: Path, content: Any) -> dict[str, Any]:
+    """The content of a checkpoint whose format and version this deepfast reads."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
     version = content.get("version")
@@ -95,7 +108,7 @@ def load_model(
         ValueError: see `read_checkpoint`; or config, weights or vocabulary are missing or do not
             fit together.
     """
-    content = read_checkpoint(path)
+    content = read_checkpoint(path, optimizer=False)
     missing = [key for key in ("config", "model", "vocabulary") if key not in content]
     if missing:
         raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")

@@ -61,6 +61,12 @@ class TranslationModel(SearchModel):
     def set_step(self, step: int) -> None:
         """Called before each training step; steps are counted from 1."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether a forward pass draws something that all ranks must share, such as its layers.
+        They then work on parts of the same micro-batch."""
+        return False
+
     def metrics(self) -> dict[str, float | list[int]]:
         """Further values for the line of metrics."""
         return {}

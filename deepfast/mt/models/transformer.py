@@ -148,6 +148,11 @@ class Transformer(TranslationModel):
         sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
         return {name: latent for name, latent in sides.items() if latent is not None}
 
+    @property
+    def draws(self) -> bool:
+        """Whether a forward pass draws its layers."""
+        return bool(self._latent)
+
     def set_step(self, step: int) -> None:
         """Before each training step, counted from 1: latent depth anneals and draws by it."""
         for latent in self._latent.values():

@@ -31,7 +31,8 @@ from deepfast.mt.training.recipe_file import (
     recipe_from_dict,
     recipe_names,
 )
-from deepfast.mt.training.run import TrainResult, train
+from deepfast.mt.training.result import TrainResult
+from deepfast.mt.training.run import train
 
 __all__ = [
     "CheckpointError",

@@ -11,11 +11,14 @@ needs. The file is a torch file of plain values and tensors:
     vocabulary          bytes of the sentencepiece model
     recipe              the recipe, as in its file
     training            what resuming needs; an average has none
+
+Under torchrun a checkpoint to resume from is a folder, see `checkpoint_folder`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -50,49 +53,65 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        # After a failed write, torch's writer raises a RuntimeError when it closes.
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
-        raise CheckpointError(
-            f"{path}: the checkpoint cannot be written ({reason}); earlier ones are intact"
-        ) from error
+        raise not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def not_written(path: Path, error: BaseException) -> CheckpointError:
+    """The error that says why a checkpoint could not be written."""
+    # After a failed write, torch's writer raises a RuntimeError when it closes.
+    cause = error if isinstance(error, OSError) else error.__context__ or error
+    reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+    return CheckpointError(
+        f"{path}: the checkpoint cannot be written ({reason}); earlier ones are intact"
+    )
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
     """Read a checkpoint on the CPU. Its tensors are mapped: copy those that must outlive the file.
+
+    Args:
+        optimizer: False leaves the optimizer's state out where that takes less time.
 
     Raises:
         CheckpointError: missing, cut short, damaged, or not a checkpoint of this package.
     """
     try:
-        content = read_checkpoint(path)
+        content = read_checkpoint(path, optimizer=optimizer)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    missing = [key for key in KEYS if key not in content]
+    check_keys(content, path)
+    return content
+
+
+def check_keys(content: dict[str, Any], path: Any, keys: Sequence[str] = KEYS) -> None:
+    missing = [key for key in keys if key not in content]
     if missing:
         raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
-    return content
 
 
 def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) -> None:
     """Load a state dict; the error says how it differs from the model."""
-    own = model.state_dict()
-    for name in own:
-        if name not in state:
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_shapes(own, {name: tuple(tensor.shape) for name, tensor in state.items()}, path)
+    model.load_state_dict(state)
+
+
+def check_shapes(own: dict[str, tuple], found: dict[str, tuple], path: Any) -> None:
+    """Refuse weights of other names or shapes than the model's."""
+    for name, shape in own.items():
+        if name not in found:
             raise CheckpointError(f"{path}: the checkpoint lacks the parameter {name}")
-        if own[name].shape != state[name].shape:
+        if shape != found[name]:
             raise CheckpointError(
-                f"{path}: the parameter {name} is {tuple(state[name].shape)} in the checkpoint, "
-                f"expected {tuple(own[name].shape)}"
+                f"{path}: the parameter {name} is {found[name]} in the checkpoint, expected {shape}"
             )
-    unknown = [name for name in state if name not in own]
+    unknown = [name for name in found if name not in own]
     if unknown:
         raise CheckpointError(f"{path}: the model has no parameter {unknown[0]}")
-    model.load_state_dict(state)
 
 
 def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
@@ -123,8 +142,11 @@ def check_config(path: Any, content: dict[str, Any], config: Any) -> None:
 
 def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of a run by step, oldest first, without best and average."""
-    # Only digits: a copy that the user named step-00001000-good.pt must not be pruned.
-    return sorted(Path(folder).glob(f"step-{'[0-9]' * 8}.pt"))
+    # Only digits: a copy that the user named step-00001000-good.pt must not be pruned. A folder has
+    # no suffix.
+    digits = "[0-9]" * 8
+    found = [*Path(folder).glob(f"step-{digits}.pt"), *Path(folder).glob(f"step-{digits}")]
+    return sorted(found, key=lambda path: (_step(path), path.name))
 
 
 def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
@@ -144,11 +166,34 @@ def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
     planned = [path for path in paths if _step(path) % every == 0]
     for path in paths[:-1]:
         if path not in planned[-keep:]:
-            path.unlink()
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        # Half a folder must not look like a checkpoint.
+        path = path.rename(path.with_name(f".{path.name}.gone"))
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+def recover(folder: Path) -> None:
+    """Puts a checkpoint back that was moved aside by a run that ended before it put the new one in
+    its place, and removes what was begun."""
+    for old in folder.glob(".step-*.old"):
+        path = old.with_name(old.name[1:].removesuffix(".old"))
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, path)
+    for part in (*folder.glob(".step-*.part"), *folder.glob(".step-*.gone")):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
@@ -161,6 +206,8 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
         CheckpointError: the folder holds another run, or later checkpoints of this one.
     """
     folder = Path(output)
+    if resume is not False:
+        recover(folder)
     present = step_checkpoints(folder)
     if resume is True:
         return present[-1] if present else None
@@ -190,11 +237,11 @@ def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Te
     """
     if not paths:
         raise CheckpointError("average: expected at least one checkpoint, got none")
-    first = load_checkpoint(paths[0])["model"]
+    first = load_checkpoint(paths[0], optimizer=False)["model"]
     totals = {name: tensor.double() for name, tensor in first.items()}
     shapes = {name: tensor.shape for name, tensor in first.items()}
     for path in paths[1:]:
-        state = load_checkpoint(path)["model"]
+        state = load_checkpoint(path, optimizer=False)["model"]
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
             raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
         for name, tensor in state.items():
@@ -202,7 +249,7 @@ def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Te
     return {name: (total / len(paths)).to(first[name].dtype) for name, total in totals.items()}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes the new file name survive a power cut."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)

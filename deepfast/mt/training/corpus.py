@@ -44,14 +44,19 @@ class Corpus:
 
 
 def load_corpus(
-    section: DataSection, *, seed: int, folder: Path, vocabulary: Vocabulary | None = None
+    section: DataSection,
+    *,
+    seed: int,
+    folder: Path | None,
+    vocabulary: Vocabulary | None = None,
 ) -> Corpus:
     """Read or generate the text, learn a vocabulary where none is given, and cut batches.
 
     Args:
         seed: for the order of the batches.
-        folder: where to write generated phrases, so that they can be translated later.
-        vocabulary: that of the checkpoint that the run resumes from.
+        folder: where to write generated phrases, so that they can be translated later; None: the
+            first rank writes them.
+        vocabulary: that of the checkpoint that the run resumes from, or of the first rank.
     """
     parts, dropped, place = _read(section, folder)
     tags = [tag_of(language) for language in section.tagged]
@@ -146,7 +151,7 @@ def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
     return found
 
 
-def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
+def _generate(section: DataSection, folder: Path | None) -> dict[str, list[Pair]]:
     """Phrases of all languages, one language after the other; also writes them to files."""
     parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
     for language in section.generated:
@@ -157,8 +162,9 @@ def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
             dev=section.dev_size,
             test=section.test_size,
         )
-        # A folder for each language, because their English files have the same name.
-        write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
+        if folder is not None:
+            # A folder for each language, because their English files have the same name.
+            write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
         tag = f"{tag_of(language)} " if section.tagged else ""
         for part, pairs in parts.items():
             for english, foreign in getattr(corpus, part):
@@ -169,7 +175,7 @@ def _generate(section: DataSection, folder: Path) -> dict[str, list[Pair]]:
 
 
 def _read(
-    section: DataSection, folder: Path
+    section: DataSection, folder: Path | None
 ) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
     """The pairs of each part, the training pairs that were dropped, and a function that names the
     place of a training pair."""

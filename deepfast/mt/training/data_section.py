@@ -63,7 +63,8 @@ class DataSection:
     vocab_at_most: bool = False
     """Learn fewer pieces where the text is too small for `vocab_size`."""
     max_tokens: int = 4_096
-    """Most tokens of a micro-batch on either side, padding included."""
+    """Most tokens of a micro-batch on either side, padding included. Under torchrun the ranks
+    divide the micro-batches of a step, and then the sentences of each."""
     max_length: int = 256
     """Most tokens of a training sentence, with bos or eos; longer pairs are dropped and counted."""
 

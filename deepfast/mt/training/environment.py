@@ -22,6 +22,8 @@ from deepfast.mt.training.recipe import TrainSection
 def resolve_device(name: str | None) -> torch.device:
     """The device that a recipe names; None stands for cuda, or cpu where there is no GPU.
 
+    Under torchrun each rank of a machine has the GPU of its number.
+
     Raises:
         RecipeError: this machine has no such device.
     """
@@ -36,6 +38,19 @@ def resolve_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise RecipeError(f"train.device: expected one of {count} CUDA devices, got {name!r}")
+    local = os.environ.get("LOCAL_RANK")
+    if device.type == "cuda" and local is not None:
+        one = os.environ.get("LOCAL_WORLD_SIZE") == "1"
+        if device.index is not None and not one:
+            raise RecipeError(f"train.device: expected cuda or cpu under torchrun, got {name!r}")
+        if int(local) >= count:
+            raise RecipeError(
+                f"torchrun: expected at most {count} ranks on this machine, one for each GPU, got "
+                f"{os.environ.get('LOCAL_WORLD_SIZE')}"
+            )
+        if device.index is None:
+            device = torch.device("cuda", int(local))
+        torch.cuda.set_device(device)
     return device
 
 
@@ -84,9 +99,14 @@ class StopSignal:
     """Notes the first Ctrl-C or SIGTERM, for the run to stop; a second one ends the process.
 
     Only the main thread may handle signals: in others this does nothing.
+
+    Args:
+        stays: a second signal changes nothing. Under torchrun a scheduler's signal comes twice,
+            from the scheduler and from torchrun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stays: bool = False) -> None:
+        self.stays = stays
         self.name: str | None = None
         """"SIGINT" or "SIGTERM" once it has arrived."""
         self._before: dict[int, Any] = {}
@@ -98,8 +118,9 @@ class StopSignal:
         return self
 
     def _arrived(self, number: int, frame: Any) -> None:
-        self.name = signal.Signals(number).name
-        self._restore()
+        self.name = self.name or signal.Signals(number).name
+        if not self.stays:
+            self._restore()
 
     def __exit__(self, *error: object) -> None:
         self._restore()

@@ -19,6 +19,10 @@ class NotFiniteError(TrainingError):
     """The loss or a gradient is NaN or infinite."""
 
 
+class ToldError(TrainingError):
+    """Another rank has failed and has said why: this one ends without a word."""
+
+
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:
     """Refuses a recipe's value if the condition does not hold."""
     if not condition:

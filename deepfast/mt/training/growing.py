@@ -120,7 +120,7 @@ def runs(recipe: Recipe) -> list[Recipe]:
 
 def stage(recipe: Recipe, run: Recipe) -> str | None:
     """Which of the recipe's two runs this is, in words; None where there is only one run."""
-    if run is recipe or recipe.grow.get("from"):
+    if run == recipe or recipe.grow.get("from"):
         return None
     config = run.model_config(vocab_size=8)
     if run.grow is None:

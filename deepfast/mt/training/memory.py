@@ -15,7 +15,9 @@ from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
 from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
+from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.recipe import Recipe
+from deepfast.mt.training.shares import micro_batches_at_once
 from deepfast.mt.training.trainer import Trainer
 
 TRIES = 3
@@ -107,11 +109,12 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         decoder = recipe.memory if mixes else "states"
     limit = recipe.memory if budget is None and not named else budget
     scalar = config.dlcl.get("weight", "scalar") == "scalar"
+    tokens, accumulate = _of_one_rank(recipe, trainer)
     return plan(
         budget=limit,
         layers=config.encoder_layers,
         width=config.dim,
-        tokens=recipe.data.max_tokens,
+        tokens=tokens,
         heads=config.heads,
         ffn=config.ffn_dim,
         vocabulary=config.vocab_size,
@@ -126,12 +129,24 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         device=trainer.device.type,
         activation=config.activation,
         dropout=config.dropout > 0,
-        accumulate=recipe.optim.accumulate,
+        accumulate=accumulate,
+        ranks=trainer.ranks.size,
+        parallel="fsdp" if is_sharded(trainer.loss) else "ddp",
+        reshard=recipe.parallel.reshard,
         length=min(recipe.data.max_length, 128),
         padding=True,
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
     )
+
+
+def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
+    """Tokens of the micro-batches of a rank, and how many it has in a step."""
+    count, size = recipe.optim.accumulate, trainer.ranks.size
+    together = 1 if trainer.model.draws else micro_batches_at_once(count, size)
+    tokens = -(-recipe.data.max_tokens * together // size)
+    # A sentence is not divided.
+    return max(tokens, min(recipe.data.max_length, recipe.data.max_tokens)), count // together
 
 
 def _planned(connection: str) -> str:

@@ -21,26 +21,56 @@ def _finite(output: Any) -> bool:
     return True
 
 
-def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+def first_nonfinite_module(
+    model: nn.Module, forward: Callable[[], Any], *, stop: bool = True
+) -> str | None:
     """Runs `forward`, which calls `model`, and names the first module whose output holds NaN or
-    infinity; None if all outputs are finite."""
+    infinity; None if all outputs are finite.
+
+    Args:
+        stop: whether to end the forward pass there.
+    """
     names = {module: name or "the model" for name, module in model.named_modules()}
     found: list[str] = []
 
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
         if not _finite(output):
             found.append(f"{names[module]} ({type(module).__name__})")
-            raise _Found
+            if stop:
+                raise _Found
 
     hooks = [module.register_forward_hook(check) for module in names]
     try:
         forward()
     except _Found:
-        return found[0]
+        pass
     finally:
         for hook in hooks:
             hook.remove()
-    return None
+    return found[0] if found else None
+
+
+def first_nonfinite_output_gradient(model: nn.Module, step: Callable[[], Any]) -> str | None:
+    """Runs `step`, a forward and a backward pass, and names the module whose output first gets a
+    gradient with NaN or infinity; None if there is none."""
+    found: list[str] = []
+    names = {module: name for name, module in model.named_modules() if name}
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        def check(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                found.append(f"{names[module]} ({type(module).__name__})")
+
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(check)
+
+    hooks = [module.register_forward_hook(watch) for module in names]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
 
 
 def first_nonfinite_gradient(model: nn.Module) -> str | None:

@@ -22,6 +22,7 @@ from deepfast.mt.models.registry import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.data_section import DataSection
 from deepfast.mt.training.errors import RecipeError, expect
+from deepfast.mt.training.parallel_section import ParallelSection
 
 SIZES = {"base": base, "big": big}
 SCHEDULES = ("inverse_sqrt", "constant")
@@ -72,7 +73,8 @@ class OptimSection:
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None: no clipping."""
     accumulate: int = 1
-    """Micro-batches per step; the loss is divided by the target tokens of all of them."""
+    """Micro-batches per step, of all ranks together; the loss is divided by the target tokens of
+    all of them."""
 
     def __post_init__(self):
         expect(0 < self.lr < math.inf, "optim.lr", "a number above 0", self.lr)
@@ -175,6 +177,8 @@ class Recipe:
     """Adam, its schedule, and the loss."""
     train: TrainSection = field(default_factory=TrainSection)
     """How long, how, and what to keep."""
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    """How the ranks share the model, under torchrun."""
     memory: str | None = None
     """A size such as "24GiB": a plan decides what each layer keeps for backward, so that a step
     fits into it. Or the name of a memory policy for all layers. None: "keep"."""

@@ -15,6 +15,7 @@ from typing import Any
 from deepfast.mt.data.errors import require
 from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.growing import TOP_FIELDS, check_grow
+from deepfast.mt.training.parallel_section import ParallelSection
 from deepfast.mt.training.recipe import (
     MODEL_FIELDS,
     NESTED_FIELDS,
@@ -24,7 +25,8 @@ from deepfast.mt.training.recipe import (
     TrainSection,
 )
 
-SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection}
+SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection,
+            "parallel": ParallelSection}  # fmt: skip
 TOP = {"memory": str | None, "output": str, "resume": bool | str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
@@ -105,6 +107,9 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
+        # A section that is newer than the checkpoint changed nothing.
+        if key not in old and isinstance(after, dict):
+            continue
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after and key != "resume":

@@ -7,14 +7,16 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.training.errors import TrainingError
+from deepfast.mt.training.ranks import Ranks
 
-METRICS = "metrics.jsonl"
+METRICS, LOGS = "metrics.jsonl", "logs"
 LAST_EVENTS = ("average", "test")
 """Events that a finished run logs at its last step."""
 
@@ -25,6 +27,9 @@ class Report:
     Every line of `metrics.jsonl` is an object with `event` ("memory", "train", "valid", "average",
     "test"), `step` and `seconds` (wall time of the run, with the time before resuming). NLL and
     loss are nats per target token, eos included.
+
+    Of several ranks only the first writes this. Each rank writes its lines, with the time of day,
+    to `logs/rank-N.log`.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Report:
         first_step: int = 0,
         tensorboard: bool = True,
         quiet: bool = False,
+        ranks: Ranks | None = None,
     ):
         """
         Args:
@@ -42,12 +48,14 @@ class Report:
                 removed, because it will be logged again.
             quiet: print nothing.
         """
+        ranks = ranks or Ranks()
+        quiet, tensorboard = quiet or not ranks.first, tensorboard and ranks.first
         self.quiet, self.path = quiet, folder / METRICS
-        _cut_after(self.path, first_step)
-        try:
-            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 -- closed by close
-        except OSError as error:
-            raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self._own = None if ranks.alone else _opened(folder / LOGS / f"rank-{ranks.rank}.log")
+        self._stream = None
+        if ranks.first:
+            _cut_after(self.path, first_step)
+            self._stream = _opened(self.path)
         self._board = _tensorboard(folder, first_step) if tensorboard else None
         self._bar = None if quiet or not sys.stdout.isatty() else _bar(total_steps, first_step)
         if tensorboard and self._board is None:
@@ -55,6 +63,7 @@ class Report:
 
     def say(self, line: str) -> None:
         """One line for people."""
+        self.note(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif not self.quiet:
@@ -64,6 +73,17 @@ class Report:
                 # The reader, such as `| head`, has closed the pipe: training continues.
                 self.quiet = True
 
+    def note(self, line: str) -> None:
+        """One line for this rank's log alone."""
+        if self._own is not None:
+            try:
+                self._own.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                self._own.flush()
+            except OSError as error:
+                raise TrainingError(
+                    f"{self._own.name}: cannot be written ({error.strerror})"
+                ) from error
+
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
         row = {"event": event, "seconds": round(seconds, 3)} | row
@@ -71,8 +91,9 @@ class Report:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in row.items()}  # fmt: skip
         try:
-            self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
-            self._stream.flush()
+            if self._stream is not None:
+                self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
+                self._stream.flush()
             if self._board is not None:
                 for name, value in row.items():
                     if isinstance(value, (int, float)) and name != "step":
@@ -82,6 +103,7 @@ class Report:
             raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
         line = describe(row)
         if event == "train" and self._bar is not None:
+            self.note(line)
             self._bar.update(self._bar.task_ids[0], completed=row["step"], line=line)
         else:
             self.say(line)
@@ -89,14 +111,25 @@ class Report:
     def close(self) -> None:
         """Ends the bar and closes the files; may be called more than once."""
         # On a full disk closing fails again and would hide the first error.
-        with contextlib.suppress(OSError):
-            self._stream.close()
+        for stream in (self._stream, self._own):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _opened(path: Path) -> TextIO:
+    """A file to add lines to; its folder is made."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def describe(row: dict[str, Any]) -> str:

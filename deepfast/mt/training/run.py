@@ -7,7 +7,8 @@ is `Trainer.train_step`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,8 @@ from deepfast.mt.data import subwords
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.training.checkpoint import (
-    AVERAGE,
-    BEST,
-    STEP_FILE,
-    average_checkpoints,
-    checkpoint_to_resume,
-    load_checkpoint,
-    newest_checkpoints,
-    prune,
-    save_checkpoint,
-)
-from deepfast.mt.training.corpus import by_language, load_corpus
+from deepfast.mt.training.checkpoint import BEST, checkpoint_to_resume, step_checkpoints
+from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
 from deepfast.mt.training.environment import (
     StopSignal,
     give_back_large_blocks,
@@ -40,49 +31,17 @@ from deepfast.mt.training.environment import (
     settings,
 )
 from deepfast.mt.training.errors import CheckpointError, NotFiniteError
-from deepfast.mt.training.growing import load_bottom, read_bottom, runs, stage
+from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.memory import fit_memory, set_policy
+from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import differences, dump_recipe
 from deepfast.mt.training.report import Report
+from deepfast.mt.training.result import TrainResult
+from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer, perplexity
 
 SIGNALS = ("SIGINT", "SIGTERM")
-
-
-@dataclass(kw_only=True)
-class TrainResult:
-    """How a run ended."""
-
-    output: Path
-    """The folder of checkpoints and metrics."""
-    step: int
-    """Optimizer steps done."""
-    stopped: str
-    """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
-    seconds: float
-    """Wall time, including the time before resuming."""
-    checkpoint: Path | None
-    """The newest checkpoint, from which a run resumes."""
-    best: Path | None
-    """The checkpoint with the lowest dev NLL."""
-    best_nll: float | None
-    """Its dev NLL, nats per target token."""
-    average: Path | None
-    """The average of the last checkpoints, to translate with; no run can resume from it."""
-    average_nll: float | None
-    """Its dev NLL, nats per target token."""
-    test_bleu: float | None
-    """BLEU of the test part, 0 to 100; with several languages their mean."""
-
-    @property
-    def for_translation(self) -> Path:
-        """The average or the best checkpoint: the one with the lower dev NLL."""
-        if self.average is not None and (
-            self.best is None or (self.average_nll is not None and self.average_nll < self.best_nll)
-        ):
-            return self.average
-        return self.best or self.checkpoint
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
@@ -100,46 +59,50 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         RuntimeError: the loss is not finite, or the folder cannot be written.
     """
     recipe.data.check_text()
-    parts = runs(recipe)
-    for part in parts:
-        # Checked for the second run too, before the first begins.
-        resolve_device(part.train.device)
-    for part in parts:
-        with settings(part.train):
-            result = _Run(part, quiet, stage(recipe, part)).go()
-        if result.stopped in SIGNALS:
-            break
-    return result
+    with run_ranks(resolve_device(recipe.train.device), recipe.parallel.timeout) as ranks:
+        recipe = _continued(recipe)
+        parts = ranks.by_first(lambda: runs(recipe))
+        for part in parts:
+            # Checked for the second run too, before the first begins.
+            resolve_device(part.train.device)
+        for part in parts:
+            with settings(part.train):
+                result = _Run(part, quiet, stage(recipe, part), ranks).go()
+            if result.stopped in SIGNALS:
+                break
+        return result
+
+
+def _continued(recipe: Recipe) -> Recipe:
+    """The recipe that resumes, where torchrun has started the ranks again."""
+    path = isinstance(recipe.resume, str) and not step_checkpoints(recipe.output)
+    return recipe if not restarts() or path else replace(recipe, resume=True)
 
 
 class _Run:
     """One run: when to log, validate, save and stop."""
 
-    def __init__(self, recipe: Recipe, quiet: bool, stage: str | None):
+    def __init__(self, recipe: Recipe, quiet: bool, stage: str | None, ranks: Ranks):
         self.recipe, self.section, self.stage = recipe, recipe.train, stage
-        self.folder = Path(recipe.output)
+        self.folder, self.ranks = Path(recipe.output), ranks
         device = resolve_device(recipe.train.device)
-        self.saved: Path | None = checkpoint_to_resume(recipe.output, recipe.resume)
-        content = load_checkpoint(self.saved) if self.saved else None
-        if content is not None and "training" not in content:
-            raise CheckpointError(
-                f"{self.saved}: expected a checkpoint to resume from, got one without optimizer "
-                "state, such as an average"
-            )
+        self.saved: Path | None = ranks.by_first(
+            lambda: checkpoint_to_resume(recipe.output, recipe.resume)
+        )
+        ranks.saved = self.saved
+        content = read_start(self.saved, ranks) if self.saved else None
         # A checkpoint of this run already holds the bottom.
         bottom = None if content else read_bottom(recipe)
         self.grows_on: str | None = None
         """The checkpoint that a new run grows on, in words."""
-        with new_folder(self.folder):
-            start = content or bottom
-            vocabulary = subwords(start["vocabulary"]) if start else None
-            corpus = load_corpus(
-                recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
-            )
-            self.trainer = Trainer(recipe, corpus, device)
+        with new_folder(self.folder) if ranks.first else nullcontext():
+            corpus = self._corpus(content or bottom)
+            self.trainer = Trainer(recipe, corpus, device, ranks, bottom)
             if bottom is not None:
-                load_bottom(recipe, self.trainer.model, bottom)
                 self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
+        self.saving = Saving(self.folder, self.trainer, self.section)
+        self.signalled: int | None = None
+        """The rank that got the signal."""
         self.measured: int | None = None
         """Peak bytes of the trial step."""
         self.changed: list[str] = []
@@ -157,8 +120,24 @@ class _Run:
             first_step=self.trainer.step,
             tensorboard=self.section.tensorboard,
             quiet=quiet,
+            ranks=ranks,
         )
         self.began = time.perf_counter() - self.trainer.seconds
+
+    def _corpus(self, start: dict[str, Any] | None) -> Corpus:
+        """The text; the first rank learns the vocabulary for all."""
+        given = subwords(start["vocabulary"]) if start else None
+        seed, data = self.section.seed, self.recipe.data
+        first: list[Corpus] = []
+
+        def learn() -> bytes:
+            first.append(load_corpus(data, seed=seed, folder=self.folder, vocabulary=given))
+            return first[0].vocabulary.to_bytes()
+
+        learned = self.ranks.by_first(learn)
+        if first:
+            return first[0]
+        return load_corpus(data, seed=seed, folder=None, vocabulary=subwords(learned))
 
     @property
     def seconds(self) -> float:
@@ -168,15 +147,16 @@ class _Run:
         try:
             self._introduce()
             self._fit_memory()
-            with StopSignal() as signal:
+            with nullcontext(self.ranks.signal) if self.ranks.signal else StopSignal() as signal:
                 stopped = self._loop(signal)
                 if stopped not in SIGNALS:
                     self._complete()
-                if self.saved != self._step_path():
+                if self.saved != self.saving.step_path():
                     self._save()
             if stopped in SIGNALS:
+                on = "" if self.signalled is None else f" on rank {self.signalled}"
                 self.report.say(
-                    f"{stopped}: stopped after step {self.trainer.step}; continue from "
+                    f"{stopped}{on}: stopped after step {self.trainer.step}; continue from "
                     f"{self.saved} with resume=true"
                 )
                 return self._result(stopped)
@@ -190,8 +170,9 @@ class _Run:
 
     def _introduce(self) -> None:
         trainer, say = self.trainer, self.report.say
-        write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
-        trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
+        if self.ranks.first:
+            write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
+            trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
         for line in (*([self.stage] if self.stage else []), *trainer.corpus.summary):
             say(line)
         total, trainable = (
@@ -230,10 +211,12 @@ class _Run:
     def _loop(self, signal: StopSignal) -> str:
         """Trains until a limit or a signal stops it, and returns which."""
         trainer, section = self.trainer, self.section
-        while (stopped := signal.name or self._due()) is None:
+        while (stopped := self._stopped(signal)) is None:
             try:
                 trainer.train_step()
             except NotFiniteError as error:
+                if not self.ranks.alone:
+                    raise
                 last = self.saved or "none"
                 raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
             if self.recipe.memory is not None and trainer.device.type == "cpu":
@@ -245,6 +228,18 @@ class _Run:
             if trainer.step % section.save_every == 0:
                 self._save()
         return stopped
+
+    def _stopped(self, signal: StopSignal) -> str | None:
+        """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
+        if self.ranks.alone:
+            return signal.name or self._due(self.seconds)
+        mine = SIGNALS.index(signal.name) if signal.name else -1
+        rows = self.ranks.rows(mine, self.seconds)
+        for rank, (number, _) in enumerate(rows):
+            if number >= 0:
+                self.signalled = rank
+                return SIGNALS[int(number)]
+        return self._due(rows[0][1])
 
     def _complete(self) -> None:
         """Logs and validates the steps since the last line of metrics, then saves."""
@@ -258,11 +253,11 @@ class _Run:
             self._validate()
         self._save()
 
-    def _due(self) -> str | None:
+    def _due(self, seconds: float) -> str | None:
         section, trainer = self.section, self.trainer
         if section.max_steps is not None and trainer.step >= section.max_steps:
             return "max_steps"
-        if section.max_minutes is not None and self.seconds >= 60 * section.max_minutes:
+        if section.max_minutes is not None and seconds >= 60 * section.max_minutes:
             return "max_minutes"
         if section.patience is not None and trainer.since_best >= section.patience:
             return "patience"
@@ -276,20 +271,15 @@ class _Run:
         best = trainer.record(nll)
         row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
         if self.section.validate_bleu:
-            row |= self._bleu(trainer.model, trainer.corpus.dev)
+            row |= self._bleu(trainer.whole_model(), trainer.corpus.dev)
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
         if best:
             trainer.seconds = self.seconds
-            save_checkpoint(self.folder / BEST, trainer.state_dict())
-
-    def _step_path(self) -> Path:
-        return self.folder / STEP_FILE.format(self.trainer.step)
+            self.saving.best()
 
     def _save(self) -> None:
         self.trainer.seconds = self.seconds
-        save_checkpoint(self._step_path(), self.trainer.state_dict())
-        self.saved = self._step_path()
-        prune(self.folder, self.section.keep_last, self.section.save_every)
+        self.saved = self.ranks.saved = self.saving.step()
 
     def _bleu(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> dict[str, float]:
         """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""
@@ -299,7 +289,12 @@ class _Run:
         corpus = self.trainer.corpus
         lines, references = zip(*pairs, strict=True)
         model.eval()
-        outputs = translate_lines(model, corpus.vocabulary, lines)
+        rank, size = self.ranks.rank, self.ranks.size
+        mine = lines[rank::size]
+        translated = translate_lines(model, corpus.vocabulary, mine) if mine else []
+        outputs = [""] * len(lines)
+        for other, part in enumerate(self.ranks.objects(translated)):
+            outputs[other::size] = part
         if not corpus.languages:
             return {"bleu": bleu(outputs, references).bleu}
         each = {
@@ -313,15 +308,9 @@ class _Run:
         result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
         step = {"step": trainer.step}
         if self.section.average_last:
-            section = self.section
-            paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
-            weights = average_checkpoints(paths)
-            result.average = self.folder / AVERAGE
-            save_checkpoint(result.average, trainer.model_state(weights))
-            plural = "s" if len(paths) > 1 else ""
-            row: dict[str, Any] = {"of": f"{len(paths)} checkpoint{plural}"}
+            result.average, count = self.saving.average()
+            row: dict[str, Any] = {"of": f"{count} checkpoint{'s' if count > 1 else ''}"}
             if corpus.dev_batches:
-                trainer.model.load_state_dict(weights)
                 result.average_nll = nll = trainer.validate()
                 row |= {"nll": nll, "ppl": perplexity(nll)}
             self.report.log("average", step | row, seconds=self.seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 import time
@@ -19,14 +18,26 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
-from deepfast.mt.models import build, kind_of
+from deepfast.mt.models import TranslationModel, build, kind_of
 from deepfast.mt.training.checkpoint import check_config, load_weights
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError
-from deepfast.mt.training.nonfinite import first_nonfinite_gradient, first_nonfinite_module
+from deepfast.mt.training.errors import CheckpointError
+from deepfast.mt.training.failed_step import not_finite
+from deepfast.mt.training.growing import load_bottom
 from deepfast.mt.training.optim import build_optimizer, learning_rate
+from deepfast.mt.training.parallel import (
+    is_sharded,
+    like,
+    local_bytes,
+    logits_gathered,
+    share_model,
+    syncing,
+    whole,
+)
+from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import Recipe
+from deepfast.mt.training.shares import Share, shares
 
 VALIDATION = ("best_nll", "best_step", "since_best", "validated_at")
 """Attributes of a trainer that early stopping needs after resuming."""
@@ -52,13 +63,32 @@ class Window:
 class Trainer:
     """Model, optimizer, batches and counters. `run` decides when each method is called."""
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
+    def __init__(
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        device: torch.device,
+        ranks: Ranks | None = None,
+        bottom: dict[str, Any] | None = None,
+    ):
+        """
+        Args:
+            ranks: those that share the model; None: this process alone.
+            bottom: the checkpoint that a model of the kind depth_growing grows on.
+        """
         self.recipe, self.corpus, self.device = recipe, corpus, device
+        self.ranks = ranks = ranks or Ranks()
         vocabulary = corpus.vocabulary
         config = recipe.model_config(
             len(vocabulary), vocabulary.pad_id, corpus.languages, vocabulary.target_size
         )
         self.model = build(config).to(device)
+        if bottom is not None:
+            load_bottom(recipe, self.model, bottom)
+        self.loss = share_model(self.model, recipe, ranks, device)
+        """The model's loss, with which all ranks train the same parameters."""
+        # All ranks have made the same model, and now drop out differently.
+        ranks.seed(recipe.train.seed)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)
         self.step = 0
@@ -74,37 +104,40 @@ class Trainer:
         """The batches of one epoch after the other, from where `TokenBatches` stands."""
         return itertools.chain.from_iterable(itertools.repeat(self.corpus.batches))
 
-    def _loss(self, batch: Batch, smoothing: float) -> tuple[Tensor, Tensor]:
-        """Loss and NLL, summed over the batch's target tokens."""
+    def batch_loss(
+        self, batch: Batch, smoothing: float, *, alone: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and NLL, summed over the batch's target tokens.
+
+        Args:
+            alone: without the other ranks, where each has the whole model.
+        """
         mixed = self.recipe.train.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            return self.model.loss(
-                batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing
-            )
+            loss = self.model.loss if alone and not is_sharded(self.loss) else self.loss
+            return loss(batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing)
 
     def train_step(self) -> None:
-        """One optimizer step over `accumulate` micro-batches."""
+        """One optimizer step over `accumulate` micro-batches, of which each rank has its share."""
         began = time.perf_counter()
         optim = self.recipe.optim
-        batches = [next(self._micro_batches).to(self.device) for _ in range(optim.accumulate)]
+        batches = [next(self._micro_batches) for _ in range(optim.accumulate)]
         target_tokens = sum(batch.target_tokens for batch in batches)
         generators = random_state(self.device)
 
         self.model.train()
         self.model.set_step(self.step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = nll = torch.zeros((), device=self.device)
-        for batch in batches:
-            batch_loss, batch_nll = self._loss(batch, optim.label_smoothing)
-            # Divided by the tokens of the whole step, as if the micro-batches were one batch.
-            (batch_loss / target_tokens).backward()
-            loss, nll = loss + batch_loss.detach(), nll + batch_nll
-        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        mine = self._shares(batches)
+        loss, nll = self._backward(mine, target_tokens)
+        norm = whole(get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
 
-        # The only place where the step waits for the device.
-        loss_sum, nll_sum, grad_norm = torch.stack((loss, nll, norm)).tolist()
+        # The only place where the step waits for the device, and for the other ranks.
+        rows = self.ranks.rows(*torch.stack((loss, nll, norm)).tolist())
+        loss_sum, nll_sum = (sum(column) for column in list(zip(*rows, strict=True))[:2])
+        grad_norm = rows[0][2]
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-            raise self._not_finite(loss_sum, batches, generators)
+            raise not_finite(self, [row[0] for row in rows], mine, target_tokens, generators)
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
         if self.step == optim.restart_step:
@@ -125,36 +158,64 @@ class Trainer:
         window.target_tokens += target_tokens
         window.seconds += time.perf_counter() - began
 
+    def _shares(self, batches: list[Batch], most: int | None = None) -> list[Share]:
+        """This rank's part of micro-batches, or the first `most` of its parts, on its device."""
+        whole = not self.model.draws
+        mine = shares(batches, self.ranks.rank, self.ranks.size, whole=whole)[:most]
+        return [Share(batch.to(self.device), counts) for batch, counts in mine]
+
+    def _backward(self, mine: list[Share], target_tokens: int) -> tuple[Tensor, Tensor]:
+        """Adds up the gradients of this rank's share; returns its sums of loss and NLL."""
+        loss = nll = torch.zeros((), device=self.device)
+        # Divided by the tokens of the whole step, as if the micro-batches were one batch. The ranks
+        # then take the mean of their gradients.
+        divisor = target_tokens / self.ranks.size
+        for number, (batch, counts) in enumerate(mine, 1):
+            with syncing(self.loss, number == len(mine)):
+                batch_loss, batch_nll = self.batch_loss(batch, self.recipe.optim.label_smoothing)
+                (batch_loss / (divisor if counts else math.inf)).backward()
+            if counts:
+                loss, nll = loss + batch_loss.detach(), nll + batch_nll
+        return loss, nll
+
     def measure(self) -> float:
         """Peak bytes of a step on the largest micro-batch; infinity if the GPU has less.
 
         Counts parameters, gradients, the optimizer's state, and the tensors that forward and
         backward keep alive. Parameters and random generators stay as they are.
         """
-        batch = self.corpus.batches.largest().to(self.device)
+        accumulate = self.recipe.optim.accumulate
+        # With accumulation the gradients exist while the next micro-batch runs.
+        mine = self._shares([self.corpus.batches.largest()] * accumulate, most=2)
         generators = random_state(self.device)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with LiveBytes(self.device) as live:
-                # With accumulation the gradients exist while the next micro-batch runs.
-                for _ in range(min(self.recipe.optim.accumulate, 2)):
-                    loss = self._loss(batch, self.recipe.optim.label_smoothing)[0]
-                    (loss / batch.target_tokens).backward()
-                    del loss
+                self._backward(mine, mine[0].batch.target_tokens)
         except torch.cuda.OutOfMemoryError:
+            if self.ranks.size > 1:
+                # The others wait in a common call.
+                raise
             return math.inf
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(generators, self.device)
-        state = OPTIMIZERS["adam"] * sum(p.numel() for p in self.parameters)
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return live.peak + weights + state
+        # Adam's state has the precision of the parameters, fp32.
+        state = OPTIMIZERS["adam"] * sum(map(local_bytes, self.parameters)) // 4
+        weights = sum(map(local_bytes, self.model.parameters()))
+        # DDP has made its buckets of gradients before.
+        buckets = 0
+        if not (self.ranks.alone or is_sharded(self.loss)):
+            buckets = sum(map(local_bytes, self.parameters))
+        return live.peak + weights + state + buckets
 
     def take_metrics(self) -> dict[str, Any]:
         """Means since the last call, per target token in nats; starts a new window."""
         window, self.window = self.window, Window()
         tokens, seconds = window.target_tokens, max(window.seconds, 1e-9)
+        with logits_gathered(self.model):
+            more = self.model.metrics()
         return {
             "step": self.step,
             "epoch": self.corpus.batches.epoch,
@@ -165,8 +226,8 @@ class Trainer:
             "grad_norm": window.grad_norm / window.steps,
             "source_tokens_per_second": window.source_tokens / seconds,
             "target_tokens_per_second": window.target_tokens / seconds,
-            "memory_bytes": memory_bytes(self.device),
-        } | self.model.metrics()
+            "memory_bytes": int(max(self.ranks.rows(memory_bytes(self.device)))[0]),
+        } | more
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -174,8 +235,23 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.corpus.dev_batches:
-            total += self._loss(batch.to(self.device), 0.0)[1]
-        return total.item() / sum(batch.target_tokens for batch in self.corpus.dev_batches)
+            # Batches may differ in their layers, so all ranks work on one.
+            for part, counts in self._shares([batch]):
+                nll = self.batch_loss(part, 0.0)[1]
+                total += nll if counts else 0
+        sums = self.ranks.rows(total.item())
+        return sum(row[0] for row in sums) / sum(b.target_tokens for b in self.corpus.dev_batches)
+
+    def whole_model(self) -> TranslationModel:
+        """The model, or a copy of it where it is in shares: translating runs its parts at times of
+        its own on each rank."""
+        if not is_sharded(self.loss):
+            return self.model
+        with torch.device("meta"):
+            copied = build(self.model.config)
+        weights = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        copied.load_state_dict(weights, assign=True)
+        return copied
 
     def record(self, nll: float) -> bool:
         """Records a validation; returns whether it is the best so far."""
@@ -186,39 +262,22 @@ class Trainer:
         self.since_best += 1
         return False
 
-    def _not_finite(self, loss: float, batches: list[Batch], generators: dict) -> NotFiniteError:
-        """Runs the step's forward again, with the same dropout, to find where it went wrong."""
-        step = self.step + 1
-        if math.isfinite(loss):
-            name = first_nonfinite_gradient(self.model)
-            where = f"of {name}" if name else "norm over all parameters"
-            return NotFiniteError(f"step {step}: the gradient {where} is not finite")
-        set_random_state(generators, self.device)
-        self.model.set_step(step)
-        module = None
-        for batch in batches:
-            module = module or first_nonfinite_module(
-                self.model, functools.partial(self._loss, batch, 0.0)
-            )
-        where = f"the output of {module}" if module else "the loss, every module's output is finite"
-        return NotFiniteError(
-            f"step {step}: the loss is {loss}; the first value that is not finite is {where}"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds: plain values and tensors."""
+        state = self.run_state(self.optimizer.state_dict(), random_state(self.device))
+        return {**self.model_state(self.model.state_dict()), "training": state}
+
+    def run_state(self, optimizer: dict[str, Any], random: Any) -> dict[str, Any]:
+        """What resuming needs beside the model."""
         optim = self.recipe.optim
         return {
-            **self.model_state(self.model.state_dict()),
-            "training": {
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": {"step": self.step, "peak": optim.lr, "warmup": optim.warmup},
-                "batches": self.corpus.batches.state_dict(),
-                "random": random_state(self.device),
-                "validation": {name: getattr(self, name) for name in VALIDATION},
-                "window": asdict(self.window),
-                "seconds": self.seconds,
-            },
+            "optimizer": optimizer,
+            "schedule": {"step": self.step, "peak": optim.lr, "warmup": optim.warmup},
+            "batches": self.corpus.batches.state_dict(),
+            "random": random,
+            "validation": {name: getattr(self, name) for name in VALIDATION},
+            "window": asdict(self.window),
+            "seconds": self.seconds,
         }
 
     def model_state(self, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -232,30 +291,57 @@ class Trainer:
             "recipe": self.recipe.to_dict(),
         }
 
+    def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
+        """Gives the model the whole weights of a checkpoint; `path` is its name in errors."""
+        own = self.model.state_dict()
+        mine = {n: like(w, own[n]) if n in own else w for n, w in weights.items()}
+        load_weights(self.model, mine, path)
+
     def load_state_dict(self, content: dict[str, Any], path: Path) -> None:
         """Continue exactly where the checkpoint was taken; `path` is its name in errors.
 
-        Learning rate, betas and the like come from the recipe, which may have changed.
+        Learning rate, betas and the like come from the recipe, which may have changed. A content
+        without weights is that of a folder, from which each rank reads its share.
         """
         check_config(path, content, self.model.config)
-        load_weights(self.model, content["model"], path)
         state = content["training"]
-        own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         try:
-            # A copy: the tensors are mapped from the file, which may be deleted.
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             self.corpus.batches.load_state_dict(state["batches"])
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        for group, options in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(options)
+        if "model" in content:
+            self.load_weights(content["model"], path)
+            self._load_optimizer(state["optimizer"], path)
+        else:
+            from deepfast.mt.training.checkpoint_folder import load_folder
+
+            load_folder(path, self.model, self.optimizer)
         self.step, self.seconds = content["step"], state["seconds"]
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
         self.window = Window(**state["window"])
         self._micro_batches = self._epochs()
         # Restored last, because building the model drew from the same generators.
-        set_random_state(state["random"], self.device)
+        states = state["random"] if isinstance(state["random"], list) else [state["random"]]
+        if len(states) == self.ranks.size:
+            set_random_state(states[self.ranks.rank], self.device)
+        else:
+            self.ranks.seed(self.recipe.train.seed, self.step)
+
+    def _load_optimizer(self, state: dict[str, Any], path: Path) -> None:
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # A copy: the tensors are mapped from the file, which may be deleted.
+        state = copy.deepcopy(state)
+        try:
+            for number, fields in state["state"].items():
+                for name, value in fields.items():
+                    fields[name] = like(value, parameters[number])
+            self.optimizer.load_state_dict(state)
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        for group, options in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(options)
 
 
 def perplexity(nll: float) -> float:

@@ -16,6 +16,7 @@ from deepfast.mt.data import (
     evaluation_batches,
     make_batch,
     restore_order,
+    take,
 )
 
 
@@ -71,31 +72,28 @@ def test_to_moves_every_tensor():
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=8, max_size=60),
     max_tokens=st.integers(13, 80),
-    world_size=st.integers(1, 4),
     seed=st.integers(0, 3),
     shuffle=st.booleans(),
 )
-def test_every_example_once_within_the_budget(lengths, max_tokens, world_size, seed, shuffle):
+def test_every_example_once_within_the_budget(lengths, max_tokens, seed, shuffle):
     pairs = [([5] * source, [6] * target) for source, target in lengths]
-    try:
-        ranks = [
-            TokenBatches(
-                pairs, max_tokens=max_tokens, seed=seed, shuffle=shuffle,
-                rank=rank, world_size=world_size,
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
-    except DataError as error:
-        # The only error allowed: batches of one sentence that the ranks cannot share evenly.
-        assert "same number of batches" in str(error)  # noqa: PT017
-        assert world_size > 1
-        return
+    batches = TokenBatches(pairs, max_tokens=max_tokens, seed=seed, shuffle=shuffle)
     for _ in range(2):
-        epochs = [list(rank) for rank in ranks]
-        assert {len(epoch) for epoch in epochs} == {len(ranks[0])}
-        batches = list(itertools.chain(*epochs))
-        assert all(padded_cost(batch) <= max_tokens for batch in batches)
-        assert sorted(itertools.chain(*indices(batches))) == list(range(len(pairs)))
+        epoch = list(batches)
+        assert len(epoch) == len(batches)
+        assert all(padded_cost(batch) <= max_tokens for batch in epoch)
+        assert sorted(itertools.chain(*indices(epoch))) == list(range(len(pairs)))
+
+
+def test_some_sentences_of_a_batch_are_those_of_a_batch_of_them():
+    whole = make_batch(PAIRS, range(12))
+    rows = [7, 2, 11]
+    part, expected = take(whole, rows), make_batch(PAIRS, rows)
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(part, name), value), name
+        else:
+            assert getattr(part, name) == value, name
 
 
 def test_batches_are_full():
@@ -170,16 +168,6 @@ def test_leaving_a_loop_continues_with_the_next_batch():
     assert next(iter(batches)).indices == tuple(batches.order(1)[0])
 
 
-def test_resume_with_ranks():
-    ranks = [TokenBatches(PAIRS, max_tokens=100, rank=r, world_size=2) for r in range(2)]
-    for rank in ranks:
-        list(itertools.islice(rank, 4))
-    assert ranks[0].state_dict() == ranks[1].state_dict()
-    resumed = TokenBatches(PAIRS, max_tokens=100, rank=1, world_size=2)
-    resumed.load_state_dict(ranks[0].state_dict())
-    assert indices(resumed) == indices(ranks[1])
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -187,7 +175,6 @@ def test_resume_with_ranks():
         ({"pairs": make_pairs(200, seed=5)}, "other sentence pairs"),
         ({"pairs": PAIRS[:-1]}, "other sentence pairs"),
         ({"max_length": 15}, "other sentence pairs"),
-        ({"world_size": 2}, "with world_size 1, got 2"),
         ({"shuffle": False}, "with shuffle True, got False"),
     ],
 )
@@ -230,20 +217,11 @@ def test_a_sentence_beyond_the_budget():
         ([], {}, "at least one pair, got none"),
         ([([5] * 9, [5])], {"max_length": 5}, "at most 5 tokens, got 1 pairs, all longer"),
         (PAIRS, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
-        (PAIRS, {"rank": 2, "world_size": 2}, "rank must be a whole number from 0 to 1, got 2"),
-        (PAIRS[:3], {"world_size": 4}, "4 ranks need the same number of batches"),
     ],
 )
 def test_arguments(pairs, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBatches(pairs, **{"max_tokens": 100} | arguments)
-
-
-def test_ranks_get_batches_of_similar_length():
-    ranks = [TokenBatches(PAIRS, max_tokens=100, rank=r, world_size=2) for r in range(2)]
-    for left, right in zip(*ranks, strict=True):
-        assert abs(left.source_BS.shape[1] - right.source_BS.shape[1]) <= 21
-        assert abs(padded_cost(left) // len(left) - padded_cost(right) // len(right)) <= 3
 
 
 def test_evaluation_covers_all_and_restores_the_order():
@@ -275,22 +253,17 @@ def test_batches_need_no_sentencepiece(monkeypatch):
     assert len(list(TokenBatches(PAIRS, max_tokens=100))) > 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_batch_is_of_one_group(world_size):
+def test_a_batch_is_of_one_group():
     groups = [random.Random(i).randrange(3) for i in range(len(PAIRS))]
-    seen = []
-    for rank in range(world_size):
-        batches = TokenBatches(
-            PAIRS, max_tokens=90, groups=groups, rank=rank, world_size=world_size
-        )
-        for batch in batches:
-            assert len({groups[i] for i in batch.indices}) == 1
-            assert padded_cost(batch) <= 90
-            seen += batch.indices
-        # Another epoch has the same cuts.
-        for batch in batches:
-            assert len({groups[i] for i in batch.indices}) == 1
-    assert sorted(seen) == list(range(len(PAIRS)))
+    batches = TokenBatches(PAIRS, max_tokens=90, groups=groups)
+    epoch = list(batches)
+    for batch in epoch:
+        assert len({groups[i] for i in batch.indices}) == 1
+        assert padded_cost(batch) <= 90
+    # Another epoch has the same cuts.
+    for batch in batches:
+        assert len({groups[i] for i in batch.indices}) == 1
+    assert sorted(itertools.chain(*indices(epoch))) == list(range(len(PAIRS)))
 
 
 def test_groups_are_part_of_what_a_run_resumes():

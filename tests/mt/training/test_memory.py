@@ -148,7 +148,7 @@ def test_a_gpu_without_so_much_gives_the_same_sentence(make_recipe, monkeypatch,
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")
-    monkeypatch.setattr(trainer, "_loss", exhausted)
+    monkeypatch.setattr(trainer, "batch_loss", exhausted)
     properties = type("Properties", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     with pytest.raises(TrainingError, match=r"^memory: expected a step within 10\.0 GiB, got more "

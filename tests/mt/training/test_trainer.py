@@ -29,7 +29,7 @@ def test_accumulated_gradient_is_that_of_one_batch(make_trainer):
     trainer = make_trainer(changes)
     twin = make_trainer(changes)
     batches = [next(twin._micro_batches) for _ in range(3)]
-    sums = [twin._loss(batch, 0.1)[0] for batch in batches]
+    sums = [twin.batch_loss(batch, 0.1)[0] for batch in batches]
     tokens = [batch.target_tokens for batch in batches]
     assert len(set(tokens)) > 1
     (sum(sums) / sum(tokens)).backward()

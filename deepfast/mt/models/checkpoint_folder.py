@@ -1,0 +1,132 @@
+"""Checkpoints of several ranks: a folder that torch.distributed.checkpoint writes.
+
+    run.pt           the keys of a checkpoint file, without its tensors
+    .metadata        which part of which tensor is where
+    __0_0.distcp     the tensors of rank 0, and so on
+
+The tensors are ``model.NAME``, a parameter or a buffer, and ``optimizer.NAME.FIELD``, what the
+optimizer keeps for a parameter.
+"""
+
+import io
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+RUN = "run.pt"
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+SAFE = {
+    "torch": {"Size", "device", "dtype"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},
+}  # fmt: skip
+"""Module -> the names that the metadata of a checkpoint may hold."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Refuses what `pickle` would otherwise run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in SAFE.get(module, ()) and not _is_dtype(module, name):
+            raise pickle.UnpicklingError(f"unexpected {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads the metadata without running code of the file."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        metadata = _Unpickler(io.BytesIO(Path(self.path, ".metadata").read_bytes())).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys of a checkpoint folder, without its tensors.
+
+    Raises:
+        ValueError: the folder is not such a checkpoint, or it is damaged.
+    """
+    try:
+        content = torch.load(Path(path, RUN), map_location="cpu", weights_only=True)
+        shapes(path)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path}: expected a checkpoint, got a folder without {Path(error.filename).name}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
+    return content
+
+
+def shapes(path: str | os.PathLike[str]) -> dict[str, TensorStorageMetadata]:
+    """Name -> size and type of every tensor in a checkpoint folder."""
+    found = Reader(path).read_metadata().state_dict_metadata
+    return {k: entry for k, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
+    """A checkpoint folder as the content of a checkpoint file, with whole tensors on the CPU.
+
+    Args:
+        optimizer: whether to read the optimizer's state, twice the size of the model.
+    """
+    content = read_run(path)
+    tensors = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in shapes(path).items()
+        if optimizer or name.startswith(MODEL)
+    }
+    read_tensors(path, tensors, no_dist=True)
+    content["model"] = {
+        name.removeprefix(MODEL): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL)
+    }
+    if "training" in content:
+        state = content["training"]["optimizer"]
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        for name, tensor in tensors.items():
+            if name.startswith(OPTIMIZER):
+                parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
+                state["state"].setdefault(names.index(parameter), {})[field] = tensor
+        numbers = iter(range(len(names)))
+        for group in state["param_groups"]:
+            group["params"] = [next(numbers) for _ in group["params"]]
+    return content
+
+
+def read_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], *, no_dist: bool = False
+) -> None:
+    """Fills tensors, or their shares on this rank, from a checkpoint folder.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            # That no_dist is what was asked for.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(tensors, storage_reader=Reader(path), no_dist=no_dist)
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error

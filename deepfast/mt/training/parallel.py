@@ -1,0 +1,137 @@
+"""Sharing a model among ranks by torch's engines: DDP, or FSDP2 layer by layer.
+
+One process alone imports neither: they take a second, and not every torch has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.mt.models import TranslationModel
+from deepfast.mt.training.ranks import Ranks
+from deepfast.mt.training.recipe import Recipe
+from deepfast.nn.connections.latent import LatentDepth
+from deepfast.nn.transformer import TransformerDecoder, TransformerEncoder
+
+STATE = 16
+"""Bytes of a parameter with its gradient and Adam's state."""
+
+
+class Loss(nn.Module):
+    """Calls the loss of a model: DDP and FSDP act around the call of a module."""
+
+    def __init__(self, model: TranslationModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *operands: Any) -> tuple[Tensor, Tensor]:
+        return self.model.loss(*operands)
+
+
+def share_model(
+    model: TranslationModel, recipe: Recipe, ranks: Ranks, device: torch.device
+) -> nn.Module:
+    """The loss of a model that all ranks share: its gradient is the mean over the ranks.
+
+    With FSDP the model's parameters become shards, in place.
+    """
+    loss = Loss(model)
+    if ranks.alone:
+        return loss
+    if kind_for(recipe, model, device) == "fsdp":
+        return _sharded(loss, recipe)
+    return nn.parallel.DistributedDataParallel(
+        loss,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
+
+
+def kind_for(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
+    """ "ddp" or "fsdp": the recipe's choice, or that of the model's size."""
+    if recipe.parallel.kind != "auto":
+        return recipe.parallel.kind
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = STATE * sum(p.numel() for p in model.parameters())
+    return "ddp" if needed <= memory // 2 else "fsdp"
+
+
+def _sharded(loss: Loss, recipe: Recipe) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mixed = recipe.train.precision == "bfloat16"
+    low = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32
+    )
+    # Depth weights and logits are few and want all digits; the states keep their dtype.
+    full = MixedPrecisionPolicy(param_dtype=None, cast_forward_inputs=False)
+    reshard = recipe.parallel.reshard
+    for module in loss.modules():
+        if isinstance(module, (TransformerEncoder, TransformerDecoder)):
+            for layer in module.layers:
+                fully_shard(layer, mp_policy=low, reshard_after_forward=reshard)
+            fully_shard(module.connection, mp_policy=full, reshard_after_forward=reshard)
+            if module.latent is not None:
+                # The penalty reads the logits after forward.
+                fully_shard(module.latent, mp_policy=full, reshard_after_forward=False)
+    return fully_shard(loss, mp_policy=low)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 has a module's parameters."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def syncing(loss: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Around forward and backward of a micro-batch: only the last one of a step reduces gradients
+    over the ranks."""
+    if is_sharded(loss):
+        loss.set_requires_gradient_sync(last)
+    elif hasattr(loss, "no_sync") and not last:
+        return loss.no_sync()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def logits_gathered(model: nn.Module) -> Iterator[None]:
+    """The logits of latent depth are whole inside the block, so that its metrics can be read."""
+    parts: list[Any] = [m for m in model.modules() if isinstance(m, LatentDepth) and is_sharded(m)]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor with all ranks' shares; a common call."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def like(full: Tensor, own: Any) -> Tensor:
+    """This rank's share of a full tensor that every rank has, laid out as `own`."""
+    if not hasattr(own, "full_tensor") or full.shape != own.shape:
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(own.device_mesh.device_type)
+    return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def local_bytes(tensor: Any) -> int:
+    """Bytes of this rank's share."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor.numel() * tensor.element_size()

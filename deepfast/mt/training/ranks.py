@@ -1,0 +1,242 @@
+"""The ranks of a run under torchrun: how they meet, what they tell each other, and who failed.
+
+A process alone is one rank of one, and none of its calls waits for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepfast.mt.training.environment import StopSignal
+from deepfast.mt.training.errors import (
+    CheckpointError,
+    NotFiniteError,
+    RecipeError,
+    ToldError,
+    TrainingError,
+)
+
+Value = TypeVar("Value")
+
+ANSWER_EVERY, ANSWER_WITHIN = 0.5, 4.0
+"""Seconds between two looks for a roll call, and seconds after which a rank counts as silent."""
+RUNS = itertools.count()
+"""Numbers of the runs of this process."""
+LONG = timedelta(hours=1)
+"""How long ranks wait for each other while checkpoints are written and text is translated. A rank
+that ends is noticed at once."""
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class Ranks:
+    """This process among those of the run."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None):
+        self.rank, self.size, self.store = rank, size, store
+        self.alone = store is None
+        """Whether torchrun did not start this process."""
+        self.signal: StopSignal | None = None
+        """Notes signals from the start of the run to its end; None for a process alone."""
+        self.slow: Any = None
+        """The process group for calls that may take long."""
+        self.saved: Path | None = None
+        """The run's newest checkpoint."""
+        self._asked = 0
+        self._left = threading.Event()
+        self._answering: threading.Thread | None = None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Gives each of several ranks random numbers of its own, from the run's seed and a step."""
+        if self.size > 1:
+            # A string seeds by SHA-512, the same in every process and Python version.
+            numbers = random.Random(f"deepfast rank {seed} {step} {self.rank} {self.size}")
+            torch.manual_seed(numbers.getrandbits(63))
+            random.seed(numbers.getrandbits(63))
+
+    def rows(self, *values: float) -> list[list[float]]:
+        """The numbers that every rank gives, in order of the ranks."""
+        if self.alone:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def objects(self, mine: Value) -> list[Value]:
+        """The object that every rank gives, in order of the ranks; waits long."""
+        if self.alone:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self.slow)
+        return found
+
+    def by_first(self, work: Callable[[], Value]) -> Value:
+        """What ``work`` returns on the first rank, for all ranks. The others wait without a limit.
+
+        Raises:
+            ToldError: another rank has failed in the meantime.
+        """
+        if self.alone:
+            return work()
+        name, self._asked = f"first/{self._asked}", self._asked + 1
+        if self.first:
+            result = work()
+            # The type of torch's stub leaves bytes out, which a store takes and gives back.
+            self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
+            return result
+        while not self.store.check([name]):
+            self._raise_if_told()
+            time.sleep(0.02)
+        return pickle.loads(self.store.get(name))
+
+    def blame(self, error: BaseException) -> BaseException:
+        """The error with which this rank ends.
+
+        The first rank that fails says why, and by whom. All others end with a `ToldError`, which
+        is not printed.
+        """
+        if isinstance(error, ToldError):
+            return error
+        text = f"rank {self.rank}: {_sentence(error)}"
+        try:
+            if _connection_lost(error):
+                text = self._roll_call() or text
+            text += f"; last checkpoint: {self.saved}" if self.saved else ""
+            if self.store.add("failures", 1) > 1:
+                return ToldError(text)
+            self.store.set("failure", text)
+        except dist.DistError:
+            # The store went down with torchrun: there is nobody to agree with.
+            pass
+        kinds = (CheckpointError, NotFiniteError, RecipeError)
+        return (type(error) if isinstance(error, kinds) else TrainingError)(text)
+
+    def _raise_if_told(self) -> None:
+        if self.store.check(["failure"]):
+            raise ToldError(self.store.get("failure").decode())
+
+    def _roll_call(self) -> str | None:
+        """Names the ranks that do not answer; None where all do, or where a rank has failed that
+        tells it itself."""
+        self._here()
+        self.store.set("roll call", "")
+        deadline = time.monotonic() + ANSWER_WITHIN
+        while time.monotonic() < deadline:
+            if self.store.check(["failure"]) or not (silent := self._silent()):
+                return None
+            time.sleep(0.1)
+        names = ", ".join(map(str, silent))
+        plural = "s" if len(silent) > 1 else ""
+        return (
+            f"rank{plural} {names}: no answer, killed or stopped from outside (the machine's log "
+            "says whether it ran out of memory)"
+        )
+
+    def _silent(self) -> list[int]:
+        return [r for r in range(self.size) if not self.store.check([f"here/{r}"])]
+
+    def answer_roll_calls(self) -> None:
+        """Starts a thread that answers while the process lives, also when it waits for others."""
+
+        def answer() -> None:
+            with contextlib.suppress(dist.DistError):
+                while not self._left.wait(ANSWER_EVERY):
+                    if self.store.check(["roll call"]):
+                        self._here()
+                        return
+
+        self._answering = threading.Thread(target=answer, name="roll calls", daemon=True)
+        self._answering.start()
+
+    def _here(self) -> None:
+        self.store.set(f"here/{self.rank}", "")
+
+    def leave(self) -> None:
+        """Ends the thread that answers. One that is left inside the store at exit aborts Python."""
+        self._left.set()
+        self._answering.join(ANSWER_WITHIN)
+
+
+@contextlib.contextmanager
+def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
+    """The ranks that torchrun started, connected; one rank without torchrun.
+
+    Args:
+        device: of this rank. Small numbers always travel through the CPU.
+        timeout: seconds after which a rank that does not come to a common call has failed.
+
+    Raises:
+        ToldError: another rank has failed, and has said so.
+        TrainingError, RecipeError, CheckpointError: this rank fails, or has found which one did.
+    """
+    if not launched():
+        yield Ranks()
+        return
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+    # A process may train several recipes, one after the other. torchrun keeps the store when it
+    # starts the ranks again.
+    store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)
+    ranks = Ranks(rank, size, store)
+    ranks.answer_roll_calls()
+    with StopSignal(stays=True) as ranks.signal:
+        try:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=limit,
+                device_id=device if device.type == "cuda" else None,
+            )  # fmt: skip
+            ranks.slow = dist.new_group(backend="gloo", timeout=LONG)
+            yield ranks
+            dist.destroy_process_group()
+        except Exception as error:
+            blamed = ranks.blame(error)
+            # Closes the connections, so that the others notice at once. NCCL would wait for them.
+            if dist.is_initialized() and device.type == "cpu":
+                dist.destroy_process_group()
+            raise blamed from error
+        finally:
+            ranks.leave()
+
+
+def _connection_lost(error: BaseException) -> bool:
+    """Whether a common call failed, which is another rank's fault."""
+    return isinstance(error, dist.DistError) or any(
+        name in str(error) for name in ("gloo", "NCCL", "Connection closed by peer")
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """The error in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if exhausted or "can't allocate memory" in lines[0]:
+        return f"out of memory ({lines[0]})"
+    ours = (ValueError, OSError, TrainingError)
+    return lines[0] if isinstance(error, ours) else f"{type(error).__name__}: {lines[0]}"

@@ -1,0 +1,112 @@
+"""What a run saves: a step to resume from, the best and the average to translate with.
+
+A process alone writes files. The ranks of torchrun write each step as a folder together, and the
+first of them writes the best and the average as files without what resuming needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deepfast.mt.training.checkpoint import (
+    AVERAGE,
+    BEST,
+    KEYS,
+    STEP_FILE,
+    average_checkpoints,
+    check_keys,
+    load_checkpoint,
+    newest_checkpoints,
+    prune,
+    save_checkpoint,
+)
+from deepfast.mt.training.environment import random_state
+from deepfast.mt.training.errors import CheckpointError
+from deepfast.mt.training.parallel import whole
+from deepfast.mt.training.ranks import Ranks
+from deepfast.mt.training.recipe import TrainSection
+from deepfast.mt.training.trainer import Trainer
+
+
+def read_start(path: Path, ranks: Ranks) -> dict[str, Any]:
+    """The checkpoint to resume from. From a folder the ranks read their tensors later, each its
+    share.
+
+    Raises:
+        CheckpointError: it cannot be read, or no run can resume from it.
+    """
+    if ranks.alone or not path.is_dir():
+        content = load_checkpoint(path)
+    else:
+        from deepfast.mt.models.checkpoint_folder import read_run
+
+        try:
+            content = read_run(path)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        check_keys(content, path, [key for key in KEYS if key != "model"])
+    if "training" not in content:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint to resume from, got one without optimizer state, such "
+            "as an average"
+        )
+    return content
+
+
+class Saving:
+    """The checkpoints of a run in a folder."""
+
+    def __init__(self, folder: Path, trainer: Trainer, section: TrainSection):
+        self.folder, self.trainer, self.section = folder, trainer, section
+        self.ranks = trainer.ranks
+
+    def step_path(self) -> Path:
+        name = STEP_FILE.format(self.trainer.step)
+        return self.folder / (name if self.ranks.alone else name.removesuffix(".pt"))
+
+    def step(self) -> Path:
+        """Saves what the run resumes from, and removes what is older than the recipe keeps."""
+        path, trainer, ranks = self.step_path(), self.trainer, self.ranks
+        if ranks.alone:
+            save_checkpoint(path, trainer.state_dict())
+        else:
+            from deepfast.mt.training import checkpoint_folder as folder
+
+            state = trainer.run_state(
+                folder.optimizer_options(trainer.model, trainer.optimizer),
+                ranks.objects(random_state(trainer.device)),
+            )
+            content = {**trainer.model_state({}), "training": state}
+            del content["model"]
+            tensors = folder.state_tensors(trainer.model, trainer.optimizer)
+            folder.save_folder(path, content, tensors, ranks)
+        ranks.by_first(lambda: prune(self.folder, self.section.keep_last, self.section.save_every))
+        return path
+
+    def best(self) -> None:
+        """Saves the model that has the lowest dev NLL so far."""
+        path = self.folder / BEST
+        if self.ranks.alone:
+            save_checkpoint(path, self.trainer.state_dict())
+            return
+        weights = {}
+        for name, tensor in self.trainer.model.state_dict().items():
+            tensor = whole(tensor)
+            # The other ranks only take part in gathering it.
+            if self.ranks.first:
+                weights[name] = tensor.cpu()
+        self.ranks.by_first(lambda: save_checkpoint(path, self.trainer.model_state(weights)))
+
+    def average(self) -> tuple[Path, int]:
+        """Averages the newest checkpoints and gives the model their weights; returns the file and
+        of how many it is."""
+        section, path = self.section, self.folder / AVERAGE
+        paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
+
+        def write() -> None:
+            save_checkpoint(path, self.trainer.model_state(average_checkpoints(paths)))
+
+        self.ranks.by_first(write)
+        self.trainer.load_weights(load_checkpoint(path)["model"], path)
+        return path, len(paths)

@@ -1,0 +1,76 @@
+"""Run by test_rank_faults.py under torchrun: trains recipes, and in each one rank fails.
+
+    torchrun --nproc-per-node 2 rank_faults.py FAULT:RANK:STEP:RECIPE ...
+
+A fault comes only in the first start, not after torchrun has started the ranks again.
+"""
+
+import errno
+import os
+import signal
+import sys
+
+import torch
+
+from deepfast.cli import main
+from deepfast.mt.training.ranks import restarts
+from deepfast.mt.training.trainer import Trainer
+
+
+def killed(trainer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped(trainer):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def nan(trainer):
+    """In what this rank computes; the parameters stay as they are on all ranks."""
+    module = trainer.model.encoder.layers[1].feed_forward.down
+    module.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+
+
+def nan_gradient(trainer):
+    module = trainer.model.encoder.layers[1].feed_forward.down
+    module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * torch.nan,))
+
+
+def memory(trainer):
+    def exhausted(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines.")
+
+    trainer.model.decoder.layers[0].register_forward_pre_hook(exhausted)
+
+
+def disk(trainer):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.fsync = full
+
+
+def told_to_stop(trainer):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def scheduler(trainer):
+    """SIGTERM to torchrun, which passes it on to all ranks."""
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    original, fsync = Trainer.train_step, os.fsync
+    for word in sys.argv[1:]:
+        fault, rank, step, recipe = word.split(":", 3)
+
+        def train_step(self, fault=fault, rank=rank, step=int(step)):
+            if os.environ["RANK"] == rank and restarts() == 0 and self.step + 1 == step:
+                globals()[fault](self)
+            original(self)
+
+        Trainer.train_step, os.fsync = train_step, fsync
+        code = main(["train", recipe])
+        print(f"{fault}: rank {os.environ['RANK']} ends with {code}", flush=True)
+    sys.exit(code)

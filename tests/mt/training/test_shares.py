@@ -1,0 +1,62 @@
+"""How ranks divide a step: every sentence once, the same number of parts, about the same tokens."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepfast.mt.data import make_batch
+from deepfast.mt.training.shares import shares
+
+
+def step(counts, seed=0):
+    """One micro-batch for each count of sentences; no two sentences have the same index."""
+    draw = random.Random(seed)
+    pairs = [([5] * draw.randint(1, 30), [6] * draw.randint(1, 30)) for _ in range(sum(counts))]
+    ends = list(itertools.accumulate(counts))
+    return [make_batch(pairs, range(e - c, e)) for c, e in zip(counts, ends, strict=True)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    size=st.integers(1, 8),
+    whole=st.booleans(),
+)
+def test_every_sentence_once_and_as_many_parts_on_each_rank(counts, size, whole):
+    batches = step(counts)
+    ranks = [shares(batches, rank, size, whole=whole) for rank in range(size)]
+    assert len({len(mine) for mine in ranks}) == 1
+    parts = list(itertools.chain(*ranks))
+    seen = [i for batch, counts in parts if counts for i in batch.indices]
+    assert sorted(seen) == list(range(sum(counts)))
+    for name in ("source_tokens", "target_tokens"):
+        total = sum(getattr(batch, name) for batch in batches)
+        assert sum(getattr(batch, name) for batch, counts in parts if counts) == total
+    # A rank without a sentence still takes part.
+    assert all(len(batch) == 1 for batch, counts in parts if not counts)
+
+
+def test_ranks_take_whole_micro_batches_as_far_as_they_can():
+    batches = step([9, 3, 7, 5])
+    for size, parts in ((2, 2), (4, 1)):
+        ranks = [shares(batches, rank, size) for rank in range(size)]
+        taken = [batch.indices for mine in ranks for batch, _ in mine]
+        assert sorted(taken) == sorted(batch.indices for batch in batches)
+        assert {len(mine) for mine in ranks} == {parts}
+    # Eight ranks are pairs, three divide each micro-batch.
+    assert len(shares(batches, 0, 8)) == 1
+    assert len(shares(batches, 0, 3)) == 4
+    assert len(shares(batches, 0, 2, whole=False)) == 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_have_about_the_same_tokens(size):
+    (batch,) = step([60])
+    tokens = [
+        sum(part.source_tokens + part.target_tokens for part, _ in shares([batch], rank, size))
+        for rank in range(size)
+    ]
+    assert max(tokens) - min(tokens) <= 5
