@@ -48,6 +48,9 @@ class _Stack(nn.Module):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
+        for name, options in (("dlcl", dlcl), ("latent", latent)):
+            if options is not None:
+                checks.dictionary(op, **{name: options})
         self.dim = dim
         rows = rows_per_layer(op, connection, reads, len(self.layer.parts))
         self.layers = nn.ModuleList(  # type: ignore[assignment]
@@ -80,7 +83,7 @@ class _Stack(nn.Module):
             reads=rows,
         )
         if latent and connection != "latent":
-            raise ValueError(f"latent options need connection='latent', got {connection!r}")
+            raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         self.set_memory(memory)
 

@@ -155,7 +155,7 @@ def draw_seed(
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
     """Checks 1 or more tensors (..., D) of one shape, dtype and device; makes them `alike`."""
-    if not isinstance(sources, Iterable):
+    if not isinstance(sources, Iterable) or (isinstance(sources, Tensor) and sources.dim() == 0):
         kind = type(sources).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
     sources = list(sources)

@@ -17,6 +17,26 @@ RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
 LEFT = RIGHT.flip(1)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dlcl": ["window"]}, r"dlcl must be a dict, got \['window'\]"),
+        ({"connection": "latent", "latent": 3}, "latent must be a dict, got 3"),
+        ({"latent": {"tau": 2.0}}, "latent options need connection='latent', got 'dlcl'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
+def test_options_of_a_connection(kind, options, message):
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+        kind(1, DIM, HEADS, FFN, **options)
+
+
+@pytest.mark.parametrize("flag", ["first_norm", "later_norms"])
+def test_a_layer_refuses_a_flag_that_is_none(flag):
+    with pytest.raises(ValueError, match=f"TransformerEncoderLayer: {flag} must be True or False"):
+        TransformerEncoderLayer(DIM, HEADS, FFN, **{flag: 0})
+
+
 def encoders():
     return TransformerEncoder(1, DIM, HEADS, FFN), TransformerEncoderLayer(DIM, HEADS, FFN)
 

@@ -217,8 +217,9 @@ class LatentDepth(nn.Module):
         """z of each layer in evaluation, from the logits alone; 0.0 for a layer that is not used.
 
         Raises:
-            ValueError: where a logit is nan.
+            ValueError: for a language that the module does not have, and where a logit is nan.
         """
+        checks.whole("LatentDepth", 0, self.languages - 1, language=language)
         least = math.log(self.threshold / (1 - self.threshold))
         logits = self.logits[language].detach().double().cpu()
         wrong = logits.isnan().nonzero().flatten().tolist()
@@ -239,10 +240,7 @@ class LatentDepth(nn.Module):
 
     def forward(self, language: int = 0) -> Sequence[Gate]:
         """z of each layer for a batch of one language; ``language`` is its index, from 0."""
-        if not 0 <= language < self.languages:
-            raise ValueError(
-                f"LatentDepth: language must be from 0 to {self.languages - 1}, got {language}"
-            )
+        checks.whole("LatentDepth", 0, self.languages - 1, language=language)
         return list(self.draw()[language].unbind()) if self.training else self.choose(language)
 
     def kl(self) -> Tensor:
