@@ -23,6 +23,9 @@ def tensor(op: str, name: str, x: object) -> None:
 
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise TypeError(f"{op}: {name} must be a dense tensor, got a {kind} one")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: {name} must be (..., D) with D >= 1, got {tuple(x.shape)}")
 
@@ -98,10 +101,11 @@ def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> No
 
 
 def choice(op: str, allowed: Iterable[object], **values: object) -> None:
-    """One of a few values, each under the name of its argument."""
+    """One of a few texts or None, each under the name of its argument."""
     allowed = tuple(allowed)
     for name, value in values.items():
-        if value not in allowed:
+        # An array or a tensor compares by element.
+        if not isinstance(value, str | None) or value not in allowed:
             known = ", ".join(map(str, allowed))
             raise ValueError(f"{op}: {name} must be one of {known}, got {value!r}")
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 
 from deepfast import checks
@@ -32,6 +33,8 @@ def test_what_is_right_passes():
         (lambda: checks.number("op", alpha=math.inf), "of at least 0, got inf"),
         (lambda: checks.number("op", alpha="1"), "of at least 0, got '1'"),
         (lambda: checks.choice("op", ("a", "b"), kind="c"), "kind must be one of a, b, got 'c'"),
+        (lambda: checks.choice("op", ("a", None), kind=numpy.zeros(2)), "a, None, got array.*"),
+        (lambda: checks.choice("op", ("a", None), kind=0), "kind must be one of a, None, got 0"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(check, sentence):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from deepfast.attach.memory import Row, block, run_again
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.history import DepthHistory
+from deepfast.ops import common
 
 NAME = "depth_connection"
 """The connection's name among the children of its parent."""
@@ -156,13 +157,14 @@ class Pass:
 
     def _push(self, y: Tensor, k: int) -> Tensor:
         # With its index, because a loop may checkpoint what it calls.
-        if not torch.is_autocast_enabled(y.device.type):
+        kind = common.autocast_device(y.device)
+        if not torch.is_autocast_enabled(kind):
             x = self.connection(y, self.history, index=k)
         else:
             # The states keep the dtype that the layers pass on.
             # torch's fast path of evaluation returns 16 bits from its first layer on.
             y = y if self.history.kind is None else y.to(self.history.kind[1])
-            with torch.autocast(y.device.type, enabled=False):
+            with torch.autocast(kind, enabled=False):
                 x = self.connection(y, self.history, index=k)
         if self.memory == "history" and self.learns and not torch.compiler.is_compiling():
             self.row = Row(self.history.state, k, x)

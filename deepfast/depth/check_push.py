@@ -38,8 +38,10 @@ def check_push(
 
 
 def check_state(connection, y: Tensor) -> None:
-    """Checks the width and the device of what is pushed."""
+    """Checks the width, the dtype and the device of what is pushed."""
     op = connection.name
+    if not y.is_floating_point():
+        raise ValueError(f"{op}: the input must have a floating-point dtype, got {y.dtype}")
     if y.shape[-1] != connection.dim:
         raise ValueError(f"{op}: the input must be (..., {connection.dim}), got {tuple(y.shape)}")
     if y.device != connection.device:

@@ -61,6 +61,10 @@ class DepthHistory:
         """States pushed so far."""
         return len(self.traced) if self.state is None else self.state.pushed
 
+    def __bool__(self) -> bool:
+        """True, also before the first push: ``history or DepthHistory()`` keeps an empty one."""
+        return True
+
     @property
     def nbytes(self) -> int:
         """Bytes of the states and partial sums that are alive now."""

@@ -81,6 +81,7 @@ class DWAModules(DLCL):
             raise RuntimeError(
                 f"{self.name}: call init_accumulators(x) at the start of each forward pass"
             )
+        checks.whole(self.name, -1, block_idx=block_idx)
         x = super().forward(x, history, index=block_idx + 1)  # type: ignore[assignment]
         if block_idx + 1 == self.n_blocks:
             self.open.end()

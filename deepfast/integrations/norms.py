@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from deepfast import ops
+from deepfast import checks, ops
 from deepfast.integrations.swap import Swapped
 from deepfast.ops import common
 
@@ -14,7 +14,7 @@ from deepfast.ops import common
 
 def _widened(x: Tensor) -> Tensor:
     """Under autocast torch's norms return fp32 on a GPU."""
-    return common.widened(x)[0] if x.is_cuda else x
+    return common.widened(x)[0] if isinstance(x, Tensor) and x.is_cuda else x
 
 
 class _LayerNorm(Swapped):
@@ -29,7 +29,10 @@ class _RMSNorm(Swapped):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _widened(x)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = self.eps
+        if eps is None:
+            checks.tensor("rms_norm", "x", x)
+            eps = torch.finfo(x.dtype).eps
         return ops.rms_norm(x, self.weight, eps)
 
 

@@ -38,10 +38,13 @@ def fuse_layer_integrators(model: nn.Module) -> Handle:
         A handle whose ``remove()`` undoes it.
 
     Raises:
-        ValueError: where the model has none.
+        TypeError, ValueError: for what is no module, and for a model that has none.
 
     Source: Gerasimov et al., LIMe: Layer-Integrated Memory, 2025, arXiv 2502.09245.
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"fuse_layer_integrators: model must be a module, got {kind}")
     handle = Handle()
     for module in model.modules():
         if (type(module).__name__, type(module).__module__.partition(".")[0]) == (

@@ -73,7 +73,9 @@ def plan(
     if free in (None, "budget"):
         sizes = sized()
     else:
-        step = math.lcm(STEP, heads) if free == "width" else 1
+        # `Sizes` raises for wrong heads.
+        by_heads = free == "width" and checks.is_whole(heads)
+        step = math.lcm(STEP, heads) if by_heads else 1
         sizes = _largest(free, step, sized, search, limit)
     if limit is None:
         limit = search.smallest(sizes)

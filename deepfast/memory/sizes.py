@@ -108,6 +108,10 @@ class Sizes:
                 )
             if value > MOST[name]:
                 raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {value:,}")
+        for name in ("dropout", "padding"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}: expected True or False, got {value!r}")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -130,6 +130,7 @@ class _Layer(nn.Module):
         checks.choice(name, NORMS, norm_kind=norm_kind)
         checks.choice(name, POLICIES, memory=memory)
         checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
+        checks.flag(name, first_norm=first_norm, later_norms=later_norms)
         for argument, p in (
             ("dropout", dropout),
             ("attention_dropout", attention_dropout),

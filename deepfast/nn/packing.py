@@ -57,6 +57,19 @@ class Packing:
             return cls(batch, length)
         return cls(batch, length, indices, padding)
 
+    @property
+    def tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return self.batch * self.length if self.indices is None else self.indices.shape[0]
+
+    def check(self, op: str, name: str, x_TD: Tensor, dim: int) -> None:
+        """Raises where x_TD does not have the packed tokens (T, ``dim``); errors name ``op``."""
+        checks.tensor(op, name, x_TD)
+        if tuple(x_TD.shape) != (self.tokens, dim):
+            raise ValueError(
+                f"{op}: {name} must be ({self.tokens}, {dim}), got {tuple(x_TD.shape)}"
+            )
+
     def pack(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D) to (T, D)."""
         x = x_BSD.reshape(self.batch * self.length, x_BSD.shape[-1])

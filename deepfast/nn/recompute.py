@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from deepfast.ops import common
+
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
@@ -68,7 +70,7 @@ class Recompute:
     def __init__(self, tensor: Tensor, function: Callable[[], Tensor]):
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.function = function
-        self.device, self.dtype = tensor.device.type, tensor.dtype
+        self.device, self.dtype = common.autocast_device(tensor.device), tensor.dtype
         self.stride, self.offset = tensor.stride(), tensor.storage_offset()
         self.readers = self.left = 0
         self.value: Tensor | None = None

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, check_version
+from deepfast.ops import common
 
 HOOKS = (
     "_forward_hooks",
@@ -175,7 +176,7 @@ class _Run:
         # Weak references: the graph holds the slots, and the slots hold this object.
         self.slots: list[weakref.ref[_Slot]] = []
         self.generators = _generators(device)
-        kind = device.type
+        kind = common.autocast_device(device)
         self.autocast: dict[str, Any] = {
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),

@@ -51,6 +51,9 @@ class _Stack(nn.Module):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
+        for name, options in (("dlcl", dlcl), ("latent", latent)):
+            if options is not None:
+                checks.dictionary(op, **{name: options})
         self.dim = dim
         rows = rows_per_layer(op, connection, reads, len(self.layer.parts))
         self.layers = nn.ModuleList(  # type: ignore[assignment]
@@ -85,7 +88,7 @@ class _Stack(nn.Module):
             reads=rows,
         )
         if latent and connection != "latent":
-            raise ValueError(f"latent options need connection='latent', got {connection!r}")
+            raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         self.set_memory(memory)
 
@@ -201,7 +204,11 @@ class TransformerEncoder(_Stack):
         Args:
             states: a list to append the states between the layers to, see `Connection.forward`.
             language: index of the language whose layers latent depth uses.
+
+        Raises:
+            TypeError, ValueError: for tokens that are not those of ``packing``.
         """
+        packing.check("TransformerEncoder", "x", x_TD, self.dim)
         options = [{"packing": packing}] * len(self.layers)
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
@@ -278,23 +285,30 @@ class TransformerDecoder(_Stack):
             encoded_TD: what all layers attend to, or one tensor for each layer.
             states: a list to append the states between the layers to, see `Connection.forward`.
             language: index of the language whose layers latent depth uses.
+
+        Raises:
+            TypeError, ValueError: for tokens that are not those of the packings.
         """
+        packing.check("TransformerDecoder", "x", x_TD, self.dim)
         # Each layer projects it, and so decides whether keys and values are kept.
         options = [
             {"encoded": encoded, "packing": packing, "encoded_packing": encoded_packing}
-            for encoded in self._each(encoded_TD)
+            for encoded in self._each(encoded_TD, encoded_packing)
         ]
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
-    def _each(self, encoded_TD: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _each(self, encoded_TD: Tensor | Sequence[Tensor], packing: Packing) -> Sequence[Tensor]:
         """What each layer attends to."""
         if isinstance(encoded_TD, Tensor):
+            packing.check("TransformerDecoder", "encoded", encoded_TD, self.dim)
             return [encoded_TD] * len(self.layers)
         if len(encoded_TD) != len(self.layers):
             raise ValueError(
                 f"TransformerDecoder: expected one encoder output for each of {len(self.layers)} "
                 f"layers, got {len(encoded_TD)}"
             )
+        for one in encoded_TD:
+            packing.check("TransformerDecoder", "encoded", one, self.dim)
         return encoded_TD
 
     def start(
@@ -305,7 +319,7 @@ class TransformerDecoder(_Stack):
         language: int = 0,
     ) -> DecoderCache:
         """Projects the encoder's output, or one for each layer, once for all steps of decoding."""
-        gates, each = self.gates(language), self._each(encoded_TD)
+        gates, each = self.gates(language), self._each(encoded_TD, encoded_packing)
         encoded = [
             None
             if is_chosen(gate, 0.0)
@@ -317,8 +331,13 @@ class TransformerDecoder(_Stack):
     def step(
         self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
     ) -> Tensor:
-        """One new position per sentence, (B, D) to (B, D)."""
-        packing = Packing(x_BD.shape[0], 1)
+        """One new position per sentence, (B, D) to (B, D).
+
+        Raises:
+            TypeError, ValueError: for an x_BD that does not fit the cache.
+        """
+        packing = Packing(cache.encoded_packing.batch, 1)
+        packing.check("TransformerDecoder", "x", x_BD, self.dim)
         options = [
             {
                 "encoded": encoded,

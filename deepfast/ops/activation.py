@@ -139,6 +139,7 @@ def activation(
     checks.choice("activation", KINDS, kind=kind)
     checks.parameter("activation", "bias", bias, (h.shape[-1],), h.device)
     checks.probability("activation", dropout_p)
+    checks.flag("activation", training=training)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
     return _activation(h, bias, kind, p, seed, backend)[0]

@@ -219,6 +219,7 @@ def attention(
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     checks.probability("attention", dropout_p)
+    checks.flag("attention", causal=causal)
     sides = window_sides("attention", window, causal)
     if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)

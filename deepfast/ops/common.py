@@ -25,6 +25,11 @@ def _autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def autocast_device(device: torch.device) -> str:
+    """The type of device whose autocast applies on ``device``: "cpu" where it has none, as meta."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under autocast casts fp32 tensors to its dtype. Kernels still compute sums in fp32."""
     if not _autocasts(tensors[0]):
@@ -155,7 +160,7 @@ def draw_seed(
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
     """Checks 1 or more tensors (..., D) of one shape, dtype and device; makes them `alike`."""
-    if not isinstance(sources, Iterable):
+    if not isinstance(sources, Iterable) or (isinstance(sources, Tensor) and sources.dim() == 0):
         kind = type(sources).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
     sources = list(sources)

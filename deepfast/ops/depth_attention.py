@@ -196,6 +196,7 @@ def depth_attention(
     sources = common.checked_sources("depth_attention", "sources", sources)
     first = sources[0]
     checks.eps("depth_attention", eps)
+    checks.flag("depth_attention", return_lse=return_lse)
     _check_query(first, query, scores, norm, norm_weight)
     if query is None:
         _check_scores(sources, scores)

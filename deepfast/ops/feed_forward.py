@@ -244,6 +244,7 @@ def feed_forward(
     )
     checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
+    checks.flag(name, rms=rms, training=training, keep=keep, want_norm=want_norm)
     up, _ = common.linear_operands(name, x, dim, ("up", "F", "up_bias"), up, None)
     checks.parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
     names = "down", "N", "down_bias"

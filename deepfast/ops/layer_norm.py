@@ -157,6 +157,7 @@ def normalise(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed
     """`layer_norm` or, with ``rms``, `rms_norm`; errors begin with ``op``."""
     common.reverse_mode_only(op)
     x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p, cast=common.alike)
+    checks.flag(op, training=training)
     p = dropout_p if training else 0.0
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None
     y, total = _layer_norm(x, residual, weight, bias, eps, rms, p, seed, backend)

@@ -267,6 +267,7 @@ def linear_cross_entropy(
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
     _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk)
+    checks.flag("linear_cross_entropy", return_nll=return_nll)
     (hidden,) = common.autocast(hidden)
     for name, p in (("weight", weight), ("bias", bias)):
         dtype = hidden.dtype if p is None else p.dtype

@@ -5,6 +5,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.layer_norm import (
     check,
@@ -149,6 +150,7 @@ def norm_linear(
     x, residual, dim = check(
         "norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
     )
+    checks.flag("norm_linear", rms=rms, training=training)
     names = "weight", "N", "bias"
     weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
     p = dropout_p if training else 0.0

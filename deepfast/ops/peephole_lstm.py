@@ -220,6 +220,7 @@ def peephole_lstm(
     if isinstance(f, Tensor) and isinstance(weight, Tensor):
         f, weight, h0 = common.autocast(f, weight, h0)
     _check(f, weight, peephole, h0, c0, lengths)
+    checks.flag("peephole_lstm", reverse=reverse)
     given = (f, weight, peephole, h0, c0)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     return _peephole_lstm(f, weight, peephole, h0, c0, lengths, reverse, keep, backend)

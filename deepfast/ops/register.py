@@ -38,12 +38,13 @@ def _intercepted() -> bool:
 
 
 def watched(x: Tensor) -> bool:
-    """Whether something traces or intercepts ops on ``x``."""
+    """Whether something traces or intercepts ops on ``x``, or ``x`` has no data."""
     return (
         torch.compiler.is_compiling()
         or _intercepted()
         or torch._C._are_functorch_transforms_active()
         or type(x) not in _PLAIN
+        or x.is_meta
     )
 
 

@@ -61,6 +61,15 @@ def assert_equal(got, wanted):
         assert torch.equal(got[name], wanted[name]), name
 
 
+@pytest.mark.parametrize("memory", ["keep", "states", "history"])
+def test_on_the_meta_device(memory):
+    model = connected_stack(memory=memory).to("meta")
+    x = X.to("meta").requires_grad_()
+    model(x).sum().backward()
+    assert x.grad.is_meta
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["torch pre-norm", "sequential", "bert", "timm"])
 def test_copies(name, copied):

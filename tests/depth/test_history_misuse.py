@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.backend import BackendError
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.depth.stack import DIM, TOKENS, Stack, history, leaf
 
 
@@ -54,6 +54,18 @@ def test_states_of_one_pass_are_alike(backend, y, message):
     with pytest.raises(ValueError, match=message):
         stack.dlcl(y, h)
     assert len(h) == 1, "a refused push changed the history"
+
+
+@pytest.mark.parametrize("kind", [DLCL, AttentionResiduals])
+def test_states_are_numbers_with_a_fraction(kind):
+    message = f"{kind.__name__}: the input must have a floating-point dtype, got torch.int64"
+    with pytest.raises(ValueError, match=message):
+        kind(2, DIM)(torch.ones(3, DIM, dtype=torch.int64), DepthHistory())
+
+
+def test_an_empty_history_is_true():
+    given = DepthHistory(inplace=False)
+    assert (given or DepthHistory()) is given
 
 
 def test_an_unknown_backend():

@@ -127,3 +127,5 @@ def test_refuses():
     dwa.init_accumulators(torch.zeros(1, 4))
     with pytest.raises(RuntimeError, match="called out of order: expected index 1, got 2"):
         dwa(torch.zeros(1, 4), block_idx=1)
+    with pytest.raises(ValueError, match="block_idx must be a whole number of at least -1, got"):
+        dwa(torch.zeros(1, 4), block_idx="0")

@@ -71,6 +71,8 @@ def test_a_whole_model(package):
 def test_refuses():
     with pytest.raises(ValueError, match="Linear has no DynamicLIMe of x_transformers"):
         fuse_layer_integrators(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be a module, got NoneType"):
+        fuse_layer_integrators(None)
 
 
 @pytest.mark.filterwarnings("ignore:Triton is not supported")

@@ -90,6 +90,18 @@ def test_the_data_of_a_bias_replaced(case, policy):
     equal_or_refused(module, inputs, y, expected)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", [case for case in STACKS if case != "latent"])
+def test_on_the_meta_device(case, policy):
+    if not serves(policy, STACKS[case]):
+        return
+    module = stack(policy, **STACKS[case]).to("meta")
+    with torch.device("meta"):
+        inputs, y = forward(module)
+    y.sum().backward()
+    assert all(x.grad.is_meta and x.grad.shape == x.shape for x in inputs)
+
+
 def replace_parameter(layer):
     for linear in (layer.attention.query_key_value, layer.feed_forward.up):
         linear.weight = nn.Parameter(linear.weight.detach() + 1)

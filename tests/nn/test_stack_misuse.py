@@ -5,6 +5,7 @@ import torch
 
 from deepfast.nn import (
     MultiheadAttention,
+    Packing,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
@@ -15,6 +16,42 @@ DIM, HEADS, FFN = 8, 2, 16
 X, ENCODED = torch.randn(2, 3, DIM), torch.randn(2, 4, DIM)
 RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
 LEFT = RIGHT.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dlcl": ["window"]}, r"dlcl must be a dict, got \['window'\]"),
+        ({"connection": "latent", "latent": 3}, "latent must be a dict, got 3"),
+        ({"latent": {"tau": 2.0}}, "latent options need connection='latent', got 'dlcl'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
+def test_options_of_a_connection(kind, options, message):
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+        kind(1, DIM, HEADS, FFN, **options)
+
+
+def test_packed_tokens_are_those_of_the_packing():
+    encoder, decoder = encoders()[0], decoders()[0]
+    short, packing = torch.randn(5, DIM), Packing(2, 3)
+    message = rf"must be \(6, {DIM}\), got \(5, {DIM}\)"
+    with pytest.raises(ValueError, match=f"TransformerEncoder: x {message}"):
+        encoder.forward_packed(short, packing)
+    with pytest.raises(ValueError, match=f"TransformerDecoder: x {message}"):
+        decoder.forward_packed(short, packing, X.flatten(0, 1), packing)
+    for encoded in (short, [short]):
+        with pytest.raises(ValueError, match=f"TransformerDecoder: encoded {message}"):
+            decoder.start(encoded, packing)
+    cache = decoder.start(X.flatten(0, 1), packing)
+    with pytest.raises(ValueError, match=rf"TransformerDecoder: x must be \(2, {DIM}\), got"):
+        decoder.step(torch.randn(1, DIM), cache)
+
+
+@pytest.mark.parametrize("flag", ["first_norm", "later_norms"])
+def test_a_layer_refuses_a_flag_that_is_none(flag):
+    with pytest.raises(ValueError, match=f"TransformerEncoderLayer: {flag} must be True or False"):
+        TransformerEncoderLayer(DIM, HEADS, FFN, **{flag: 0})
 
 
 def encoders():

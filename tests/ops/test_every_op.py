@@ -110,6 +110,16 @@ class Silent(torch.autograd.Function):
 
 
 @EVERY
+def test_on_the_meta_device(name):
+    c = case(name, None, 0.0 if name == "attention" else P)
+    leaves = [x.detach().to("meta").requires_grad_() for x in c.leaves]
+    with torch.device("meta"):
+        out = outputs(c.run(*leaves))
+    out[0].sum().backward()
+    assert all(x.grad.is_meta and x.grad.shape == x.shape for x in leaves)
+
+
+@EVERY
 def test_gradients_that_never_came(backend, name):
     serves(name, backend)
     c = case(name, backend, P)

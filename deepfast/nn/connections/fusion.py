@@ -160,6 +160,7 @@ class LayerFusion(nn.Module):
         if states[0].shape[-1] != self.dim:
             shape = tuple(states[0].shape)
             raise ValueError(f"LayerFusion: states[0] must be (..., {self.dim}), got {shape}")
+        checks.flag("LayerFusion", return_attention=return_attention)
         if return_attention and self.kind not in WITH_ATTENTION:
             raise ValueError(f"LayerFusion: {self.kind!r} has no attention to return")
         embedding = self._embedding(layer_embedding)

@@ -218,7 +218,7 @@ class LatentDepth(nn.Module):
         """z of each layer in evaluation, from the logits alone; 0.0 for a layer that is not used.
 
         Raises:
-            ValueError: where a logit is nan.
+            ValueError: for a language that the module does not have, and where a logit is nan.
         """
         if self.evaluation == "mean":
             return self._mean(self._numbers_of(language)).tolist()
@@ -228,13 +228,14 @@ class LatentDepth(nn.Module):
         """For each layer whether ``sigma(a)`` is at least ``threshold``.
 
         Raises:
-            ValueError: where a logit is nan.
+            ValueError: as `choose`.
         """
         least = math.log(self.threshold / (1 - self.threshold))
         return (self._numbers_of(language) >= least).tolist()
 
     def _numbers_of(self, language: int) -> Tensor:
         """The logits of a language (L,), fp64 on the CPU."""
+        checks.whole("LatentDepth", 0, self.languages - 1, language=language)
         logits = self.logits[language].detach().double().cpu()
         wrong = logits.isnan().nonzero().flatten().tolist()
         if wrong:
@@ -253,10 +254,7 @@ class LatentDepth(nn.Module):
 
     def forward(self, language: int = 0) -> Sequence[Gate]:
         """z of each layer for a batch of one language; ``language`` is its index, from 0."""
-        if not 0 <= language < self.languages:
-            raise ValueError(
-                f"LatentDepth: language must be from 0 to {self.languages - 1}, got {language}"
-            )
+        checks.whole("LatentDepth", 0, self.languages - 1, language=language)
         return list(self.draw()[language].unbind()) if self.training else self.choose(language)
 
     def kl(self) -> Tensor:

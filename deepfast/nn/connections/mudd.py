@@ -86,6 +86,9 @@ class MUDDHistory:
         self.states: list[Tensor] = []
         self.gradients = _Gradients()
         self.token: Tensor | None = None
+        # The stack, and the grad mode of the first push.
+        self.owner: MUDD | None = None
+        self.grad_mode = False
 
 
 class MUDD(nn.Module):
@@ -164,29 +167,30 @@ class MUDD(nn.Module):
         Args:
             y: (..., D), the output of the layer (or, with ``residual``, its last branch).
             history: the history of this forward pass.
-            residual: added to dropout(y) in the pass that normalises the sum.
-            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
+            residual: added to dropout(y) in the pass that normalises the sum; not in the first
+                push.
+            dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``; not
+                in the first push.
 
         Returns:
             (..., S, D); the embedding itself from the first call, (..., D) from the last.
 
         Raises:
             TypeError, ValueError: for operands that do not fit.
-            RuntimeError: for a push after the last one; in backward, for a second derivative.
+            RuntimeError: for a push after the last one, with another stack's history or under
+                another grad mode; in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
         common.reverse_mode_only("MUDD")
         checks.tensor("MUDD", "the layer's output", y)
-        row = len(history.states)
-        if row > self.num_layers:
-            raise RuntimeError(
-                f"MUDD: expected {self.num_layers + 1} pushes with one history, got one more; make "
-                "a new MUDDHistory for every forward pass"
-            )
+        row = self._check_history(history)
+        if row == 0 and (residual is not None or dropout_p != 0):
+            raise ValueError("MUDD: the first push takes no residual and no dropout_p, got one")
         if y.shape[-1:] != (self.dim,):
             raise ValueError(f"MUDD: expected (..., {self.dim}), got {tuple(y.shape)}")
         y, residual = common.autocast(y, residual)
         if row == 0:
+            history.owner, history.grad_mode = self, torch.is_grad_enabled()
             return self._read(y, None, history)
         bias = self.bias[row - 1]
         weight, y = ops.feed_forward(
@@ -196,6 +200,29 @@ class MUDD(nn.Module):
         )  # fmt: skip
         out = self._read(y, weight.unflatten(-1, bias.shape), history)
         return out if row < self.num_layers else out.squeeze(-2)
+
+    def _check_history(self, history: MUDDHistory) -> int:
+        """Checks that a push may follow those in ``history``; returns their number."""
+        if not isinstance(history, MUDDHistory):
+            raise TypeError(f"MUDD: history must be a MUDDHistory, got {type(history).__name__}")
+        row = len(history.states)
+        if row > 0 and history.owner is not self:
+            raise RuntimeError(
+                "MUDD: this history belongs to another stack; make a MUDDHistory for each stack "
+                "and each forward pass"
+            )
+        if row > self.num_layers:
+            raise RuntimeError(
+                f"MUDD: expected {self.num_layers + 1} pushes with one history, got one more; make "
+                "a new MUDDHistory for every forward pass"
+            )
+        # Backward would end at a row without a node, and lose the gradients of the states below it.
+        if row > 0 and history.grad_mode != torch.is_grad_enabled():
+            raise RuntimeError(
+                "MUDD: grad mode changed within a pass; push every state under the grad mode of "
+                "the first push, and detach the output of a layer that must not learn"
+            )
+        return row
 
     def _read(self, y: Tensor, weight: Tensor | None, history: MUDDHistory) -> Tensor:
         if torch.compiler.is_compiling():

@@ -79,7 +79,13 @@ class TransparentAttention(nn.Module):
             states: L + 1 tensors (T, D), the list that `TransformerEncoder.forward_packed` fills.
             output: (T, D), what `forward_packed` returns: the last state, in pre-norm after the
                 final LN.
+
+        Raises:
+            TypeError, ValueError: for operands that do not fit.
         """
+        if not isinstance(states, Sequence):
+            kind = type(states).__name__
+            raise TypeError(f"TransparentAttention: states must be a list of tensors, got {kind}")
         if len(states) != self.encoder_layers + 1:
             raise ValueError(
                 f"TransparentAttention: expected {self.encoder_layers + 1} states, got "

@@ -177,8 +177,11 @@ def test_a_step_before_the_first():
 
 
 def test_an_unknown_language():
-    with pytest.raises(ValueError, match="language must be from 0 to 2, got 3"):
+    with pytest.raises(ValueError, match="language must be a whole number from 0 to 2, got 3"):
         latent()(3)
+    # A bool would index the whole table.
+    with pytest.raises(ValueError, match="language must be a whole number from 0 to 2, got True"):
+        latent()(True)
 
 
 def test_draws_are_remembered_for_so_many_forwards(monkeypatch):

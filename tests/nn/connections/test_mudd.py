@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.nn import MUDD, MUDDHistory, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.nn import (
+    MUDD,
+    DepthHistory,
+    MUDDHistory,
+    Packing,
+    TransformerDecoder,
+    TransformerEncoder,
+)
 from deepfast.reference import mudd as reference
 from tests.nn.written_out import DIM, HEADS, feed, norm_of, shaken
 
@@ -178,6 +185,24 @@ def test_refuses():
 
 
 # ---- stacks --------------------------------------------------------------------------------------
+
+
+def test_refuses_what_would_lose_gradients_or_states():
+    m, other = learned(2, DIM), learned(2, DIM)
+    y, history = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True), MUDDHistory()
+    for wrong in (None, DepthHistory()):
+        with pytest.raises(TypeError, match="MUDD: history must be a MUDDHistory, got"):
+            m(y, wrong)
+    for given in ({"residual": y}, {"dropout_p": 0.1}):
+        with pytest.raises(ValueError, match="the first push takes no residual and no dropout_p"):
+            m(y, history, **given)
+    m(y, history)
+    with pytest.raises(RuntimeError, match="MUDD: this history belongs to another stack"):
+        other(y, history)
+    # The gradients of the states below this push would be lost.
+    with torch.no_grad(), pytest.raises(RuntimeError, match="MUDD: grad mode changed"):
+        m(y, history)
+    assert len(history.states) == 1
 
 
 def attend(m, streams, causal=False):

@@ -94,6 +94,8 @@ def test_dropout_of_whole_weights_in_training_alone():
 def test_refuses_other_states():
     with pytest.raises(ValueError, match="expected 4 states, got 3"):
         TransparentAttention(3, 2, 4)([torch.zeros(1, 4)] * 3, torch.zeros(1, 4))
+    with pytest.raises(TypeError, match="states must be a list of tensors, got NoneType"):
+        TransparentAttention(3, 2, 4)(None, torch.zeros(1, 4))
     with pytest.raises(ValueError, match="norm must be 'pre' or 'post', got 'mid'"):
         TransparentAttention(3, 2, 4, norm="mid")
 
