@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class DepthConnection(nn.Module):
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
         self.norm, self.states, self.eps, self.backend = norm, states, eps, backend
+        # Set by `deepfast.parallel.shard_tokens`.
+        self.shards: Any = None
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
@@ -155,6 +157,9 @@ class DepthConnection(nn.Module):
             seed = history.state.seed(k)
         else:
             seed = common.draw_seed(self.name, seed, y.device)
+        if self.shards is not None:
+            y, out_norm = self.shards.push(y, p, seed, out_norm)
+            p, seed = 0.0, None
         x, out = push(
             history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
             seed=seed, indexed=index is not None,
@@ -180,6 +185,8 @@ class DepthConnection(nn.Module):
         """
         learning = torch.is_grad_enabled()
         weights, parameters, norms = self._pass_weights(y, learning)
+        if self.shards is not None:
+            parameters = self.shards.summed(*parameters)
         has = tuple(self.has_norm(k) for k in range(self.rows))
         none = (False,) * self.rows
         pre, post = self.norm == "pre", self.norm == "post"

@@ -10,6 +10,7 @@ its nodes, in `deepfast.depth.boundary`, call these methods in order.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ OVERWRITTEN = (
 class DepthState:
     """The buffers and the bookkeeping of one forward pass of a `DepthConnection`."""
 
-    owner: object
+    owner: Any
     """The connection."""
     weights: ConstantWeights | AttentionWeights
     """How a row weighs the states."""
@@ -158,6 +159,8 @@ class DepthState:
         """
         if self._seeds is None or self._seeds_drawn_by == k:
             seeds = torch.randint(2**62, (self.rows,), device=self.weights.device)
+            if self.owner.shards is not None:
+                self.owner.shards.agree(seeds)
             if self._seeds is None:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]

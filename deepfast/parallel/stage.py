@@ -173,6 +173,8 @@ def split(encoder: TransformerEncoder, stages: int | Sequence[int]) -> list[Enco
         raise ValueError(
             f"{OP}: the connection must be one of {', '.join(MIXING)}, got {connection.kind!r}"
         )
+    if connection.depth.shards is not None:
+        raise ValueError(f"{OP}: the tokens of this encoder's connection are sharded already")
     counts = layer_counts(len(encoder.layers), stages)
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     edges = plan_edges(connection.depth, [first * connection.reads for first in firsts[1:]])
