@@ -40,6 +40,44 @@ def test_own_loop(load, capsys):
 
 
 @pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("torch without distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_fsdp(load, one_process, capsys):
+    losses = load("fsdp.py").train(layers=2, dim=16, steps=10)
+    assert losses[-1] < losses[0]
+    assert "saved and loaded: True" in capsys.readouterr().out
+
+
+def test_pipeline(load, one_process, capsys):
+    losses = load("pipeline.py").train(layers=2, dim=16, steps=20)
+    assert losses[-1] < losses[0]
+    assert "gathered " in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "processes", "says"),
+    [("fsdp.py", 2, "saved and loaded: True"), ("pipeline.py", 4, "gathered ")],
+)
+def test_under_torchrun(python, name, processes, says):
+    """The pipeline has 48 layers."""
+    said = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        str(EXAMPLES / name), "--dim", "16", "--steps", "3", OMP_NUM_THREADS="1",
+    ).stdout  # fmt: skip
+    assert "step 3: loss " in said
+    assert says in said
+
+
+@pytest.fixture
 def transformers():
     pytest.importorskip("accelerate")
     return pytest.importorskip("transformers")

@@ -66,12 +66,12 @@ class EdgePayload:
     def __str__(self) -> str:
         every = self.all_states
         lines = [
-            f"edge {i}: {edge.tensors} {edge.kind} (all states: {all_below})"
-            for i, (edge, all_below) in enumerate(zip(self.edges, every, strict=True))
+            f"edge {i}: {edge.tensors} {edge.kind} (all states: {below})"
+            for i, (edge, below) in enumerate(zip(self.edges, every, strict=True))
         ]
-        return "\n".join(
-            [*lines, f"in all {self.total} of {sum(every)}, at most {self.peak} of {max(every)}"]
-        )
+        most = max(every, default=0)
+        lines.append(f"in all {self.total} of {sum(every)}, at most {self.peak} of {most}")
+        return "\n".join(lines)
 
 
 def layer_counts(num_layers: int, stages: int | Sequence[int]) -> tuple[int, ...]:

@@ -72,3 +72,4 @@ def test_the_text():
         "edge 1: 2 sums (all states: 5)",
         "in all 5 of 8, at most 3 of 5",
     ]
+    assert str(edge_payload(DLCL(5, 8), 1)) == "in all 0 of 0, at most 0 of 0"

@@ -39,6 +39,7 @@ def test_float64(name, layers, stages):
         torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("pieces", [1, 2, 8])
 @pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "block_attnres"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -54,6 +55,7 @@ def test_microbatches(tolerances, dtype, name, pieces):
     tolerances.assert_all_accurate(got, whole, exact, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("memory", POLICIES)
 @pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "attnres, one read"])
 def test_memory_policies(name, memory):
@@ -71,7 +73,8 @@ def test_policies_of_layers():
     assert [stage.policies for stage in stages] == [tuple(memory[:3]), tuple(memory[3:])]
 
 
-@pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres"])
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", ["dlcl", "attnres"])
 def test_backends(any_backend, tolerances, name):
     options = CONNECTIONS[name]
     got, whole, _ = steps(torch.float32, 3, 2, backend=any_backend, **options)

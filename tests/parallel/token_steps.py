@@ -26,7 +26,7 @@ SHAPES = {
     "plain": (8, DIM),
     "middle": (2, 4, 3, DIM),
 }
-"""Form -> the shape of all tokens; the axis before the last is sharded, of "middle" axis 1."""
+"""Form -> the shape of all tokens; axis 1 is sharded, of "plain" axis 0."""
 
 
 class Model(nn.Module):
