@@ -57,7 +57,7 @@ def test_fsdp(load, one_process, capsys):
 
 
 def test_pipeline(load, one_process, capsys):
-    losses = load("pipeline.py").train(layers=2, dim=16, steps=20)
+    losses = load("pipeline.py").train(layers=2, dim=16, steps=30, pieces=2)
     assert losses[-1] < losses[0]
     assert "gathered " in capsys.readouterr().out
 
