@@ -5,6 +5,11 @@
 Every layer reads all layers below it (DLCL). Each layer is a unit of FSDP2; what is left, with the
 connection, is the unit of the whole model. The model reads a sequence and writes it backwards. At
 the end the shards are saved as one checkpoint, and loaded again.
+
+On two machines, the same command on each, with a folder that both see for the checkpoint:
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST:29500 \
+        --rdzv-id reverse examples/fsdp.py
 """
 
 import argparse
@@ -56,8 +61,13 @@ def save_and_load(model: Reverser, again: Reverser, folder: str) -> None:
     set_model_state_dict(again, state)
 
 
-def train(layers: int, dim: int, steps: int, sentences: int = 32) -> list[float]:
-    """Returns the loss of every step, the mean over processes."""
+def train(
+    layers: int, dim: int, steps: int, sentences: int = 32, folder: str | None = None
+) -> list[float]:
+    """Returns the loss of every step, the mean over processes.
+
+    folder: of the checkpoint; None for a temporary one.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = make_model(layers, dim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -75,10 +85,12 @@ def train(layers: int, dim: int, steps: int, sentences: int = 32) -> list[float]
         losses.append(total.item() / ranks)
         if rank == 0 and (step % 50 == 49 or step == steps - 1):
             print(f"step {step + 1}: loss {losses[-1]:.3f}")
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
     again = make_model(layers, dim)
-    save_and_load(model, again, folder[0])
+    if folder is None:
+        names = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(names)
+        folder = names[0]
+    save_and_load(model, again, folder)
     tokens = torch.randint(SYMBOLS, (sentences, LENGTH), generator=batches)
     with torch.no_grad():
         same = torch.equal(model(tokens, tokens), again(tokens, tokens))
@@ -92,9 +104,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--folder", help="of the checkpoint; by default a temporary one")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    train(args.layers, args.dim, args.steps)
+    train(args.layers, args.dim, args.steps, folder=args.folder)
     dist.destroy_process_group()
 
 

@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
 import random
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +79,29 @@ def test_under_torchrun(python, name, processes, says):
     ).stdout  # fmt: skip
     assert "step 3: loss " in said
     assert says in said
+
+
+@pytest.mark.exhaustive
+def test_two_agents(tmp_path):
+    """Two agents on this machine stand for two machines."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test",
+        str(EXAMPLES / "fsdp.py"), "--layers", "2", "--dim", "16", "--steps", "3", "--folder",
+        str(tmp_path),
+    ]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen(command, env=os.environ, **pipes) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum("saved and loaded: True" in text for text in said) == 1, said
 
 
 @pytest.fixture

@@ -187,3 +187,28 @@ def test_what_a_stage_is():
     for stage in (first, second):
         assert {name for name, _ in stage.named_parameters()} <= names
     assert not any(name.startswith("layers.3") for name, _ in first.named_parameters())
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_memory(meter, index):
+    """Under "history" a stage in flight holds the states that came in and its own, one slot more,
+    and what it sends: as many as are counted, beside what grows with the number of tokens alone."""
+    torch.manual_seed(0)
+    model = TransformerEncoder(16, 64, 2, 64, dropout=0.0, memory="history")
+    stages = split(model, 4)
+    x = torch.randn(1, 512, 64)
+    payload = (x,)
+    for stage in stages[:index]:
+        payload = tuple(t.detach().requires_grad_() for t in stage(*payload))
+    stage = stages[index]
+    stage(*payload)
+    with meter() as counted:
+        sent = stage(*payload)
+    depth = stage.connection.depth
+    made = len(sent) if isinstance(sent, tuple) else 1
+    if stage.above is not None and stage.above.kind == "sums":
+        made = stage.above.tensors
+    elif stage.above is not None:
+        made -= len(payload) if stage.below is not None else 0
+    expected = depth.rows + 1 + made
+    assert counted.left == pytest.approx(expected * x.nbytes, rel=0.08)
