@@ -126,12 +126,12 @@ class DepthState:
             shares = self._mixes(start, end)
             if not shares and begin is None:
                 return None
+            self.weights.begin_mix(self.schedule.block)
             self._ahead.compute(start, end, shares, self.states[0], begin)
         return self._ahead.sums[row - start]
 
     def _mixes(self, start: int, end: int) -> list[Share]:
         """The passes over earlier states for the rows [start, end)."""
-        self.weights.begin_mix(self.schedule.block)
         launch = functools.partial(self.weights.mix, self)
         return [Share(*group, launch) for group in self.schedule.far_reads(start, end).items()]
 
@@ -147,6 +147,7 @@ class DepthState:
         for start in range(self.rows, self.rows + len(self.later), block):
             end = min(start + block, self.rows + len(self.later))
             sums = out[start - self.rows : end - self.rows]
+            self.weights.begin_mix(block)
             sum_shares(sums, start, end, self._mixes(start, end), begin)
             lse.append(self.weights.lse(end - start))
         return out, None if lse[0] is None else torch.cat(lse)

@@ -39,6 +39,8 @@ class ConstantWeights:
     """Bytes of what grows with the number of tokens, beside states and sums."""
     mixes_again = False
     """Whether backward needs a row's x even where no layer-norm follows it."""
+    stats = far_stats = None
+    """See `AttentionWeights`."""
 
     def new_empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor in the compute dtype, on the device of the pass."""
@@ -52,9 +54,6 @@ class ConstantWeights:
 
     def begin_mix(self, block: int) -> None:
         """Called before the passes that compute the partial sums of a block of rows."""
-
-    far_stats: None = None
-    stats: None = None
 
     def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
         self.launch.mix_rows(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepfast.memory import POLICIES
-from deepfast.nn import TransformerEncoder
+from deepfast.nn import AttentionResiduals, TransformerEncoder
 from deepfast.parallel import split
 from tests.parallel.encoders import (
     CONNECTIONS,
@@ -65,6 +65,32 @@ def test_memory_policies(name, memory):
     got, _, _ = steps(torch.float32, 7, 3, memory=memory, **options)
     for key, value in kept.items():
         assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"weights": "relu"}, {"norm_weight": True, "scale": 0.7}, {"window": 4}, {"block": 2}],
+    ids=str,
+)
+def test_other_attention_residuals(options, stages):
+    """A connection that was put into the encoder by hand."""
+
+    def model():
+        made = encoder(5, torch.float64, connection="attnres")
+        generator = torch.Generator().manual_seed(1)
+        made.connection.residuals = AttentionResiduals(
+            5, DIM, reads=2, states="autocast", **options
+        ).double()
+        with torch.no_grad():
+            for p in made.connection.residuals.parameters():
+                p += 0.3 * torch.randn(p.shape, generator=generator)
+        return made
+
+    expected = whole_step(model(), *batch(dtype=torch.float64))
+    got = staged_step(model(), stages, *batch(dtype=torch.float64))
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
 
 
 def test_policies_of_layers():
