@@ -5,17 +5,20 @@ W, queries and norms are summed, all ranks use the same seeds, and the dropout m
 that of its place among all tokens.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
-from deepfast import checks
+from deepfast import checks, ops
 from deepfast.depth.boundary import OutNorm
 from deepfast.depth.connection import DepthConnection
 from deepfast.ops import common
-from deepfast.reference.dropout import dropout_mask
+from deepfast.reference.dropout import dropout_scale
+from deepfast.reference.layer_norm import compute_dtype
 
 OP = "deepfast.parallel.shard_tokens"
 
@@ -36,24 +39,23 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-@common.traced_as("dropout_of_places")
+@common.traced_as("dropout_of_shard")
 class _Dropout(torch.autograd.Function):
-    """Dropout of tokens (..., D) with the numbers ``places``; backward draws the mask again."""
+    """Dropout of a shard; backward draws the mask again. kept: () -> where it keeps elements."""
 
     @staticmethod
-    def forward(ctx, y, p, seed, places):
-        ctx.p = p
-        ctx.save_for_backward(seed, places)
-        return _dropped(y, p, seed, places)
+    def forward(ctx, y, p, kept):
+        ctx.scale, ctx.kept = dropout_scale(p), kept
+        return _dropped(y, ctx.scale, kept())
 
     @staticmethod
+    @common.first_order("depth connection")
     def backward(ctx, grad):
-        return _dropped(grad, ctx.p, *ctx.saved_tensors), None, None, None
+        return _dropped(grad, ctx.scale, ctx.kept()), None, None
 
 
-def _dropped(y: Tensor, p: float, seed: Tensor, places: Tensor) -> Tensor:
-    mask = dropout_mask(seed, places, y.shape[-1], p, device=y.device).to(y.dtype).view(y.shape)
-    return torch.where(mask > 0, y * mask, 0)
+def _dropped(y: Tensor, scale: float, kept: Tensor) -> Tensor:
+    return torch.where(kept, y.to(compute_dtype(y.dtype)) * scale, 0).to(y.dtype)
 
 
 class TokenShards:
@@ -62,10 +64,11 @@ class TokenShards:
     Args:
         mesh: the ranks.
         axis: the axis of an input (..., D) that is shared out.
+        backend: of the op that draws the dropout masks, see `deepfast.backend`.
     """
 
-    def __init__(self, mesh: DeviceMesh, axis: int):
-        self.mesh, self.axis = mesh, axis
+    def __init__(self, mesh: DeviceMesh, axis: int, backend: str | None = None):
+        self.mesh, self.axis, self.backend = mesh, axis, backend
         self.group = mesh.get_group()
         # Of the last input: the size of the axis over all ranks, and the shape of a DTensor.
         self.length = 0
@@ -114,18 +117,27 @@ class TokenShards:
             weight, bias = self.summed(out_norm.weight, out_norm.bias)
             out_norm = out_norm._replace(weight=weight, bias=bias)
         if p > 0:
-            y = _Dropout.apply(y, p, seed, self._places(y))
+            kept = functools.partial(
+                self._kept, y.shape, self.length, y.new_ones(1, y.shape[-1]), p
+            )
+            y = _Dropout.apply(y, p, functools.partial(kept, seed))
         return y, out_norm
 
-    def _places(self, y: Tensor) -> Tensor:
-        """The numbers of this rank's tokens among all tokens."""
+    def _kept(self, shape: torch.Size, length: int, one: Tensor, p: float, seed: Tensor) -> Tensor:
+        """Where the mask keeps this rank's elements, of the shape of its part.
+
+        The mask of all tokens, from which it takes its part, is a launch of a kernel that draws
+        the masks of one process: dropout of ones.
+        """
         size, rank = self.mesh.size(), self.mesh.get_local_rank()
         # As torch.chunk: every part but the last ones has the same size.
-        first = min(rank * -(-self.length // size), self.length)
-        before, after = y.shape[: self.axis].numel(), y.shape[self.axis + 1 : -1].numel()
-        numbers = torch.arange(before * self.length * after, device=y.device)
-        numbers = numbers.view(before, self.length, after)
-        return numbers[:, first : first + y.shape[self.axis]].flatten()
+        first = min(rank * -(-length // size), length)
+        whole = torch.Size((*shape[: self.axis], length, *shape[self.axis + 1 :]))
+        ones = one.expand(whole[:-1].numel(), shape[-1])
+        mask = ops.activation(
+            ones, "relu", dropout_p=p, training=True, seed=seed, backend=self.backend
+        )
+        return mask.view(whole).narrow(self.axis, first, shape[self.axis]) != 0
 
 
 def _replicated(p: Tensor) -> Tensor:
@@ -148,7 +160,7 @@ def shard_tokens(connection: DepthConnection, mesh: DeviceMesh, axis: int = 1) -
 
     In backward the gradients of the connection's parameters, and of the norms that it applies
     (``out_norm``), are summed over the ranks. Its own parameters stay plain tensors, the same on
-    every rank. The mask of a dropout with seed is computed in plain torch.
+    every rank. To draw its part of a dropout mask a rank draws the mask of all tokens.
 
     Args:
         connection: a `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.

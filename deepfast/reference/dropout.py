@@ -42,12 +42,7 @@ def dropout_scale(p: float) -> float:
 
 
 def dropout_mask(
-    seed: int | Tensor,
-    tokens: int | Tensor,
-    dim: int,
-    p: float,
-    *,
-    device: torch.device | None = None,
+    seed: int | Tensor, tokens: int, dim: int, p: float, *, device: torch.device | None = None
 ) -> Tensor:
     """The factors that dropout multiplies by: 0 with probability p, else 1 / (1 - p).
 
@@ -59,18 +54,16 @@ def dropout_mask(
     Args:
         seed: 64 bits, as an int or as a 0-dim int64 tensor on ``device``; the host does not read
             the tensor.
-        tokens: how many, or the numbers of the tokens, (T,) int64 on ``device``.
 
     Returns:
-        (T, dim) float64.
+        (tokens, dim) float64.
     """
     groups = -(-dim // 8)
-    t = tokens if isinstance(tokens, Tensor) else torch.arange(tokens, device=device)
-    counters = torch.arange(groups, device=device).expand(len(t), -1)
-    t = t.unsqueeze(1).expand_as(counters)
+    counters = torch.arange(groups, device=device).expand(tokens, -1)
+    t = torch.arange(tokens, device=device).unsqueeze(1).expand_as(counters)
     words = torch.stack(philox(seed, counters, t & _MASK, t >> 32), dim=-1)
     draws = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
-    draws = draws.view(len(t), 8 * groups)[:, :dim]
+    draws = draws.view(tokens, 8 * groups)[:, :dim]
     return (draws >= _threshold(p)).double() * dropout_scale(p)
 
 
