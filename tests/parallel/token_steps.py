@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 from deepfast.parallel import shard_tokens
@@ -65,6 +65,9 @@ def step(name, form):
             p += 0.1 * torch.randn_like(p)
     shared.load_state_dict(whole.state_dict())
     shard_tokens(shared.connection, mesh, axis)
+    if form == "dtensor":
+        # Norms whose parameters are replicated DTensors, as tensor parallel models have them.
+        distribute_module(shared.norms, mesh)
     x, target = torch.randn(2, *shape, dtype=torch.float64)
 
     # The ranks have other seeds, but those of the first one count.
@@ -96,6 +99,7 @@ def step(name, form):
     targets = DTensor.from_local(target, mesh, [Replicate()]).redistribute(placements=[Shard(axis)])
     (out.to_local() * targets.to_local()).sum().backward()
     grads = {key: p.grad for key, p in shared.named_parameters()}
+    grads = {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in grads.items()}
     for key, p in whole.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(grads[key], p.grad, rtol=1e-12, atol=1e-12, msg=key)
