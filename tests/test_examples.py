@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
 import random
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +64,67 @@ def test_latent_mlm(load, capsys):
     assert sum(losses[-10:]) < sum(losses[:10])
     assert len(model.latent.keeps()) == 4
     assert "step 60: loss " in capsys.readouterr().out
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("torch without distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_fsdp(load, one_process, capsys):
+    losses = load("fsdp.py").train(layers=2, dim=16, steps=10)
+    assert losses[-1] < losses[0]
+    assert "saved and loaded: True" in capsys.readouterr().out
+
+
+def test_pipeline(load, one_process, capsys):
+    losses = load("pipeline.py").train(layers=2, dim=16, steps=30, pieces=2)
+    assert losses[-1] < losses[0]
+    assert "gathered " in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "processes", "says"),
+    [("fsdp.py", 2, "saved and loaded: True"), ("pipeline.py", 4, "gathered ")],
+)
+def test_under_torchrun(python, name, processes, says):
+    """The pipeline has 48 layers."""
+    said = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        str(EXAMPLES / name), "--dim", "16", "--steps", "3", OMP_NUM_THREADS="1",
+    ).stdout  # fmt: skip
+    assert "step 3: loss " in said
+    assert says in said
+
+
+@pytest.mark.exhaustive
+def test_two_agents(tmp_path):
+    """Two agents on this machine stand for two machines."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test",
+        str(EXAMPLES / "fsdp.py"), "--layers", "2", "--dim", "16", "--steps", "3", "--folder",
+        str(tmp_path),
+    ]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen(command, env=os.environ, **pipes) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum("saved and loaded: True" in text for text in said) == 1, said
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ ALLOWED = {
     "nn": NN,
     "attach": NN,
     "integrations": NN,
+    "parallel": NN,
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
     "mt.data": {"mt", *BOTTOM},
     "mt.models": {"mt", "mt.data", *NN},
@@ -51,7 +52,7 @@ ALLOWED = {
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
-    "": {"attach", "integrations", "mt", "nn", "ops", "memory", "version"},
+    "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},
 }
 
 

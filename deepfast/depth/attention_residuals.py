@@ -149,16 +149,24 @@ class AttentionResiduals(DepthConnection):
         return score if self.bias is None else score + self.bias[row, k]
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        query, dtype = self.effective_query(), compute_dtype(y.dtype)
+        return self._pass_of(self.effective_query(), self.bias, y, learning)
+
+    def _pass_of(
+        self, query: Tensor, bias: Tensor | None, y: Tensor, learning: bool
+    ) -> PassWeights:
+        """A pass with these queries and biases."""
+        dtype = compute_dtype(y.dtype)
         op = "attention_boundary"
         _, launch = backends.choose(op, self.backend, y.device, y.dtype, y.shape[-1])
-        copy, bias = (
+        own_query, own_bias = (
             None if p is None else p.detach().to(dtype, copy=True).contiguous()
-            for p in (query, self.bias)
+            for p in (query, bias)
         )
-        learns = query.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        weights = AttentionWeights(launch, copy, bias, self.weights, self.eps, learning and learns)
-        return PassWeights(weights, (query, self.bias, None, None), None)
+        learns = query.requires_grad or (bias is not None and bias.requires_grad)
+        weights = AttentionWeights(
+            launch, own_query, own_bias, self.weights, self.eps, learning and learns
+        )
+        return PassWeights(weights, (query, bias, None, None), None)
 
     def traced_weights(self) -> Tensor:
         return self.effective_query()

@@ -53,11 +53,11 @@ class _Parameters(torch.autograd.Function):
 
 
 def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
-    """The first token of a pass; None where no parameter of the connection needs a gradient.
+    """The first token of a pass; None where nothing of ``parameters`` needs a gradient.
 
     parameters: what `DepthState.take_parameter_grads` returns the gradients of.
     """
-    if not (state.weights.learns or state.need_norm_grad):
+    if not state.any_learns:
         return None
     return _Parameters.apply(state, *parameters)
 
@@ -229,10 +229,47 @@ def push(
     x, out, token = _apply(call, branch, residual, weight, bias, token)
     if not recomputed:
         history.token = token
-        if k == state.rows - 1:
+        if k == state.rows - 1 and not state.later:
             history.close()
             state.end_forward(history.grad_mode)
     return x, out
+
+
+@common.traced_as("later_rows")
+class _LaterRows(torch.autograd.Function):
+    """Its backward runs before that of the boundaries, and gives them the rows' gradients."""
+
+    @staticmethod
+    def forward(ctx, state, _token):
+        ctx.state = state
+        out, lse = state.later_rows()
+        if lse is not None:
+            ctx.save_for_backward(out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @common.first_order("depth connection")
+    def backward(ctx, g, dlse):
+        state = ctx.state
+        out, lse = ctx.saved_tensors or (None, None)
+        if g is None and dlse is not None:
+            g = torch.zeros_like(out)
+        if g is not None:
+            state.enter_later(torch._C._current_graph_task_id(), out, lse, g.contiguous(), dlse)
+        return None, None
+
+
+def later_rows(history: DepthHistory) -> tuple[Tensor, Tensor | None]:
+    """Ends a pass that has rows after its last state: their sums (R, T, D) and lse (R, T).
+
+    Other stages of a pipeline go on with these rows. The gradient of a sum is its row's g_l.
+    """
+    state = history.state
+    out, lse = _LaterRows.apply(state, history.token)
+    history.close()
+    state.end_forward(history.grad_mode)
+    return out, lse
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from deepfast import checks
 from deepfast.depth.boundary import OutNorm, first_token, push
 from deepfast.depth.check_push import check_push
 from deepfast.depth.history import DepthHistory
+from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import Schedule, default_block
 from deepfast.depth.state import DepthState
 from deepfast.depth.traced import traced
@@ -76,6 +77,8 @@ class DepthConnection(nn.Module):
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
         self.norm, self.states, self.eps, self.backend = norm, states, eps, backend
+        # Set by `deepfast.parallel.shard_tokens`.
+        self.shards: Any = None
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
@@ -90,8 +93,11 @@ class DepthConnection(nn.Module):
 
     def _schedule(self, block: int) -> Schedule:
         if block not in self._schedules:
-            self._schedules[block] = Schedule(self.pattern, block)
+            self._schedules[block] = self._make_schedule(block)
         return self._schedules[block]
+
+    def _make_schedule(self, block: int) -> Schedule:
+        return Schedule(self.pattern, block)
 
     def forward(
         self,
@@ -154,6 +160,9 @@ class DepthConnection(nn.Module):
             seed = history.state.seed(k)
         else:
             seed = common.draw_seed(self.name, seed, y.device)
+        if self.shards is not None:
+            y, out_norm = self.shards.push(y, p, seed, out_norm)
+            p, seed = 0.0, None
         x, out = push(
             history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
             seed=seed, indexed=index is not None,
@@ -166,11 +175,22 @@ class DepthConnection(nn.Module):
         _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
     )
 
-    def _begin(self, y: Tensor, history: DepthHistory) -> None:
-        """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
+    def _begin(
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        begun: Begun | None = None,
+        sums: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        """Begins the pass whose first push is y. The whole pass uses the parameters read here.
+
+        begun, sums: what rows begin with in a stage of a pipeline, and its tensors with gradient.
+        """
         learning = torch.is_grad_enabled()
         weights, parameters, norms = self._pass_weights(y, learning)
-        has = (self.normalize_embedding,) + (True,) * (self.rows - 1)
+        if self.shards is not None:
+            parameters = self.shards.summed(*parameters)
+        has = tuple(self.has_norm(k) for k in range(self.rows))
         none = (False,) * self.rows
         pre, post = self.norm == "pre", self.norm == "post"
         source, out = norms if pre else (None, None), norms if post else (None, None)
@@ -193,5 +213,6 @@ class DepthConnection(nn.Module):
             need_norm_grad=learning
             and norms is not None
             and any(p is not None and p.requires_grad for p in parameters[-2:]),
+            begun=begun,
         )
-        history.token = first_token(history.state, *parameters)
+        history.token = first_token(history.state, *parameters, *sums)

@@ -162,9 +162,20 @@ class DLCL(DepthConnection):
         return mask
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        weight = self.effective_weight()
+        plain = 0 if self.normalize_embedding else 1
+        return self._pass_of(self.effective_weight(), self.norms(), plain, y, learning)
+
+    def _pass_of(
+        self,
+        weight: Tensor,
+        parameters: tuple[Tensor | None, Tensor | None],
+        plain: int,
+        y: Tensor,
+        learning: bool,
+    ) -> PassWeights:
+        """A pass with this W, and these weights and biases of layer-norms, of which the first
+        ``plain`` are not used."""
         dtype = compute_dtype(y.dtype)
-        parameters = self.norms()
         norms: tuple[Tensor, Tensor | None] | None = None
         if self.norm is not None:
             # Copies: a parameter changed before backward must not change this pass.
@@ -172,11 +183,10 @@ class DLCL(DepthConnection):
                 None if p is None else p.detach().to(dtype, copy=True).contiguous()
                 for p in parameters
             )
-            if not self.normalize_embedding:
-                # Assigning a number may copy it from the host.
-                norm_weight[0].fill_(1.0)
-                if norm_bias is not None:
-                    norm_bias[0].zero_()
+            # Assigning a number may copy it from the host.
+            norm_weight[:plain].fill_(1.0)
+            if norm_bias is not None:
+                norm_bias[:plain].zero_()
             norms = norm_weight, norm_bias
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
         copy = weight.detach().to(dtype, copy=True).contiguous()

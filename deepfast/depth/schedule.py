@@ -25,16 +25,26 @@ class Schedule:
     Args:
         pattern: pattern[l] has the states that row l reads, in ascending order.
         block: rows per block.
+        rows: how many of the rows are computed with a state; the others come after the last state.
+        first: a row that begins a block; the block before it may be shorter.
     """
 
-    def __init__(self, pattern: tuple[tuple[int, ...], ...], block: int):
-        self.rows, self.block = len(pattern), block
+    def __init__(
+        self,
+        pattern: tuple[tuple[int, ...], ...],
+        block: int,
+        rows: int | None = None,
+        first: int = 0,
+    ):
+        self.rows, self.block = len(pattern) if rows is None else rows, block
         self.reads = tuple(frozenset(reads) for reads in pattern)
-        self.blocks = tuple(near_rows(block, row, self.rows) for row in range(self.rows))
+        below = (near_rows(block, row, first) for row in range(first))
+        above = (near_rows(block, row, self.rows - first) for row in range(self.rows - first))
+        self.blocks = (*below, *((first + start, first + end) for start, end in above))
         """For every row, the block [s, e) that it belongs to."""
         self.near = tuple(
             [k for k in reads if k >= start]
-            for reads, (start, _) in zip(pattern, self.blocks, strict=True)
+            for reads, (start, _) in zip(pattern, self.blocks, strict=False)
         )
         """For every row, the states of its own block that it reads."""
         self._groups: dict[tuple, dict[tuple[int, ...], list[int]]] = {}

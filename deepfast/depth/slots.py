@@ -1,6 +1,7 @@
 """Buffers with slots of (T, D): for states, and for the sums of a block of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,39 @@ def empty_slots(count: int, like: Tensor) -> Tensor:
     line = 64 // like.element_size()
     stride = -(-like.numel() // (64 * line)) * 64 * line + line
     return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
+
+
+class Share(NamedTuple):
+    """What one launch adds to the sums of a block."""
+
+    targets: tuple[int, ...]
+    """They sum the same sources."""
+    sources: list[int]
+    launch: Callable[[tuple[int, ...], list[int], Tensor, list[int], bool], None]
+    """Called with the targets, their sources, the buffer of sums, the targets' entries in it, and
+    whether to add to them."""
+
+
+def sum_shares(
+    sums: Tensor,
+    start: int,
+    stop: int,
+    shares: Sequence[Share],
+    begin: Callable[[Tensor, int, int], None] | None = None,
+) -> None:
+    """Computes ``sums[t - start]``, the sum for target t, for all t in [start, stop).
+
+    shares: one launch each. Where every target sums the same sources there is one.
+    begin: called with ``sums``, start and stop, sets what the sums begin with; None for 0.
+    """
+    everything = tuple(range(start, stop))
+    whole = begin is None and [share.targets for share in shares] == [everything]
+    if begin is not None:
+        begin(sums, start, stop)
+    elif not whole:
+        sums[: stop - start].zero_()
+    for targets, sources, launch in shares:
+        launch(targets, sources, sums, [t - start for t in targets], not whole)
 
 
 class BlockSums:
@@ -36,23 +70,15 @@ class BlockSums:
         self,
         start: int,
         stop: int,
-        groups: dict[tuple[int, ...], list[int]],
+        shares: Sequence[Share],
         like: Tensor,
-        launch: Callable[[tuple[int, ...], list[int], Tensor, list[int], bool], None],
+        begin: Callable[[Tensor, int, int], None] | None = None,
     ) -> None:
-        """Computes ``sums[t - start]``, the sum for target t, for all t in [start, stop).
+        """Computes the sums for all targets in [start, stop), see `sum_shares`.
 
-        groups: maps several targets to the sources that all of them sum. One launch computes one
-            group. Where every target sums the same sources there is one group.
-        launch: called with the targets, their sources, the buffer of sums, the targets' entries in
-            it, and whether to add to them.
+        like: a state (T, D).
         """
         if self.sums is None:
             self.sums = empty_slots(self.block, like)
-        everything = tuple(range(start, stop))
-        whole = list(groups) == [everything]
-        if not whole:
-            self.sums[: stop - start].zero_()
-        for targets, sources in groups.items():
-            launch(targets, sources, self.sums, [t - start for t in targets], not whole)
+        sum_shares(self.sums, start, stop, shares, begin)
         self.start = start

@@ -8,14 +8,17 @@ its nodes, in `deepfast.depth.boundary`, call these methods in order.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepfast import backend
+from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import Schedule
-from deepfast.depth.slots import BlockSums, empty_slots
+from deepfast.depth.slots import BlockSums, Share, empty_slots, sum_shares
 from deepfast.depth.weights import AttentionWeights, ConstantWeights
 
 OVERWRITTEN = (
@@ -29,7 +32,7 @@ OVERWRITTEN = (
 class DepthState:
     """The buffers and the bookkeeping of one forward pass of a `DepthConnection`."""
 
-    owner: object
+    owner: Any
     """The connection."""
     weights: ConstantWeights | AttentionWeights
     """How a row weighs the states."""
@@ -54,9 +57,14 @@ class DepthState:
     inplace: bool
     """Whether gradients overwrite states."""
     need_norm_grad: bool
+    begun: Begun | None = None
+    """What rows begin with in a stage of a pipeline."""
 
     def __post_init__(self):
-        self.rows = self.weights.rows
+        self.rows = len(self.running)
+        # After the last state come rows that other stages go on with.
+        self.later = tuple(range(self.rows, len(self.schedule.reads)))
+        self.later_grads: Tensor | None = None
         self.near = self.schedule.near.__getitem__
         self.pushed = 0
         self.states: Tensor | None = None
@@ -117,13 +125,35 @@ class DepthState:
         """
         start, end = self.schedule.blocks[row]
         if self._ahead.start != start:
-            groups = self.schedule.far_reads(start, end)
-            if not groups:
+            begin = self._begin if self.begun is not None and self.begun.any(start, end) else None
+            shares = self._mixes(start, end)
+            if not shares and begin is None:
                 return None
             self.weights.begin_mix(self.schedule.block)
-            launch = functools.partial(self.weights.mix, self)
-            self._ahead.compute(start, end, groups, self.states[0], launch)
+            self._ahead.compute(start, end, shares, self.states[0], begin)
         return self._ahead.sums[row - start]
+
+    def _mixes(self, start: int, end: int) -> list[Share]:
+        """The passes over earlier states for the rows [start, end)."""
+        launch = functools.partial(self.weights.mix, self)
+        return [Share(*group, launch) for group in self.schedule.far_reads(start, end).items()]
+
+    def _begin(self, sums: Tensor, start: int, end: int) -> None:
+        self.begun.fill(sums, self.weights.far_stats, start, end)
+
+    def later_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The rows after the last state, (R, T, D), and their lse (R, T)."""
+        self._ahead.clear()
+        like, block = self.states[0], self.schedule.block
+        out, lse = like.new_empty(len(self.later), *like.shape), []
+        begin = None if self.begun is None else self._begin
+        for start in range(self.rows, self.rows + len(self.later), block):
+            end = min(start + block, self.rows + len(self.later))
+            sums = out[start - self.rows : end - self.rows]
+            self.weights.begin_mix(block)
+            sum_shares(sums, start, end, self._mixes(start, end), begin)
+            lse.append(self.weights.lse(end - start))
+        return out, None if lse[0] is None else torch.cat(lse)
 
     def seed(self, k: int) -> Tensor:
         """The seed of the dropout before state k.
@@ -133,6 +163,8 @@ class DepthState:
         """
         if self._seeds is None or self._seeds_drawn_by == k:
             seeds = torch.randint(2**62, (self.rows,), device=self.weights.device)
+            if self.owner.shards is not None:
+                self.owner.shards.agree(seeds)
             if self._seeds is None:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
@@ -153,7 +185,13 @@ class DepthState:
 
     def token_grad(self, k: int) -> bool:
         """Whether the token that boundary k took requires a gradient."""
-        return self.weights.learns or self.need_norm_grad or k > self.lowest
+        return self.any_learns or k > self.lowest
+
+    @property
+    def any_learns(self) -> bool:
+        """Whether the pass has gradients that belong to no state."""
+        begun = self.begun is not None and self.begun.learns
+        return self.weights.learns or self.need_norm_grad or begun
 
     def check_readable(self, k: int) -> None:
         """Raises where row k cannot be recomputed: a gradient has overwritten a state up to k."""
@@ -172,13 +210,28 @@ class DepthState:
         self._pulled.clear()
         self.weights.release()
         self.states = self.grads = self._out_mean = self._out_rstd = self.carried = None
+        self.later_grads = None
         self.source_rstd = [None] * self.rows
         self.released = True
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def enter(self, k: int, task: int) -> None:
-        """Called when backward reaches boundary k in the graph task ``task``."""
+    def enter_later(
+        self, task: int, out: Tensor | None, lse: Tensor | None, g: Tensor, dlse: Tensor | None
+    ) -> None:
+        """Called when backward reaches the rows after the last state, with their gradients.
+
+        g, dlse: shaped like the results of `later_rows`; backward reads g until it ends.
+        """
+        self._enter_task(task, self.rows - 1)
+        self.later_grads = g
+        self.weights.end_later(self.rows, out, lse, g, dlse)
+        if self.begun is not None:
+            for row in self.later:
+                self._add_begun(row, g[row - self.rows])
+
+    def _enter_task(self, task: int, k: int) -> None:
+        """Called where backward begins or goes on at state k."""
         new = task != self.task
         # A new backward pass recomputes rows, and reads all the states below them.
         if self.released or self._overwritten[k] or (new and any(self._overwritten[:k])):
@@ -186,13 +239,23 @@ class DepthState:
         if new:
             # Discards what an earlier backward pass has left.
             self.task, self._pulled.start, self.carried = task, -1, None
+            self.later_grads = None
             self._live.clear()
             self.take_parameter_grads()
+
+    def _add_begun(self, row: int, g: Tensor) -> None:
+        stats = self.weights.stats
+        self.begun.add_grad(row, g, None if stats is None else stats[row])
+
+    def enter(self, k: int, task: int) -> None:
+        """Called when backward reaches boundary k in the graph task ``task``."""
+        self._enter_task(task, k)
         if self.grads is None:
             self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
         self.weights.begin_grads()
         if self.dnorm_weight is None and self.need_norm_grad:
-            self.dnorm_weight = self.weights.new_empty(self.rows, self.states.shape[2]).zero_()
+            shape = self.weights.rows, self.states.shape[2]
+            self.dnorm_weight = self.weights.new_empty(*shape).zero_()
             self.dnorm_bias = None if self.rms else torch.zeros_like(self.dnorm_weight)
 
     def grad_slot(self, row: int) -> int:
@@ -205,17 +268,28 @@ class DepthState:
         The first call for a block computes it for all its states, with their part of dW.
         """
         start, end = self.schedule.blocks[k]
-        if end == self.rows:
+        if end == self.rows and self.later_grads is None:
             return None
         if self._pulled.start != start:
-            later = tuple(r for r in range(end, self.rows) if r in self._live)
+            live = tuple(r for r in range(end, self.rows) if r in self._live)
             # Backward may have started inside this block. Then it reaches no state after k.
-            groups = self.schedule.far_readers(start, k + 1, later)
-            if not groups:
+            shares = self._pulls(start, k + 1, live, self.grads, self.grad_slot)
+            if self.later_grads is not None:
+                shares += self._pulls(
+                    start, k + 1, self.later, self.later_grads, lambda row: row - self.rows
+                )
+            if not shares:
                 return None
-            launch = functools.partial(self.weights.pull, self)
-            self._pulled.compute(start, k + 1, groups, self.states[0], launch)
+            self._pulled.compute(start, k + 1, shares, self.states[0])
         return self._pulled.sums[k - start]
+
+    def _pulls(
+        self, start: int, stop: int, rows: tuple[int, ...], grads: Tensor, slot: Callable
+    ) -> list[Share]:
+        """The passes over the gradients of ``rows`` for the states [start, stop)."""
+        launch = functools.partial(self.weights.pull, self, grads, slot)
+        groups = self.schedule.far_readers(start, stop, rows)
+        return [Share(*group, launch) for group in groups.items()]
 
     def pulled(self, k: int) -> Tensor | None:
         """What boundaries after k's block, and state k + 1 where it contains state k, add to dz_k;
@@ -250,6 +324,8 @@ class DepthState:
     def leave(self, k: int) -> None:
         """Called after boundary k has stored g_k, in place over state k + 1."""
         self._live.add(k)
+        if self.begun is not None:
+            self._add_begun(k, self.grads[self.grad_slot(k)])
         if self.inplace:
             # This boundary was the last to read state k: its slot is free for g_{k-1}.
             self._overwritten[k] = True
@@ -263,7 +339,9 @@ class DepthState:
                 self.release()
 
     def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of the weights, norm weights and norm biases, and keeps none."""
-        grads = *self.weights.take_grads(), self.dnorm_weight, self.dnorm_bias
+        """Returns the gradients of the weights, norm weights and norm biases, and of what rows
+        begin with, and keeps none."""
+        begun = (None, None) if self.begun is None else self.begun.take_grads()
+        grads = *self.weights.take_grads(), self.dnorm_weight, self.dnorm_bias, *begun
         self.dnorm_weight = self.dnorm_bias = None
         return grads

@@ -45,6 +45,11 @@ def traced(
     want_x: bool,
 ) -> Tensor | tuple[Tensor | None, Tensor]:
     """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed."""
+    if connection.shards is not None:
+        raise RuntimeError(
+            f"{connection.name}: with sharded tokens a push cannot be traced; make its history "
+            "outside of the compiled function or with eager=True"
+        )
     y, residual = common.cast_states(connection.states, y, residual)
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:

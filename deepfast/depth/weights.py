@@ -39,6 +39,8 @@ class ConstantWeights:
     """Bytes of what grows with the number of tokens, beside states and sums."""
     mixes_again = False
     """Whether backward needs a row's x even where no layer-norm follows it."""
+    stats = far_stats = None
+    """See `AttentionWeights`."""
 
     def new_empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor in the compute dtype, on the device of the pass."""
@@ -59,10 +61,10 @@ class ConstantWeights:
             out, out_rows, accumulate,
         )  # fmt: skip
 
-    def pull(self, state, sources, rows, out, out_rows, accumulate) -> None:
-        grad_slots = [state.grad_slot(r) for r in rows]
+    def pull(self, state, grads, slot, sources, rows, out, out_rows, accumulate) -> None:
+        grad_slots = [slot(r) for r in rows]
         self.launch.pull_rows(
-            state.grads, grad_slots, rows, state.states, list(sources), self.weight,
+            grads, grad_slots, rows, state.states, list(sources), self.weight,
             state.norm_weight, state.norm_bias, out, out_rows, accumulate, self.dweight,
         )  # fmt: skip
 
@@ -92,6 +94,12 @@ class ConstantWeights:
             state.grad_slot(k), pull_rows, pull_slots, pulled, dbranch, dresidual, self.dweight,
             dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
+
+    def lse(self, rows: int) -> None:
+        """(rows, T): the lse of the first rows of the block; None without a softmax."""
+
+    def end_later(self, first: int, mean: Tensor, lse: Tensor | None, g, dlse) -> None:
+        """Called in backward with the rows after the last state, and their gradients."""
 
     def begin_grads(self) -> None:
         """Called before a boundary of backward adds to the gradients."""
@@ -138,12 +146,12 @@ class AttentionWeights:
         """(L+1, T): r_k."""
         self.stats: Tensor | None = None
         """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
-        self._far_stats: Tensor | None = None
+        self.far_stats: Tensor | None = None
         """(B, 2, T): the first two over the earlier states alone, for the rows of one block."""
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.source_rstd, self.stats, self._far_stats)
+        tensors = (self.source_rstd, self.stats, self.far_stats)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def new_empty(self, *shape: int) -> Tensor:
@@ -155,36 +163,36 @@ class AttentionWeights:
             self.stats = self.query.new_empty(self.rows, 3, tokens)
 
     def release(self) -> None:
-        self.source_rstd = self.stats = self._far_stats = None
+        self.source_rstd = self.stats = self.far_stats = None
 
     def begin_mix(self, block: int) -> None:
         if self.kind == "relu":
             return
-        if self._far_stats is None:
-            self._far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
+        if self.far_stats is None:
+            self.far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
         # Of no states yet. Rows that several passes compute add to it.
-        self._far_stats[:, 0] = float("-inf")
-        self._far_stats[:, 1] = 0
+        self.far_stats[:, 0] = float("-inf")
+        self.far_stats[:, 1] = 0
 
     def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
-        out_stats = self._far_stats
+        out_stats = None if self.far_stats is None else self.far_stats[: out.shape[0]]
         self.launch.attend_rows(
             state.states, sources, self.query, self.bias, self.kind, self.source_rstd, list(rows),
             out, out_stats, out_rows, accumulate,
         )  # fmt: skip
 
-    def pull(self, state, sources, rows, out, out_rows, accumulate) -> None:
-        grad_slots = [state.grad_slot(r) for r in rows]
+    def pull(self, state, grads, slot, sources, rows, out, out_rows, accumulate) -> None:
+        grad_slots = [slot(r) for r in rows]
         self.launch.attend_pull(
-            state.grads, grad_slots, rows, state.states, list(sources), self.query, self.bias,
+            grads, grad_slots, rows, state.states, list(sources), self.query, self.bias,
             self.kind, self.source_rstd, self.stats, out, out_rows, accumulate, self.dquery,
             self.dbias,
         )  # fmt: skip
 
     def _partial_stats(self, state, k: int, partial: Tensor | None) -> Tensor | None:
-        if partial is None or self._far_stats is None:
+        if partial is None or self.far_stats is None:
             return None
-        return self._far_stats[k - state.schedule.blocks[k][0]]
+        return self.far_stats[k - state.schedule.blocks[k][0]]
 
     def forward(
         self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
@@ -211,6 +219,21 @@ class AttentionWeights:
             pull_rows, pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias,
             dout_norm_weight, dout_norm_bias,
         )  # fmt: skip
+
+    def lse(self, rows: int) -> Tensor | None:
+        if self.kind == "relu":
+            return None
+        return self.far_stats[:rows, 0] + self.far_stats[:rows, 1].log()
+
+    def end_later(self, first: int, mean: Tensor, lse: Tensor | None, g, dlse) -> None:
+        if self.kind == "relu":
+            return
+        of_rows = self.stats[first:]
+        of_rows[:, 0], of_rows[:, 1] = lse, 1
+        for i, (x, dx) in enumerate(zip(mean, g, strict=True)):
+            of_rows[i, 2] = (x.to(lse.dtype) * dx).sum(-1)
+        if dlse is not None:
+            of_rows[:, 2] -= dlse
 
     def begin_grads(self) -> None:
         if self.learns and self.dquery is None:

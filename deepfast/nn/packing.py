@@ -36,8 +36,12 @@ class Packing:
         padding: Tensor | None,
         *,
         argument: str = "key_padding_mask",
+        keep: bool = False,
     ) -> "Packing":
-        """From a key padding mask (B, S), True is padding; errors call the mask ``argument``."""
+        """From a key padding mask (B, S), True is padding; errors call the mask ``argument``.
+
+        keep: whether the packed tokens include the padding, so that their number is fixed.
+        """
         if padding is None:
             return cls(batch, length)
         if not isinstance(padding, Tensor):
@@ -52,6 +56,8 @@ class Packing:
             return cls(batch, length, None, padding)
         # A copy, because backward reads it and the caller may write the next batch into the mask.
         padding = padding.clone()
+        if keep:
+            return cls(batch, length, None, padding)
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
             return cls(batch, length)

@@ -193,14 +193,25 @@ class Connection(nn.Module):
                 each next layer (under a depth connection, its mixture). The list keeps them alive.
         """
         (x,) = common.autocast(x)
-        if self.norm == "post":
-            return self._post_norm(x, calls, states)
         if self.mudd is not None:
             return self._streams(x, calls, states)
         history = None if self.depth is None else DepthHistory()
+        if self.norm == "post":
+            return self._post_norm(x, calls, history, states)
+        return self._pre_norm(x, calls, self.norms, history, states)
+
+    def _pre_norm(
+        self,
+        x: Tensor,
+        calls: Sequence[LayerCall | None],
+        norms: Sequence[Norm | None],
+        history: DepthHistory | None,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """norms: of each call, and the last one; None where a stage ends with its last push."""
         branch, residual, p = x, None, 0.0
-        used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
-        for row, (call, norm) in enumerate((*used, (None, self.norms[-1]))):
+        used = [(call, norm) for call, norm in zip(calls, norms, strict=False) if call]
+        for row, (call, norm) in enumerate((*used, (None, norms[-1]))):
             whole = call is not None and call.part is None
             shown = states is not None and row % self.reads == 0
             if history is not None:
@@ -208,6 +219,8 @@ class Connection(nn.Module):
                     # The state is what all sublayers of the layer have added. The last residual
                     # holds the layer's input and every sublayer but the last.
                     residual = residual - x
+                if norm is None:
+                    return self.depth(branch, history, residual=residual, dropout_p=p)
                 x, n = self.depth(
                     branch,
                     history,
@@ -254,14 +267,17 @@ class Connection(nn.Module):
         return self.norms[-1](x)
 
     def _post_norm(
-        self, x: Tensor, calls: Sequence[LayerCall], states: list[Tensor] | None
+        self,
+        x: Tensor,
+        calls: Sequence[LayerCall],
+        history: DepthHistory | None,
+        states: list[Tensor] | None,
     ) -> Tensor:
-        history = None if self.dlcl is None else DepthHistory()
         for call in (None, *calls):
             if call is not None:
                 x = run_layer(call, x, None, None, history)  # type: ignore[assignment]
             if history is not None:
-                x = self.dlcl(x, history)
+                x = self.depth(x, history)  # type: ignore[assignment]
             if states is not None:
                 states.append(x)
         return x

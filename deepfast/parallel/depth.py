@@ -1,0 +1,195 @@
+"""The part of a depth connection that one stage of a pipeline runs."""
+
+import torch
+from torch import Tensor
+
+from deepfast.depth.attention_residuals import AttentionResiduals
+from deepfast.depth.boundary import OutNorm, later_rows
+from deepfast.depth.connection import DepthConnection, PassWeights
+from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
+from deepfast.depth.outside import Begun
+from deepfast.depth.schedule import Schedule
+from deepfast.parallel.edges import Edge
+
+Numbers = list[int | None]
+
+
+class StageDepth(DepthConnection):
+    """A depth connection over the states of one stage, with the weights of the whole one.
+
+    States and rows have numbers of their own here. ``sources`` and ``row_numbers`` tell those of
+    the whole connection, with None for what is not in it.
+
+        states  those that the edge below carries or, where it carries sums, the input x of the
+                stage's first layer (None); then those of the stage's layers
+        rows    none is needed with a state that came in, but the last; the row with x is x (None);
+                then the inputs of the stage's layers, which begin with the sums that came in
+        later   after the last state come the rows that cross the edge above: sums, or each of the
+                stage's own states alone (None)
+
+    Args:
+        whole: the whole connection.
+        first, last: the newest states below the stage's first layer and above its last one.
+        below, above: the edges; None at the ends of the pipeline.
+    """
+
+    def __init__(
+        self,
+        whole: DLCL | AttentionResiduals,
+        first: int,
+        last: int,
+        below: Edge | None,
+        above: Edge | None,
+    ):
+        self.name = whole.name
+        given: Numbers = [first]
+        if below is not None:
+            given = list(below.carried) if below.kind == "states" else [None]
+        begins = len(given) - 1
+        sources = [*given, *range(first + 1, last + 1)]
+        rows: Numbers = [None] * begins + list(range(first, last + 1))
+        rows[begins] = None if given[begins] is None else first
+        later: Numbers = []
+        alone: list[int] = []
+        if above is not None and above.kind == "sums":
+            later = list(above.carried)
+        elif above is not None:
+            # Nothing in this stage reads the row with the last state.
+            rows[-1] = None
+            own = range(0 if below is None else begins + 1, len(sources))
+            alone = [k for k in own if sources[k] in above.carried]
+            later = [None] * len(alone)
+        local = {k: i for i, k in enumerate(sources) if k is not None}
+        pattern = []
+        for row, k in zip([*rows, *later], [*range(len(rows)), *(alone or later)], strict=True):
+            reads = (k,) if row is None else (local[j] for j in whole.pattern[row] if j in local)
+            pattern.append(tuple(reads))
+        running = [False] * (begins + 1) + [whole.running[k] for k in range(first + 1, last + 1)]
+        super().__init__(
+            last - first, whole.dim, tuple(pattern), running=tuple(running), norm=whole.norm,
+            states=whole.states, eps=whole.eps, backend=whole.backend,
+        )  # fmt: skip
+        self.rows, self.norm_kind = len(rows), whole.norm_kind
+        # Not a child: the parameters keep the names that they have in the whole stack.
+        self._whole = (whole,)
+        self.begins, self.below, self.above = begins, below, above
+        self.sources, self.row_numbers = sources, [*rows, *later]
+        # A row that is a state alone.
+        self.alone = {len(rows) + i: k for i, k in enumerate(alone)}
+        if given[begins] is None:
+            self.alone[begins] = begins
+        self.begun_rows: tuple[int, ...] = ()
+        if below is not None and below.kind == "sums":
+            numbers = enumerate(self.row_numbers)
+            self.begun_rows = tuple(i for i, row in numbers if row in below.carried)
+        self._constants: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    @property
+    def whole(self) -> DLCL | AttentionResiduals:
+        return self._whole[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def has_norm(self, k: int) -> bool:
+        if self.norm == "pre":
+            came_in = self.below is not None and k <= self.begins
+            return not came_in and self.whole.has_norm(self.sources[k])
+        row = self.row_numbers[k]
+        return row is not None and self.whole.has_norm(row)
+
+    def _make_schedule(self, block: int) -> Schedule:
+        return Schedule(self.pattern, block, self.rows, self.begins)
+
+    def begin(self, payload: tuple[Tensor, ...], history: DepthHistory) -> Tensor:
+        """Takes what crosses the edge below, (T, D) each, and returns what to push first."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self.name}: a pipeline stage cannot be compiled as a whole; compile its layers"
+            )
+        if self.below is None or self.below.kind == "states":
+            *given, last = payload
+            for y in given:
+                self._push(y, history, None, None, 0.0, None, None, False)
+            return last
+        x, *sums = payload
+        if sums:
+            total, lse = sums if len(sums) == 2 else (*sums, None)
+            begun = Begun(
+                self.begun_rows,
+                total.detach(),
+                None if lse is None else lse.detach(),
+                torch.is_grad_enabled() and any(s.requires_grad for s in sums),
+            )
+            self._begin(x, history, begun, (total, lse))
+        return x
+
+    def forward(  # type: ignore[override]
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        *,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        out_norm: OutNorm | None = None,
+        want_x: bool = True,
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """As `DepthConnection.forward`; None for a row that nothing reads."""
+        k = len(history)
+        wanted = want_x and (self.row_numbers[k] is not None or k in self.alone)
+        return self._push(y, history, None, residual, dropout_p, None, out_norm, wanted)
+
+    def end(
+        self, payload: tuple[Tensor, ...], x: Tensor | None, history: DepthHistory
+    ) -> tuple[Tensor, ...]:
+        """What crosses the edge above, (T, D) each; sums are (R, T, D), their lse (R, T).
+
+        payload: what crossed the edge below.
+        x: the row of the last state.
+        """
+        sums, lse = later_rows(history) if history.state.later else (None, None)
+        if self.above.kind == "states":
+            passed = () if self.below is None else zip(self.below.carried, payload, strict=True)
+            return *(z for k, z in passed if k in self.above.carried), *sums.unbind(0)
+        return tuple(t for t in (x, sums, lse) if t is not None)
+
+    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
+        rows, columns, mask, alone = self._weight_constants()
+        whole = self.whole
+        if not isinstance(whole, DLCL):
+            query = whole.effective_query().index_select(0, rows) * mask.any(1, keepdim=True)
+            bias: Tensor | None = None
+            if whole.bias is not None:
+                bias = whole.bias.index_select(0, rows).index_select(1, columns) * mask + alone
+            return whole._pass_of(query, bias, y, learning)
+        weight = whole.effective_weight().index_select(0, rows).index_select(1, columns)
+        wide = (..., *(None,) * (weight.dim() - 2))
+        weight = weight * mask[wide] + alone[wide]
+        index = columns if self.norm == "pre" else rows
+        norm_weight, norm_bias = (
+            None if p is None else p.index_select(0, index) for p in whole.norms()
+        )
+        plain = 0
+        while self.norm == "pre" and not self.has_norm(plain):
+            plain += 1
+        return whole._pass_of(weight, (norm_weight, norm_bias), plain, y, learning)
+
+    def _weight_constants(self) -> tuple[Tensor, ...]:
+        """The numbers of all rows and of as many states, 0 where they are not in the whole; the
+        pairs that are, and the pairs of a row and the state that it is, both (R, R)."""
+        device = self.device
+        if device not in self._constants:
+            size = len(self.row_numbers)
+            columns = [*self.sources, *[None] * (size - len(self.sources))]
+            mask = torch.tensor(
+                [[None not in (row, k) for k in columns] for row in self.row_numbers], device=device
+            )
+            alone = torch.zeros(size, size)
+            for row, k in self.alone.items():
+                alone[row, k] = 1
+            numbers = (torch.tensor([n or 0 for n in ns]) for ns in (self.row_numbers, columns))
+            constants = (*(n.to(device) for n in numbers), mask, alone.to(device))
+            self._constants[device] = constants
+        return self._constants[device]

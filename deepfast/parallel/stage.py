@@ -1,0 +1,184 @@
+"""An encoder in stages, for torch.distributed.pipelining."""
+
+import copy
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from deepfast.depth.history import DepthHistory
+from deepfast.memory.policies import MIXING
+from deepfast.nn.connections.residual import Connection, LayerCall
+from deepfast.nn.packing import Packing
+from deepfast.nn.transformer import TransformerEncoder
+from deepfast.parallel.depth import StageDepth
+from deepfast.parallel.edges import OP, Edge, layer_counts, plan_edges
+
+
+class StageConnection(Connection):
+    """A `Connection` between the layers of one stage: a copy of the depth connection's parameters,
+    and the norms before the stage's layers. The last stage has the final norm."""
+
+    def __init__(
+        self, whole: Connection, first: int, last: int, below: Edge | None, above: Edge | None
+    ):
+        nn.Module.__init__(self)
+        self.kind, self.norm = whole.kind, whole.norm
+        self.dropout, self.reads = whole.dropout, whole.reads
+        # Stages in one process have parameters of their own, whose gradients a schedule scales.
+        self.dlcl, self.residuals = copy.deepcopy(whole.dlcl), copy.deepcopy(whole.residuals)
+        self.mudd = self.norms = None
+        if whole.norms is not None:
+            rows = range(first, last + (above is None))
+            self.norms = nn.ModuleDict({str(row): whole.norms[row] for row in rows})  # type: ignore
+        depth = self.residuals if self.dlcl is None else self.dlcl
+        self.part = StageDepth(depth, first, last, below, above)
+
+    @property
+    def depth(self) -> StageDepth:  # type: ignore[override]
+        return self.part
+
+    def forward(  # type: ignore[override]
+        self, payload: tuple[Tensor, ...], calls: Sequence[LayerCall | None]
+    ) -> tuple[Tensor, ...]:
+        """From what crosses the edge below to what crosses the edge above, (T, D) each; the last
+        stage returns its output alone."""
+        history = DepthHistory()
+        x = self.part.begin(payload, history)
+        if self.norms is None:
+            x = self._post_norm(x, calls, history, None)
+        else:
+            norms = list(self.norms.values())  # type: ignore[attr-defined]
+            norms = norms if self.part.above is None else [*norms, None]
+            x = self._pre_norm(x, calls, norms, history, None)
+        return (x,) if self.part.above is None else self.part.end(payload, x, history)
+
+
+class EncoderStage(nn.Module):
+    """The layers of an encoder from ``first`` on, and what lies between them; see `split`.
+
+    Its parameters have the names that they have in the encoder.
+
+    Attributes:
+        index, stages: which stage it is, of how many.
+        below, above: what crosses the edges, `deepfast.parallel.Edge`; None at the ends.
+    """
+
+    def __init__(
+        self,
+        encoder: TransformerEncoder,
+        index: int,
+        first: int,
+        count: int,
+        edges: tuple[Edge, ...],
+    ):
+        super().__init__()
+        self.index, self.stages, self.dim = index, len(edges) + 1, encoder.dim
+        self.below = edges[index - 1] if index > 0 else None
+        self.above = edges[index] if index < len(edges) else None
+        here = range(first, first + count)
+        self.layers = nn.ModuleDict({str(i): encoder.layers[i] for i in here})  # type: ignore
+        self.policies = encoder.policies[first : first + count]
+        whole = encoder.connection
+        ends = first * whole.reads, (first + count) * whole.reads
+        self.connection = StageConnection(whole, *ends, self.below, self.above)
+        self.train(encoder.training)
+
+    def forward(
+        self, *payload: Tensor, key_padding_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What crosses the edge below to what crosses the edge above.
+
+        The first stage takes the embedding (B, S, D), and the last one returns the output
+        (B, S, D), zero at padding. Between them a tensor of the size of a state is (B, S, D), and
+        R sums are (R, B, S, D); with a softmax their lse (R, B, S) comes after them.
+
+        Args:
+            key_padding_mask: (B, S), True is padding. Every stage needs it. Padding is computed,
+                because microbatches have one shape.
+        """
+        name = f"stage {self.index} of {self.stages}"
+        expected = 1
+        if self.below is not None:
+            expected = self.below.tensors
+            if self.below.kind == "sums":
+                softmax = getattr(self.connection.residuals, "weights", None) == "softmax"
+                expected = 1 + bool(self.below.carried) * (1 + softmax)
+        if len(payload) != expected:
+            raise TypeError(f"{name}: expected {expected} tensors, got {len(payload)}")
+        x = payload[0]
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"{name}: expected (B, S, {self.dim}), got {tuple(x.shape)}")
+        batch, length = x.shape[:2]
+        packing = Packing.of(
+            batch, length, key_padding_mask, argument=f"{name}: key_padding_mask", keep=True
+        )
+        rows = tuple(y.flatten(axis, axis + 1) for y, axis in _token_axes(self.below, payload))
+        sent = self.connection(rows, self._calls(packing))
+        if self.above is None:
+            return packing.unpack(sent[0])
+        size = batch, length
+        return tuple(y.unflatten(axis, size) for y, axis in _token_axes(self.above, sent))
+
+    def _calls(self, packing: Packing) -> list[LayerCall | None]:
+        calls: list[LayerCall | None] = []
+        for layer, policy in zip(self.layers.values(), self.policies, strict=True):
+            options = {"packing": packing}
+            if self.connection.reads == 1:
+                calls.append(LayerCall(layer, policy, options))
+                continue
+            parts = TransformerEncoder.layer.parts
+            calls += [LayerCall(layer, policy, options | {"part": part}) for part in parts]
+        return calls
+
+
+def _token_axes(edge: Edge | None, payload: tuple[Tensor, ...]) -> list[tuple[Tensor, int]]:
+    """The tensors that cross an edge, and their axes of tokens: sums and their lse have rows before
+    it."""
+    sums = edge is not None and edge.kind == "sums"
+    return [(y, int(sums and i > 0)) for i, y in enumerate(payload)]
+
+
+def split(encoder: TransformerEncoder, stages: int | Sequence[int]) -> list[EncoderStage]:
+    """Splits an encoder into stages for `torch.distributed.pipelining`.
+
+    ::
+
+        stage = deepfast.parallel.split(encoder, group.size())[group.rank()]
+        pipe = PipelineStage(stage, group.rank(), group.size(), device, group=group)
+        schedule = Schedule1F1B(pipe, n_microbatches=8, loss_fn=loss)
+
+    The stages take the encoder's layers and norms, and each takes a copy of the depth connection's
+    parameters. Every parameter keeps its name. To load a checkpoint ``whole`` of the encoder into a
+    stage, ``stage.load_state_dict({name: whole[name] for name in stage.state_dict()})``; the state
+    dicts of all stages together are one of the encoder.
+
+    The copies of the connection's parameters have gradients that must be summed before the
+    optimizer's step, see `sum_connection_gradients`. They then stay equal.
+
+    Args:
+        encoder: with connection "dlcl", "denseformer", "attnres" or "block_attnres", any norm and
+            memory policies.
+        stages: how many, or the layers of each. A number makes them as equal as can be; the first
+            ones have a layer more.
+
+    Raises:
+        TypeError: where ``encoder`` is no `deepfast.nn.TransformerEncoder`.
+        ValueError: for another connection, or stages that do not fit.
+    """
+    if not isinstance(encoder, TransformerEncoder):
+        kind = type(encoder).__name__
+        raise TypeError(f"{OP}: encoder must be a TransformerEncoder, got {kind}")
+    connection = encoder.connection
+    if connection.kind not in MIXING:
+        raise ValueError(
+            f"{OP}: the connection must be one of {', '.join(MIXING)}, got {connection.kind!r}"
+        )
+    if connection.depth.shards is not None:
+        raise ValueError(f"{OP}: the tokens of this encoder's connection are sharded already")
+    counts = layer_counts(len(encoder.layers), stages)
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    edges = plan_edges(connection.depth, [first * connection.reads for first in firsts[1:]])
+    return [
+        EncoderStage(encoder, i, first, count, edges)
+        for i, (first, count) in enumerate(zip(firsts, counts, strict=True))
+    ]

@@ -1,0 +1,240 @@
+"""An encoder in stages, run one after another in one process, agrees with the whole encoder."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from deepfast.memory import POLICIES
+from deepfast.nn import AttentionResiduals, TransformerEncoder
+from deepfast.parallel import split
+from tests.parallel.encoders import (
+    CONNECTIONS,
+    DIM,
+    batch,
+    encoder,
+    loss,
+    run,
+    staged_step,
+    whole_step,
+)
+
+
+def steps(dtype, layers, stages, pieces=1, sentences=2, **options):
+    def model(dtype):
+        return encoder(layers, dtype, **options)
+
+    got = staged_step(model(dtype), stages, *batch(sentences, dtype), pieces)
+    return got, whole_step(model(dtype), *batch(sentences, dtype)), model
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("layers", [4, 7])
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_float64(name, layers, stages):
+    got, expected, _ = steps(torch.float64, layers, stages, **CONNECTIONS[name])
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("pieces", [1, 2, 8])
+@pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "block_attnres"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_microbatches(tolerances, dtype, name, pieces):
+    """Of several microbatches every one is in flight at once."""
+    options = CONNECTIONS[name]
+    got, whole, model = steps(dtype, 5, 3, pieces, 8, **options)
+    if dtype == torch.float64:
+        for key, value in whole.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
+        return
+    exact = whole_step(model(torch.float64), *batch(8, torch.float64))
+    tolerances.assert_all_accurate(got, whole, exact, dtype)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "attnres, one read"])
+def test_memory_policies(name, memory):
+    """A policy changes no bit of a stage."""
+    options = CONNECTIONS[name]
+    kept, _, _ = steps(torch.float32, 7, 3, **options)
+    got, _, _ = steps(torch.float32, 7, 3, memory=memory, **options)
+    for key, value in kept.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"weights": "relu"}, {"norm_weight": True, "scale": 0.7}, {"window": 4}, {"block": 2}],
+    ids=str,
+)
+def test_other_attention_residuals(options, stages):
+    """A connection that was put into the encoder by hand."""
+
+    def model():
+        made = encoder(5, torch.float64, connection="attnres")
+        generator = torch.Generator().manual_seed(1)
+        made.connection.residuals = AttentionResiduals(
+            5, DIM, reads=2, states="autocast", **options
+        ).double()
+        with torch.no_grad():
+            for p in made.connection.residuals.parameters():
+                p += 0.3 * torch.randn(p.shape, generator=generator)
+        return made
+
+    expected = whole_step(model(), *batch(dtype=torch.float64))
+    got = staged_step(model(), stages, *batch(dtype=torch.float64))
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_policies_of_layers():
+    memory = ["keep", "lean", "leaner", "states", "history"]
+    stages = split(encoder(5, memory=memory), 2)
+    assert [stage.policies for stage in stages] == [tuple(memory[:3]), tuple(memory[3:])]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", ["dlcl", "attnres"])
+def test_backends(any_backend, tolerances, name):
+    options = CONNECTIONS[name]
+    got, whole, _ = steps(torch.float32, 3, 2, backend=any_backend, **options)
+    exact = whole_step(encoder(3, torch.float64, **options), *batch(dtype=torch.float64))
+    tolerances.assert_all_accurate(got, whole, exact, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["dlcl", "attnres"])
+def test_autocast(name):
+    """Under autocast states and sums cross in 16 bits."""
+    model = encoder(6, **CONNECTIONS[name])
+    x, target, padding = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = model(x, padding)
+        out, crossed = run(split(model, 3), x, padding)
+        loss(out, target).backward()
+    assert {t.dtype for payload in crossed for t in payload[:2]} == {torch.bfloat16}
+    torch.testing.assert_close(out, whole, rtol=0.05, atol=0.05)
+
+
+def test_counts_of_layers():
+    got, expected, _ = steps(torch.float64, 6, [1, 4, 1])
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
+    assert [len(stage.layers) for stage in split(encoder(7), 3)] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["dlcl", "attnres"])
+def test_without_gradients(name):
+    model = encoder(5, **CONNECTIONS[name]).eval()
+    x, _, padding = batch()
+    with torch.no_grad():
+        out, _ = run(split(model, 3), x, padding)
+        torch.testing.assert_close(out, model(x, padding), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres"])
+@pytest.mark.parametrize("frozen", ["connection.", "layers.", "connection.norms", "layers.0"])
+def test_frozen_parameters(name, frozen):
+    def model():
+        made = encoder(5, torch.float64, **CONNECTIONS[name])
+        for key, p in made.named_parameters():
+            p.requires_grad_(not key.startswith(frozen))
+        return made
+
+    x, target, padding = batch(dtype=torch.float64)
+    whole, parts = model(), split(model(), 3)
+    loss(whole(x, padding), target).backward()
+    loss(run(parts, x, padding)[0], target).backward()
+    for key, p in whole.named_parameters():
+        copies = [dict(part.named_parameters()).get(key) for part in parts]
+        grads = [copy.grad for copy in copies if copy is not None and copy.grad is not None]
+        assert bool(grads) == (p.grad is not None), key
+        if grads:
+            torch.testing.assert_close(sum(grads), p.grad, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_checkpoint_of_the_whole_and_back():
+    whole = encoder(7).state_dict()
+    stages = split(encoder(7, seed=1), 3)
+    for stage in stages:
+        stage.load_state_dict({name: whole[name] for name in stage.state_dict()})
+    again = {name: p for stage in stages for name, p in stage.state_dict().items()}
+    assert again.keys() == whole.keys()
+    encoder(7, seed=2).load_state_dict(again)
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", ["dlcl", "attnres"])
+def test_nothing_is_alive_after_the_step(name):
+    stages = split(encoder(5, **CONNECTIONS[name]), 3)
+    x, target, padding = batch()
+    out, crossed = run(stages, x, padding)
+    loss(out, target).backward()
+    refs = [weakref.ref(t.untyped_storage()) for payload in crossed for t in payload]
+    gc.disable()
+    del out, crossed
+    assert not any(ref() for ref in refs)
+    gc.enable()
+
+
+def test_a_second_backward_is_an_error():
+    x, target, padding = batch()
+    found = loss(run(split(encoder(5), 3), x, padding)[0], target)
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradients have overwritten them"):
+        found.backward()
+
+
+def test_dropout():
+    """Its masks are drawn from the seed, and backward uses those of forward."""
+
+    def step(memory):
+        torch.manual_seed(7)
+        model = encoder(5, dropout=0.3, memory=memory)
+        return staged_step(model, 2, *batch())
+
+    first = step("keep")
+    assert all(torch.equal(first[key], value) for key, value in step("history").items())
+    whole = whole_step(encoder(5, dropout=0.0), *batch())
+    assert not torch.allclose(first["loss"], whole["loss"])
+
+
+def test_what_a_stage_is():
+    first, second = split(encoder(5), 2)
+    assert (first.index, first.stages, first.below) == (0, 2, None)
+    assert first.above is second.below
+    assert second.above is None
+    names = {name for name, _ in TransformerEncoder(5, DIM, 2, 16).named_parameters()}
+    for stage in (first, second):
+        assert {name for name, _ in stage.named_parameters()} <= names
+    assert not any(name.startswith("layers.3") for name, _ in first.named_parameters())
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_memory(meter, index):
+    """Under "history" a stage in flight holds the states that came in and its own, one slot more,
+    and what it sends: as many as are counted, beside what grows with the number of tokens alone."""
+    torch.manual_seed(0)
+    model = TransformerEncoder(16, 64, 2, 64, dropout=0.0, memory="history")
+    stages = split(model, 4)
+    x = torch.randn(1, 512, 64)
+    payload = (x,)
+    for stage in stages[:index]:
+        payload = tuple(t.detach().requires_grad_() for t in stage(*payload))
+    stage = stages[index]
+    stage(*payload)
+    with meter() as counted:
+        sent = stage(*payload)
+    depth = stage.connection.depth
+    made = len(sent) if isinstance(sent, tuple) else 1
+    if stage.above is not None and stage.above.kind == "sums":
+        made = stage.above.tensors
+    elif stage.above is not None:
+        made -= len(payload) if stage.below is not None else 0
+    expected = depth.rows + 1 + made
+    assert counted.left == pytest.approx(expected * x.nbytes, rel=0.08)
