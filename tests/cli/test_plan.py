@@ -133,7 +133,6 @@ def test_ranks_share_parameters_and_optimizer(capsys):
         assert ddp[name] == alone[name]
         assert fsdp[name] == pytest.approx(alone[name] / 8, rel=1e-6)
     assert alone["gradients"] <= ddp["gradients"] == alone["parameters"]
-    assert fsdp["gradients"] < alone["gradients"] / 4
     assert fsdp["weight copies"] < kept["weight copies"]
     assert sum(fsdp.values()) < sum(kept.values()) < sum(alone.values())
     # More ranks need less each, and one rank alone shares nothing.

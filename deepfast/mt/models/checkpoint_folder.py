@@ -96,7 +96,7 @@ def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict
         for name, found in shapes(path).items()
         if optimizer or name.startswith(MODEL)
     }
-    read_tensors(path, tensors, no_dist=True)
+    read_tensors(path, tensors)
     content["model"] = {
         name.removeprefix(MODEL): tensor
         for name, tensor in tensors.items()
@@ -116,9 +116,12 @@ def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict
 
 
 def read_tensors(
-    path: str | os.PathLike[str], tensors: dict[str, Tensor], *, no_dist: bool = False
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], group: Any = None
 ) -> None:
     """Fills tensors, or their shares on this rank, from a checkpoint folder.
+
+    Args:
+        group: the ranks that read together; None: this process alone.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -127,6 +130,8 @@ def read_tensors(
         with warnings.catch_warnings():
             # That no_dist is what was asked for.
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=Reader(path), no_dist=no_dist)
+            dcp.load(
+                tensors, storage_reader=Reader(path), process_group=group, no_dist=group is None
+            )
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepfast.mt.models.checkpoint import FORMAT, VERSION
 from deepfast.mt.models.checkpoint_folder import MODEL, OPTIMIZER, RUN, read_tensors, shapes
 from deepfast.mt.training.checkpoint import check_shapes, not_written, sync_folder
-from deepfast.mt.training.errors import ToldError
+from deepfast.mt.training.errors import CheckpointError, ToldError
 from deepfast.mt.training.ranks import Ranks
 
 
@@ -87,7 +87,9 @@ def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {"state": {}, "param_groups": groups}
 
 
-def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_folder(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> None:
     """Fills model and optimizer with this rank's share of a checkpoint; all ranks call it."""
     found = shapes(path)
     tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
@@ -107,7 +109,10 @@ def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         if state:
             states[p] = state
             tensors |= {f"{prefix}{field}": value for field, value in state.items()}
-    read_tensors(path, tensors)
+    try:
+        read_tensors(path, tensors, ranks.slow)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     for p, state in states.items():
         optimizer.state[p] = state
 

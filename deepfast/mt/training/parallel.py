@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def share_model(
     if ranks.alone:
         return loss
     if kind_for(recipe, model, device) == "fsdp":
-        return _sharded(loss, recipe)
+        return _sharded(loss, recipe, ranks, device)
     return nn.parallel.DistributedDataParallel(
         loss,
         device_ids=[device] if device.type == "cuda" else None,
@@ -66,7 +67,8 @@ def kind_for(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
     return "ddp" if needed <= memory // 2 else "fsdp"
 
 
-def _sharded(loss: Loss, recipe: Recipe) -> Any:
+def _sharded(loss: Loss, recipe: Recipe, ranks: Ranks, device: torch.device) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mixed = recipe.train.precision == "bfloat16"
@@ -75,16 +77,18 @@ def _sharded(loss: Loss, recipe: Recipe) -> Any:
     )
     # Depth weights and logits are few and want all digits; the states keep their dtype.
     full = MixedPrecisionPolicy(param_dtype=None, cast_forward_inputs=False)
+    # By default the mesh is of GPUs wherever there are any.
+    shard = partial(fully_shard, mesh=init_device_mesh(device.type, (ranks.size,)))
     reshard = recipe.parallel.reshard
     for module in loss.modules():
         if isinstance(module, (TransformerEncoder, TransformerDecoder)):
             for layer in module.layers:
-                fully_shard(layer, mp_policy=low, reshard_after_forward=reshard)
-            fully_shard(module.connection, mp_policy=full, reshard_after_forward=reshard)
+                shard(layer, mp_policy=low, reshard_after_forward=reshard)
+            shard(module.connection, mp_policy=full, reshard_after_forward=reshard)
             if module.latent is not None:
                 # The penalty reads the logits after forward.
-                fully_shard(module.latent, mp_policy=full, reshard_after_forward=False)
-    return fully_shard(loss, mp_policy=low)
+                shard(module.latent, mp_policy=full, reshard_after_forward=False)
+    return shard(loss, mp_policy=low)
 
 
 def is_sharded(module: nn.Module) -> bool:

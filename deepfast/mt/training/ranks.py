@@ -110,8 +110,14 @@ class Ranks:
             # The type of torch's stub leaves bytes out, which a store takes and gives back.
             self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
             return result
+        called = False
         while not self.store.check([name]):
             self._raise_if_told()
+            # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
+            if self.signal.name and not called:
+                called = True
+                if self._roll_call():
+                    raise dist.DistNetworkError("the first rank does not answer")
             time.sleep(0.02)
         return pickle.loads(self.store.get(name))
 

@@ -33,6 +33,7 @@ from deepfast.mt.training.environment import (
 from deepfast.mt.training.errors import CheckpointError, NotFiniteError
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.memory import fit_memory, set_policy
+from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import differences, dump_recipe
@@ -165,6 +166,9 @@ class _Run:
                 peak = f"peak of live tensors {format_bytes(self.measured)}, process {peak}"
             self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
             return self._finish(stopped)
+        except BaseException as error:
+            self.report.note(f"{type(error).__name__}: {error}")
+            raise
         finally:
             self.report.close()
 
@@ -186,6 +190,9 @@ class _Run:
             f"model {trainer.model.describe()}, {count}, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
+        if not self.ranks.alone:
+            kind = "fsdp" if is_sharded(trainer.loss) else "ddp"
+            say(f"{self.ranks.size} ranks, {kind}")
         if self.grows_on is not None:
             say(f"grows on {self.grows_on}")
         if trainer.step:

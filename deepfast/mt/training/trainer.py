@@ -315,7 +315,7 @@ class Trainer:
         else:
             from deepfast.mt.training.checkpoint_folder import load_folder
 
-            load_folder(path, self.model, self.optimizer)
+            load_folder(path, self.model, self.optimizer, self.ranks)
         self.step, self.seconds = content["step"], state["seconds"]
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])

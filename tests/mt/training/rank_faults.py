@@ -50,6 +50,10 @@ def disk(trainer):
     os.fsync = full
 
 
+def killed_in_save(trainer):
+    os.fsync = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def told_to_stop(trainer):
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -28,6 +28,7 @@ SENTENCES = {
     "disk": "rank 1: {folder}/step-00000008: the checkpoint cannot be written (No space left on "
     "device); earlier ones are intact",
     "killed": "rank 1: no answer, killed or stopped from outside",
+    "killed_in_save": "rank 1: no answer, killed or stopped from outside",
     "stopped": "rank 1: no answer, killed or stopped from outside",
 }
 
@@ -61,13 +62,14 @@ def told(error):
 
 
 def checkpoints(folder):
-    return sorted(path.name for path in folder.glob("*step-*"))
+    return sorted(path.name for path in folder.iterdir() if "step-" in path.name)
 
 
 def check(folder, fault, sentences, rank=1):
     expected = SENTENCES[fault].format(folder=folder).replace("rank 1", f"rank {rank}")
     assert [s for s in sentences if s.startswith(expected)], sentences
-    assert checkpoints(folder) == [SAVED]
+    # A rank that is killed while it writes leaves a hidden folder, which the next run removes.
+    assert [name for name in checkpoints(folder) if not name.endswith(".part")] == [SAVED]
     assert load_checkpoint(folder / SAVED)["step"] == 4
 
 
