@@ -41,6 +41,7 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     @common.first_order("depth connection")
     def backward(ctx, _token):
+        ctx.state.check_task(torch._C._current_graph_task_id())
         grads = ctx.state.take_parameter_grads()
         needs = ctx.needs_input_grad[1:]
         return (

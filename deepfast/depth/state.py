@@ -216,6 +216,15 @@ class DepthState:
 
     # ---- backward ------------------------------------------------------------------------------
 
+    def check_task(self, task: int) -> None:
+        """Raises where a later backward pass has begun, which discards what this one has left."""
+        # Each graph task has a larger number than those that began before it.
+        if self.task is not None and task < self.task:
+            raise RuntimeError(
+                "DepthHistory: another backward pass through the same forward pass began before "
+                "this one ended; run them one after the other"
+            )
+
     def enter_later(
         self, task: int, out: Tensor | None, lse: Tensor | None, g: Tensor, dlse: Tensor | None
     ) -> None:
@@ -232,6 +241,7 @@ class DepthState:
 
     def _enter_task(self, task: int, k: int) -> None:
         """Called where backward begins or goes on at state k."""
+        self.check_task(task)
         new = task != self.task
         # A new backward pass recomputes rows, and reads all the states below them.
         if self.released or self._overwritten[k] or (new and any(self._overwritten[:k])):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.depth.stack import (
     DIM,
     LAYERS,
@@ -286,3 +287,24 @@ def test_everything_frozen_but_one_layer(backend):
     x.square().sum().backward()
     assert torch.equal(scales[5].grad, want[5])
     assert all(s.grad is None for k, s in enumerate(scales) if k != 5)
+
+
+@pytest.mark.parametrize("kind", [DLCL, AttentionResiduals])
+@pytest.mark.parametrize("where", ["embedding", "middle"])
+def test_a_backward_inside_another_one_is_an_error(kind, where):
+    """It would discard what the outer one has summed, whose gradients were then wrong."""
+    m, h = kind(3, DIM), DepthHistory(inplace=False)
+    x = leaf()
+    found = [m(x, h)]
+    for _ in range(3):
+        found.append(m(found[-1].tanh(), h))
+    loss, inner = found[-1].sum(), []
+
+    def again(_):
+        if not inner:
+            inner.append(None)
+            torch.autograd.grad(loss, x, retain_graph=True)
+
+    (x if where == "embedding" else found[1]).register_hook(again)
+    with pytest.raises(RuntimeError, match=r"another backward pass .* one after the other"):
+        loss.backward(retain_graph=True)

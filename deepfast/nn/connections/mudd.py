@@ -32,7 +32,7 @@ class _Gradients:
 
     def add_row(self, states, weight, dout, dweight, backend) -> None:
         """Adds what one row gives to the gradients of the states that it reads, 0 .. l."""
-        task = torch._C._current_graph_task_id()
+        task = self._task()
         accumulate = task == self.task and len(self.sums) > 0
         if not accumulate:
             self.task, self.sums = task, [common.empty_contiguous(y) for y in states]
@@ -41,11 +41,21 @@ class _Gradients:
 
     def take(self, k: int) -> Tensor | None:
         """The gradient of state k, of which row k was the last to add its part."""
-        if torch._C._current_graph_task_id() != self.task or len(self.sums) <= k:
+        if self._task() != self.task or len(self.sums) <= k:
             return None
         found = self.sums[k]
         del self.sums[k:]
         return found
+
+    def _task(self) -> int:
+        """The number of this backward pass, larger than that of each one that began before it."""
+        task = torch._C._current_graph_task_id()
+        if task < self.task:
+            raise RuntimeError(
+                "MUDD: another backward pass through the same forward pass began before this one "
+                "ended; run them one after the other"
+            )
+        return task
 
 
 @common.traced_as("mudd_row")

@@ -187,6 +187,24 @@ def test_refuses():
 # ---- stacks --------------------------------------------------------------------------------------
 
 
+def test_a_backward_inside_another_one_is_an_error():
+    m = learned(2, DIM)
+    x, history = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True), MUDDHistory()
+    m(x, history)
+    y = m(body(0, [x]), history)
+    loss = m(body(1, y.unbind(-2)), history).sum()
+    inner = []
+
+    def again(_):
+        if not inner:
+            inner.append(None)
+            torch.autograd.grad(loss, x, retain_graph=True)
+
+    y.register_hook(again)
+    with pytest.raises(RuntimeError, match=r"MUDD: another backward pass .* one after the other"):
+        torch.autograd.grad(loss, x, retain_graph=True)
+
+
 def test_refuses_what_would_lose_gradients_or_states():
     m, other = learned(2, DIM), learned(2, DIM)
     y, history = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True), MUDDHistory()
