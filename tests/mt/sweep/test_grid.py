@@ -1,5 +1,10 @@
 """The points of a sweep, and the runs of each."""
 
+import itertools
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
 from deepfast.mt.sweep.grid import Over, parse_over, points, runs_of
@@ -95,6 +100,18 @@ def test_an_override_may_leave_out_the_translation(tmp_path):
     chosen = points([parse_over("model.dim=16")])
     ((run,),) = runs_of("phrases-small", ["train.test_bleu=false"], chosen, 1, tmp_path).values()
     assert not run.recipe.train.test_bleu
+
+
+def test_the_commands_of_the_page_can_run(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "systems.md").read_text()
+    commands = re.findall(r"^    deepfast sweep (.*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        recipe, *words = shlex.split(command)
+        overs = [value for option, value in itertools.pairwise(words) if option == "--over"]
+        given = [word for word in words if "=" in word and word not in overs]
+        chosen = points([parse_over(over) for over in overs])
+        assert len(runs_of(recipe, given, chosen, 3, tmp_path)) == len(chosen) >= 5
 
 
 @pytest.mark.parametrize("name", recipe_names())
