@@ -13,7 +13,7 @@ PACKAGE = ROOT / "deepfast"
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
 #   backend -> proof.known -> proof.prove, which starts proof.worker -> proof.cases -> nn
-# checks and memory lie at the bottom. Inside mt: training -> search -> models, data.
+# checks and memory lie at the bottom. Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "memory", "version"}
 PROOF = {"proof.known", "proof.show", "proof.table"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
@@ -48,8 +48,9 @@ ALLOWED = {
     "mt.models": {"mt", "mt.data", *NN},
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
-    "measure": {"mt", "mt.search", "mt.training", *MODELS},
-    "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "measure", *MODELS},
+    "mt.sweep": {"mt", "mt.training", *MODELS},
+    "measure": {"mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
+    "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},

@@ -7,53 +7,24 @@ python -m bench.systems --data train.en train.de --large
 """
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from bench.systems.one import RESULT
+from bench.systems.page import page
 from bench.systems.rows import (
     LARGE,
     Row,
     named,
     text_files,
 )
-from bench.systems.table import page
 from deepfast.measure.machine import cpu_model
 from deepfast.mt.data.text import write_atomically
+from deepfast.mt.sweep.runs import Result, Run, run_all
 from deepfast.mt.training import load_recipe
-
-
-def run_one(row: Row, seed: int, folder: Path, shared: tuple[str, ...]) -> dict:
-    """The result of one run: read if its file exists, else the run is started.
-
-    Raises:
-        RuntimeError: if a run fails, with the end of its output.
-    """
-    path = folder / row.name / f"seed-{seed}" / RESULT
-    overrides = row.settings(shared)
-    if path.exists():
-        found = json.loads(path.read_text())
-        if found["overrides"] == overrides:
-            return found
-        raise RuntimeError(
-            f"{path.parent}: expected a run with the same settings, got a run with other settings; "
-            "choose another folder with --output, or remove it"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "bench.systems.one", row.recipe, str(path.parent)]
-    command += [str(seed), *overrides]
-    with open(path.parent / "log.txt", "a", encoding="utf-8") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        said = (path.parent / "log.txt").read_text("utf-8").strip().splitlines()[-5:]
-        raise RuntimeError(f"{row.name}, seed {seed}: exit {done.returncode}:\n" + "\n".join(said))
-    return json.loads(path.read_text())
 
 
 def machine(large: bool) -> str:
@@ -94,29 +65,31 @@ def main(argv: list[str] | None = None) -> int:
     if args.data:
         shared += text_files(*args.data, args.output / "data")
     shared += tuple(args.overrides)
-    for row in rows:
-        # A row with a wrong setting is an error now, not after hours of training other rows.
-        load_recipe(row.recipe, row.settings(shared))
-    results: dict[Row, list[dict]] = {row: [] for row in rows}
+    # Every row runs once before any row runs twice, so an interrupted table has all rows.
+    row_of = {
+        Run(row.name, load_recipe(row.recipe, [*row.settings(shared), f"train.seed={seed}"]),
+            args.output / row.name / f"seed-{seed}"): row
+        for seed in range(1, args.seeds + 1) for row in rows
+    }  # fmt: skip
+    results: dict[Row, list[Result]] = {row: [] for row in rows}
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
     command += f" SET={shlex.quote(' '.join(args.overrides))}" if args.overrides else ""
     path, failed = args.write or args.output / "systems.md", []
-    # Every row runs once before any row runs twice, so an interrupted table has all rows.
-    for seed in range(1, args.seeds + 1):
-        for row in rows:
-            try:
-                found = run_one(row, seed, args.output, shared)
-            except RuntimeError as error:
-                failed.append(str(error))
-                print(error, file=sys.stderr, flush=True)
-                continue
-            results[row].append(found)
-            scored = f"BLEU {found['bleu']:.1f}" if "bleu" in found else found["diverged"]
-            took = f", {found['seconds']:.0f} s" if "seconds" in found else ""
-            print(f"{row.name}, seed {seed}: {scored}{took}", flush=True)
-            text = page(results, args.level, command, machine(args.large))
-            write_atomically(path, text.encode())
+
+    def report(run: Run, found: Result) -> None:
+        if "failed" in found:
+            failed.append(run)
+            print(f"{run.name}, seed {run.seed}: {found['failed']}", file=sys.stderr, flush=True)
+            return
+        results[row_of[run]].append(found)
+        scored = f"BLEU {found['bleu']:.1f}" if "bleu" in found else found["diverged"]
+        took = f", {found['seconds']:.0f} s" if "seconds" in found else ""
+        print(f"{run.name}, seed {run.seed}: {scored}{took}", flush=True)
+        text = page(results, args.level, command, machine(args.large))
+        write_atomically(path, text.encode())
+
+    run_all(list(row_of), report)
     if any(results.values()):
         print(f"the table: {path}")
     return 1 if failed else 0

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from deepfast import checks
-from deepfast.mt.search import DecodingOptions, load_translator, translate_nbest
+from deepfast.mt.search import DecodingOptions, Translations, load_translator, translate_all
 from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
 from deepfast.mt.search.options import LENGTH_FORMS
 from deepfast.mt.search.translator import PRECISIONS
@@ -99,10 +99,10 @@ def to_translate(checkpoint: object, *words: str) -> str:
     return f"to translate: deepfast translate {shlex.join([str(checkpoint), *words])} < FILE"
 
 
-def translate(args: argparse.Namespace, lines: Sequence[str]) -> list[list[tuple[float, str]]]:
-    """Scores and texts of every line; reports the run on stderr."""
+def translate(args: argparse.Namespace, lines: Sequence[str]) -> Translations:
+    """The translations of every line; reports the run on stderr."""
     options = decoding_options(args)
-    results = run_search(args, lines, translate_nbest, options)
+    results = run_search(args, lines, translate_all, options)
     if options.deep_shallow and options.alpha is None and options.gamma is None:
         print(
             f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
@@ -115,10 +115,10 @@ def translate(args: argparse.Namespace, lines: Sequence[str]) -> list[list[tuple
 def run_search(
     args: argparse.Namespace,
     lines: Sequence[str],
-    search: Callable[..., Results],
+    find: Callable[..., Results],
     options: DecodingOptions,
 ) -> Results:
-    """``search(model, vocabulary, lines, options)`` with the checkpoints of the arguments.
+    """``find(model, vocabulary, lines, options)`` with the checkpoints of the arguments.
 
     Warnings and the speed go to stderr.
     """
@@ -131,13 +131,12 @@ def run_search(
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught, translator.precision(args.precision):
         warnings.simplefilter("always")
-        results = search(translator.model, translator.vocabulary, lines, options)
+        results = find(translator.model, translator.vocabulary, lines, options)
     seconds = time.perf_counter() - started
     for warning in caught:
         print(f"deepfast {args.command}: {warning.message}", file=sys.stderr)
-    print(
-        f"deepfast {args.command}: {len(lines)} lines in {seconds:.1f} s, "
-        f"{len(lines) / max(seconds, 1e-9):.1f} lines/s",
-        file=sys.stderr,
-    )
+    said = f"{len(lines)} lines in {seconds:.1f} s, {len(lines) / max(seconds, 1e-9):.1f} lines/s"
+    if isinstance(results, Translations):
+        said += f", {results.target_tokens / max(seconds, 1e-9):.1f} target tokens/s"
+    print(f"deepfast {args.command}: {said}", file=sys.stderr)
     return results

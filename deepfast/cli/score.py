@@ -2,14 +2,21 @@
 sacrebleu's signature.
 
 Give two files, or --checkpoint with --source and --reference to translate first. Files are UTF-8,
-detokenised, one sentence a line, plain or gzip."""
+detokenised, one sentence a line, plain or gzip.
+
+--by-length 10,20 adds the cased BLEU of sentences whose source has up to 10, 11 to 20 and more
+words; for two files it needs --source. With --checkpoint a line has the BLEU of those sentences in
+whose source the vocabulary knows every piece."""
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from deepfast.cli.decoding import add_translation_arguments, translate
 from deepfast.mt.data import read_lines
-from deepfast.mt.search import bleu
+from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
+from deepfast.mt.search.score import check_bounds
 
 EXAMPLE = """deepfast score translations.de test.de
   deepfast score --checkpoint model.pt --source test.en --reference test.de"""
@@ -21,30 +28,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "references", nargs="?", metavar="REFERENCES", help="their references, line by line"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--by-length", metavar="N,N", help="also BLEU by the words of a source, such as 10,20,30"
+    )
+    parser.add_argument("--source", help="text to translate; with two files, what was translated")
     group = parser.add_argument_group("translate first")
     group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
-    group.add_argument("--source", help="text to translate")
     group.add_argument("--reference", help="its reference translation")
     add_translation_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     files = [args.hypotheses, args.references]
-    model = [args.checkpoint, args.source, args.reference]
+    model = [args.checkpoint, args.reference]
+    bounds = None if args.by_length is None else _bounds(args.by_length)
+    sources = known = None
     if all(files) and not any(model):
-        scores = bleu(*map(read_lines, files))
-    elif all(model) and not any(files):
-        sources, references = read_lines(args.source), read_lines(args.reference)
-        if len(sources) != len(references):
-            # bleu would report this too, but only after the translation.
-            raise ValueError(
-                f"expected as many references as source lines, got {len(sources)} in "
-                f"{args.source} and {len(references)} in {args.reference}"
-            )
-        scores = bleu([best[0][1] for best in translate(args, sources)], references)
+        hypotheses, references = map(read_lines, files)
+        if args.source:
+            sources = _sources(args.source, args.references, references)
+        elif bounds:
+            raise ValueError("--by-length: expected --source, the text that was translated")
+    elif all(model) and args.source and not any(files):
+        references = read_lines(args.reference)
+        sources = _sources(args.source, args.reference, references)
+        found = translate(args, sources)
+        hypotheses, known = [best[0][1] for best in found.nbest], found.known
     else:
         raise ValueError(
             "expected HYPOTHESES and REFERENCES, or --checkpoint with --source and --reference"
         )
-    print(json.dumps(scores.as_dict(), indent=2) if args.json else scores)
+    scores = bleu(hypotheses, references)
+    parts: dict[str, list[Part]] = {}
+    if bounds:
+        parts["by_length"] = bleu_by_length(sources, hypotheses, references, bounds)
+    if known is not None:
+        name = "no unknown piece in the source"
+        parts["known"] = [bleu_of_part(name, known, hypotheses, references)]
+    if args.json:
+        more = {key: [asdict(part) for part in own] for key, own in parts.items()}
+        print(json.dumps(scores.as_dict() | more, indent=2))
+    else:
+        print(scores, *(part for own in parts.values() for part in own), sep="\n")
     return 0
+
+
+def _bounds(text: str) -> Sequence[int]:
+    try:
+        return check_bounds([int(part) for part in text.split(",")])
+    except ValueError as error:
+        raise ValueError(
+            f"--by-length: expected rising whole numbers such as 10,20,30, got {text!r}"
+        ) from error
+
+
+def _sources(path: str, reference: str, references: Sequence[str]) -> list[str]:
+    lines = read_lines(path)
+    if len(lines) != len(references):
+        # bleu would report this too, but only after a translation.
+        raise ValueError(
+            f"expected as many references as source lines, got {len(lines)} in {path} and "
+            f"{len(references)} in {reference}"
+        )
+    return lines

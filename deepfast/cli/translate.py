@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output != "-":
         check_writable(args.output)
     lines = read_standard_input() if args.input == "-" else read_lines(args.input)
-    results = translate(args, lines)
+    results = translate(args, lines).nbest
     if args.nbest == 1:
         rows = [best[0][1] for best in results]
     else:

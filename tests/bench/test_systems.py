@@ -6,6 +6,7 @@ import json
 import pytest
 
 from bench.systems import __main__ as systems
+from bench.systems.page import page, steps_to
 from bench.systems.rows import (
     BASE,
     HELD_OUT,
@@ -14,7 +15,7 @@ from bench.systems.rows import (
     named,
     text_files,
 )
-from bench.systems.table import diverged, page, steps_to
+from deepfast.mt.sweep.table import diverged
 from deepfast.mt.training import load_recipe
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
@@ -115,7 +116,7 @@ def test_text_files_are_split(tmp_path):
         text_files(tmp_path / "few", tmp_path / "few", tmp_path / "out")
 
 
-def test_a_run_is_made_once(tmp_path, capsys, monkeypatch):
+def test_a_run_is_made_once(tmp_path, monkeypatch):
     """In processes, as a user would; the second call reads what the first one left."""
     arguments = ["--seeds", "1", "--rows", "dlcl-pre", "--output", str(tmp_path), *TINY]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -131,5 +132,5 @@ def test_a_run_is_made_once(tmp_path, capsys, monkeypatch):
     assert "| DLCL, pre-norm |" in (tmp_path / "systems.md").read_text()
     assert found["seconds"] > 0
     # A run of other settings is not taken for this one.
-    assert systems.main([*arguments, "optim.lr=1e-3"]) == 1
-    assert "expected a run with the same settings" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"same settings, got other settings \(optim.lr 0.002 -> "):
+        systems.main([*arguments, "optim.lr=1e-3"])

@@ -15,21 +15,31 @@ from deepfast.mt.search.deep_shallow import Tuned, tune_deep_shallow
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.forced import score_hypotheses
 from deepfast.mt.search.options import DecodingOptions
-from deepfast.mt.search.score import Scores, bleu
-from deepfast.mt.search.translate import translate_lines, translate_nbest
+from deepfast.mt.search.score import Part, Scores, bleu, bleu_by_length, bleu_of_part
+from deepfast.mt.search.translate import (
+    Translations,
+    translate_all,
+    translate_lines,
+    translate_nbest,
+)
 from deepfast.mt.search.translator import Translator, load_translator
 
 __all__ = [
     "DecodingOptions",
     "Ensemble",
     "Hypothesis",
+    "Part",
     "Scores",
+    "Translations",
     "Translator",
     "Tuned",
     "beam_search",
     "bleu",
+    "bleu_by_length",
+    "bleu_of_part",
     "load_translator",
     "score_hypotheses",
+    "translate_all",
     "translate_lines",
     "translate_nbest",
     "tune_deep_shallow",

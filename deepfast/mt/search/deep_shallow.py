@@ -168,7 +168,7 @@ def tune_deep_shallow(
     Args:
         lines, references: the text and its translation, line by line.
         alphas, gammas: values to try.
-        model, vocabulary, options: see `translate_nbest`; alpha, gamma and nbest are not read.
+        model, vocabulary, options: see `translate_all`; alpha, gamma and nbest are not read.
 
     Raises:
         ValueError: the counts differ, there is nothing to translate, or a model that has not grown.

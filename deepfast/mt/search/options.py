@@ -13,7 +13,7 @@ MOST = 10
 class DecodingOptions:
     """What a search looks for, and how large its batches are.
 
-    `translate_nbest` reads all options, `beam_search` those that concern one batch.
+    `translate_all` reads all options, `beam_search` those that concern one batch.
 
     Raises:
         ValueError: a value out of range, or two options that cannot go together.

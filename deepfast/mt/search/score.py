@@ -4,9 +4,11 @@ Papineni et al., BLEU, 2002; Popovic, chrF, 2015; Post, A Call for Clarity in Re
 Scores, 2018, https://aclanthology.org/W18-6319.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from deepfast.mt.data import split_tag
 from deepfast.mt.data.errors import require
 
 
@@ -79,6 +81,73 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         length_ratio=cased.sys_len / cased.ref_len if cased.ref_len else 0.0,
         sentences=len(hypotheses),
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some sentences of a text, and their BLEU."""
+
+    name: str
+    sentences: int
+    bleu: float | None
+    """Cased, 0 to 100; None for no sentence."""
+
+    def __str__(self) -> str:
+        score = "     -" if self.bleu is None else f"{self.bleu:6.2f}"
+        plural = "" if self.sentences == 1 else "s"
+        return f"BLEU {score}  {self.sentences} sentence{plural}, {self.name}"
+
+
+def bleu_of_part(
+    name: str, chosen: Sequence[bool], hypotheses: Sequence[str], references: Sequence[str]
+) -> Part:
+    """The cased BLEU of the chosen sentences."""
+    rows = [
+        (hypothesis, reference)
+        for use, hypothesis, reference in zip(chosen, hypotheses, references, strict=True)
+        if use
+    ]
+    if not rows:
+        return Part(name, 0, None)
+    translated, expected = zip(*rows, strict=True)
+    return Part(name, len(rows), bleu_against(expected)(translated))
+
+
+def bleu_by_length(
+    sources: Sequence[str],
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    bounds: Sequence[int],
+) -> list[Part]:
+    """The cased BLEU of sentences by the length of their source in words.
+
+    A word is what spaces separate; a language tag is none.
+
+    Args:
+        bounds: (10, 20) stands for up to 10, 11 to 20 and over 20 words.
+
+    Raises:
+        ValueError: bounds that are not whole numbers of at least 1, each larger than the last.
+    """
+    check_bounds(bounds)
+    lengths = [len(split_tag(line)[1].split()) for line in sources]
+    parts = []
+    for low, high in zip((-1, *bounds), (*bounds, None), strict=True):
+        most = high or max(lengths, default=0)
+        first = f"{low + 1} to " if high and low + 1 < high else ""
+        name = f"over {low}" if high is None else f"up to {high}" if low < 0 else f"{first}{high}"
+        chosen = [low < length <= most for length in lengths]
+        parts.append(bleu_of_part(f"{name} words", chosen, hypotheses, references))
+    return parts
+
+
+def check_bounds(bounds: Sequence[int]) -> Sequence[int]:
+    """The bounds of `bleu_by_length`, or a ValueError."""
+    if not bounds or any(low >= high for low, high in itertools.pairwise((0, *bounds))):
+        raise ValueError(
+            f"by_length: expected rising whole numbers of at least 1, got {list(bounds)}"
+        )
+    return bounds
 
 
 def bleu_against(references: Sequence[str]) -> Callable[[Sequence[str]], float]:

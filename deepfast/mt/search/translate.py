@@ -1,6 +1,7 @@
 """Lines of text in, their translations out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,13 +14,25 @@ from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
 
 
-def translate_nbest(
+@dataclass(frozen=True)
+class Translations:
+    """What `translate_all` found."""
+
+    nbest: list[list[tuple[float, str]]]
+    """Of every line, in the order of the lines, the best translations with their scores."""
+    target_tokens: int
+    """Tokens of the best translation of every line, eos included."""
+    known: list[bool]
+    """Of every line, whether none of its pieces is unknown to the vocabulary."""
+
+
+def translate_all(
     model: SearchModel,
     vocabulary: Vocabulary | TokenVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
-) -> list[list[tuple[float, str]]]:
-    """The best translations of every line with their scores, in the order of the lines.
+) -> Translations:
+    """The best translations of every line, and what a report needs beside them.
 
     A line without text has the one translation ``(0.0, "")``.
     `deepfast.mt.search.lines.decode_lines` makes the batches.
@@ -28,9 +41,6 @@ def translate_nbest(
         model: on the device where it is to run; the caller chooses autocast.
         vocabulary: the one that the model was trained with.
         lines: source sentences.
-
-    Returns:
-        For each line up to ``options.nbest`` pairs of score and text, best first.
 
     Raises:
         ValueError: a vocabulary of another size than the model's, ``replace_unknown`` with a model
@@ -53,7 +63,22 @@ def translate_nbest(
         else:
             texts = [vocabulary.decode(ids) for ids in tokens]
         results.append(list(zip(scores, texts, strict=True)))
-    return results
+    return Translations(
+        nbest=results,
+        target_tokens=sum(len(best[0][1]) + 1 for best in found if best is not None),
+        known=[vocabulary.unk_id not in vocabulary.encode(line) for line in lines],
+    )
+
+
+def translate_nbest(
+    model: SearchModel,
+    vocabulary: Vocabulary | TokenVocabulary,
+    lines: Sequence[str],
+    options: DecodingOptions = DEFAULTS,
+) -> list[list[tuple[float, str]]]:
+    """For each line up to ``options.nbest`` pairs of score and text, best first; see
+    `translate_all`."""
+    return translate_all(model, vocabulary, lines, options).nbest
 
 
 def _searched(
@@ -78,5 +103,5 @@ def translate_lines(
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
 ) -> list[str]:
-    """The best translation of every line, in the order of the lines; see `translate_nbest`."""
+    """The best translation of every line, in the order of the lines; see `translate_all`."""
     return [best[0][1] for best in translate_nbest(model, vocabulary, lines, options)]

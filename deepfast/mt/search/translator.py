@@ -25,7 +25,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Translator:
-    """What `translate_nbest` and `tune_deep_shallow` need beside the lines.
+    """What `translate_all` and `tune_deep_shallow` need beside the lines.
 
     translator = load_translator(["model.pt"])
     lines = translator.prepare(["a small house"])

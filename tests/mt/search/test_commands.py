@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -38,6 +39,8 @@ def test_file_to_file(checkpoint, source, tmp_path, expected, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert "deepfast translate: 4 lines in" in said.err
+    # The empty line has no token, the others at most 6 and eos.
+    assert re.search(r" lines/s, \d+\.\d target tokens/s\n$", said.err)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["test.de", "test.en"]
 
 
@@ -140,6 +143,38 @@ def test_score_of_a_checkpoint(checkpoint, source, tmp_path, expected, capsys):
     assert json.loads(capsys.readouterr().out)["chrf"] == pytest.approx(100)
 
 
+def test_score_by_length(tmp_path, capsys):
+    sources, texts = tmp_path / "s", tmp_path / "t"
+    sources.write_text("one\none two three\n<de> one two three\n" + "word " * 9 + "\n")
+    texts.write_text("a b c d\na b c d e\na b c d f\na b c d g\n")
+    arguments = ["score", str(texts), str(texts), "--source", str(sources), "--by-length", "2,3,5"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out.splitlines()[-4:]
+    assert said == [
+        "BLEU 100.00  1 sentence, up to 2 words",
+        "BLEU 100.00  2 sentences, 3 words",
+        "BLEU      -  0 sentences, 4 to 5 words",
+        "BLEU 100.00  1 sentence, over 5 words",
+    ]
+    assert main([*arguments, "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["by_length"]
+    assert [part["sentences"] for part in parts] == [1, 2, 0, 1]
+    assert parts[2] == {"name": "4 to 5 words", "sentences": 0, "bleu": None}
+
+
+def test_score_without_unknown_pieces(checkpoint, tmp_path, capsys):
+    source, reference = tmp_path / "s", tmp_path / "t"
+    source.write_text("the old bridge\nwe walk Ω home\na small house\n", encoding="utf-8")
+    reference.write_text("one\ntwo\nthree\n")
+    arguments = ["score", "--checkpoint", str(checkpoint), "--source", str(source), "--reference",
+                 str(reference), "--by-length", "3", *FAST]  # fmt: skip
+    assert main(arguments) == 0
+    *_, short, long, known = capsys.readouterr().out.splitlines()
+    assert short.endswith(" 2 sentences, up to 3 words")
+    assert long.endswith(" 1 sentence, over 3 words")
+    assert known.endswith(" 2 sentences, no unknown piece in the source")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -156,6 +191,15 @@ def test_score_of_a_checkpoint(checkpoint, source, tmp_path, expected, capsys):
         (["translate", "{c}", "--input", "{s}", "--nbest", "9"], "at most beam 4, got 9"),
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
+        (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
+        (
+            ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3,x"],
+            "--by-length: expected rising whole numbers such as 10,20,30, got '3,x'",
+        ),
+        (
+            ["score", "{s}", "{s}", "--source", "{e}", "--by-length", "3"],
+            "as many references as source lines, got 0",
+        ),
         (["score", "{s}", "{e}"], "got 4 translations and 0 references"),
         (
             ["score", "--checkpoint", "{c}", "--source", "{s}", "--reference", "{e}"],

@@ -5,7 +5,7 @@ import json
 import pytest
 import sacrebleu
 
-from deepfast.mt.search import bleu
+from deepfast.mt.search import bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import bleu_against
 
 HYPOTHESES = ["Das Haus steht am Fluss .", "die alte Brücke ist gesperrt.", "Sie liest"]
@@ -68,3 +68,18 @@ def test_errors():
         bleu([], [])
     with pytest.raises(ValueError, match="references must be a list of sentences, got one string"):
         bleu(HYPOTHESES, "text")
+
+
+def test_the_bleu_of_some_sentences_is_that_of_these_alone():
+    chosen = [True, False, True]
+    hypotheses = ["a b c d e", "x", "the cat sat on the mat"]
+    references = ["a b c d f", "y", "the cat sat on a mat"]
+    part = bleu_of_part("two of them", chosen, hypotheses, references)
+    assert part.sentences == 2
+    assert part.bleu == bleu([hypotheses[0], hypotheses[2]], [references[0], references[2]]).bleu
+
+
+@pytest.mark.parametrize("bounds", [[], [0], [3, 3], [5, 3], [-1, 3]])
+def test_bounds_of_lengths_rise(bounds):
+    with pytest.raises(ValueError, match="by_length: expected rising whole numbers of at least 1"):
+        bleu_by_length(["a"], ["b"], ["b"], bounds)

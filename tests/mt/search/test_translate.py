@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.search import DecodingOptions, beam_search, translate_lines, translate_nbest
+from deepfast.mt.search import (
+    DecodingOptions,
+    beam_search,
+    translate_all,
+    translate_lines,
+    translate_nbest,
+)
 
 LINES = [
     "the old bridge",
@@ -91,3 +97,17 @@ def test_errors(model, vocabulary):
     other = Vocabulary.train(["some other text of other words"] * 3, 30)
     with pytest.raises(ValueError, match="of the model's 60 pieces, got 30"):
         translate_lines(model, other, LINES)
+
+
+def test_tokens_and_unknown_pieces_are_counted(model, vocabulary):
+    lines = ["the old bridge", "", "we walk Ω home"]
+    # eos is forced after four tokens at most, and counts.
+    found = translate_all(model, vocabulary, lines, DecodingOptions(beam=2, nbest=2, max_length=4))
+    assert found.known == [True, True, False]
+    assert [len(best) for best in found.nbest] == [2, 1, 2]
+    expected = 0
+    for line in (lines[0], lines[2]):
+        source = torch.tensor([[*vocabulary.encode(line), vocabulary.eos_id]])
+        ((best, *_),) = beam_search(model, source, DecodingOptions(beam=2, max_length=4))
+        expected += len(best.tokens) + 1
+    assert found.target_tokens == expected

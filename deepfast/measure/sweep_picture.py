@@ -1,0 +1,174 @@
+"""The picture of a sweep: BLEU and dev NLL over its first key, a curve for each other combination.
+
+Numbers lie on an axis. Anything else, such as names of connections, has a line of its own. Error
+bars are the standard deviation over the seeds.
+"""
+
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepfast.measure.pictures import STYLE, WIDTH, save
+from deepfast.mt.data.errors import require
+from deepfast.mt.sweep.grid import Point
+from deepfast.mt.sweep.runs import Result
+from deepfast.mt.sweep.table import diverged, known
+
+PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
+"""What a run's result has -> the title of its panel."""
+COLORS = ("#0b6e4f", "#b3261e", "#2f6db5", "#c77700", "#8250c4", "#7a7a7a", "#00838f", "#ad1457")
+MARKERS = "osD^vPX*"
+RANGE = 8
+"""Numbers whose largest is this many times the smallest are on a logarithmic axis."""
+LABEL, CAPTION = 22, 68
+"""Letters of a line beside the axis, and of the caption."""
+GREY = "#555555"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The runs of one point in one panel."""
+
+    at: int
+    """The place of its value among the values of the first key."""
+    mean: float
+    """Not a number where no run has a result: the curve has a gap there."""
+    deviation: float | None
+    """None for less than two runs."""
+
+
+def marks(results: Mapping[Point, Sequence[Result]], name: str) -> dict[str, list[Mark]]:
+    """Curve -> its marks, in the order of the first key's values."""
+    found: dict[str, list[Mark]] = {}
+    for point, runs in results.items():
+        curve = found.setdefault(", ".join(point.values[1:]), [])
+        values = known(runs, name)
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        at = point.overs[0].values.index(point.values[0])
+        curve.append(Mark(at, statistics.mean(values) if values else math.nan, deviation))
+    return found
+
+
+def caption(results: Mapping[Point, Sequence[Result]]) -> str:
+    """How many seeds, what the bars are, and what is missing."""
+    all_runs = [run for runs in results.values() for run in runs]
+    counts = {len([run for run in runs if "failed" not in run]) for runs in results.values()} - {0}
+    low, high = min(counts, default=0), max(counts, default=0)
+    seeds = f"{low} seed{'s' * (low != 1)}" if low == high else f"{low} to {high} seeds"
+    text = f"Mean of {seeds}; bars: standard deviation." if high > 1 else "One seed."
+    text = text if high else "No result."
+    failed = sum("failed" in run for run in all_runs)
+    apart = sum("failed" not in run and diverged(run) for run in all_runs)
+    missing = [f"{count} of {len(all_runs)} runs {word}"
+               for count, word in ((apart, "diverged"), (failed, "failed")) if count]  # fmt: skip
+    return " ".join([text, *(f"{', '.join(missing)}." for _ in missing[:1])])
+
+
+def draw(
+    results: Mapping[Point, Sequence[Result]],
+    numbers: Mapping[Point, Sequence[float | None]],
+    path: Path,
+) -> None:
+    """Writes the picture as SVG or PNG, by the file's ending.
+
+    Args:
+        results: the runs of every point so far.
+        numbers: `Point.numbers` of every point, with runs and without.
+    """
+    matplotlib = require("matplotlib", "drawing a sweep")
+    from matplotlib.figure import Figure
+
+    over = next(iter(results)).overs[0]
+    number_of = {point.values[0]: own[0] for point, own in numbers.items()}
+    across = [number_of[value] for value in over.values]
+    numeric = None not in across and len(across) > 1
+    panels = {name: marks(results, name) for name in PANELS}
+    panels = {
+        name: curves for name, curves in panels.items()
+        if any(math.isfinite(mark.mean) for curve in curves.values() for mark in curve)
+    }  # fmt: skip
+    names = list(next(iter(panels.values()))) if panels else []
+    labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in over.values]
+    with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):
+        legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
+        height = 0.9 + 0.19 * legend + (
+            1.75 * max(1, len(panels)) if numeric
+            else 0.13 * sum(2 + label.count("\n") + 0.7 * len(names) for label in labels)
+        )  # fmt: skip
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        shape = (len(panels), 1) if numeric else (1, len(panels))
+        if panels:
+            grid = figure.subplots(*shape, squeeze=False, sharex=numeric, sharey=not numeric)
+            for axes, (name, curves) in zip(grid.flat, panels.items(), strict=True):
+                axes.set_title(PANELS[name])
+                if numeric:
+                    _over_numbers(axes, curves, across)
+                else:
+                    _over_names(axes, curves, labels)
+            if numeric:
+                grid.flat[-1].set_xlabel(over.key)
+            else:
+                grid.flat[0].set_ylabel(over.key)
+            if len(names) > 1:
+                _legend(figure, grid.flat[0], next(iter(results)).overs[1:])
+        text = "\n".join(textwrap.wrap(caption(results), CAPTION))
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=GREY)
+    save(figure, path)
+
+
+def _style(index: int) -> dict:
+    return {
+        "color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 4.5, "capsize": 2.5, "elinewidth": 1,
+    }  # fmt: skip
+
+
+def _bars(curve: Sequence[Mark]) -> list[float] | None:
+    """The length of the error bars; None where no mark has one."""
+    if all(mark.deviation is None for mark in curve):
+        return None
+    return [mark.deviation or 0.0 for mark in curve]
+
+
+def _over_numbers(axes, curves: Mapping[str, list[Mark]], across: Sequence[float]) -> None:
+    for index, (name, curve) in enumerate(curves.items()):
+        curve = sorted(curve, key=lambda mark: across[mark.at])
+        axes.errorbar(
+            [across[mark.at] for mark in curve], [mark.mean for mark in curve], _bars(curve),
+            label=name, linewidth=1.6, linestyle="-", **_style(index),
+        )  # fmt: skip
+    if min(across) > 0 and max(across) >= RANGE * min(across):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    if len(across) <= 8:
+        axes.set_xticks(across, [f"{x:g}" for x in across])
+    axes.margins(x=0.06, y=0.12)
+
+
+def _over_names(axes, curves: Mapping[str, list[Mark]], labels: Sequence[str]) -> None:
+    """A line for each value, from the top; its curves lie below each other."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (name, curve) in enumerate(curves.items()):
+        aside = 0.6 * ((index + 0.5) / len(curves) - 0.5)
+        axes.errorbar(
+            [mark.mean for mark in curve], [mark.at + aside for mark in curve],
+            xerr=_bars(curve), label=name, linestyle="none", **_style(index),
+        )  # fmt: skip
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.margins(x=0.12)
+
+
+def _legend(figure, axes, overs: Sequence) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    names = ["\n".join(textwrap.wrap(name, CAPTION - 12)) for name in names]
+    figure.legend(
+        handles, names, loc="outside upper left", frameon=False, fontsize=9, alignment="left",
+        title=", ".join(over.key for over in overs), title_fontsize=9,
+        ncols=2 if max(map(len, names)) < 20 else 1,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""One run in its own process, so that the peak memory is that of this run.
+
+python -m deepfast.mt.sweep.one FOLDER
+
+The folder holds the recipe (`runs.Run.write`). The result is written beside it.
+"""
+
+import json
+import math
+import signal
+import sys
+import tempfile
+import traceback
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.sweep.runs import INTERRUPTED, RESULT, read_recipe
+from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.environment import peak_bytes, resolve_device, settings
+from deepfast.mt.training.growing import second_run
+from deepfast.mt.training.memory import set_policy
+from deepfast.mt.training.trainer import Trainer
+
+
+def micro_batches(recipe: Recipe) -> int | None:
+    """How many micro-batches a run takes; None if time or patience may end it."""
+    parts = [recipe]
+    if recipe.grow is not None and recipe.model.get("kind") != "depth_growing":
+        second = second_run(recipe)
+        parts = [second] if recipe.grow.get("from") else [recipe, second]
+    sections = [part.train for part in parts]
+    if any(s.max_steps is None or s.max_minutes or s.patience for s in sections):
+        return None
+    return sum(part.train.max_steps * part.optim.accumulate for part in parts)
+
+
+def before(recipe: Recipe) -> dict:
+    """What is known before the first step: the model, the peak memory of a step, and the tokens of
+    the run."""
+    device = resolve_device(recipe.train.device)
+    with tempfile.TemporaryDirectory() as folder, settings(recipe.train):
+        corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
+        trainer = Trainer(recipe, corpus, device)
+        found = {"model": trainer.model.describe(), "live_bytes": None, "target_tokens": None,
+                 "threads": torch.get_num_threads()}  # fmt: skip
+        planned = recipe.memory is not None and recipe.planned()
+        if recipe.memory is not None and not planned:
+            set_policy(trainer.model, recipe.memory)
+        # A planned run measures its own step, under the policies of its plan.
+        peak = math.inf if planned else trainer.measure()
+        if peak < math.inf:
+            found["live_bytes"] = int(peak)
+        left = micro_batches(recipe)
+        if left is not None:
+            tokens = 0
+            while left > 0:
+                seen = [batch.target_tokens for batch in islice(corpus.batches, left)]
+                tokens, left = tokens + sum(seen), left - len(seen)
+            found["target_tokens"] = tokens
+    return found
+
+
+def after(result: TrainResult) -> dict:
+    """What the run produced: curves, and the model that translates."""
+    # A run in stages has a folder for each stage.
+    stages = sorted(result.output.parent.glob("stage*")) or [result.output]
+    curve, steps, seconds = [], 0, 0.0
+    found: dict = {}
+    for stage in stages:
+        rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+        curve += [[steps + r["step"], r["nll"]] for r in rows if r["event"] == "valid"]
+        trained = [row for row in rows if row["event"] == "train"]
+        steps, seconds = steps + trained[-1]["step"], seconds + rows[-1]["seconds"]
+        measured = [row["measured_bytes"] for row in rows if row["event"] == "memory"]
+        found |= {"live_bytes": measured[-1]} if measured else {}
+    model, _ = load_model(result.for_translation)
+    return found | {
+        "model": model.describe(),
+        "steps": steps,
+        "seconds": seconds,
+        "bleu": result.test_bleu,
+        "curve": curve,
+        "nll": min(
+            (x for x in (result.best_nll, result.average_nll) if x is not None), default=None
+        ),
+        # Of the last stage. Other work on the machine disturbed the fastest line least.
+        "target_tokens_per_second": max(row["target_tokens_per_second"] for row in trained),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def main(folder: Path) -> int:
+    recipe = read_recipe(folder)
+    found = {"seed": recipe.train.seed} | before(recipe)
+    try:
+        result = train(recipe)
+    except NotFiniteError as error:
+        found["diverged"] = str(error)
+    else:
+        if result.stopped in ("SIGINT", "SIGTERM"):
+            return INTERRUPTED
+        found |= after(result)
+    found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))
+    write_atomically(folder / RESULT, json.dumps(found, indent=1).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    # Outside of the training loop, which saves first, SIGTERM ends the process as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        # The process that reads the log shows its last line.
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,238 @@
+"""Runs in processes of their own: several at once, resumed, each made once.
+
+A run has a folder: `settings.json` is its recipe, `run` what `deepfast train` writes, `log.txt`
+what it printed, and `result.json` its result once it has finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepfast.memory.units import format_bytes
+from deepfast.mt.data.text import write_atomically
+from deepfast.mt.models import build
+from deepfast.mt.training import Recipe, recipe_from_dict
+from deepfast.mt.training.recipe_file import differences
+
+RESULT, SETTINGS, LOG = "result.json", "settings.json", "log.txt"
+INTERRUPTED = 130
+"""The exit code of a run that was stopped and can be resumed."""
+PROCESS = (sys.executable, "-m", "deepfast.mt.sweep.one")
+POLL = 0.05
+"""Seconds between two looks at the processes."""
+SHOWN = 3
+"""How many of the settings that differ an error names."""
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run: a recipe with its seed, and its folder."""
+
+    name: str
+    """What people read, such as "model.encoder_layers=6"."""
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.train.seed
+
+    @cached_property
+    def parameters(self) -> int:
+        """About how many parameters its model has; a size to compare runs by."""
+        with torch.device("meta"):
+            model = build(self.recipe.model_config(vocab_size=self.recipe.data.vocab_size))
+        return sum(p.numel() for p in model.parameters())
+
+    def _settings(self) -> dict[str, Any]:
+        """The recipe as JSON has it, without what the folder decides."""
+        plain = self.recipe.to_dict()
+        del plain["output"], plain["resume"]
+        return json.loads(json.dumps(plain))
+
+    def result(self) -> Result | None:
+        """What the run found; None if it has not finished.
+
+        Raises:
+            ValueError: the folder holds a run with other settings.
+        """
+        path = self.folder / SETTINGS
+        if path.exists():
+            other = differences(json.loads(path.read_text("utf-8")), self._settings())
+            more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+            got = f"other settings ({', '.join(other[:SHOWN])}{more})" if other else None
+        else:
+            got = f"a result without {SETTINGS}" if (self.folder / RESULT).exists() else None
+        if got is not None:
+            raise ValueError(
+                f"{self.folder}: expected a run with the same settings, got {got}; choose another "
+                "folder with --output, or remove it"
+            )
+        path = self.folder / RESULT
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def write(self) -> None:
+        """Makes the folder, with the recipe for the process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self._settings(), indent=1)
+        write_atomically(self.folder / SETTINGS, text.encode())
+
+    def ended(self, code: int) -> Result:
+        """The result of a process that has ended; ``failed`` says why there is none."""
+        if code == 0:
+            return json.loads((self.folder / RESULT).read_text("utf-8"))
+        lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
+        why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+        return {"seed": self.seed, "failed": f"{why}: {lines[-1] if lines else 'no output'}"}
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe that `Run.write` wrote; it resumes in this folder."""
+    plain = json.loads((folder / SETTINGS).read_text("utf-8"))
+    return replace(recipe_from_dict(plain), output=str(folder / "run"), resume=True)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_all(
+    runs: Sequence[Run],
+    report: Callable[[Run, Result], None],
+    *,
+    jobs: int = 1,
+    threads: int | None = None,
+    memory: int | None = None,
+) -> None:
+    """Makes all runs that have not finished, and hands each result over as soon as it is known.
+
+    A run that fails has a result with ``failed``, and is made again by the next call. Ctrl-C and
+    SIGTERM stop the processes, which write checkpoints first; the next call resumes them.
+
+    Args:
+        report: called with each run and its result, finished ones first.
+        jobs: processes at once.
+        threads: of each process; None: all cores for one job, else each job's part of them.
+        memory: bytes that the processes may take together. A run counts as much as the largest
+            peak of a finished run with as many parameters or more; where there is none, it runs
+            alone. So the run with the most parameters begins.
+
+    Raises:
+        ValueError: a folder holds a run with other settings. Then nothing is started.
+        KeyboardInterrupt: after the processes have ended.
+    """
+    results = {run: run.result() for run in runs}
+    peaks: dict[int, int] = {}
+    for run, found in results.items():
+        if found is not None:
+            _note_peak(peaks, run, found, memory)
+            report(run, found)
+    waiting = [run for run, found in results.items() if found is None]
+    if memory is not None:
+        waiting.sort(key=lambda run: -run.parameters)
+    if threads is None and jobs > 1:
+        threads = max(1, cores() // jobs)
+    active: dict[Run, subprocess.Popen] = {}
+    with _ending(active):
+        while waiting or active:
+            while waiting and len(active) < jobs and _fits(waiting[0], active, peaks, memory):
+                run = waiting.pop(0)
+                active[run] = _start(run, threads)
+            if waiting and not active:
+                run = waiting.pop(0)
+                took = format_bytes(_expected(run, peaks))
+                got = f"not started: a run took {took}, more than {format_bytes(memory)}"
+                report(run, {"seed": run.seed, "failed": got})
+                continue
+            time.sleep(POLL)
+            for run, code in [(run, process.poll()) for run, process in active.items()]:
+                if code is not None:
+                    del active[run]
+                    found = run.ended(code)
+                    _note_peak(peaks, run, found, memory)
+                    report(run, found)
+
+
+def _note_peak(peaks: dict[int, int], run: Run, found: Result, memory: int | None) -> None:
+    if memory is not None and "process_bytes" in found:
+        peaks[run.parameters] = max(found["process_bytes"], peaks.get(run.parameters, 0))
+
+
+def _expected(run: Run, peaks: dict[int, int]) -> int | None:
+    """The memory that a run will take at most; None if no finished run tells."""
+    return max((peak for size, peak in peaks.items() if size >= run.parameters), default=None)
+
+
+def _fits(
+    run: Run, active: dict[Run, subprocess.Popen], peaks: dict[int, int], memory: int | None
+) -> bool:
+    """Whether a run may start beside the active ones."""
+    if memory is None:
+        return True
+    expected = [_expected(each, peaks) for each in (run, *active)]
+    if None in expected:
+        return not active
+    return sum(expected) <= memory
+
+
+def _start(run: Run, threads: int | None) -> subprocess.Popen:
+    run.write()
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    with open(run.folder / LOG, "a", encoding="utf-8") as log:
+        # In a group of its own: Ctrl-C on the terminal reaches it once, from here. A second one
+        # would end it before it has saved.
+        return subprocess.Popen(
+            [*PROCESS, str(run.folder)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            process_group=0,
+        )  # fmt: skip
+
+
+@contextmanager
+def _ending(active: dict[Run, subprocess.Popen]):
+    """Ends the processes with the block: on Ctrl-C or SIGTERM they save first, on a second Ctrl-C
+    and on an error they are killed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if main
+    }
+    try:
+        yield
+    except KeyboardInterrupt:
+        if active:
+            print(f"interrupted: {len(active)} runs save and end; Ctrl-C again kills them",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        for process in active.values():
+            process.terminate()
+        for process in active.values():
+            process.wait()
+        raise
+    finally:
+        for process in active.values():
+            process.kill()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)

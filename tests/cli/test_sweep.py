@@ -1,0 +1,74 @@
+"""`deepfast sweep` with real runs, each in its process."""
+
+import json
+
+import pytest
+
+from deepfast.cli import main
+
+TINY = (
+    "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.max_tokens=200",
+    "model.dim=8", "model.heads=2", "model.ffn_dim=8", "model.encoder_layers=1",
+    "model.decoder_layers=1", "train.max_steps=4", "train.validate_every=2", "train.save_every=2",
+    "train.log_every=2", "train.threads=1",
+)  # fmt: skip
+
+
+def test_runs_that_end_well_and_diverge(tmp_path, capsys):
+    output = tmp_path / "sweep"
+    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
+               "optim.lr=1e-3,1e38", "--jobs", "2", "--output", str(output)]  # fmt: skip
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "data.vocab_size=120, optim.lr=1e-3, seed 1: BLEU " in said
+    assert "data.vocab_size=120, optim.lr=1e38, seed 1: diverged, step " in said
+    assert said.endswith(f"{output}/sweep.md\n{output}/sweep.svg\n{output}/sweep.json\n")
+    content = json.loads((output / "sweep.json").read_text())
+    assert content["over"] == {"data.vocab_size": ["120"], "optim.lr": ["1e-3", "1e38"]}
+    (run,) = content["points"][0]["runs"]
+    assert [step for step, _ in run["curve"]] == [2, 4]
+    assert run["bleu"] is not None
+    assert run["threads"] == 1
+    assert run["live_bytes"] > 4 * 4 * run["parameters"] / 2
+    assert (output / "sweep.svg").read_text().startswith("<?xml")
+    assert (output / "sweep.md").read_text().count("\n| 120 |") == 2
+    (first, second) = sorted(output.rglob("result.json"))
+    stamps = [path.stat().st_mtime_ns for path in (first, second)]
+    # What has finished is read. A value that is left out has no line.
+    command[command.index("optim.lr=1e-3,1e38")] = "optim.lr=1e-3"
+    assert main(command) == 0
+    assert (output / "sweep.md").read_text().count("\n| 120 |") == 1
+    assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
+    assert main([*command, "model.ffn_dim=16"]) == 1
+    assert "expected a run with the same settings" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_says_why(tmp_path, capsys):
+    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
+    assert main([*command, "--memory", "8GiB", "--output", str(tmp_path)]) == 1
+    (failed, *_) = capsys.readouterr().out.splitlines()
+    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: DataError: ")
+    table = (tmp_path / "sweep.md").read_text()
+    assert "\n| 5000 | - | - |" in table
+    assert failed.split("failed, ")[1] in table
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--over", "model.dim=8", "--seeds", "0"], "seeds must be a whole number of at least 1"),
+        (["--over", "model.dim=8", "--jobs", "0"], "jobs must be a whole number of at least 1"),
+        (["--over", "model.dim=8", "--threads", "0"], "threads must be a whole number of at least"),
+        (["--over", "model.dim=8", "--memory", "much"], "expected bytes such as 24GiB"),
+        (["--over", "model.dim"], "--over: expected KEY=VALUE,VALUE"),
+        (["--over", "model.heads=3"], "model.dim"),
+        (["--over", "model.norm=pre"], "expected a sweep over model.norm, got one over model.dim"),
+    ],
+)  # fmt: skip
+def test_refused_with_a_sentence(tmp_path, capsys, words, sentence):
+    (tmp_path / "sweep.json").write_text(json.dumps({"over": {"model.dim": ["8"]}}))
+    assert main(["sweep", "phrases-small", *words, "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
