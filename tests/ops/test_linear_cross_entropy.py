@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast import backend as backends
 from deepfast.ops import linear_cross_entropy
 from deepfast.ops.linear_cross_entropy import chunk_rows
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
