@@ -36,7 +36,10 @@ def micro_batches(recipe: Recipe) -> int | None:
     sections = [part.train for part in parts]
     if any(s.max_steps is None or s.max_minutes or s.patience for s in sections):
         return None
-    return sum(part.train.max_steps * part.optim.accumulate for part in parts)
+    return sum(
+        part.optim.micro_batches(step) for part in parts
+        for step in range(1, part.train.max_steps + 1)
+    )  # fmt: skip
 
 
 def before(recipe: Recipe) -> dict:

@@ -59,6 +59,8 @@ class OptimSection:
     """After this step Adam starts anew, with the rate restart_lr; None: never."""
     restart_lr: float | None = None
     """Constant rate after the restart."""
+    restart_accumulate: int | None = None
+    """Micro-batches per step after the restart; None: `accumulate`."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Adam's decay rates."""
     eps: float = 1e-9
@@ -91,6 +93,9 @@ class OptimSection:
         expect(both, "optim.restart_lr", "a rate if restart_step is set, else null", rate)
         finite = rate is None or 0 < rate < math.inf
         expect(finite, "optim.restart_lr", "a number above 0 or null", rate)
+        small, expected = self.restart_accumulate, "at least 1 micro-batch after a restart, or null"
+        within = small is None or (restart is not None and small >= 1)
+        expect(within, "optim.restart_accumulate", expected, small)
         for name in ("weight_decay", "l2"):
             value = getattr(self, name)
             expect(0 <= value < math.inf, f"optim.{name}", "a number of at least 0", value)
@@ -102,6 +107,12 @@ class OptimSection:
         expect(clip is None or clip > 0, "optim.clip_norm", "a number above 0 or null", clip)
         enough = self.accumulate >= 1
         expect(enough, "optim.accumulate", "at least 1 micro-batch", self.accumulate)
+
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of step ``step``, counted from 1."""
+        if self.restart_accumulate is None or step <= self.restart_step:
+            return self.accumulate
+        return self.restart_accumulate
 
 
 @dataclass(kw_only=True)

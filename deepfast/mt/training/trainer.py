@@ -118,10 +118,10 @@ class Trainer:
             return loss(batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing)
 
     def train_step(self) -> None:
-        """One optimizer step over `accumulate` micro-batches, of which each rank has its share."""
+        """One optimizer step over its micro-batches, of which each rank has its share."""
         began = time.perf_counter()
         optim = self.recipe.optim
-        batches = [next(self._micro_batches) for _ in range(optim.accumulate)]
+        batches = [next(self._micro_batches) for _ in range(optim.micro_batches(self.step + 1))]
         target_tokens = sum(batch.target_tokens for batch in batches)
         generators = random_state(self.device)
 
@@ -184,7 +184,8 @@ class Trainer:
         Counts parameters, gradients, the optimizer's state, and the tensors that forward and
         backward keep alive. Parameters and random generators stay as they are.
         """
-        accumulate = self.recipe.optim.accumulate
+        optim = self.recipe.optim
+        accumulate = max(optim.accumulate, optim.restart_accumulate or 1)
         # With accumulation the gradients exist while the next micro-batch runs.
         mine = self._shares([self.corpus.batches.largest()] * accumulate, most=2)
         generators = random_state(self.device)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.training import OptimSection
+from deepfast.mt.models.checkpoint import read_checkpoint
+from deepfast.mt.training import OptimSection, RecipeError, train
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 
 SIZES = {"dim": 8, "heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
@@ -49,3 +50,33 @@ def test_only_matrices_of_linear_layers_decay():
     assert "encoder.layers.0.feed_forward.up.weight" in names
     assert not any("norm" in n or "dlcl" in n or "bias" in n or "embedding" in n for n in names)
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_fewer_micro_batches_after_the_restart(make_recipe, tmp_path):
+    """Also in a run that is resumed after the restart."""
+    changes = {
+        "optim.accumulate": 3, "optim.restart_step": 2, "optim.restart_lr": 1e-4,
+        "optim.restart_accumulate": 1, "data.max_tokens": 60, "train.save_every": 1,
+    }  # fmt: skip
+    whole = train(make_recipe(changes | {"train.max_steps": 5}))
+    counts = []
+    for step in range(1, 6):
+        path = whole.checkpoint.with_name(f"step-{step:08}.pt")
+        if path.exists():
+            state = read_checkpoint(path)["training"]["batches"]
+            assert state["epoch"] == 0
+            counts.append((step, state["position"]))
+    assert counts[-3:] == [(3, 7), (4, 8), (5, 9)]
+    broken = changes | {"output": str(tmp_path / "broken")}
+    train(make_recipe(broken | {"train.max_steps": 3}))
+    resumed = train(make_recipe(broken | {"train.max_steps": 5, "resume": True}))
+    one, other = (read_checkpoint(r.checkpoint)["model"] for r in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("changes", [{"optim.restart_accumulate": 2},
+                                     {"optim.restart_step": 3, "optim.restart_lr": 1e-4,
+                                      "optim.restart_accumulate": 0}], ids=str)  # fmt: skip
+def test_micro_batches_after_no_restart(make_recipe, changes):
+    with pytest.raises(RecipeError, match=r"optim\.restart_accumulate: expected at least 1 micro"):
+        make_recipe(changes)
