@@ -404,7 +404,6 @@ def test_refuses_options(change, message):
         (torch.ones(3, 4), {"dropout_p": 1.5}, ValueError, "between 0 and 1"),
         (torch.ones(3, 4), {"dropout_p": -0.5}, ValueError, "between 0 and 1"),
         (torch.ones(3, 4), {"dropout_p": 0.5, "seed": 1.5}, TypeError, "DLCL: seed must be an int"),
-        (torch.ones(3, 4).int(), {}, RuntimeError, "torch.int32"),
     ],
 )
 def test_refuses_inputs(y, options, error, message):
