@@ -313,7 +313,7 @@ class Trainer:
         else:
             from deepfast.mt.training.checkpoint_folder import load_folder
 
-            load_folder(path, self.model, self.optimizer, self.ranks)
+            load_folder(path, self.model, self.optimizer, self.ranks, content["files"])
         self.step, self.seconds = content["step"], state["seconds"]
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
