@@ -96,6 +96,8 @@ class Trainer:
         self.validated_at = 0
         """Step of the last validation."""
         self.window = Window()
+        self.ranks_before = ranks.size
+        """Ranks of the run that the checkpoint is of."""
         self._micro_batches = self._epochs()
 
     def _epochs(self) -> Iterator[Batch]:
@@ -321,7 +323,8 @@ class Trainer:
         self._micro_batches = self._epochs()
         # Restored last, because building the model drew from the same generators.
         states = state["random"] if isinstance(state["random"], list) else [state["random"]]
-        if len(states) == self.ranks.size:
+        self.ranks_before = len(states)
+        if self.ranks_before == self.ranks.size:
             set_random_state(states[self.ranks.rank], self.device)
         else:
             self.ranks.seed(self.recipe.train.seed, self.step)
