@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
-    content.pop("training", None)
+    for key in ("training", "files"):
+        content.pop(key, None)
     weights, kind = content["model"], content.get("kind", "transformer")
     if Path(args.output).suffix == ".safetensors":
         metadata = {"kind": kind, "config": json.dumps(content["config"]),

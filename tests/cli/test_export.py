@@ -13,6 +13,7 @@ from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary
 from deepfast.mt.models import TransformerConfig, build
 from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
+from deepfast.mt.models.checkpoint_folder import check_sum
 from deepfast.mt.training.checkpoint import save_checkpoint
 
 CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
@@ -36,7 +37,9 @@ def checkpoint(request, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             dcp.save(tensors, checkpoint_id=path, no_dist=True)
-        torch.save({"format": FORMAT, "version": VERSION} | content, path / "run.pt")
+        files = {file.name: check_sum(file) for file in path.glob("*.distcp")}
+        content |= {"format": FORMAT, "version": VERSION, "files": files}
+        torch.save(content, path / "run.pt")
     return path, weights
 
 
@@ -78,14 +81,22 @@ def test_the_package_reads_it_too(checkpoint, tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
+def flip(path):
+    """One bit in the middle of the tensors."""
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda p: (p / "run.pt").unlink(), "expected a checkpoint, got a folder without run.pt"),
         (lambda p: (p / ".metadata").unlink(), "got a folder without .metadata"),
         (lambda p: (p / ".metadata").write_bytes(b"no"), "cut short or damaged"),
-        (lambda p: (p / "__0_0.distcp").unlink(), "cut short or damaged"),
-        (lambda p: (p / "__0_0.distcp").write_bytes(b"short"), "cut short or damaged"),
+        (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read (No such file"),
+        (lambda p: (p / "__0_0.distcp").write_bytes(b"short"), "damaged in its file __0_0.distcp"),
+        (flip, "damaged in its file __0_0.distcp"),
         (lambda p: torch.save({"format": "x"}, p / "run.pt"), "got other torch.save content"),
     ],
 )

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: a folder that torch.distributed.checkpoint writes.
 
-    run.pt           the keys of a checkpoint file, without its tensors
+    run.pt           the keys of a checkpoint file, without its tensors; and `files`, the check sums
+                     of the others
     .metadata        which part of which tensor is where
     __0_0.distcp     the tensors of rank 0, and so on
 
@@ -12,6 +13,7 @@ import io
 import os
 import pickle
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,34 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
+def check_sum(path: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with open(path, "rb") as stream:
+        while part := stream.read(2**24):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def check_files(path: Path, files: dict[str, int], rank: int = 0, size: int = 1) -> None:
+    """Compares the files of a checkpoint folder with their check sums.
+
+    Args:
+        rank, size: of several ranks each reads some of the files.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    for name in sorted(files)[rank::size]:
+        try:
+            damaged = check_sum(path / name) != files[name]
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"{path / name}: cannot be read ({reason})") from error
+        if damaged:
+            raise ValueError(f"{path}: the checkpoint is damaged in its file {name}")
+
+
 def shapes(path: str | os.PathLike[str]) -> dict[str, TensorStorageMetadata]:
     """Name -> size and type of every tensor in a checkpoint folder."""
     found = Reader(path).read_metadata().state_dict_metadata
@@ -91,6 +121,7 @@ def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict
         optimizer: whether to read the optimizer's state, twice the size of the model.
     """
     content = read_run(path)
+    check_files(Path(path), content.get("files", {}))
     tensors = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
         for name, found in shapes(path).items()

@@ -13,7 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from deepfast.mt.models.checkpoint import FORMAT, VERSION
-from deepfast.mt.models.checkpoint_folder import MODEL, OPTIMIZER, RUN, read_tensors, shapes
+from deepfast.mt.models.checkpoint_folder import (
+    MODEL,
+    OPTIMIZER,
+    RUN,
+    check_files,
+    check_sum,
+    read_tensors,
+    shapes,
+)
 from deepfast.mt.training.checkpoint import check_shapes, not_written, sync_folder
 from deepfast.mt.training.errors import CheckpointError, ToldError
 from deepfast.mt.training.ranks import Ranks
@@ -36,7 +44,9 @@ def save_folder(
     try:
         ranks.by_first(lambda: _begin(temporary))
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=ranks.slow)
-        ranks.by_first(lambda: _finish(temporary, path, content))
+        mine = {file.name: check_sum(file) for file in temporary.glob(f"__{ranks.rank}_*.distcp")}
+        files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
+        ranks.by_first(lambda: _finish(temporary, path, content | {"files": files}))
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         if isinstance(error, ToldError):
             raise
@@ -88,9 +98,17 @@ def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_folder(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    files: dict[str, int],
 ) -> None:
-    """Fills model and optimizer with this rank's share of a checkpoint; all ranks call it."""
+    """Fills model and optimizer with this rank's share of a checkpoint; all ranks call it.
+
+    Args:
+        files: the check sums of its files.
+    """
     found = shapes(path)
     tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
     check_shapes(
@@ -110,6 +128,7 @@ def load_folder(
             states[p] = state
             tensors |= {f"{prefix}{field}": value for field, value in state.items()}
     try:
+        check_files(path, files, ranks.rank, ranks.size)
         read_tensors(path, tensors, ranks.slow)
     except ValueError as error:
         raise CheckpointError(str(error)) from error

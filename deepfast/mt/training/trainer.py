@@ -98,6 +98,8 @@ class Trainer:
         self.validated_at = 0
         """Step of the last validation."""
         self.window = Window()
+        self.ranks_before = ranks.size
+        """Ranks of the run that the checkpoint is of."""
         self._micro_batches = self._epochs()
 
     def _epochs(self) -> Iterator[Batch]:
@@ -316,7 +318,7 @@ class Trainer:
         else:
             from deepfast.mt.training.checkpoint_folder import load_folder
 
-            load_folder(path, self.model, self.optimizer, self.ranks)
+            load_folder(path, self.model, self.optimizer, self.ranks, content["files"])
         self.step, self.seconds = content["step"], state["seconds"]
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
@@ -324,7 +326,8 @@ class Trainer:
         self._micro_batches = self._epochs()
         # Restored last, because building the model drew from the same generators.
         states = state["random"] if isinstance(state["random"], list) else [state["random"]]
-        if len(states) == self.ranks.size:
+        self.ranks_before = len(states)
+        if self.ranks_before == self.ranks.size:
             set_random_state(states[self.ranks.rank], self.device)
         else:
             self.ranks.seed(self.recipe.train.seed, self.step)
