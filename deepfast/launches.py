@@ -197,6 +197,7 @@ boundary: boundary_forward
     norm_bias        Tensor?   compute  (R, D)
     norm_source      bool
     source_eps       float
+    source_rms       bool
     partial          Tensor?   storage  (T, D)
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
@@ -216,6 +217,7 @@ boundary: boundary_backward
     norm_weight       Tensor?   compute  (R, D)
     norm_bias         Tensor?   compute  (R, D)
     norm_source       bool
+    source_rms        bool
     partial           Tensor?   storage  (T, D)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)

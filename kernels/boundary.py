@@ -84,7 +84,8 @@ def boundary_fwd_kernel(
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
     T, R, k, row, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
-    NORM_SOURCE: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
+    NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
+    READS_OWN: tl.constexpr,
     VECTOR: tl.constexpr, UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +114,7 @@ def boundary_fwd_kernel(
         if p_residual is not None:
             b_y += b_r.to(tl.float32)
         if NORM_SOURCE:
-            b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps)
+            b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps, SOURCE_RMS)
             store_stat(p_source_rstd, b_rstd, o_t, m_t)
         # Mixes the rounded state, which is what later rows read.
         b_n = rounded(b_y, p_states.dtype.element_ty)
@@ -170,12 +171,13 @@ def _pull(
 
 @triton.jit
 def _state_backward(
-    b_u, b_n, b_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE: tl.constexpr, D: tl.constexpr
-):
+    b_u, b_n, b_rstd, p_norm_weight, k, o_tile, m,
+    NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """dy from dz_k, through the state's norm_weight and normalisation."""
     if p_norm_weight is not None:
         b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
-    return norm_backward(b_u, b_n, b_rstd, D) if NORM_SOURCE else b_u
+    return norm_backward(b_u, b_n, b_rstd, D, SOURCE_RMS) if NORM_SOURCE else b_u
 
 
 BACKWARD_NUMBERS = [
@@ -192,7 +194,8 @@ def boundary_bwd_kernel(
     T, R, k, row, column, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
-    NORM_SOURCE: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
+    NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
+    READS_OWN: tl.constexpr,
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +266,7 @@ def boundary_bwd_kernel(
             b_dnorm_weight += b_u * b_n
             b_dnorm_bias += b_u
         b_y = _state_backward(
-            b_u, b_n, b_source_rstd, p_norm_weight, column, o_tile, m, NORM_SOURCE, D
+            b_u, b_n, b_source_rstd, p_norm_weight, column, o_tile, m, NORM_SOURCE, SOURCE_RMS, D
         )
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
@@ -284,8 +287,8 @@ def boundary_bwd_kernel(
 @launcher
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
-    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd,
-    out_mean, out_rstd,
+    source_eps, source_rms, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out,
+    source_rstd, out_mean, out_rstd,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_forward`."""
     _, T, D = states.shape
@@ -302,17 +305,18 @@ def boundary_forward(
         scale,
         stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
         stride(x), stride(out),
-        NORM_SOURCE=norm_source, OUT_RMS=out_rms, READS_OWN=k in near, VECTOR=weight.dim() == 3,
-        UNROLL=loads_at_once(D, states.element_size()), D=D, **tile._asdict(),
+        NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
+        VECTOR=weight.dim() == 3, UNROLL=loads_at_once(D, states.element_size()),
+        D=D, **tile._asdict(),
     )  # fmt: skip
 
 
 @launcher
 def boundary_backward(
-    states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
-    out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads,
-    grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
-    dout_norm_weight, dout_norm_bias,
+    states, k, near, weight, norm_weight, norm_bias, norm_source, source_rms, partial,
+    out_norm_weight, out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx,
+    dout, grads, grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight,
+    dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """See `deepfast.reference.launchers.boundary_backward`."""
     _, T, D = states.shape
@@ -345,8 +349,8 @@ def boundary_backward(
             row_step, first_slot, slot_step, pulls, threshold, scale,
             states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            NORM_SOURCE=norm_source, OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
-            VECTOR=vector, UNROLL=loads_at_once(D, states.element_size()),
+            NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
+            PULLS_OWN=pulls_own, VECTOR=vector, UNROLL=loads_at_once(D, states.element_size()),
             NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if sums is not None:

@@ -43,6 +43,29 @@ def test_own_loop(load, capsys):
     assert "step 6: loss " in capsys.readouterr().out
 
 
+def test_latent_mlm(load, capsys):
+    example = load("latent_mlm.py")
+    pieces = torch.randint(4, 50, (400, 60))
+    pieces[:, 50:] = 0
+    seen, labels = example.hidden(pieces, mask=50)
+    chosen = labels != example.IGNORED
+    assert torch.equal(labels[chosen], pieces[chosen])
+    assert torch.equal(seen[~chosen], pieces[~chosen])
+    assert not chosen[:, 50:].any()
+    # 20,000 draws: four standard errors.
+    assert abs(chosen[:, :50].float().mean() - 0.15) < 0.011
+    masked = seen[chosen] == 50
+    assert abs(masked.float().mean() - 0.8) < 0.03
+    assert abs((seen[chosen] == pieces[chosen]).float().mean() - 0.1) < 0.03
+    lines = [" ".join(f"w{i % 7}{j}" for j in range(i % 5 + 2)) for i in range(80)]
+    model, losses = example.train(
+        lines, layers=4, keep=2, dim=16, steps=60, vocab_size=40, max_tokens=200, lr=5e-3
+    )
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert len(model.latent.keeps()) == 4
+    assert "step 60: loss " in capsys.readouterr().out
+
+
 @pytest.fixture
 def one_process():
     """A process group of this process alone."""

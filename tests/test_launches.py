@@ -72,9 +72,10 @@ def test_cpp_has_the_operands(path):
 
 SIZES = {"T": 5, "D": 8, "R": 4, "S": 5, "B": 2, "K": 3, "H": 2, "V": 7, "P": 3, "N": 2}
 NUMBERS = {
-    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "rms": False, "out_rms": False,
-    "dropout_p": 0.3, "kind": "relu", "k": 2, "near": [1, 2], "norm_source": True, "norm": True,
-    "grad_slot": 3, "pull_rows": [2, 3], "pull_slots": [3, 4], "sources": [0, 1], "rows": [2, 3],
+    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "rms": False, "source_rms": False,
+    "out_rms": False, "dropout_p": 0.3, "kind": "relu", "k": 2, "near": [1, 2],
+    "norm_source": True, "norm": True, "grad_slot": 3, "pull_rows": [2, 3],
+    "pull_slots": [3, 4], "sources": [0, 1], "rows": [2, 3],
     "grad_slots": [3, 4], "out_rows": [0, 1], "accumulate": False, "label_smoothing": 0.1,
     "ignore_index": -1, "write_grad": True, "reverse": False,
 }  # fmt: skip

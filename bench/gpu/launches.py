@@ -28,8 +28,8 @@ TOY = ((3, 64),)
 FAR, BLOCKS, PULLED = 80, (4, 8, 16), [91, 93, 94]
 NUMBERS = {
     "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "dropout_p": 0.1, "kind": "gelu",
-    "rms": False, "out_rms": False, "norm": True, "norm_source": True, "accumulate": False,
-    "k": 91, "near": [88, 89, 90, 91], "grad_slot": 92, "pull_rows": PULLED,
+    "rms": False, "source_rms": False, "out_rms": False, "norm": True, "norm_source": True,
+    "accumulate": False, "k": 91, "near": [88, 89, 90, 91], "grad_slot": 92, "pull_rows": PULLED,
     "pull_slots": [r + 1 for r in PULLED], "label_smoothing": 0.1, "ignore_index": -100,
     "write_grad": True, "reverse": False, "causal": True, "scale": 0.125,
 }  # fmt: skip
@@ -71,7 +71,8 @@ def variants(name: str, toy: bool) -> Iterator[dict]:
         return
     yield from ({"scores": None, "dscores": None} | kind for kind in kinds)
     if any(o.name in ("rms", "out_rms") for o in LAUNCHES[name].operands):
-        yield kinds[0] | {"rms": True, "mean": None, "out_rms": True, "out_mean": None}
+        rms = {"rms": True, "mean": None, "out_rms": True, "out_mean": None}
+        yield kinds[0] | rms | {"source_rms": True, "norm_bias": None, "dnorm_bias": None}
     if name.startswith("depth_mix"):
         # Without a bias another kernel runs.
         yield {"norm_bias": None, "dnorm_bias": None}

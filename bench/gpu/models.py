@@ -254,7 +254,7 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
         "boundary_forward", branch=branch.detach(), residual=out, dropout_p=0.1, seed=seed,
         states=state.states, k=row, near=state.near(row), weight=state.weights.weight,
         norm_weight=state.norm_weight, norm_bias=state.norm_bias, norm_source=True,
-        source_eps=1e-5, out_norm_weight=weight, out_norm_bias=bias, out_eps=1e-5,
+        source_eps=1e-5, source_rms=False, out_norm_weight=weight, out_norm_bias=bias, out_eps=1e-5,
         out_rms=False, x=x, out=out, source_rstd=source_rstd, out_mean=out_mean, out_rstd=out_rstd,
     )  # fmt: skip
 

@@ -309,9 +309,9 @@ class Boundary:
         self.shared = {
             "states": stack.states, "weight": stack.weight, "norm_weight": stack.norm_weight,
             "norm_bias": stack.norm_bias, "norm_source": True, "source_eps": 1e-5, "out_eps": 1e-5,
-            "out_rms": False, "dropout_p": DROPOUT, "seed": _seed(bench), "out_norm_weight": weight,
-            "out_norm_bias": bias, "source_rstd": source_rstd, "out_mean": mean, "out_rstd": rstd,
-            "dweight": stack.dweight, "grads": stack.states,
+            "source_rms": False, "out_rms": False, "dropout_p": DROPOUT, "seed": _seed(bench),
+            "out_norm_weight": weight, "out_norm_bias": bias, "source_rstd": source_rstd,
+            "out_mean": mean, "out_rstd": rstd, "dweight": stack.dweight, "grads": stack.states,
         }  # fmt: skip
         channels = "dnorm_weight", "dnorm_bias", "dout_norm_weight", "dout_norm_bias"
         self.shared |= {name: torch.empty(D, device=bench.device) for name in channels}

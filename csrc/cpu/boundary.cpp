@@ -12,9 +12,9 @@ struct Operands {
 
   Operands(const Tensor& states, int64_t k, const Indices& near, const Weights& w,
            const OptionalTensor& norm_weight_all, const OptionalTensor& norm_bias_all,
-           bool norm_source, const OptionalTensor& partial, const OptionalTensor& out_norm_weight,
-           const OptionalTensor& out_norm_bias, bool out_rms, double dropout_p,
-           const OptionalTensor& seed) {
+           bool norm_source, bool source_rms, const OptionalTensor& partial,
+           const OptionalTensor& out_norm_weight, const OptionalTensor& out_norm_bias, bool out_rms,
+           double dropout_p, const OptionalTensor& seed) {
     const Storage storage = storage_of(states);
     const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
     source = slots(states, near);
@@ -26,6 +26,7 @@ struct Operands {
     op.near = static_cast<int64_t>(near.size());
     op.per_channel = w.width > 1;
     op.norm_source = norm_source;
+    op.source_rms = source_rms;
     op.out_rms = out_rms;
     op.dropout = dropout(seed, dropout_p);
     op.state = slot(states, k);
@@ -42,15 +43,16 @@ struct Operands {
 void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
                       OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                      double source_eps, OptionalTensor partial, OptionalTensor out_norm_weight,
-                      OptionalTensor out_norm_bias, double out_eps, bool out_rms, OptionalTensor x,
-                      OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
+                      double source_eps, bool source_rms, OptionalTensor partial,
+                      OptionalTensor out_norm_weight, OptionalTensor out_norm_bias, double out_eps,
+                      bool out_rms, OptionalTensor x, OptionalTensor out,
+                      OptionalTensor source_rstd, OptionalTensor out_mean,
                       OptionalTensor out_rstd) {
   check_buffer(states);
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2);
   const Weights w(weight, storage, dim);
-  Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, partial,
+  Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, source_rms, partial,
                     out_norm_weight, out_norm_bias, out_rms, dropout_p, seed);
   Boundary& op = operands.op;
   op.source_eps = source_eps;
@@ -73,7 +75,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
 
 void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
                        OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                       OptionalTensor partial, OptionalTensor out_norm_weight,
+                       bool source_rms, OptionalTensor partial, OptionalTensor out_norm_weight,
                        OptionalTensor out_norm_bias, bool out_rms, OptionalTensor source_rstd,
                        OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
                        OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
@@ -87,7 +89,7 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   const Storage storage = storage_of(states);
   const int64_t tokens = states.size(1), dim = states.size(2), size = compute_size(storage);
   const Weights w(weight, storage, dim);
-  Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, partial,
+  Operands operands(states, k, near, w, norm_weight, norm_bias, norm_source, source_rms, partial,
                     out_norm_weight, out_norm_bias, out_rms, dropout_p, seed);
   Boundary& forward = operands.op;
   forward.source_rstd = parameter(source_rstd, storage, tokens);

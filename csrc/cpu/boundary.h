@@ -17,7 +17,7 @@ DEEPFAST_INLINE void push(const Boundary& op, int64_t t, compute_t<T>* row) {
   if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, dim);
   T* state = row_of<T>(op.state, t);
   if (op.norm_source) {
-    const auto m = moments<A>(row, dim, static_cast<A>(op.source_eps));
+    const auto m = moments<A>(row, dim, static_cast<A>(op.source_eps), op.source_rms);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       store(lanes, state + d, (load(lanes, row + d) - m.mean) * m.rstd);
     });
@@ -88,7 +88,7 @@ DEEPFAST_INLINE void push_gradient(const BoundaryGrad& op, int64_t t, int64_t ch
   accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, chunk * dim), at<A>(op.dnorm_bias, chunk * dim),
                        dim);
   scale_row<A>(u, at<A>(op.state_norm_weight, 0), dim);
-  if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim);
+  if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim, f.source_rms);
   if (op.dresidual.data != nullptr) store_row(u, row_of<T>(op.dresidual, t), dim);
   if (op.dbranch.data != nullptr) {
     if (f.dropout.threshold > 0) dropout_row<A>(f.dropout, t, u, dim);

@@ -62,12 +62,12 @@ struct Pull {
 
 // Everything between two layers' matrix products, one token at a time:
 //   y = residual + dropout(branch);  n = norm(y) or y;  x = partial + sum_j weight_j z_j;
-//   out = norm(x), without a mean if out_rms.
+//   out = norm(x). With source_rms norm(y), and with out_rms norm(x), subtracts no mean.
 // Without a branch the state is only read: backward recomputes a layer's input this way.
 struct Boundary {
   Storage storage;
   int64_t dim, near;  // near: sources read here, the pushed one last if it is read
-  bool per_channel, norm_source, out_rms;
+  bool per_channel, norm_source, source_rms, out_rms;
   double source_eps, out_eps;
   Dropout dropout;
   Matrix branch, residual;

@@ -28,7 +28,7 @@ struct Forward {
   int64_t branch_stride, residual_stride, partial_stride, x_stride, out_stride;
   int64_t tokens;
   float source_eps, out_eps;
-  bool norm_source;
+  bool norm_source, source_rms;
   DropoutMask dropout;
 };
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
       drop_row(y, op.dropout, t, at);
       if (op.residual != nullptr) add_row(y, rows.take());
       if (op.norm_source) {
-        const Moments moments = normalise(y, at, row_sum, op.source_eps);
+        const Moments moments = normalise(y, at, row_sum, op.source_eps, op.source_rms);
         if (at.lane == 0 && exists) op.source_rstd[t] = moments.rstd;
       }
       // The state is mixed as later rows will read it: rounded.
@@ -107,9 +107,10 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
 void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
                       OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                      double source_eps, OptionalTensor partial, OptionalTensor out_norm_weight,
-                      OptionalTensor out_norm_bias, double out_eps, bool out_rms, OptionalTensor x,
-                      OptionalTensor out, OptionalTensor source_rstd, OptionalTensor out_mean,
+                      double source_eps, bool source_rms, OptionalTensor partial,
+                      OptionalTensor out_norm_weight, OptionalTensor out_norm_bias, double out_eps,
+                      bool out_rms, OptionalTensor x, OptionalTensor out,
+                      OptionalTensor source_rstd, OptionalTensor out_mean,
                       OptionalTensor out_rstd) {
   check_buffer(states);
   const Operands given(states, k, near, weight, norm_weight, norm_bias, out_norm_weight,
@@ -146,7 +147,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
     op.source_rstd = source_rstd_, op.out_mean = mean_, op.out_rstd = rstd_;
     op.tokens = tokens;
     op.source_eps = static_cast<float>(source_eps), op.out_eps = static_cast<float>(out_eps);
-    op.norm_source = norm_source;
+    op.norm_source = norm_source, op.source_rms = source_rms;
     op.dropout = dropout_mask(seed, dropout_p);
     launch(boundary_fwd_kernel<T, fast, chunks>, shape.grid, device.stream(), op);
   };

@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(BackwardKernel<T, kFast, kChunks>::kThreads, 1
     widen(own, n);
     if (op.state_sums && exists) sums.add(0, u, n);
     scale<kFast>(mix, in.table, at, 1, u);
-    if (op.norm_source) norm_backward(u, n, source_rstd, at, row_sum);
+    if (op.norm_source) norm_backward(u, n, source_rstd, at, row_sum, op.source_rms);
     if (op.dresidual != nullptr) store_row(op.dresidual + t * op.dresidual_stride, at, exists, u);
     if (op.dbranch != nullptr) {
       drop_row(u, op.dropout, t, at);
@@ -306,7 +306,7 @@ Totals totals_of(const Operands& given, bool has_dout, int64_t pulls, const Opti
 
 void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
                        OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                       OptionalTensor partial, OptionalTensor out_norm_weight,
+                       bool source_rms, OptionalTensor partial, OptionalTensor out_norm_weight,
                        OptionalTensor out_norm_bias, bool out_rms, OptionalTensor source_rstd,
                        OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
                        OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
@@ -363,7 +363,7 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
     op.source_rstd = source_rstd_, op.out_mean = mean_, op.out_rstd = rstd_;
     op.sums = sums.has_value() ? floats(*sums) : nullptr;
     op.width = totals.width, op.blocks = static_cast<int>(totals.blocks);
-    op.tokens = tokens, op.norm_source = norm_source;
+    op.tokens = tokens, op.norm_source = norm_source, op.source_rms = source_rms;
     op.channel_sums = totals.channel_sums > 0;
     op.state_sums = totals.state_sums(), op.out_sums = totals.out_sums();
     op.dots = dots && !per_channel;

@@ -23,6 +23,8 @@ struct Backward {
   int64_t dbranch_stride, dresidual_stride, width;
   int64_t tokens, columns, k;
   int blocks, pulls;
+  // A truth value. As a bool it takes boundary_bwd_kernel 48 instructions more for a token.
+  int source_rms;
   bool norm_source, pulls_own, channel_sums, state_sums, out_sums, dots;
   DropoutMask dropout;
   // With pulls_own, the first is the row itself.

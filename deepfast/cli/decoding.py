@@ -14,6 +14,7 @@ import torch
 from deepfast import checks
 from deepfast.mt.search import DecodingOptions, load_translator, translate_nbest
 from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
+from deepfast.mt.search.options import LENGTH_FORMS
 from deepfast.mt.search.translator import PRECISIONS
 
 Results = TypeVar("Results")
@@ -31,6 +32,11 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--length-penalty", type=float, default=default.length_penalty,
         help="alpha of the score, at least 0; higher prefers longer translations; "
         "default: %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--length-form", choices=LENGTH_FORMS, default=default.length_form,
+        help="the score is log P / ((5 + n) / 6)^alpha (gnmt) or log P / n^alpha (power, as in "
+        "fairseq) for n tokens with eos; default: %(default)s",
     )  # fmt: skip
     group.add_argument(
         "--max-length", type=int,

@@ -1,5 +1,8 @@
 """Removes the layers that latent depth does not use: a smaller checkpoint with the same outputs.
 
+With latent.evaluation mean every layer is used. Those whose probability is below latent.threshold
+are removed, and the outputs change by their part.
+
 For a model of several languages, --language keeps only the layers of that language. The result is a
 plain Transformer whose source sentences still begin with the language's tag. Without --language,
 every layer that some language uses stays."""

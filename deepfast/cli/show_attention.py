@@ -76,7 +76,7 @@ def _fused_side(model: SearchModel) -> str:
 def layer_weights(
     model: SearchModel, vocabulary: Vocabulary, side: str, text: str, translation: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """(N, hops, L + 1) and the N words. With a weight for each channel: their mean, as one hop."""
+    """(N, hops, L + 1) and the N words. With a weight for each channel: their mean in each hop."""
     source = vocabulary.encode(text)
     if not source:
         raise ValueError("TEXT: expected words, got none")
@@ -87,9 +87,9 @@ def layer_weights(
     else:
         if translation is None:
             (translation,) = translate_lines(model, vocabulary, [text])
-        words = ["<s>", *vocabulary.pieces(translation)]
-        target = torch.tensor([[BOS, *vocabulary.encode(translation)]])
+        words = ["<s>", *vocabulary.target.pieces(translation)]
+        target = torch.tensor([[BOS, *vocabulary.target.encode(translation)]])
         weights = model.layer_attention(source_BS, target)
     if getattr(model.config, f"{side}_fusion") == "channel_attention":
-        weights = weights.mean(1, keepdim=True)
+        weights = weights.unflatten(1, (-1, model.config.dim)).mean(2)
     return weights, words

@@ -8,6 +8,9 @@ as it is applied: masked and softmaxed if the model does so, and with several we
 layers their mean over channels. Weights under the threshold, or under 5% of their row's largest,
 are left out. In a row without any weight that reaches the threshold, only the 5% counts.
 
+With --source K only one column of W is shown: the weight of y_K in the input of every layer above
+it, as in Figure 5c. K = 0 is the embedding.
+
 Attention residuals weigh each token's sources anew. Shown is the mean over the tokens of --sample;
 in a decoder, over the model's own translations. Where each sublayer reads, rows count sublayers.
 
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, metavar="X",
         help="smallest weight of W to show, at least 0; default 0.1; 0 shows all",
     )  # fmt: skip
+    parser.add_argument(
+        "--source", type=int, metavar="K", help="show the weights of this layer's output alone"
+    )
     parser.add_argument(
         "--sample", type=Path, metavar="FILE", help="source sentences, for attention residuals"
     )
@@ -78,9 +84,29 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.threshold is not None and not sides:
         raise ValueError(f"--threshold: expected a model with weights, got {args.checkpoint}")
+    if args.source is not None:
+        return _one_source(args, sides)
     weight_picture.show(sides)
     choice_picture.show_choices(choices)
     if args.output is not None:
         weight_picture.draw(sides, choices, args.output)
+        print(f"drawn: {args.output}")
+    return 0
+
+
+def _one_source(args: argparse.Namespace, sides: list) -> int:
+    """sides: `weight_picture.SideWeights`."""
+    from deepfast.measure import weight_picture
+
+    deepest = max((len(side.matrix) - 1 for side in sides), default=-1)
+    if not 0 <= args.source <= deepest:
+        expected = f"a layer from 0 to {deepest}" if sides else "a model with weights of layers"
+        raise ValueError(f"--source: expected {expected}, got {args.source}")
+    if args.threshold is not None:
+        raise ValueError("--threshold: expected no --source, which shows all weights")
+    sides = [side for side in sides if args.source < len(side.matrix)]
+    weight_picture.show(sides, args.source)
+    if args.output is not None:
+        weight_picture.draw_source(sides, args.source, args.output)
         print(f"drawn: {args.output}")
     return 0

@@ -87,7 +87,7 @@ class _Boundary(torch.autograd.Function):
             weight_dtype = getattr(out_norm_weight, "dtype", None)
             ctx.dtypes = weight_dtype, getattr(out_norm_bias, "dtype", None)
             if state.norm_out[k]:
-                out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
+                out_norm_weight, out_norm_bias = state.out_parameters(k)
             else:
                 out_norm_weight = common.parameter(out_norm_weight, branch.dtype)
                 out_norm_bias = common.parameter(out_norm_bias, branch.dtype)
@@ -222,7 +222,7 @@ def push(
     weight = bias = eps = None
     rms = False
     if state.norm_out[k]:
-        want_x, eps = False, state.eps
+        want_x, eps, rms = False, state.eps, state.rms
     elif out_norm is not None:
         weight, bias, eps, rms = out_norm
     call = state, k, indexed, want_x, dropout_p, seed, eps, rms
@@ -286,8 +286,8 @@ def recompute_row(
     x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = out_eps = None
     out_rms = False
     if state.norm_out[k]:
-        out_norm_weight, out_norm_bias = state.out_norm_weight[k], state.out_norm_bias[k]
-        out_eps, want_x = state.eps, False
+        out_norm_weight, out_norm_bias = state.out_parameters(k)
+        out_eps, out_rms, want_x = state.eps, state.rms, False
     elif out_norm is not None:
         out_norm_weight = common.parameter(out_norm.weight, like.dtype)
         out_norm_bias = common.parameter(out_norm.bias, like.dtype)

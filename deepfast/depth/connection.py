@@ -26,8 +26,9 @@ class PassWeights(NamedTuple):
     weights: ConstantWeights | AttentionWeights
     parameters: tuple[Tensor | None, ...]
     """The tensors that the gradients of the weights belong to, then norm weights and biases."""
-    norms: tuple[Tensor, Tensor] | None
-    """Weights and biases (L+1, D) of the stack's own layer-norms, detached; None without."""
+    norms: tuple[Tensor, Tensor | None] | None
+    """Weights and biases (L+1, D) of the stack's own norms, detached; None without. RMS norms have
+    no bias."""
 
 
 class DepthConnection(nn.Module):
@@ -50,6 +51,7 @@ class DepthConnection(nn.Module):
     name: str
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
+    norm_kind = "layer"
     # Each kind of connection has its own.
     _pass_weights: Callable[[Tensor, bool], PassWeights]
     """The weights of a pass, from its first push and whether it learns."""
@@ -143,6 +145,7 @@ class DepthConnection(nn.Module):
         self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         """`forward` in eager code."""
+        common.reverse_mode_only(self.name)
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)
@@ -204,11 +207,12 @@ class DepthConnection(nn.Module):
             out_norm_bias=out[1],
             norm_out=has if post else none,
             eps=self.eps,
+            rms=self.norm_kind == "rms",
             schedule=self._schedule(history.block or default_block(self.rows)),
             inplace=history.inplace,
             need_norm_grad=learning
             and norms is not None
-            and any(p.requires_grad for p in parameters[-2:]),
+            and any(p is not None and p.requires_grad for p in parameters[-2:]),
             begun=begun,
         )
         history.token = first_token(history.state, *parameters, *sums)

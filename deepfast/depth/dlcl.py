@@ -34,6 +34,8 @@ class DLCL(DepthConnection):
         num_layers: L. The weights have L + 1 rows: one for each layer's input, one for the output.
         dim: D.
         norm: "pre", "post" or None.
+        norm_kind: "layer" for layer-norms; "rms" for RMS norms, which subtract no mean and have no
+            bias.
         weight: "scalar", "group" (channel h uses weight h mod ``groups``) or "vector" (one weight
             per channel).
         groups: number of weights per pair of layers, for "group".
@@ -49,12 +51,12 @@ class DLCL(DepthConnection):
             precision. "autocast" narrows fp32 inputs to autocast's dtype: half the memory, for
             layers that read 16 bits, as those of `TransformerEncoder`. Without autocast states have
             the dtype of what is pushed.
-        eps: added to the variance in the layer-norms.
+        eps: added to the variance in the layer-norms, or to the mean square in the RMS norms.
         backend: see `deepfast.backend`.
 
     Attributes:
         weight: (L+1, L+1), or (L+1, L+1, groups) or (L+1, L+1, D); row l feeds layer l + 1.
-        norm_weight, norm_bias: (L+1, D), or None without norm.
+        norm_weight, norm_bias: (L+1, D), or None without norm. RMS norms have no bias.
 
     Source: Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
     Eq. 7 to 9.
@@ -68,6 +70,7 @@ class DLCL(DepthConnection):
         dim: int,
         *,
         norm: str | None = "pre",
+        norm_kind: str = "layer",
         weight: str = "scalar",
         groups: int | None = None,
         init: str = "average",
@@ -82,6 +85,7 @@ class DLCL(DepthConnection):
         backend: str | None = None,
     ):
         checks.choice("DLCL", ("pre", "post", None), norm=norm)
+        checks.choice("DLCL", ("layer", "rms"), norm_kind=norm_kind)
         checks.choice("DLCL", ("scalar", "group", "vector"), weight=weight)
         checks.choice("DLCL", ("average", "one", "identity"), init=init)
         checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
@@ -102,7 +106,7 @@ class DLCL(DepthConnection):
         super().__init__(
             num_layers, dim, pattern, norm=norm, states=states, eps=eps, backend=backend
         )
-        self.kind = weight
+        self.kind, self.norm_kind = weight, norm_kind
         self.groups, self.init, self.softmax = groups, init, softmax
         self.window, self.dilation, self.period = window, dilation, period
         self.normalize_embedding = normalize_embedding
@@ -111,11 +115,11 @@ class DLCL(DepthConnection):
         rows = self.rows
         extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
         self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
-        if norm is None:
-            self.norm_weight = self.norm_bias = None
-        else:
+        self.norm_weight = self.norm_bias = None
+        if norm is not None:
             self.norm_weight = nn.Parameter(torch.empty(rows, dim))
-            self.norm_bias = nn.Parameter(torch.empty(rows, dim))
+            if norm_kind == "layer":
+                self.norm_bias = nn.Parameter(torch.empty(rows, dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -128,6 +132,7 @@ class DLCL(DepthConnection):
                 nn.init.constant_(part(self.weight, (row, k)), value)
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
+        if self.norm_bias is not None:
             nn.init.zeros_(self.norm_bias)
 
     def effective_weight(self) -> Tensor:
@@ -144,7 +149,7 @@ class DLCL(DepthConnection):
         return weight
 
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights and biases (L+1, D) of the layer-norms, or None, with gradient."""
+        """Weights and biases (L+1, D) of the norms, or None, with gradient."""
         return self.norm_weight, self.norm_bias
 
     def _mask(self, device: torch.device) -> Tensor:
@@ -168,18 +173,20 @@ class DLCL(DepthConnection):
         y: Tensor,
         learning: bool,
     ) -> PassWeights:
-        """A pass with this W, and these weights and biases of layer-norms, of which the first
+        """A pass with this W, and these weights and biases of norms, of which the first
         ``plain`` are not used."""
         dtype = compute_dtype(y.dtype)
-        norms: tuple[Tensor, Tensor] | None = None
+        norms: tuple[Tensor, Tensor | None] | None = None
         if self.norm is not None:
             # Copies: a parameter changed before backward must not change this pass.
             norm_weight, norm_bias = (
-                p.detach().to(dtype, copy=True).contiguous() for p in parameters
+                None if p is None else p.detach().to(dtype, copy=True).contiguous()
+                for p in parameters
             )
             # Assigning a number may copy it from the host.
             norm_weight[:plain].fill_(1.0)
-            norm_bias[:plain].zero_()
+            if norm_bias is not None:
+                norm_bias[:plain].zero_()
             norms = norm_weight, norm_bias
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
         copy = weight.detach().to(dtype, copy=True).contiguous()
@@ -196,5 +203,6 @@ class DLCL(DepthConnection):
     def extra_repr(self) -> str:
         return (
             f"num_layers={self.num_layers}, dim={self.dim}, norm={self.norm!r}, "
+            f"norm_kind={self.norm_kind!r}, "
             f"weight={self.kind!r}, init={self.init!r}"
         )

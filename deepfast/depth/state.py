@@ -41,6 +41,7 @@ class DepthState:
     norm_weight: Tensor | None
     """(L+1, D), compute dtype; row k scales state k. None: states have no layer-norm weights."""
     norm_bias: Tensor | None
+    """None with ``rms`` too."""
     norm_source: tuple[bool, ...]
     """Whether state k is stored normalised."""
     out_norm_weight: Tensor | None
@@ -50,6 +51,8 @@ class DepthState:
     """Whether row l's result passes through a layer-norm of this stack."""
     eps: float
     """Added to the variance in all these layer-norms."""
+    rms: bool
+    """Whether they are RMS norms, which subtract no mean and have no bias."""
     schedule: Schedule
     inplace: bool
     """Whether gradients overwrite states."""
@@ -166,6 +169,11 @@ class DepthState:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
 
+    def out_parameters(self, row: int) -> tuple[Tensor, Tensor | None]:
+        """(D,) weight and bias of the stack's norm on row's result."""
+        bias = None if self.out_norm_bias is None else self.out_norm_bias[row]
+        return self.out_norm_weight[row], bias
+
     def out_statistics(self, row: int, rms: bool = False) -> tuple[Tensor | None, Tensor]:
         """(T,) mean and rstd of the norm on row's result; an RMS norm has no mean."""
         tokens = self.states.shape[1]
@@ -248,7 +256,7 @@ class DepthState:
         if self.dnorm_weight is None and self.need_norm_grad:
             shape = self.weights.rows, self.states.shape[2]
             self.dnorm_weight = self.weights.new_empty(*shape).zero_()
-            self.dnorm_bias = torch.zeros_like(self.dnorm_weight)
+            self.dnorm_bias = None if self.rms else torch.zeros_like(self.dnorm_weight)
 
     def grad_slot(self, row: int) -> int:
         """Where g_row is stored in ``grads``."""
@@ -303,7 +311,7 @@ class DepthState:
         """Where boundary k writes dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias."""
         rows: tuple[Tensor | None, ...] = None, None
         if self.need_norm_grad and (self.norm_source[k] or self.norm_out[k]):
-            rows = self.dnorm_weight[k], self.dnorm_bias[k]
+            rows = self.dnorm_weight[k], None if self.rms else self.dnorm_bias[k]
         if self.norm_out[k]:
             return (None, None, *(rows if has_out else (None, None)))
         fresh = self.weights.new_empty(self.states.shape[2]) if has_out else None

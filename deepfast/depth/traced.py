@@ -17,6 +17,11 @@ from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise
 
 
+def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
+    args = 0.0, False, None, connection.backend
+    return normalise(connection.name, x, None, *norm, *args)  # type: ignore[return-value]
+
+
 def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
     """residual + dropout(y)."""
     if p == 0:
@@ -65,13 +70,14 @@ def traced(
     norm = None
     if connection.has_norm(k):
         norm_weight, norm_bias = connection.norms()
-        norm = norm_weight[k], norm_bias[k], connection.eps
+        bias = None if norm_bias is None else norm_bias[k]
+        norm = OutNorm(norm_weight[k], bias, connection.eps, connection.norm_kind == "rms")
     if connection.running[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
     z = _sum(y, residual, dropout_p if connection.training else 0.0, seed, connection.backend)
     if connection.norm == "pre" and norm is not None:
-        z = ops.layer_norm(z, *norm, backend=connection.backend)  # type: ignore[assignment]
+        z = _norm(connection, z, norm)
     history.traced.append(z)
     sources = [history.traced[j] for j in connection.pattern[k]]
     x = connection.traced_row(sources, k, history.traced_weight)
@@ -80,9 +86,7 @@ def traced(
         history.traced = [None] * (k + 1)
         history.close()
     if connection.norm == "post" and norm is not None:
-        return ops.layer_norm(x, *norm, backend=connection.backend)
+        return _norm(connection, x, norm)
     if out_norm is None:
         return x
-    op, backend = connection.name, connection.backend
-    n = normalise(op, x, None, *out_norm, 0.0, False, None, backend)
-    return x if want_x else None, n  # type: ignore[return-value]
+    return x if want_x else None, _norm(connection, x, out_norm)

@@ -72,12 +72,12 @@ class ConstantWeights:
         self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
         out_eps, out_rms, x, out, out_mean, out_rstd,
     ) -> None:  # fmt: skip
-        source_eps = state.eps
+        source_eps, source_rms = state.eps, state.rms
         self.launch.boundary_forward(
             branch, residual, dropout_p, seed, state.states, k, state.near(k), self.weight,
-            state.norm_weight, state.norm_bias, state.norm_source[k], source_eps, partial,
-            out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, state.source_rstd[k],
-            out_mean, out_rstd,
+            state.norm_weight, state.norm_bias, state.norm_source[k], source_eps, source_rms,
+            partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out,
+            state.source_rstd[k], out_mean, out_rstd,
         )  # fmt: skip
 
     def backward(
@@ -86,9 +86,10 @@ class ConstantWeights:
         dout_norm_weight, dout_norm_bias,
     ) -> None:  # fmt: skip
         pull_slots = [state.grad_slot(r) for r in pull_rows]
+        source_rms = state.rms
         self.launch.boundary_backward(
             state.states, k, state.near(k), self.weight, state.norm_weight, state.norm_bias,
-            state.norm_source[k], partial, out_norm_weight, out_norm_bias, out_rms,
+            state.norm_source[k], source_rms, partial, out_norm_weight, out_norm_bias, out_rms,
             state.source_rstd[k], out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads,
             state.grad_slot(k), pull_rows, pull_slots, pulled, dbranch, dresidual, self.dweight,
             dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,

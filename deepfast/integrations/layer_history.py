@@ -26,7 +26,7 @@ class LayerHistory(DLCL):
         embedding_norm: the entry of the embedding in the list of norms: None (there is none),
             "empty" (without parameters) or "norm".
         parameter: whether W is a parameter; False makes it a constant that no checkpoint has.
-        options: arguments of `DLCL`.
+        options: arguments of `DLCL` but ``norm_kind``: the authors have layer-norms.
 
     Attributes:
         weight: W (L+1, L+1), see `DLCL`.
@@ -45,7 +45,7 @@ class LayerHistory(DLCL):
         parameter: bool = True,
         **options,
     ):
-        super().__init__(num_layers, dim, norm=None, **options)
+        super().__init__(num_layers, dim, norm=None, norm_kind="layer", **options)
         self.norm = norm
         self.normalize_embedding = embedding_norm == "norm"
         first: dict[str | None, list[nn.Module]]

@@ -58,7 +58,7 @@ def choices_of(model: SearchModel) -> list[SideChoices]:
         if latent is None:
             continue
         languages = list(model.config.languages) or ["all"]
-        kept = torch.tensor([latent.choose(index) for index in range(len(languages))]) > 0
+        kept = torch.tensor([latent.keeps(index) for index in range(len(languages))])
         probability = latent.logits.detach().float().sigmoid().cpu()
         found.append(SideChoices(side, languages, probability, kept, latent.threshold))
     return found

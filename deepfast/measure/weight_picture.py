@@ -15,6 +15,8 @@ from torch import Tensor
 
 from deepfast.measure.choice_picture import SideChoices, draw_choices
 from deepfast.measure.pictures import (
+    COLORS,
+    HEIGHT,
     STYLE,
     WIDTH,
     heat_map,
@@ -138,6 +140,34 @@ def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> No
     save(figure, path)
 
 
+def draw_source(sides: list[SideWeights], source: int, path: Path) -> None:
+    """Writes a picture of one source's weight in the input of every layer that may read it, as in
+    Figure 5c of Wang et al. 2019: a panel for each side."""
+    matplotlib = require("matplotlib", "drawing weights")
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH * len(sides), HEIGHT), layout="constrained")
+        panels = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
+        for axes, side in zip(panels, sides, strict=True):
+            weights = side.matrix[source:, source].tolist()
+            axes.bar(
+                range(source + 1, source + 1 + len(weights)), weights, color=COLORS["deepfast"]
+            )
+            axes.axhline(0, color="#555555", linewidth=0.8)
+            axes.set_title(side.title, loc="left", fontsize=10)
+            axes.set_xlabel(f"input of layer ({len(side.matrix)}: the output)")
+        panels[0].set_ylabel(f"weight of y{source}")
+    save(figure, path)
+
+
+def source_rows(side: SideWeights, source: int) -> Iterator[tuple[str, str]]:
+    """For each layer that may read the source: its name, and the source's weight."""
+    for row in range(source, len(side.matrix)):
+        feeds = "output" if row == len(side.matrix) - 1 else str(row + 1)
+        yield feeds, f"{side.matrix[row, source]:.3f}"
+
+
 def _draw_weights(figure, sides: list[SideWeights]) -> None:
     """Fills a figure, or a part of one, with a panel for each side."""
     shown = torch.cat([side.matrix[~side.hidden].abs() for side in sides])
@@ -170,8 +200,8 @@ def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
         yield feeds, "  ".join(named), f"{len(kept)} of {row + 1}", f"{weights.sum():.2f}"
 
 
-def show(sides: list[SideWeights]) -> None:
-    """Prints a table for each side to the terminal."""
+def show(sides: list[SideWeights], source: int | None = None) -> None:
+    """Prints a table for each side to the terminal; with ``source`` the weights of that one."""
     require("rich", "the table of weights")
     from rich import box
     from rich.console import Console
@@ -179,6 +209,14 @@ def show(sides: list[SideWeights]) -> None:
 
     console = Console()
     for side in sides:
+        if source is not None:
+            table = Table(title=f"Weight of y{source} in the {side.title}", box=box.SIMPLE)
+            table.add_column("input of", justify="right")
+            table.add_column("weight", justify="right")
+            for feeds, weight in source_rows(side, source):
+                table.add_row(feeds, weight)
+            console.print(table)
+            continue
         table = Table(title=f"Depth weights of the {side.title}", box=box.SIMPLE)
         table.add_column("input of", justify="right", no_wrap=True)
         table.add_column("strongest sources (0: the embedding)", no_wrap=True)

@@ -67,7 +67,7 @@ class Sizes:
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"
-    """"layer" or "rms"; the norms inside a DLCL's mixture are layer-norms anyway."""
+    """"layer" or "rms"."""
     weight: str = "scalar"
     """Kind of the depth weights: "scalar" or "vector" (a group is counted as "vector")."""
     dtype: str = "bfloat16"
@@ -159,7 +159,7 @@ class Sizes:
         kind, rows = self.kind(decoder), self.rows(decoder)
         count = self.norm_values * rows * self.width if self.norm == "pre" else 0
         if kind == "dlcl":
-            count += rows * rows * self.depth_channels + 2 * rows * self.width
+            count += rows * (rows * self.depth_channels + self.norm_values * self.width)
         if kind in ATTENTION_RESIDUALS:
             count += rows * self.width
         if kind == "latent":

@@ -103,11 +103,12 @@ class Stack:
             weights = self.rows * self.sizes.width
             numbers = (self.sizes.norm_values + 4) * self.rows + 2 * self.partial()
         else:
-            # Copies of W and of the norms. A state's norm stores a standard deviation. In post-norm
-            # a row's norm is a layer-norm.
-            weights = self.rows * (self.rows * self.sizes.depth_channels + 2 * self.sizes.width)
-            values = self.sizes.norm_values + 1 if self.sizes.norm == "pre" else 2
-            numbers = values * self.rows
+            # Copies of W and of the norms. A state's norm stores a standard deviation.
+            of_norm = self.sizes.norm_values
+            weights = self.rows * (
+                self.rows * self.sizes.depth_channels + of_norm * self.sizes.width
+            )
+            numbers = (of_norm + (self.sizes.norm == "pre")) * self.rows
         weights, statistics = FP32 * weights, FP32 * numbers * self.tokens
         if learning and self.running:
             # What a running sum adds to the gradient of the state before it.

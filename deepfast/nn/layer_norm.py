@@ -1,9 +1,10 @@
 """Layer and RMS normalisation as modules."""
 
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
@@ -121,10 +122,40 @@ class RMSNorm(Norm):
         super().__init__(dim, eps, elementwise_affine, False, backend)
 
 
-NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
+class NoNorm(nn.Module):
+    """Stands where a stack has a norm, and returns the sum itself."""
+
+    def __init__(self, dim: int, *, backend: str | None = None):
+        super().__init__()
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """residual + dropout(x), twice with ``residual``."""
+        x = F.dropout(x, dropout_p, self.training)
+        if residual is None:
+            return x
+        total = residual + x
+        return total, total
+
+
+NORMS: dict[str, Any] = {"layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 """Kind of norm in a stack -> its module."""
+
+WITHOUT_NORM = ("residual", "latent")
+"""The connections of stacks that may have no norms."""
+
+
+def check_norms(op: str, connection: str, norm: str, norm_kind: str) -> None:
+    """Refuses a kind of norm that there is not, and a stack that cannot do without norms."""
+    checks.choice(op, NORMS, norm_kind=norm_kind)
+    if norm_kind == "none" and (connection not in WITHOUT_NORM or norm != "pre"):
+        raise ValueError(
+            f"{op}: norm_kind='none' needs norm='pre' and the connection residual or latent, got "
+            f"norm={norm!r} and {connection!r}"
+        )
 
 
 def plain_norm(module: nn.Module) -> TypeGuard[Norm]:
     """Whether a fused op may replace ``module``, see `plain`."""
-    return any(plain(module, kind) for kind in NORMS.values())
+    return plain(module, LayerNorm) or plain(module, RMSNorm)

@@ -214,7 +214,7 @@ class TransformerEncoderLayer(_Layer):
     Args:
         dim, heads, ffn_dim: D, H, F.
         norm: "pre" or "post".
-        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`.
+        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, "none" for no norms.
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.

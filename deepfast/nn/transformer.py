@@ -145,14 +145,16 @@ class TransformerEncoder(_Stack):
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
         norm: "pre" (with a final LN) or "post".
-        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers and of the stack. The
-            norms inside a DLCL's mixture stay layer-norms.
+        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
+            inside a DLCL's mixture. "none": no norms, in a pre-norm stack with the connection
+            "residual" or "latent" (Li et al. train latent depth so).
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
         dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
-            ``{"norm": None}`` mixes states without layer-norms.
+            ``{"norm": None}`` mixes states without norms, ``{"norm_kind": "layer"}`` with
+            layer-norms in a stack of RMS norms.
         block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
         reads: under "attnres" and "block_attnres", how often a layer pushes and reads: 2 (or None):
             each of its sublayers does, also the three of a decoder layer; 1: the layer does once.

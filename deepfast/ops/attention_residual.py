@@ -65,6 +65,7 @@ def attention_residual(
     Source: Kimi Team, Attention Residuals, arXiv 2603.15031, 2026.
     """
     op = "attention_residual"
+    common.reverse_mode_only(op)
     if isinstance(residuals, Tensor):
         if residuals.dim() < 2:
             raise ValueError(f"{op}: residuals must be (K, ..., D), got {tuple(residuals.shape)}")

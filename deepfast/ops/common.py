@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deepfast import checks
 from deepfast.reference.layer_norm import compute_dtype
@@ -72,6 +73,12 @@ def traced_as(name: str):
         return node
 
     return rename
+
+
+def reverse_mode_only(name: str) -> None:
+    """Raises inside forward-mode differentiation, which no op of ours has."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(f"{name}: forward-mode differentiation is not supported")
 
 
 def first_order(name: str):

@@ -155,6 +155,7 @@ def check(
 
 def normalise(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
     """`layer_norm` or, with ``rms``, `rms_norm`; errors begin with ``op``."""
+    common.reverse_mode_only(op)
     x, residual, _ = check(op, x, residual, weight, bias, eps, dropout_p, cast=common.alike)
     p = dropout_p if training else 0.0
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from deepfast import backend
@@ -254,10 +253,8 @@ def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, publi
 
     def call(*args, **named) -> tuple[Tensor, ...]:
         given = operands(*args, **named)
-        if node is not None and forward_ad._current_level >= 0:
-            raise NotImplementedError(
-                f"{autograd.name}: forward-mode differentiation is not supported"
-            )
+        if node is not None:
+            common.reverse_mode_only(autograd.name)
         if watched(given[0][0] if isinstance(given[0], list) else given[0]):
             return _as_tuple(op(*given))[:public]
         if not torch._C._is_any_autocast_enabled():

@@ -70,7 +70,7 @@ class StageDepth(DepthConnection):
             last - first, whole.dim, tuple(pattern), running=tuple(running), norm=whole.norm,
             states=whole.states, eps=whole.eps, backend=whole.backend,
         )  # fmt: skip
-        self.rows = len(rows)
+        self.rows, self.norm_kind = len(rows), whole.norm_kind
         # Not a child: the parameters keep the names that they have in the whole stack.
         self._whole = (whole,)
         self.begins, self.below, self.above = begins, below, above

@@ -164,8 +164,7 @@ class _Stack(torch.nn.Module):
 
 def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend: str, **given: Tensor):
     states = [given.pop(f"y{k}") for k in range(depth + 1)]
-    options = dict(options)
-    rms = options.pop("rms", False)
+    rms = options.get("norm_kind") == "rms"
     connection = kind(depth, dim, backend=backend, **options)
     stack = _Stack(connection, dim, full, rms).to(states[0].device)
     return functional_call(
@@ -179,7 +178,7 @@ def _pushed(name: str, kind, T: int, D: int, depth: int, full: bool, options: di
     given |= {f"connection__{n}": p for n, p in parameters.items()}
     if full:
         given["norm__weight"] = _gains(D)
-        if not options.get("rms"):
+        if options.get("norm_kind") != "rms":
             given["norm__bias"] = _values(D)
     return Case(name, given, functools.partial(_push, kind, depth, D, full, options))
 
@@ -189,7 +188,9 @@ def _stack(name: str, T: int, D: int, depth: int = 6, full: bool = False, **opti
     channels = (D,) if options.get("weight") == "vector" else ()
     parameters = {"weight": Computed(torch.randn(rows, rows, *channels) / rows**0.5)}
     if options.get("norm", "pre") is not None:
-        parameters |= {"norm_weight": _gains(rows, D), "norm_bias": _values(rows, D)}
+        parameters["norm_weight"] = _gains(rows, D)
+        if options.get("norm_kind") != "rms":
+            parameters["norm_bias"] = _values(rows, D)
     return _pushed(name, DLCL, T, D, depth, full, options, **parameters)
 
 
@@ -204,7 +205,7 @@ def _residuals(name: str, T: int, D: int, depth: int = 6, full: bool = False, **
 def _boundary(s: Sizes) -> Iterator[Case]:
     yield _stack("odd width, residual, dropout, next norm", s.tokens, s.odd, full=True)
     yield _stack("aligned, residual, dropout, next norm", s.tokens, s.even, full=True)
-    yield _stack("odd width, next RMS norm", s.tokens, s.odd, full=True, rms=True)
+    yield _stack("odd width, RMS norms", s.tokens, s.odd, full=True, norm_kind="rms")
     yield _stack("post-norm", s.tokens, s.misfit, norm="post")
     yield _stack("weight per channel, no norm", 7, s.odd, weight="vector", norm=None)
     yield _stack("window", 7, s.even, window=3)

@@ -61,20 +61,21 @@ def _output_backward(x, dout, weight, rms, mean, rstd, dweight, dbias):
 
 def boundary_forward(
     branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
-    source_eps, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd,
-    out_mean, out_rstd,
+    source_eps, source_rms, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out,
+    source_rstd, out_mean, out_rstd,
 ):  # fmt: skip
     """Stores ``y = residual + dropout(branch)`` in slot k and computes the next layer's input.
 
     ``x = partial + sum_{j in near} weight[k, j] * z_j`` and ``out = LN(x)``. With ``out_rms`` that
-    normalisation subtracts no mean, and ``out_mean`` is None. Where ``branch`` is None, slot k is
-    only read: the launch recomputes a layer's input from the states.
+    normalisation subtracts no mean, and ``out_mean`` is None; with ``source_rms`` that of y
+    subtracts none. Where ``branch`` is None, slot k is only read: the launch recomputes a layer's
+    input from the states.
     """
     if branch is not None:
         y = dropout(load(branch), dropout_p, seed)
         y = y if residual is None else y + load(residual)
         if norm_source:
-            y, _, rstd = normalise(y, source_eps)
+            y, _, rstd = normalise(y, source_eps, source_rms)
             source_rstd.copy_(rstd)
         states[k] = y
     mixed = _near(states, near, weight, k, norm_weight, norm_bias, partial)
@@ -84,10 +85,10 @@ def boundary_forward(
 
 
 def boundary_backward(
-    states, k, near, weight, norm_weight, norm_bias, norm_source, partial, out_norm_weight,
-    out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx, dout, grads,
-    grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight, dnorm_weight, dnorm_bias,
-    dout_norm_weight, dout_norm_bias,
+    states, k, near, weight, norm_weight, norm_bias, norm_source, source_rms, partial,
+    out_norm_weight, out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx,
+    dout, grads, grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight,
+    dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
 ):  # fmt: skip
     """Stores g, the gradient of row k, and computes the gradient of the pushed state.
 
@@ -113,7 +114,7 @@ def boundary_backward(
     put(dnorm_weight, (u * n).sum(0))
     put(dnorm_bias, u.sum(0))
     u = u if norm_weight is None else u * norm_weight[k]
-    u = norm_backward(u, n, source_rstd) if norm_source else u
+    u = norm_backward(u, n, source_rstd, source_rms) if norm_source else u
     put(dresidual, u)
     put(dbranch, dropout(u, dropout_p, seed))
 

@@ -50,6 +50,7 @@ def dlcl(
     norm_bias: Tensor | None = None,
     normalize_embedding: bool = False,
     eps: float = 1e-5,
+    rms: bool = False,
 ) -> Tensor:
     """The input of layer ``row`` from y_0 .. y_row, exactly as in the paper.
 
@@ -57,13 +58,14 @@ def dlcl(
     post-norm  x = LN_row(sum_k W[row, k] * y_k)
 
     weight: (L+1, L+1) or (L+1, L+1, D), already masked. norm_weight, norm_bias: (L+1, D).
-    Index 0 has no LN unless ``normalize_embedding``.
+    Index 0 has no LN unless ``normalize_embedding``. With ``rms`` LN is an RMS norm, without bias.
     """
 
     def layer_norm(x: Tensor, k: int) -> Tensor:
         if k == 0 and not normalize_embedding:
             return x
-        return normalise(x, eps)[0] * norm_weight[k] + norm_bias[k]
+        n = normalise(x, eps, rms)[0] * norm_weight[k]
+        return n if norm_bias is None else n + norm_bias[k]
 
     z = [layer_norm(y[k], k) if norm == "pre" else y[k] for k in range(row + 1)]
     x = sum(weight[row, k] * z[k] for k in range(row + 1))

@@ -11,41 +11,53 @@ from torch import Tensor
 from deepfast.reference.peephole_lstm import cell
 
 
+def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """``W x + b``, without b where ``p`` has none."""
+    y = p[f"{name}.weight"] @ x
+    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+
 def layer(p: dict[str, Tensor], name: str, inputs: list[Tensor], step: int) -> list[tuple]:
     """(f_t, h_t) for each position; ``step`` is +1 or -1, the direction of time."""
-    matrix, recurrent, peephole = (
-        p[f"{name}.{part}"] for part in ("feed_forward.weight", "recurrent", "peephole")
-    )
-    h = c = matrix.new_zeros(recurrent.shape[0])
+    recurrent, peephole = p[f"{name}.recurrent"], p[f"{name}.peephole"]
+    h = c = recurrent.new_zeros(recurrent.shape[0])
     out: list[tuple] = [()] * len(inputs)
     for t in range(len(inputs))[::step]:
-        f = matrix @ inputs[t]
+        f = linear(p, f"{name}.feed_forward", inputs[t])
         h, c, _ = cell(f + h @ recurrent, c, peephole)
         out[t] = f, h
     return out
 
 
-def above(f: Tensor, h: Tensor) -> Tensor:
+def above(f: Tensor, h: Tensor, fast_forward: bool) -> Tensor:
     """The input ``[Half(f), h]`` of the layer above, without dropout."""
-    return torch.cat((f[: len(f) // 2], h))
+    return torch.cat((f[: len(f) // 2], h)) if fast_forward else h
 
 
-def encode(p: dict[str, Tensor], source: list[int], layers: int) -> list[list[tuple]]:
-    """(f_t, h_t) of the top layer of both columns."""
+def encode(
+    p: dict[str, Tensor], source: list[int], layers: int, columns: int, bidirectional: bool,
+    fast_forward: bool,
+) -> list[list[tuple]]:  # fmt: skip
+    """(f_t, h_t) of the top layer of each column."""
     tops = []
-    for column in range(2):
+    for column in range(columns):
         inputs = [p["source_embedding.weight"][token] for token in source]
         for k in range(layers):
-            top = layer(p, f"columns.{column}.{k}", inputs, -1 if (k + column) % 2 else 1)
-            inputs = [above(f, h) for f, h in top]
+            step = -1 if bidirectional and (k + column) % 2 else 1
+            top = layer(p, f"columns.{column}.{k}", inputs, step)
+            inputs = [above(f, h, fast_forward) for f, h in top]
         tops.append(top)
     return tops
 
 
-def static_context(tops: list[list[tuple]], layers: int) -> Tensor:
+def static_context(
+    tops: list[list[tuple]], layers: int, bidirectional: bool, fast_forward: bool
+) -> Tensor:
     """Deep-ED's c. The last step of a layer that runs backwards is at the first position."""
-    (f1, h1), (f2, h2) = (map(torch.stack, zip(*top, strict=True)) for top in tops)
-    return torch.cat((h1[-(layers % 2)], h2.amax(0), f1.amax(0), f2.amax(0)))
+    fs, hs = zip(*(map(torch.stack, zip(*top, strict=True)) for top in tops), strict=True)
+    last = hs[0][0 if bidirectional and layers % 2 == 0 else -1]
+    parts = [last, *(h.amax(0) for h in hs[1:])]
+    return torch.cat(parts + [f.amax(0) for f in fs] * fast_forward)
 
 
 def attended(p: dict[str, Tensor], encoded: list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,12 +78,16 @@ def fast_forward_lstm(
     encoder_layers: int,
     decoder_layers: int,
     attention: bool,
+    fast_forward: bool = True,
+    bidirectional: bool = True,
+    columns: int = 2,
 ) -> tuple[Tensor, Tensor | None]:
     """Logits (T, V) of one sentence without padding, and the attention weights (T, S)."""
-    tops = encode(p, source, encoder_layers)
-    if attention:
-        pairs = zip(*tops, strict=True)
-        encoded = [p["quarter.weight"] @ torch.cat((a[1], b[1], a[0], b[0])) for a, b in pairs]
+    tops = encode(p, source, encoder_layers, columns, bidirectional, fast_forward)
+    encoded = []
+    for position in zip(*tops, strict=True):
+        e = torch.cat([h for _, h in position] + [f for f, _ in position] * fast_forward)
+        encoded.append(linear(p, "quarter", e) if attention and fast_forward else e)
     state = [2 * (torch.zeros_like(p["decoder.0.peephole"][0]),) for _ in range(decoder_layers)]
     logits, weights = [], []
     for t, token in enumerate(target_in):
@@ -80,12 +96,12 @@ def fast_forward_lstm(
             context, weight = attended(p, encoded, state[0][0])
             weights.append(weight)
         else:
-            context = static_context(tops, encoder_layers)
+            context = static_context(tops, encoder_layers, bidirectional, fast_forward)
         x = torch.cat((context, y))
         for k in range(decoder_layers):
-            f = p[f"decoder.{k}.feed_forward.weight"] @ x
+            f = linear(p, f"decoder.{k}.feed_forward", x)
             z = f + state[k][0] @ p[f"decoder.{k}.recurrent"]
             h, c, _ = cell(z, state[k][1], p[f"decoder.{k}.peephole"])
-            state[k], x = (h, c), above(f, h)
-        logits.append(p["softmax.weight"] @ h)
+            state[k], x = (h, c), above(f, h, fast_forward)
+        logits.append(linear(p, "softmax", h))
     return torch.stack(logits), torch.stack(weights) if attention else None

@@ -42,8 +42,10 @@ def mixture(connection):
     def norm(x, k):
         if connection.norm is None or k == 0:
             return x
-        p = connection.norm_weight[k], connection.norm_bias[k]
-        return F.layer_norm(x, x.shape[-1:], *p, connection.eps)
+        weight, shape = connection.norm_weight[k], x.shape[-1:]
+        if connection.norm_kind == "rms":
+            return F.rms_norm(x, shape, weight, connection.eps)
+        return F.layer_norm(x, shape, weight, connection.norm_bias[k], connection.eps)
 
     def mix(states):
         row = len(states) - 1

@@ -25,13 +25,16 @@ def case(request):
     return CASES[request.param]
 
 
-@pytest.mark.parametrize("kind", ["dlcl", "denseformer", "attnres"])
-def test_same_as_a_literal_loop(case, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dlcl", {}), ("dlcl", {"norm_kind": "rms"}), ("denseformer", {}), ("attnres", {})],
+)
+def test_same_as_a_literal_loop(case, kind, options):
     if kind == "attnres" and case.norm == "post":
         pytest.skip("attention residuals are for pre-norm models")
     plain = perturbed(case.make())
     model = copy.deepcopy(plain)
-    case.connect(model, kind)
+    case.connect(model, kind, **options)
     for connection in (m for m in model.modules() if isinstance(m, DepthConnection)):
         perturbed(connection)
     wanted = results(case, plain, literal_of(case, plain, model))

@@ -120,6 +120,25 @@ def test_the_weights_are_those_that_are_applied(save, dlcl, title):
     torch.testing.assert_close(encoder.matrix, expected)
 
 
+def test_one_source(save, tmp_path, capsys):
+    """Figure 5c: a column of W. The decoder has too few layers for source 3."""
+    model, path = save(decoder_connection="dlcl")
+    picture = tmp_path / "a.svg"
+    assert main(["show-weights", str(path), "--source", "3", "--output", str(picture)]) == 0
+    weight = model.encoder.connection.dlcl.effective_weight()
+    said = capsys.readouterr().out
+    assert "Weight of y3 in the encoder" in " ".join(said.split())
+    assert "decoder" not in said
+    rows = [line.split() for line in said.splitlines() if re.match(r" +(output|\d+) ", line)]
+    assert rows == [["4", f"{weight[3, 3]:.3f}"], ["output", f"{weight[4, 3]:.3f}"]]
+    assert "weight of y3" in picture.read_text()
+    assert main(["show-weights", str(path), "--source", "0"]) == 0
+    assert "Weight of y0 in the decoder" in " ".join(capsys.readouterr().out.split())
+    for wrong in (["5"], ["-1"], ["1", "--threshold", "0.2"]):
+        assert main(["show-weights", str(path), "--source", *wrong]) == 1
+        assert "expected" in capsys.readouterr().err
+
+
 def test_table_and_picture(save, tmp_path, capsys):
     _, path = save(decoder_connection="denseformer")
     pictures = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]

@@ -81,6 +81,8 @@ class Chain:
         def layer_norm(x, k):
             if k == 0 and not d.normalize_embedding:
                 return x
+            if d.norm_kind == "rms":
+                return F.rms_norm(x, (d.dim,), p["norm_weight"][k], d.eps)
             return F.layer_norm(x, (d.dim,), p["norm_weight"][k], p["norm_bias"][k], d.eps)
 
         y, states = embedding, []
@@ -99,7 +101,7 @@ class Chain:
             x = specification(
                 states, row, w, norm=d.norm, norm_weight=params.get("norm_weight"),
                 norm_bias=params.get("norm_bias"), normalize_embedding=d.normalize_embedding,
-                eps=d.eps,
+                eps=d.eps, rms=d.norm_kind == "rms",
             )  # fmt: skip
             if row < self.layers:
                 states.append(self.layer(x, scales[row]))

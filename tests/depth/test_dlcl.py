@@ -7,7 +7,7 @@ import torch
 
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
-NORMS = ["pre", "post", None]
+NORMS = ["pre", "post", "pre rms", "post rms", None]
 WEIGHTS = ["scalar", "group", "vector"]
 FORMS = list(itertools.product(NORMS, WEIGHTS))
 DEPTHS, WIDTHS = [1, 2, 7, 33, 100], [1, 17, 64, 255, 512]
@@ -21,9 +21,15 @@ GRID = [
 ]  # fmt: skip
 
 
+def normed(norm):
+    """The arguments for one of NORMS."""
+    where, _, kind = (norm or "").partition(" ")
+    return {"norm": where or None, "norm_kind": kind or "layer"}
+
+
 def form(norm, weight, dim):
     groups = max(1, min(5, dim - 1)) if weight == "group" else None
-    return {"norm": norm, "weight": weight, "groups": groups}
+    return normed(norm) | {"weight": weight, "groups": groups}
 
 
 @pytest.mark.parametrize(("layers", "dim", "norm", "weight"), GRID)
@@ -86,12 +92,13 @@ def test_agrees_within_a_pattern(tolerances, chain, norm, options, softmax):
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 def test_agrees_for_every_init(tolerances, chain, norm, init, learnable, softmax):
-    c = chain(9, 17, block=4, norm=norm, init=init, learnable=learnable, softmax=softmax)
+    options = normed(norm) | {"init": init, "learnable": learnable, "softmax": softmax}
+    c = chain(9, 17, block=4, **options)
     got = c.compare(tolerances, torch.float32)
     assert ("weight" in got) == learnable
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", NORMS[:-1])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_agrees_with_a_normalised_embedding(tolerances, chain, backend, norm, weight):
     options = form(norm, weight, 17) | {"normalize_embedding": True, "backend": backend}
@@ -170,6 +177,7 @@ def test_parameter_shapes(weight):
     assert dlcl.weight.shape == (5, 5, *extra)
     assert dlcl.norm_weight.shape == dlcl.norm_bias.shape == (5, 6)
     assert DLCL(4, 6, norm=None).norm_weight is None
+    assert DLCL(4, 6, norm_kind="rms").norm_bias is None
 
 
 def test_state_dict_round_trip():
@@ -317,13 +325,15 @@ KINDS = ["large mean", "huge", "tiny", "constant rows", "zero"]
 # Cases of post-norm where nothing can be compared are left out. A large embedding hides all other
 # states, and the gradients of its weights are zero up to rounding. The gradient of a constant row's
 # norm is rounding times 1 / sqrt(eps).
-EXTREMES = [("pre", kind) for kind in KINDS] + [("post", kind) for kind in ("tiny", "zero")]
+EXTREMES = [(norm, kind) for norm in ("pre", "pre rms") for kind in KINDS]
+EXTREMES += [(norm, kind) for norm in ("post", "post rms") for kind in ("tiny", "zero")]
 
 
 @pytest.mark.parametrize(("norm", "kind"), EXTREMES)
 def test_agrees_on_extreme_values(tolerances, chain, backend, norm, kind):
     # Many tokens, so that the rounding of a few means has little weight.
-    c = chain(6, 65, tokens=60, block=2, norm=norm, normalize_embedding=True, backend=backend)
+    options = normed(norm) | {"normalize_embedding": True, "backend": backend}
+    c = chain(6, 65, tokens=60, block=2, **options)
     n = c.embedding
     c.embedding = {
         "large mean": n * 0.05 + 1000, "huge": n * 1e12, "tiny": n * 1e-12,
@@ -356,11 +366,12 @@ def test_a_state_outside_the_window_is_not_read(backend):
 @pytest.mark.parametrize(
     "trainable", list(itertools.product([True, False], repeat=3))[:-1], ids=str
 )
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", NORMS[:-1])
 def test_frozen_parameters(chain, backend, norm, trainable):
-    c = chain(9, 17, norm=norm, block=4, backend=backend)
+    c = chain(9, 17, block=4, backend=backend, **normed(norm))
     full = c.run(c.engine, torch.float32)
-    for p, flag in zip(c.dlcl.parameters(), trainable, strict=True):
+    # RMS norms have no bias.
+    for p, flag in zip(c.dlcl.parameters(), trainable, strict=False):
         p.requires_grad_(flag)
     got = c.run(c.engine, torch.float32)
     names = [n for n, p in c.dlcl.named_parameters() if p.requires_grad]
@@ -373,6 +384,7 @@ def test_frozen_parameters(chain, backend, norm, trainable):
     ("change", "message"),
     [
         ({"norm": "both"}, "norm must be one of .*got 'both'"),
+        ({"norm_kind": "batch"}, "norm_kind must be one of .*got 'batch'"),
         ({"weight": "matrix"}, "weight must be one of"),
         ({"init": "zero"}, "init must be one of"),
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),

@@ -170,7 +170,7 @@ def test_forward_mode_is_an_error(backend):
     for learning in (True, False):
         with forward_ad.dual_level(), torch.set_grad_enabled(learning):
             dual = forward_ad.make_dual(y, torch.ones_like(y))
-            with pytest.raises(NotImplementedError, match="forward mode"):
+            with pytest.raises(NotImplementedError, match="DLCL: forward-mode"):
                 stack(dual, history())
 
 

@@ -50,7 +50,7 @@ class Reads:
         self.launch.boundary_forward(*args)
 
     def backward(self, *args):
-        self.pulled.append(len(args[20]))
+        self.pulled.append(len(args[21]))
         self.launch.boundary_backward(*args)
 
 

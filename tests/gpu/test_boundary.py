@@ -19,34 +19,34 @@ else:
     SHAPES, ODD, LARGE = [(5, 32)], [(3, 17), (0, 16)], (12, 16)
 
 
-def shared_arguments(twins, T, D, per_channel, out_rms):
+def shared_arguments(twins, T, D, per_channel, rms):
     weight = torch.randn((ROWS, ROWS, D) if per_channel else (ROWS, ROWS))
     return {
         "k": SLOT, "near": NEAR, "weight": twins.Computed(weight),
         "norm_weight": twins.Computed(1 + 0.3 * torch.randn(ROWS, D)),
-        "norm_bias": twins.Computed(torch.randn(ROWS, D)),
-        "norm_source": True, "partial": twins.Stored(torch.randn(T, D)),
+        "norm_bias": None if rms else twins.Computed(torch.randn(ROWS, D)),
+        "norm_source": True, "source_rms": rms, "partial": twins.Stored(torch.randn(T, D)),
         "out_norm_weight": twins.Computed(1 + 0.3 * torch.randn(D)),
-        "out_norm_bias": twins.Computed(torch.randn(D)), "out_rms": out_rms,
+        "out_norm_bias": twins.Computed(torch.randn(D)), "out_rms": rms,
         "dropout_p": 0.3, "seed": SEED,
     }  # fmt: skip
 
 
-def forward_arguments(twins, T, D, *, apart=0, per_channel=False, out_rms=False):
-    return shared_arguments(twins, T, D, per_channel, out_rms) | {
+def forward_arguments(twins, T, D, *, apart=0, per_channel=False, rms=False):
+    return shared_arguments(twins, T, D, per_channel, rms) | {
         "branch": twins.Stored(torch.randn(T, D), apart),
         "residual": twins.Stored(torch.randn(T, D), apart),
         "states": twins.Slots(torch.randn(ROWS + 1, T, D)),
         "source_eps": 1e-5, "out_eps": 1e-5,
         "x": twins.Result((T, D)), "out": twins.Result((T, D)),
         "source_rstd": twins.Result((T,), stored=False),
-        "out_mean": None if out_rms else twins.Result((T,), stored=False),
+        "out_mean": None if rms else twins.Result((T,), stored=False),
         "out_rstd": twins.Result((T,), stored=False),
     }  # fmt: skip
 
 
-def backward_arguments(twins, T, D, *, apart=0, per_channel=False, out_rms=False):
-    given = shared_arguments(twins, T, D, per_channel, out_rms)
+def backward_arguments(twins, T, D, *, apart=0, per_channel=False, rms=False):
+    given = shared_arguments(twins, T, D, per_channel, rms)
     channels = ("dnorm_weight", "dnorm_bias", "dout_norm_weight", "dout_norm_bias")
     return given | {
         "states": twins.Slots(torch.randn(ROWS, T, D)),
@@ -54,7 +54,7 @@ def backward_arguments(twins, T, D, *, apart=0, per_channel=False, out_rms=False
         "grad_slot": SLOT + 1,
         "pull_rows": PULLS, "pull_slots": [r + 1 for r in PULLS],
         "source_rstd": twins.Computed(0.5 + torch.rand(T)),
-        "out_mean": None if out_rms else twins.Computed(torch.randn(T)),
+        "out_mean": None if rms else twins.Computed(torch.randn(T)),
         "out_rstd": twins.Computed(0.5 + torch.rand(T)),
         "dx": twins.Stored(torch.randn(T, D), apart),
         "dout": twins.Stored(torch.randn(T, D), apart),
@@ -63,6 +63,7 @@ def backward_arguments(twins, T, D, *, apart=0, per_channel=False, out_rms=False
         # Entries of other rows and columns must not change.
         "dweight": twins.Computed(torch.zeros_like(given["weight"].x)),
         **{name: twins.Result((D,), stored=False) for name in channels},
+        **({"dnorm_bias": None} if rms else {}),
     }  # fmt: skip
 
 
@@ -83,8 +84,8 @@ def test_launchers_at_other_sizes(by, tolerances, twins, device, T, D):
     check(tolerances, by, twins, T, D, torch.bfloat16, device, apart=3 if D % 2 else 0)
 
 
-def test_rms_norm_of_the_output(by, tolerances, twins, device):
-    check(tolerances, by, twins, *SHAPES[0], torch.bfloat16, device, out_rms=True)
+def test_rms_norms(by, tolerances, twins, device):
+    check(tolerances, by, twins, *SHAPES[0], torch.bfloat16, device, rms=True)
 
 
 def test_a_weight_per_channel(by, tolerances, twins, device):
@@ -128,8 +129,8 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     _, launch = backend.choose("boundary", by, torch.device(device).type, dtype)
     norm = None, None, False
     launch.boundary_forward(
-        branch, residual, 0.0, None, states, 1, [0, 1], weight, *norm, 1e-5, None, None, None,
-        0.0, False, x, None, None, None, None,
+        branch, residual, 0.0, None, states, 1, [0, 1], weight, *norm, 1e-5, False, None, None,
+        None, 0.0, False, x, None, None, None, None,
     )  # fmt: skip
     tail = slice(T - 9, T)
     y = branch[tail].cpu().double() + residual[tail].cpu().double()
@@ -139,8 +140,8 @@ def test_more_than_2_31_elements(by, tolerances, room, device):
     tolerances.assert_accurate(x[tail].cpu(), expected.to(dtype), expected, dtype, "x")
     y_before = states[1].clone()
     launch.boundary_backward(
-        states, 1, [0, 1], weight, *norm, None, None, None, False, None, None, None, 0.0, None,
-        dx, None, states, 2, [1], [2], None, dbranch, None, dweight, None, None, None, None,
+        states, 1, [0, 1], weight, *norm, False, None, None, None, False, None, None, None, 0.0,
+        None, dx, None, states, 2, [1], [2], None, dbranch, None, dweight, None, None, None, None,
     )  # fmt: skip
     assert torch.equal(states[2][tail], dx[tail])
     expected = -0.75 * dx[tail].cpu().double()

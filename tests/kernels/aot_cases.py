@@ -122,18 +122,20 @@ def boundary_forward(launch, near, D, dtype=BF16, rms=False):
     engine(
         launch, "boundary_forward", D, dtype, dropout_p=0.1, k=31,
         near=list(range(32 - near, 32)), norm_source=True, source_eps=1e-5, out_eps=1e-5,
-        out_rms=rms, absent=("out_mean", "out_norm_bias") if rms else (),
+        source_rms=rms, out_rms=rms,
+        absent=("norm_bias", "out_mean", "out_norm_bias") if rms else (),
     )  # fmt: skip
 
 
 def boundary_backward(launch, near, D, dtype=BF16, rms=False):
     """A state in the middle of its block of ``near``."""
+    absent = "norm_bias", "out_mean", "out_norm_bias", "dnorm_bias", "dout_norm_bias"
     k, pulls = 23 + near // 2, near - near // 2 + 1
     engine(
         launch, "boundary_backward", D, dtype, k=k, near=list(range(24, k + 1)), norm_source=True,
         dropout_p=0.1, grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)), out_rms=rms,
-        absent=("out_mean", "out_norm_bias", "dout_norm_bias") if rms else (),
+        pull_slots=list(range(k + 1, k + 1 + pulls)), source_rms=rms, out_rms=rms,
+        absent=absent if rms else (),
     )  # fmt: skip
 
 

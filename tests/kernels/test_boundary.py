@@ -18,8 +18,10 @@ ROWS, SLOT = 10, 4
 FULL = {
     "near": (2, 3, 4), "pulls": (4, 5, 6, 7, 8, 9), "p": 0.3, "replay": False, "residual": True,
     "norm": True, "norm_weight": True, "norm_bias": True, "vector": False, "far": True, "dx": True,
-    "dout": True, "inplace": True, "out_rms": False,
+    "dout": True, "inplace": True, "out_rms": False, "source_rms": False,
 }  # fmt: skip
+
+SOURCE_RMS = {"source_rms": True, "norm_bias": False}
 
 
 def storage(shape, dtype):
@@ -66,12 +68,12 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     near, pulls = list(options["near"]), list(options["pulls"])
     x, out, dbranch, dresidual = (rows((T, D), dtype) for _ in range(4))
     source_rstd, mean, rstd = torch.empty(3, T, dtype=compute)
-    out_rms = options["out_rms"]
+    source_rms, out_rms = options["source_rms"], options["out_rms"]
     mean = None if out_rms else mean
     launch.boundary_forward(
         a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"],
-        w["norm_weight"], w["norm_bias"], options["norm"], 1e-5, a["partial"], *out_norm, 1e-5,
-        out_rms, x, out, source_rstd, mean, rstd,
+        w["norm_weight"], w["norm_bias"], options["norm"], 1e-5, source_rms, a["partial"],
+        *out_norm, 1e-5, out_rms, x, out, source_rstd, mean, rstd,
     )  # fmt: skip
     results = {"x": x, "out": out, "mean": mean, "rstd": rstd, "state": states[SLOT].clone()}
     if options["replay"] or not options["norm"]:
@@ -81,13 +83,15 @@ def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
     # Entries that the launch does not own must not change.
     dweight = torch.full_like(w["weight"], 7)
     dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = torch.empty(4, D, dtype=compute)
+    if source_rms:
+        dnorm_bias = None
     if not options["dout"]:
         dout_norm_weight = dout_norm_bias = None
     launch.boundary_backward(
         states, SLOT, near, w["weight"], w["norm_weight"], w["norm_bias"], options["norm"],
-        a["partial"], *out_norm, out_rms, source_rstd, mean, rstd, *dropout, a["dx"], a["dout"],
-        grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"], dbranch, dresidual,
-        dweight, dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
+        source_rms, a["partial"], *out_norm, out_rms, source_rstd, mean, rstd, *dropout, a["dx"],
+        a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"], dbranch,
+        dresidual, dweight, dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
     )  # fmt: skip
     results |= {
         "g": grads[SLOT + 1], "dbranch": dbranch, "dresidual": dresidual, "dweight": dweight,
@@ -109,9 +113,9 @@ def compare(tolerances, kernels, T, D, dtype, rows=storage, **options):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("T", "D"), SHAPES)
-@pytest.mark.parametrize("out_rms", [False, True])
-def test_agrees(tolerances, poison, kernels, out_rms, T, D, dtype):
-    compare(tolerances, kernels, T, D, dtype, out_rms=out_rms)
+@pytest.mark.parametrize("rms", [{}, {"out_rms": True}, SOURCE_RMS], ids=str)
+def test_agrees(tolerances, poison, kernels, rms, T, D, dtype):
+    compare(tolerances, kernels, T, D, dtype, **rms)
 
 
 @pytest.mark.each_value
@@ -131,6 +135,10 @@ def test_agrees(tolerances, poison, kernels, out_rms, T, D, dtype):
         {"out_rms": True},
         {"out_rms": True, "dx": False, "vector": True},
         {"out_rms": True, "dout": False},
+        SOURCE_RMS,
+        SOURCE_RMS | {"out_rms": True, "vector": True, "inplace": False},
+        SOURCE_RMS | {"norm_weight": False, "p": 0.0, "residual": False},
+        SOURCE_RMS | {"replay": True},
         {"vector": True},
         {"vector": True, "norm_weight": False, "norm_bias": False, "norm": False},
     ],
@@ -184,14 +192,15 @@ def test_what_is_not_wanted_is_not_written(kernels):
     """Without x, without a norm of the output, without any gradient but that of the branch."""
     states, weight, branch = torch.zeros(3, 4, 17), torch.randn(2, 2), torch.randn(4, 17)
     kernels.boundary_forward(
-        branch, None, 0.0, None, states, 1, [0, 1], weight, None, None, False, 0.0, None, None,
-        None, 0.0, False, None, None, None, None, None,
+        branch, None, 0.0, None, states, 1, [0, 1], weight, None, None, False, 0.0, False, None,
+        None, None, 0.0, False, None, None, None, None, None,
     )  # fmt: skip
     assert torch.equal(states[1], branch)
     dx, dbranch = torch.randn(4, 17), torch.empty(4, 17)
     kernels.boundary_backward(
-        states, 1, [0, 1], weight, None, None, False, None, None, None, False, None, None, None,
-        0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None, None, None,
+        states, 1, [0, 1], weight, None, None, False, False, None, None, None, False, None, None,
+        None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None,
+        None, None,
     )  # fmt: skip
     torch.testing.assert_close(dbranch, weight[1, 1] * dx)
     assert torch.equal(states[2], dx)

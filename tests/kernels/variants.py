@@ -58,15 +58,15 @@ def of_block() -> dict[str, int]:
     def run(k):
         kernels.boundary_forward(
             like, like, 0.1, seeds[k], states, k, list(range(start, k + 1)), weight, norm_weight,
-            norm_bias, True, 1e-5, like, norm_weight[0], norm_bias[0], 1e-5, False,
+            norm_bias, True, 1e-5, False, like, norm_weight[0], norm_bias[0], 1e-5, False,
             like, like, source_rstd[k], mean[k], rstd[k],
         )  # fmt: skip
         pulls = list(range(k, end))
         kernels.boundary_backward(
-            states, k, list(range(start, k + 1)), weight, norm_weight, norm_bias, True, like,
-            norm_weight[0], norm_bias[0], False, source_rstd[k], mean[k], rstd[k], 0.1, seeds[k],
-            like, like, states, k + 1, pulls, [row + 1 for row in pulls], like, like, like, weight,
-            grads[0][k], grads[1][k], like[0], like[1],
+            states, k, list(range(start, k + 1)), weight, norm_weight, norm_bias, True, False,
+            like, norm_weight[0], norm_bias[0], False, source_rstd[k], mean[k], rstd[k], 0.1,
+            seeds[k], like, like, states, k + 1, pulls, [row + 1 for row in pulls], like, like,
+            like, weight, grads[0][k], grads[1][k], like[0], like[1],
         )  # fmt: skip
 
     return variants(run, *range(start, end))

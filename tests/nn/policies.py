@@ -35,7 +35,9 @@ CASES = {
     "decoder, attnres": {"decoder": True, "connection": "attnres", "attention_dropout": 0.1},
     "decoder, latent": {"decoder": True, "connection": "latent"},
     "rms": {"norm_kind": "rms"},
+    "rms, post, window": {"norm_kind": "rms", "norm": "post", "dlcl": {"window": 3}},
     "rms, residual": {"norm_kind": "rms", "connection": "residual"},
+    "no norms": {"norm_kind": "none", "connection": "residual"},
     "rms, decoder, post": {"norm_kind": "rms", "decoder": True, "norm": "post"},
 }
 

@@ -123,6 +123,7 @@ def test_layers_with_dropout_draw_their_own_masks():
 KINDS = [
     {"norm": None, "weight": "vector", "softmax": True, "window": 2},
     {"norm": "post", "weight": "group", "groups": 3},
+    {"norm_kind": "rms"},
     *(
         pytest.param(options, marks=pytest.mark.exhaustive)
         for options in (
@@ -130,6 +131,7 @@ KINDS = [
             {"norm": None, "weight": "vector"},
             {"softmax": True, "window": 2},
             {"period": 2, "normalize_embedding": True},
+            {"norm": "post", "norm_kind": "rms"},
             {"norm": "post", "learnable": False, "normalize_embedding": True},
         )
     ),

@@ -19,6 +19,7 @@ from deepfast.nn.layers import FeedForward
 
 FIXED = {
     "dlcl": lambda: DLCL(4, 6),
+    "dlcl rms": lambda: DLCL(4, 6, norm_kind="rms"),
     "dlcl post": lambda: DLCL(4, 6, norm="post", weight="vector", init="one", window=2),
     "denseformer": lambda: DLCL(5, 6, norm=None, init="identity", dilation=2, period=2),
     "softmax": lambda: DLCL(4, 6, softmax=True, weight="group", groups=2),

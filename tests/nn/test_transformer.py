@@ -36,6 +36,7 @@ OPTIONS = [
     {"connection": "residual"},
     {"connection": "residual", "norm_kind": "rms"},
     {"dlcl": {"window": 3}, "norm_kind": "rms"},
+    {"dlcl": {"norm_kind": "layer"}, "norm_kind": "rms"},
     {"dlcl": {}},
     {"dlcl": {"weight": "vector", "init": "one"}},
     {"dlcl": {"weight": "group", "groups": 5, "window": 3, "normalize_embedding": True}},

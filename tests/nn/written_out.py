@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from deepfast.nn.layer_norm import NoNorm
 from deepfast.reference import attention_residuals as reference
 from deepfast.reference.layer_norm import rms_norm
 
@@ -20,6 +21,8 @@ def shaken(module):
 
 
 def norm_of(m, x):
+    if isinstance(m, NoNorm):
+        return x
     if m.bias is None:
         return F.rms_norm(x, m.weight.shape, m.weight, m.eps)
     return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)
@@ -116,6 +119,8 @@ def stack_and_sum(connection, x, bodies):
         def own_norm(t, k):
             if k == 0 and not d.normalize_embedding:
                 return t
+            if d.norm_kind == "rms":
+                return F.rms_norm(t, (DIM,), d.norm_weight[k], d.eps)
             return F.layer_norm(t, (DIM,), d.norm_weight[k], d.norm_bias[k], d.eps)
 
         z = [own_norm(s, k) if d.norm == "pre" else s for k, s in enumerate(states)]

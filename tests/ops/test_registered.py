@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepfast import backend as backends
 from deepfast import ops
-from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
 from tests.ops.cases import (
     DROPOUT,
     NAMES,
@@ -219,6 +219,20 @@ def test_forward_mode_is_an_error(name):
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
         torch.func.jvp(lambda x: outputs(c.run(x, *rest))[0], (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    {
+        "rms_norm": lambda x: ops.rms_norm(x, None),
+        "attention_residual": lambda x: ops.attention_residual([x], torch.ones(D)),
+        "AttentionResiduals": lambda x: AttentionResiduals(2, D)(x, DepthHistory()),
+        "MUDD": lambda x: MUDD(2, D)(x, MUDDHistory()),
+    }.items(),
+)
+def test_forward_mode_error_names_what_was_called(name, run):
+    with pytest.raises(NotImplementedError, match=f"^{name}: forward-mode"):
+        torch.func.jvp(run, (torch.ones(2, D),), (torch.ones(2, D),))
 
 
 @pytest.mark.parametrize("name", NAMES)

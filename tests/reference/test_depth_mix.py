@@ -73,6 +73,21 @@ def test_equation_9_post_norm(row, normalize_embedding):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_rms_norms(norm):
+    y, w = states(), torch.randn(COUNT, COUNT, dtype=torch.float64)
+    _, gain, _ = norms()
+
+    def rms(x, k):
+        return nn.functional.rms_norm(x, (DIM,), gain[k], 1e-5) if k else x
+
+    z = [rms(source, k) for k, source in enumerate(y)] if norm == "pre" else y
+    expected = sum(w[2, k] * z[k] for k in range(3))
+    expected = rms(expected, 2) if norm == "post" else expected
+    got = dlcl(y, 2, w, norm=norm, norm_weight=gain, rms=True)
+    torch.testing.assert_close(got, expected)
+
+
 def test_no_norm():
     y, w = states(), torch.randn(COUNT, COUNT, dtype=torch.float64)
     expected = sum(w[2, k] * y[k] for k in range(3))

@@ -17,13 +17,19 @@ from deepfast.mt.data.batches import (
 )
 from deepfast.mt.data.errors import DataError, MissingPackage
 from deepfast.mt.data.phrases import Corpus, phrases, write
+from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import (
     Dropped,
     ParallelText,
     read_lines,
     read_parallel,
 )
-from deepfast.mt.data.tokens import TokenVocabulary, read_dictionary, read_vocabulary
+from deepfast.mt.data.tokens import (
+    TokenVocabulary,
+    read_dictionary,
+    read_vocabulary,
+    subwords,
+)
 from deepfast.mt.data.vocabulary import (
     Vocabulary,
     lower,
@@ -38,6 +44,7 @@ __all__ = [
     "Dropped",
     "MissingPackage",
     "ParallelText",
+    "SeparateVocabularies",
     "TokenBatches",
     "TokenVocabulary",
     "Vocabulary",
@@ -51,6 +58,7 @@ __all__ = [
     "read_vocabulary",
     "restore_order",
     "split_tag",
+    "subwords",
     "tag_of",
     "write",
 ]

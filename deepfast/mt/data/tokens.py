@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from deepfast.mt.data.errors import DataError
+from deepfast.mt.data.separate import KIND as SEPARATE
+from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.data.vocabulary import (
     EOS,
@@ -116,15 +118,28 @@ class TokenVocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
-    """The vocabulary of a checkpoint, of either kind.
+    """The vocabulary of a checkpoint, of any kind.
 
     Raises:
-        DataError: neither a sentencepiece model nor a dictionary of tokens.
+        DataError: neither sentencepiece models nor a dictionary of tokens.
     """
     # A sentencepiece model begins with the tag of a field, which is another byte.
-    if content[:1] == b"{":
-        return TokenVocabulary.from_bytes(content)
-    return Vocabulary.from_bytes(content)
+    if content[:1] != b"{":
+        return Vocabulary.from_bytes(content)
+    separate = f'"{SEPARATE}"'.encode() in content[:100]
+    return (SeparateVocabularies if separate else TokenVocabulary).from_bytes(content)
+
+
+def subwords(content: bytes) -> Vocabulary:
+    """The vocabulary of a checkpoint to train on, which must be one of subwords.
+
+    Raises:
+        DataError: other content, or a dictionary of tokens.
+    """
+    vocabulary = read_vocabulary(content)
+    if isinstance(vocabulary, TokenVocabulary):
+        raise DataError("vocabulary: expected sentencepiece models, got a dictionary of tokens")
+    return vocabulary
 
 
 def read_dictionary(path: str | Path) -> list[str]:

@@ -157,9 +157,14 @@ class Vocabulary:
         return len(self._processor)
 
     @property
+    def target(self) -> Vocabulary:
+        """The vocabulary of the target's side: this one, which both sides share."""
+        return self
+
+    @property
     def target_size(self) -> int:
-        """Number of pieces on the target's side, which shares the source's."""
-        return len(self)
+        """Number of pieces on the target's side."""
+        return len(self.target)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self._model == other._model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.mt.models.interface import TranslationModel
-from deepfast.mt.models.transformer import DecodeState, Transformer, last_attention
+from deepfast.mt.models.transformer import DecodeState, Transformer, init_fan_in, last_attention
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
     DecoderCache,
@@ -124,6 +124,8 @@ class DepthGrowing(TranslationModel):
             LayerNorm(c.dim, backend=c.backend) if c.embedding_norm else nn.Identity()
             for _ in range(2)
         )
+        if c.init == "fan_in":
+            init_fan_in(self.encoder, self.decoder)
         self.train()
 
     def train(self, mode: bool = True) -> "DepthGrowing":

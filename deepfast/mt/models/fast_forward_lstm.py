@@ -16,10 +16,15 @@ the top layers of the columns, (f, h) and (f', h'), the decoder gets a context c
 
 The decoder is one column whose layers all run forward. Its input is [c_t, y_{t-1}], with y_0 = 0.
 
-As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), no layer has a bias,
-source, target and softmax have separate matrices, and recurrent parameters start at 0. Unlike in
-the paper, source and target share one vocabulary, and the alignment model is as wide as a layer.
-The paper's columns have nine layers; in a column with an even number m is the first position.
+As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), source, target and
+softmax have separate matrices, and recurrent parameters start at 0. The paper leaves biases out of
+its notation; here they are an option, as are separate vocabularies. Unlike in the paper, the
+alignment model is as wide as a layer. The paper's columns have nine layers; in a column with an
+even number m is the first position.
+
+The ablations of its tables 2 to 6 are options. Without fast-forward connections a layer reads
+Dropout(h) alone, e and c hold no f, and there is no W_p: with one layer this is the standard
+attention model. With one column e and c hold no h' and f'.
 """
 
 from collections.abc import Sequence
@@ -39,7 +44,9 @@ class FastForwardLSTMConfig:
     """Sizes and choices of a `FastForwardLSTM`."""
 
     vocab_size: int
-    """V of the vocabulary, which source and target share."""
+    """V of the source; of the target too where target_vocab_size is None."""
+    target_vocab_size: int | None = None
+    """V of the target, where it has its own vocabulary."""
     padding_idx: int = 0
     """Id of the padding token."""
     dim: int = 512
@@ -52,6 +59,14 @@ class FastForwardLSTMConfig:
     """Layers of the decoder."""
     attention: bool = True
     """True: Deep-Att. False: Deep-ED, whose decoder reads one vector for the whole source."""
+    fast_forward: bool = True
+    """Whether a layer, and the context, read the f of the layer below."""
+    bidirectional: bool = True
+    """Whether the directions of the encoder's layers alternate; False: all run forward."""
+    columns: int = 2
+    """Columns of the encoder, 1 or 2."""
+    bias: bool = False
+    """Whether the maps to f, W_p and the softmax have biases, which start at 0."""
     dropout: float = 0.1
     """On each h where it enters the next layer, not on f."""
     init_std: float = 0.07
@@ -71,6 +86,12 @@ class FastForwardLSTMConfig:
         if self.dim % 2:
             raise ValueError(f"{op}: dim must be even, got {self.dim}")
         checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
+        if self.target_vocab_size is not None:
+            least = self.padding_idx + 1
+            checks.whole(op, least, target_vocab_size=self.target_vocab_size)
+        checks.whole(op, 1, 2, columns=self.columns)
+        checks.flag(op, attention=self.attention, fast_forward=self.fast_forward,
+                    bidirectional=self.bidirectional, bias=self.bias)  # fmt: skip
         checks.fraction(op, dropout=self.dropout)
         checks.positive(op, init_std=self.init_std, lr_scale=self.lr_scale)
 
@@ -78,9 +99,9 @@ class FastForwardLSTMConfig:
 class Layer(nn.Module):
     """The feed-forward and the recurrent half of a layer."""
 
-    def __init__(self, inputs: int, dim: int, backend: str | None):
+    def __init__(self, inputs: int, dim: int, bias: bool, backend: str | None):
         super().__init__()
-        self.feed_forward = nn.Linear(inputs, 4 * dim, bias=False)
+        self.feed_forward = nn.Linear(inputs, 4 * dim, bias=bias)
         self.recurrent = nn.Parameter(torch.zeros(dim, 4 * dim))
         self.peephole = nn.Parameter(torch.zeros(3, dim))
         self.backend = backend
@@ -112,9 +133,9 @@ class Source:
     """What the decoder reads of a batch of source sentences."""
 
     encoded: Tensor
-    """With attention W_p e (B, S, P), without it c (B, P)."""
+    """With attention W_p e (B, S, P), or e where there is no W_p; without attention c (B, P)."""
     keys: Tensor | None = None
-    """U_a W_p e (B, S, A), with attention."""
+    """U_a of it (B, S, A), with attention."""
     padding: Tensor | None = None
     """(B, S) bool: True at padding; with attention."""
     places: Tensor | None = None
@@ -164,26 +185,31 @@ class FastForwardLSTM(TranslationModel):
     def __init__(self, config: FastForwardLSTMConfig):
         super().__init__()
         self.config = c = config
-        width, top = c.embedding_dim, 10 * c.dim
-        self.context_dim = top // 4 if c.attention else top
+        width, top = c.embedding_dim, c.columns * (5 if c.fast_forward else 1) * c.dim
+        reduced = c.attention and c.fast_forward
+        self.context_dim = top // 4 if reduced else top
 
         def stack(inputs: int, count: int) -> nn.ModuleList:
-            sizes = [inputs] + [3 * c.dim] * (count - 1)
-            return nn.ModuleList(Layer(size, c.dim, c.backend) for size in sizes)
+            sizes = [inputs] + [3 * c.dim if c.fast_forward else c.dim] * (count - 1)
+            return nn.ModuleList(Layer(size, c.dim, c.bias, c.backend) for size in sizes)
 
         self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        self.target_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(2))  # type: ignore[assignment]
+        target_size = c.target_vocab_size or c.vocab_size
+        self.target_embedding = nn.Embedding(target_size, width, padding_idx=c.padding_idx)
+        self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(c.columns))  # type: ignore[assignment]
         self.decoder = stack(self.context_dim + width, c.decoder_layers)  # type: ignore[assignment]
+        if reduced:
+            self.quarter = nn.Linear(top, self.context_dim, bias=c.bias)
         if c.attention:
-            self.quarter = nn.Linear(top, self.context_dim, bias=False)
             self.attention = Attention(c.dim, self.context_dim, c.dim)
         else:
             self.alignment = None  # type: ignore[method-assign]  # A model without has None.
-        self.softmax = nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.softmax = nn.Linear(c.dim, target_size, bias=c.bias)
         recurrent = {id(p) for p in self._recurrent()}
-        for p in self.parameters():
-            if id(p) not in recurrent:
+        for name, p in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(p)
+            elif id(p) not in recurrent:
                 nn.init.normal_(p, std=c.init_std)
         with torch.no_grad():
             for embedding in (self.source_embedding, self.target_embedding):
@@ -210,19 +236,28 @@ class FastForwardLSTM(TranslationModel):
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        name = "Deep-Att" if c.attention else "Deep-ED"
-        return f"{name}, {c.encoder_layers} + {c.decoder_layers} LSTM layers, {c.dim} cells"
+        parts = [
+            "Deep-Att" if c.attention else "Deep-ED",
+            f"{c.encoder_layers} + {c.decoder_layers} LSTM layers",
+            f"{c.dim} cells",
+        ]
+        parts += ["no fast-forward connections"] * (not c.fast_forward)
+        parts += ["all layers forward"] * (not c.bidirectional)
+        parts += ["one column"] * (c.columns == 1)
+        return ", ".join(parts)
 
     def _next(self, f: Tensor, h: Tensor) -> Tensor:
         """The input of the layer above, ``[Half(f), Dropout(h)]``."""
-        return torch.cat((f.chunk(2, -1)[0], F.dropout(h, self.config.dropout, self.training)), -1)
+        h = F.dropout(h, self.config.dropout, self.training)
+        return torch.cat((f.chunk(2, -1)[0], h), -1) if self.config.fast_forward else h
 
     def _column(self, x: Tensor, column: Sequence[Layer], lengths: Tensor, first: int):
         """f, h and the last step's h of the top layer; ``first`` is 1 for the column whose first
         layer runs backwards."""
         for k, layer in enumerate(column):
             f = layer.feed_forward(x)
-            h, last, _ = layer.recur(f, lengths=lengths, reverse=(k + first) % 2 == 1)
+            reverse = self.config.bidirectional and (k + first) % 2 == 1
+            h, last, _ = layer.recur(f, lengths=lengths, reverse=reverse)
             if k + 1 < len(column):
                 x = self._next(f, h)
         return f, h, last
@@ -232,11 +267,17 @@ class FastForwardLSTM(TranslationModel):
         padding, places = (source_BS == self.config.padding_idx).sort(dim=1, stable=True)
         lengths = (~padding).sum(1)
         x = self.source_embedding(source_BS.gather(1, places).T)
-        (f1, h1, last), (f2, h2, _) = (
-            self._column(x, column, lengths, first) for first, column in enumerate(self.columns)
+        fs, hs, lasts = zip(
+            *(self._column(x, column, lengths, n) for n, column in enumerate(self.columns)),
+            strict=True,
         )
+        if not self.config.fast_forward:
+            fs = ()
         if self.config.attention:
-            encoded = self.quarter(torch.cat((h1, h2, f1, f2), -1)).transpose(0, 1)
+            encoded = torch.cat((*hs, *fs), -1)
+            if self.config.fast_forward:
+                encoded = self.quarter(encoded)
+            encoded = encoded.transpose(0, 1)
             return Source(encoded, self.attention.key(encoded), padding, places)
         behind, wordless = padding.T.unsqueeze(-1), (lengths == 0).unsqueeze(-1)
 
@@ -245,14 +286,14 @@ class FastForwardLSTM(TranslationModel):
             highest = t.masked_fill(behind, -torch.inf).amax(0) if len(t) else t.sum(0)
             return highest.masked_fill(wordless, 0)
 
-        return Source(torch.cat((last, most(h2), most(f1), most(f2)), -1))
+        return Source(torch.cat((lasts[0], *map(most, (*hs[1:], *fs))), -1))
 
     def _attended(self, source: Source, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The decoder's first layer over y (T, B, E), step by step: f, h and the attention weights
         (T, B, S)."""
-        layer, matrix = self.decoder[0], self.decoder[0].feed_forward.weight
-        from_context, from_word = matrix.split((self.context_dim, y.shape[-1]), 1)
-        words = F.linear(y, from_word)
+        layer, linear = self.decoder[0], self.decoder[0].feed_forward
+        from_context, from_word = linear.weight.split((self.context_dim, y.shape[-1]), 1)
+        words = F.linear(y, from_word, linear.bias)
         if not len(words):
             return words, layer.recur(words)[0], words.new_zeros(0, *source.padding.shape)
         h, c = words.new_zeros(y.shape[1], self.config.dim), None
@@ -307,8 +348,8 @@ class FastForwardLSTM(TranslationModel):
         real_TB = (target_in_BT != self.config.padding_idx).T
         loss, nll = ops.linear_cross_entropy(
             self._decode(source_BS, target_in_BT)[real_TB], self.softmax.weight,
-            target_out_BT.T[real_TB], label_smoothing=label_smoothing, ignore_index=IGNORED,
-            reduction="sum", return_nll=True, backend=self.config.backend,
+            target_out_BT.T[real_TB], bias=self.softmax.bias, label_smoothing=label_smoothing,
+            ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
         )  # fmt: skip
         return loss, nll
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 from deepfast.nn import LayerFusion
-from deepfast.nn.connections.fusion import WITH_ATTENTION, layer_embedding
+from deepfast.nn.connections.fusion import layer_embedding
 
 
 class Fusions(nn.Module):
@@ -12,8 +12,8 @@ class Fusions(nn.Module):
 
     Attributes:
         encoder, decoder: the side's `LayerFusion`, or None.
-        layer_embedding: E of the fusions with attention, or None. Layer l of either side has the
-            same embedding.
+        layer_embedding: E of the fusions that have layer embeddings, or None. Layer l of either
+            side has the same embedding.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -28,15 +28,15 @@ class Fusions(nn.Module):
                     backend=c.backend, **c.fusion,
                 )  # fmt: skip
             setattr(self, side, fusion)
-        attending = [
+        states = [
             f.num_states
             for f in self.children()
-            if isinstance(f, LayerFusion) and f.kind in WITH_ATTENTION
+            if isinstance(f, LayerFusion) and f.with_embeddings
         ]
-        self.layer_embedding = layer_embedding(max(attending), c.dim) if attending else None
+        self.layer_embedding = layer_embedding(max(states), c.dim) if states else None
 
     def forward(self, side: str, states: list[Tensor], output: Tensor) -> Tensor:
         """The fusion of a stack's ``states``, the last of which is its ``output``."""
         fusion = getattr(self, side)
-        embedding = self.layer_embedding if fusion.kind in WITH_ATTENTION else None
+        embedding = self.layer_embedding if fusion.with_embeddings else None
         return fusion([*states[:-1], output], embedding)

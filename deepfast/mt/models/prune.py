@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepfast.mt.models.transformer import Transformer
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig, without_unread
+from deepfast.nn import LatentDepth
 
 BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 """The linear maps of a layer whose results its gate scales."""
@@ -16,7 +17,10 @@ BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 def prune_layers(
     config: TransformerConfig, weights: dict[str, Tensor], language: str | None = None
 ) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """Removes every layer that is not used. The smaller model gives the same outputs.
+    """Removes every layer whose probability is below the threshold of latent depth.
+
+    With the evaluation "threshold" those layers are not used: the smaller model gives the same
+    outputs. With "mean" they had small weights: the outputs change by their part.
 
     For one language it is a plain Transformer: a gate that is neither 0 nor 1 is multiplied into
     the last weights of its layer's branches. The outputs are then equal up to rounding; without
@@ -49,7 +53,7 @@ def prune_layers(
     chosen = range(len(names) or 1) if language is None else [names.index(language)]
     changes: dict[str, Any] = {}
     for side in latent:
-        gates = [getattr(model, side).latent.choose(index) for index in chosen]
+        gates = [_gates(getattr(model, side).latent, index) for index in chosen]
         weights, left = _prune_side(config, weights, side, gates)
         changes[f"{side}_layers"] = left
         if f"{side}.latent.logits" not in weights:
@@ -63,6 +67,12 @@ def prune_layers(
         # The target must not exceed the number of layers that are left.
         changes["latent"]["target_layers"] = min(wanted, *stay)
     return replace(config, **changes), weights
+
+
+def _gates(latent: LatentDepth, language: int) -> list[float]:
+    """z of each layer that stays, and 0.0 for the others."""
+    every = zip(latent.choose(language), latent.keeps(language), strict=True)
+    return [z if kept else 0.0 for z, kept in every]
 
 
 def _prune_side(

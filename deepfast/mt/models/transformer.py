@@ -87,6 +87,14 @@ def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Te
     return attention.weights(x, packing, given["encoded"], given["encoded_packing"])
 
 
+def init_fan_in(*modules: nn.Module) -> None:
+    """Draws all matrices and their biases from U(-b, b) with b = 1 / sqrt(inputs)."""
+    for module in modules:
+        for linear in module.modules():
+            if isinstance(linear, nn.Linear):
+                linear.reset_parameters()  # torch's own rule is this one
+
+
 class Transformer(TranslationModel):
     """Encoder, decoder, and by default one embedding that source, target and output share.
 
@@ -116,6 +124,8 @@ class Transformer(TranslationModel):
                 dropout=c.mixture_dropout, backend=c.backend,
             )  # fmt: skip
         self.fusions = Fusions(c)
+        if c.init == "fan_in":
+            init_fan_in(self.encoder, self.decoder, self.fusions)
 
     def describe(self) -> str:
         """Sizes and choices in one line."""
@@ -129,8 +139,8 @@ class Transformer(TranslationModel):
             for side, (layers, connection, fusion) in sides.items()
         ]
         transparent = [] if self.transparent is None else ["transparent attention"]
-        rms = ["RMS norm"] if c.norm_kind == "rms" else []
-        return ", ".join([*parts, f"{c.norm}-norm", *rms, *transparent])
+        kind = {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
+        return ", ".join([*parts, f"{c.norm}-norm", *kind, *transparent])
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
@@ -155,13 +165,13 @@ class Transformer(TranslationModel):
 
     def metrics(self) -> dict[str, float | list[int]]:
         """For latent depth: the expected number of layers, the KL in nats, and the layers that each
-        language uses in evaluation."""
+        language keeps."""
         row: dict[str, float | list[int]] = {}
         for side, latent in self._latent.items():
             row[f"{side}_depth"] = latent.depth().item()
             row[f"{side}_kl"] = latent.kl().item()
             for index, name in enumerate(self.config.languages or [None]):
-                used = [i for i, z in enumerate(latent.choose(index)) if z > 0]
+                used = [i for i, kept in enumerate(latent.keeps(index)) if kept]
                 end = f"_{name}" if name else ""
                 row |= {f"{side}_layers{end}": len(used), f"{side}_used{end}": used}
         return row

@@ -18,7 +18,7 @@ from deepfast.nn.connections.residual import (
     PRESETS,
     dlcl_options,
 )
-from deepfast.nn.layer_norm import NORMS
+from deepfast.nn.layer_norm import check_norms
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
@@ -78,11 +78,15 @@ class TransformerConfig:
     cross_attention: str = "top"
     """"top": decoder layers attend to the encoder's output; "transparent": each decoder layer
     attends to its own mixture of all encoder layers."""
+    init: str = "xavier"
+    """How matrices begin: "xavier"; or "fan_in", from U(-b, b) with b = 1 / sqrt(inputs), biases
+    too, as in the paper on layer fusion. Embeddings begin from N(0, 1 / D) either way."""
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"
-    """"layer" or "rms": the norms of the layers and of the stacks. Those inside DLCL, transparent
-    attention and fusions are layer-norms."""
+    """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
+    transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
+    norms (pre-norm, residual or latent)."""
     activation: str = "relu"
     """"relu" or "gelu"."""
     dropout: float = 0.1
@@ -123,12 +127,14 @@ class TransformerConfig:
         checks.whole(op, 0, first_position=self.first_position)
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
+        checks.choice(op, ("xavier", "fan_in"), init=self.init)
         checks.choice(op, ("pre", "post"), norm=self.norm)
-        checks.choice(op, NORMS, norm_kind=self.norm_kind)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
         checks.choice(op, CONNECTIONS, **self._values("encoder_connection", "decoder_connection"))
+        for side in SIDES:
+            check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_kind)
         checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
         checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
         if self.target_vocab_size is not None:

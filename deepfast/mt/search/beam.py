@@ -32,9 +32,10 @@ class Hypothesis:
     """Sum of the natural log-probabilities of the tokens and of eos."""
 
 
-def length_divisor(length: int, alpha: float) -> float:
-    """``((5 + length) / 6)^alpha`` (Wu et al. 2016)."""
-    return ((5 + length) / 6) ** alpha
+def length_divisor(length: int, options: DecodingOptions) -> float:
+    """What divides the log-probability of a hypothesis of ``length`` tokens, eos included."""
+    base = length if options.length_form == "power" else (5 + length) / 6
+    return base**options.length_penalty
 
 
 def beam_search(
@@ -51,8 +52,8 @@ def beam_search(
     At every position the ``beam`` best continuations of a sentence's live hypotheses are taken.
     Those that end in eos are set aside, the others live on. A sentence is done, and leaves the
     batch, when no live hypothesis can still come among its ``nbest``: a log-probability only
-    falls, so a live hypothesis reaches at most ``log P / ((5 + longest) / 6)^alpha``. Stopping then
-    never changes the result. With a beam of 1 the search is greedy.
+    falls, so a live hypothesis reaches at most the score that its log P has at the greatest
+    length. Stopping then never changes the result. With a beam of 1 the search is greedy.
 
     Of equal candidates the one from the better hypothesis is taken, then the lower token id.
     Log-probabilities are computed in fp32 (fp64 for an fp64 model) and summed in fp64, also under
@@ -62,8 +63,8 @@ def beam_search(
         model: see `deepfast.mt.models.interface`.
         source_BS: (B, S) int64 on the model's device, each sentence with its eos, padding
             anywhere.
-        options: beam, nbest, length_penalty, max_length and no_unknown are read. Pad and bos are
-            never generated.
+        options: beam, nbest, length_penalty, length_form, max_length and no_unknown are read. Pad
+            and bos are never generated.
         bos_id, eos_id, unk_id: ids of the special tokens; bos and eos may be one.
 
     Returns:
@@ -216,7 +217,7 @@ class _Sentence:
 
     def _finish(self, log_prob: float, node: _Node | None) -> None:
         nbest = self.options.nbest
-        score = log_prob / length_divisor(self.length, self.options.length_penalty)
+        score = log_prob / length_divisor(self.length, self.options)
         place = len(self.finished)
         while place and self.finished[place - 1].score < score:
             place -= 1
@@ -230,7 +231,7 @@ class _Sentence:
         if not self.live or len(self.finished) < self.options.nbest:
             return not self.live
         # log P <= 0 only falls and, for alpha >= 0, the longest hypothesis divides it by most.
-        best = self.live[0][0] / length_divisor(self.limit + 1, self.options.length_penalty)
+        best = self.live[0][0] / length_divisor(self.limit + 1, self.options)
         return best <= self.finished[-1].score
 
 

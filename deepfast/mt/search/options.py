@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from deepfast import checks
 
+LENGTH_FORMS = ("gnmt", "power")
 MOST = 10
 """The greatest power of a length. Far greater ones leave the range of numbers."""
 
@@ -24,8 +25,10 @@ class DecodingOptions:
     nbest: int = 1
     """Translations returned per sentence, at most ``beam``."""
     length_penalty: float = 0.6
-    """Alpha of the score, at least 0; 0 is none, higher prefers longer translations. 0.6 as in
-    Wang et al. 2019 (DLCL)."""
+    """Alpha of the score, at least 0; 0 ranks by likelihood, higher prefers longer translations."""
+    length_form: str = "gnmt"
+    """What divides log P for n tokens, eos included. "gnmt": ((5 + n) / 6)^alpha, of Wu et al.
+    2016. "power": n^alpha, of fairseq; the papers that used fairseq state its alpha."""
     max_length: int | None = None
     """Most tokens of a translation, eos not counted; then eos is forced and its log-probability
     counts. None: ``2 * n + 10`` for a source of n tokens, eos included."""
@@ -53,6 +56,7 @@ class DecodingOptions:
             raise ValueError(f"decoding: nbest must be at most beam {self.beam}, got {self.nbest}")
         # Below 0 the score of a longer hypothesis has no bound.
         checks.number("decoding", most=MOST, length_penalty=self.length_penalty)
+        checks.choice("decoding", LENGTH_FORMS, length_form=self.length_form)
         if self.alpha is not None:
             checks.probability("decoding", self.alpha, argument="alpha")
         if self.gamma is not None:

@@ -10,6 +10,7 @@ from deepfast.mt.data import (
     Batch,
     DataError,
     Dropped,
+    SeparateVocabularies,
     TokenBatches,
     Vocabulary,
     evaluation_batches,
@@ -57,14 +58,8 @@ def load_corpus(
     if section.lowercase:
         parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
     train = parts["train"]
-    if vocabulary is None and section.vocabulary is not None:
-        vocabulary = Vocabulary.load(section.vocabulary)
     if vocabulary is None:
-        # One language after the other, as in two files.
-        text = [side for column in zip(*train, strict=True) for side in column]
-        vocabulary = Vocabulary.train(
-            text, section.vocab_size, at_most=section.vocab_at_most, tags=tags
-        )
+        vocabulary = _vocabulary(section, train, tags)
     languages = _languages(section, vocabulary)
     pairs = vocabulary.encode_pairs(train)
     batches = TokenBatches(
@@ -83,7 +78,7 @@ def load_corpus(
         else []
     )
     summary = [
-        f"vocabulary {len(vocabulary)} pieces, {vocabulary.fingerprint()}",
+        f"vocabulary {_sizes(vocabulary)} pieces, {vocabulary.fingerprint()}",
         _describe("train", train, batches.pairs, vocabulary),
         f"      {dropped + batches.dropped}; sentences of at most {section.max_length} tokens, "
         f"{len(batches)} micro-batches an epoch",
@@ -91,6 +86,26 @@ def load_corpus(
     if dev_pairs:
         summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
     return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
+
+
+def _vocabulary(section: DataSection, train: list[Pair], tags: list[str]) -> Vocabulary:
+    """Reads the vocabulary, or learns it from the training pairs."""
+
+    def learned(text: Sequence[str], size: int, tags: list[str]) -> Vocabulary:
+        return Vocabulary.train(text, size, at_most=section.vocab_at_most, tags=tags)
+
+    if section.vocabulary is not None:
+        vocabulary = Vocabulary.load(section.vocabulary)
+        if section.target_vocabulary is None:
+            return vocabulary
+        return SeparateVocabularies(vocabulary, Vocabulary.load(section.target_vocabulary))
+    sources, targets = zip(*train, strict=True)
+    if section.target_vocab_size is None:
+        # One language after the other, as in two files.
+        return learned([*sources, *targets], section.vocab_size, tags)
+    return SeparateVocabularies(
+        learned(sources, section.vocab_size, tags), learned(targets, section.target_vocab_size, [])
+    )
 
 
 def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
@@ -167,6 +182,11 @@ def _read(
         parts[part] = [] if source is None else read_parallel(source, target).pairs
     train = read_parallel(section.train_source, section.train_target)
     return {"train": train.pairs} | parts, train.dropped, train.place
+
+
+def _sizes(vocabulary: Vocabulary) -> str:
+    shared = vocabulary.target is vocabulary
+    return str(len(vocabulary)) if shared else f"{len(vocabulary)} and {vocabulary.target_size}"
 
 
 def _describe(

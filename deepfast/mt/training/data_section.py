@@ -55,6 +55,11 @@ class DataSection:
     """A ready sentencepiece model; None: learn one from the training pairs."""
     vocab_size: int = 8_000
     """Pieces of a learned vocabulary, shared by both languages, specials included."""
+    target_vocabulary: str | None = None
+    """A ready sentencepiece model of the target; `vocabulary` is then of the source alone."""
+    target_vocab_size: int | None = None
+    """Pieces of a learned vocabulary of the target's own; `vocab_size` then counts the source's.
+    None: both languages share one vocabulary."""
     vocab_at_most: bool = False
     """Learn fewer pieces where the text is too small for `vocab_size`."""
     max_tokens: int = 4_096
@@ -83,6 +88,17 @@ class DataSection:
             value = getattr(self, name)
             expect(value >= 0, f"data.{name}", "a whole number of at least 0", value)
         expect(self.vocab_size > 4, "data.vocab_size", "more than 4 pieces", self.vocab_size)
+        size = self.target_vocab_size
+        expected = "more than 4 pieces or null"
+        expect(size is None or size > 4, "data.target_vocab_size", expected, size)
+        both = (self.target_vocabulary is None) or (self.vocabulary is not None and size is None)
+        expect(
+            both, "data.target_vocabulary",
+            "null without data.vocabulary and beside data.target_vocab_size",
+            self.target_vocabulary,
+        )  # fmt: skip
+        learned = size is None or self.vocabulary is None
+        expect(learned, "data.target_vocab_size", "null beside data.vocabulary", size)
         expect(
             self.max_length <= self.max_tokens,
             "data.max_length",
@@ -123,6 +139,11 @@ class DataSection:
                 "data: expected text to train on, got none: set data.train_source=FILE and "
                 "data.train_target=FILE, or data.phrases=de"
             )
+
+    @property
+    def separate(self) -> bool:
+        """Whether source and target have vocabularies of their own."""
+        return self.target_vocabulary is not None or self.target_vocab_size is not None
 
     @property
     def generated(self) -> tuple[str, ...]:

@@ -238,9 +238,16 @@ class Recipe:
         return self.grow is None and _not_planned(self.model_config(vocab_size=8)) is None
 
     def model_config(
-        self, vocab_size: int, padding_idx: int = 0, languages: dict[str, int] | None = None
+        self,
+        vocab_size: int,
+        padding_idx: int = 0,
+        languages: dict[str, int] | None = None,
+        target_vocab_size: int | None = None,
     ) -> Any:
-        """The model's config for a vocabulary and the ids of the languages' tags in it."""
+        """The model's config for a vocabulary and the ids of the languages' tags in it.
+
+        target_vocab_size: of separate vocabularies; None: ``vocab_size``.
+        """
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
         expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
@@ -255,6 +262,12 @@ class Recipe:
                 f"model.{unknown[0]}: expected a field of {config.__name__} that the "
                 "vocabulary does not decide"
             )
+        if self.data.separate:
+            options["target_vocab_size"] = target_vocab_size or vocab_size
+            if "share_embeddings" in known:
+                shared = options.setdefault("share_embeddings", "decoder")
+                expected = "decoder or none where source and target have their own vocabularies"
+                expect(shared != "all", "model.share_embeddings", expected, shared)
         if languages and "languages" in known:
             options["languages"] = languages
         make = sizes.get(size, config)
@@ -283,7 +296,8 @@ def _not_planned(config: TransformerConfig) -> str | None:
                        ("encoder_fusion", None), ("decoder_fusion", None)):  # fmt: skip
         if getattr(config, key) != plain:
             return f"where model.{key} is {getattr(config, key)}"
-    for key in ("encoder_connection", "decoder_connection"):
-        if getattr(config, key) == "mudd":
+    for key, unknown in (("encoder_connection", "mudd"), ("decoder_connection", "mudd"),
+                         ("norm_kind", "none")):  # fmt: skip
+        if getattr(config, key) == unknown:
             return f"where model.{key} is {getattr(config, key)}"
     return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepfast.memory.units import format_bytes
-from deepfast.mt.data import Vocabulary
+from deepfast.mt.data import subwords
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
@@ -132,7 +132,7 @@ class _Run:
         """The checkpoint that a new run grows on, in words."""
         with new_folder(self.folder):
             start = content or bottom
-            vocabulary = Vocabulary.from_bytes(start["vocabulary"]) if start else None
+            vocabulary = subwords(start["vocabulary"]) if start else None
             corpus = load_corpus(
                 recipe.data, seed=self.section.seed, folder=self.folder, vocabulary=vocabulary
             )

@@ -55,7 +55,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device):
         self.recipe, self.corpus, self.device = recipe, corpus, device
         vocabulary = corpus.vocabulary
-        config = recipe.model_config(len(vocabulary), vocabulary.pad_id, corpus.languages)
+        config = recipe.model_config(
+            len(vocabulary), vocabulary.pad_id, corpus.languages, vocabulary.target_size
+        )
         self.model = build(config).to(device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)

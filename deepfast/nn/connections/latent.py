@@ -56,7 +56,8 @@ class LatentDepth(nn.Module):
     In training every forward pass draws ``z = sigma((a + g_1 - g_2) / tau)`` for all languages and
     layers, where g is Gumbel noise, and every layer runs. In evaluation nothing is drawn: a layer
     is used where ``sigma(a)``, the probability that z is above 1/2, is at least ``threshold``. A
-    layer that is not used costs nothing.
+    layer that is not used costs nothing. With ``evaluation="mean"`` all layers are used, each with
+    the mean of its z: the soft weights of the paper.
 
     A draw depends on ``seed``, on the step (`set_step`) and on the number of earlier draws in the
     step, not on the state of torch's default generator. So all ranks draw the same z. When
@@ -84,9 +85,9 @@ class LatentDepth(nn.Module):
         beta: (a, b), each above 0, for the prior "beta". (1, 1) equals "uniform".
         kl_weight, entropy_weight, target_weight: at least 0, in nats per target token.
         target_layers: K, how many layers should be used; None for no such term.
-        evaluation: z of a layer that is used. "threshold": 1. "mean": the mean of z at the end of
-            training, which is sigma(a) where ``hard``.
-        threshold: in (0, 1).
+        evaluation: "threshold": z is 1 where a layer is used, else 0. "mean": z of every layer is
+            its mean at the end of training, which is sigma(a) where ``hard``.
+        threshold: in (0, 1). `keeps` compares with it, so it decides what pruning removes.
         lr_scale: learning rate of the logits, as a multiple of the rate of other parameters. The
             code that builds the optimizer applies it. Logits need a higher rate, because the
             choice of layers must settle within the run.
@@ -219,7 +220,21 @@ class LatentDepth(nn.Module):
         Raises:
             ValueError: where a logit is nan.
         """
+        if self.evaluation == "mean":
+            return self._mean(self._numbers_of(language)).tolist()
+        return list(map(float, self.keeps(language)))
+
+    def keeps(self, language: int = 0) -> list[bool]:
+        """For each layer whether ``sigma(a)`` is at least ``threshold``.
+
+        Raises:
+            ValueError: where a logit is nan.
+        """
         least = math.log(self.threshold / (1 - self.threshold))
+        return (self._numbers_of(language) >= least).tolist()
+
+    def _numbers_of(self, language: int) -> Tensor:
+        """The logits of a language (L,), fp64 on the CPU."""
         logits = self.logits[language].detach().double().cpu()
         wrong = logits.isnan().nonzero().flatten().tolist()
         if wrong:
@@ -227,8 +242,7 @@ class LatentDepth(nn.Module):
                 f"LatentDepth: logits must be numbers, got nan for layer {wrong[0]} of "
                 f"language {language}"
             )
-        used = (logits >= least).double()
-        return (used if self.evaluation == "threshold" else used * self._mean(logits)).tolist()
+        return logits
 
     def _mean(self, logits: Tensor) -> Tensor:
         """(L,) the mean of z over the noise."""

@@ -175,6 +175,7 @@ class MUDD(nn.Module):
             RuntimeError: for a push after the last one; in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
+        common.reverse_mode_only("MUDD")
         checks.tensor("MUDD", "the layer's output", y)
         row = len(history.states)
         if row > self.num_layers:

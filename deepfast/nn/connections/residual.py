@@ -18,7 +18,7 @@ from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import ATTENTION_RESIDUALS, RERUN
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory, ReadStreams
-from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
+from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
 from deepfast.nn.recompute import Kept, Recompute, not_saved
 from deepfast.nn.rerun import rerun
 from deepfast.ops import common
@@ -142,7 +142,7 @@ class Connection(nn.Module):
         checks.whole(op, num_layers=num_layers, dim=dim)
         checks.probability(op, dropout, argument="dropout")
         checks.choice(op, CONNECTIONS, connection=connection)
-        checks.choice(op, NORMS, norm_kind=norm_kind)
+        check_norms(op, connection, norm, norm_kind)
         if dlcl and connection not in PRESETS:
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {connection!r}")
         if block is not None and connection != "block_attnres":
@@ -160,7 +160,7 @@ class Connection(nn.Module):
         self.mudd = MUDD(num_layers, dim, backend=backend) if connection == "mudd" else None
         self.dlcl = None
         if connection in PRESETS:
-            options = dlcl_options(connection, norm, dlcl)
+            options = {"norm_kind": norm_kind} | dlcl_options(connection, norm, dlcl)
             self.dlcl = DLCL(num_layers, dim, states="autocast", backend=backend, **options)
         # Pre-norm: entry l is the first LN of layer l, or of sublayer l if each of them reads; the
         # last one is the stack's final LN.

@@ -42,7 +42,8 @@ def transcribed(model, source, target_in):
     c = model.config
     return fast_forward_lstm(
         p, source, target_in, encoder_layers=c.encoder_layers, decoder_layers=c.decoder_layers,
-        attention=c.attention,
+        attention=c.attention, fast_forward=c.fast_forward, bidirectional=c.bidirectional,
+        columns=c.columns,
     )  # fmt: skip
 
 
@@ -53,7 +54,39 @@ def real(row):
 @pytest.mark.parametrize("layers", [(3, 2), (1, 1), (2, 1)])
 @pytest.mark.parametrize("attention", [True, False])
 def test_is_its_transcription(attention, layers):
-    model = make(attention, encoder_layers=layers[0], decoder_layers=layers[1])
+    assert_is_its_transcription(make(attention, encoder_layers=layers[0], decoder_layers=layers[1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fast_forward": False}, {"bidirectional": False}, {"columns": 1}, {"bias": True},
+        {"fast_forward": False, "columns": 1, "bidirectional": False, "bias": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("attention", [True, False])
+def test_ablations_are_their_transcriptions(attention, change):
+    """The options of the paper's tables 2 to 6."""
+    model = make(attention, encoder_layers=2, **change)
+    assert_is_its_transcription(model)
+    assert_steps_equal_forward(model, *batch()[:2])
+
+
+def test_a_model_without_its_options_has_no_such_parameters():
+    plain = make(fast_forward=False, columns=1)
+    assert not hasattr(plain, "quarter")
+    assert len(plain.columns) == 1
+    assert plain.describe() == (
+        "Deep-Att, 3 + 2 LSTM layers, 6 cells, no fast-forward connections, one column"
+    )
+    biases = [p for name, p in FastForwardLSTM(FastForwardLSTMConfig(
+        vocab_size=V, bias=True, **SIZES)).named_parameters() if name.endswith("bias")]  # fmt: skip
+    assert len(biases) == 2 * 3 + 2 + 2
+    assert not any(p.any() for p in biases)
+
+
+def assert_is_its_transcription(model):
     source, given, wanted = batch()
     pairs = [(real(s), real(t)) for s, t in zip(source.tolist(), given.tolist(), strict=True)]
     exact = torch.cat([transcribed(model, *pair)[0] for pair in pairs])

@@ -87,7 +87,7 @@ def test_one_side_alone():
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_attention_over_layers(kind):
     model = transformer(kind).eval()
-    hops = 2 if kind == "attention" else 12
+    hops = 2 if kind == "attention" else 2 * 12
     encoder = model.layer_attention(SOURCE)
     assert encoder.shape == (7, hops, 4)
     decoder = model.layer_attention(SOURCE, TARGET_IN)
@@ -115,8 +115,8 @@ def test_no_attention_to_show():
         ({"encoder_fusion": "attention", "fusion": {1: 2}}, "fusion must have keys among .*got 1"),
         ({"fusion": {1: 2, "hops": 3}}, r"a side with a fusion for \[1, 'hops'\], got none"),
         (
-            {"encoder_fusion": "attention", "fusion": {"hops": None}},
-            "fusion: hops must be a whole number of at least 1, got None",
+            {"encoder_fusion": "attention", "fusion": {"hops": 0}},
+            "fusion: hops must be a whole number of at least 1, got 0",
         ),
         (
             {"encoder_fusion": "attention", "fusion": {"shared": "no"}},
@@ -139,8 +139,8 @@ def test_no_attention_to_show():
             r"that average or feed_forward reads \(hidden_dim\), got {'activation': 'relu'}",
         ),
         (
-            {"decoder_fusion": "channel_attention", "fusion": {"hops": 2}},
-            r"reads \(activation, attention_dim, shared\), got {'hops': 2}",
+            {"decoder_fusion": "feed_forward", "fusion": {"hops": 2}},
+            r"reads \(hidden_dim\), got {'hops': 2}",
         ),
     ],
 )
@@ -170,7 +170,7 @@ def test_options_are_those_that_change_the_module(kind):
 def test_an_option_that_one_side_reads_and_defaults_are_taken():
     sides = {"encoder_fusion": "average", "decoder_fusion": "attention"}
     TransformerConfig(**SIZES | sides | {"fusion": {"hops": 8}})
-    defaults = {"hops": 4, "attention_dim": 1024, "hidden_dim": 512, "activation": "tanh",
+    defaults = {"hops": None, "attention_dim": 1024, "hidden_dim": 512, "activation": "tanh",
                 "shared": True}  # fmt: skip
     for kind in FUSIONS:
         config = TransformerConfig(**SIZES | {"encoder_fusion": kind, "fusion": defaults})
@@ -192,3 +192,32 @@ def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
         torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
         with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
             load_model(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+@pytest.mark.parametrize("layer_embeddings", [False, True])
+def test_without_the_word_embedding(kind, layer_embeddings):
+    """The fusions of both sides share E, in every kind; all that is left learns."""
+    own = {name: x for name, x in FUSION.items() if name in OPTIONS[kind]}
+    own |= {"word_embedding": False, "layer_embeddings": layer_embeddings}
+    model = transformer(kind, "pre", fusion=own)
+    assert (model.fusions.layer_embedding is not None) == layer_embeddings
+    loss, _ = model.loss(SOURCE, TARGET_IN, TARGET_OUT)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
+    assert_steps_equal_forward(model.eval(), SOURCE, TARGET_IN)
+
+
+def test_matrices_drawn_by_their_inputs():
+    model = transformer(dim=64, ffn_dim=256, init="fan_in")
+    for module in (*model.encoder.modules(), *model.fusions.modules()):
+        if isinstance(module, torch.nn.Linear):
+            bound = module.in_features**-0.5
+            for p in module.parameters():
+                assert p.abs().max() <= bound
+            if module.weight.numel() > 1000:
+                assert module.weight.abs().max() > 0.95 * bound
+    std = model.embedding.weight[1:].std()
+    torch.testing.assert_close(std, torch.tensor(64**-0.5), rtol=0.1, atol=0)
+    with pytest.raises(ValueError, match="init must be one of xavier, fan_in, got 'normal'"):
+        transformer(init="normal")

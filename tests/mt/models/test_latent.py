@@ -255,6 +255,22 @@ def test_gates_between_go_into_the_weights(norm):
         assert (want - build(norm=norm)(tagged(5), TARGET)).abs().max() > 1e-2
 
 
+def test_pruned_soft_weights_lose_those_below_the_threshold():
+    model = build(latent={"evaluation": "mean"})
+    smaller = pruned(model, "fr")
+    assert (smaller.config.encoder_layers, smaller.config.decoder_layers) == (2, 1)
+    with torch.no_grad():
+        got, soft = smaller(tagged(5), TARGET), model(tagged(5), TARGET)
+        for side in (model.encoder, model.decoder):
+            z = [
+                g if kept else 0.0
+                for g, kept in zip(side.latent.choose(1), side.latent.keeps(1), strict=True)
+            ]
+            side.latent.choose = lambda _, z=z: z
+        torch.testing.assert_close(got, model(tagged(5), TARGET), rtol=1e-4, atol=1e-5)
+    assert (got - soft).abs().max() > 1e-2
+
+
 def test_one_side_or_one_language():
     model = build({}, decoder_connection="dlcl")
     smaller = pruned(model)

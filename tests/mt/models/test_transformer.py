@@ -90,9 +90,10 @@ def test_padding_changes_nothing(norm, encoder, decoder, dlcl):
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_rms_norms(norm):
-    """All norms but those inside the mixture are RMS norms."""
+    """All norms are RMS norms, those inside the mixture too."""
     model = build(norm, norm_kind="rms")
     assert "RMS norm" in model.describe()
+    assert model.encoder.connection.dlcl.norm_kind == "rms"
     assert not any(type(module) is LayerNorm for module in model.modules())
     norms = [module for module in model.modules() if type(module) is RMSNorm]
     layers = 3 * 2 + 2 * 3

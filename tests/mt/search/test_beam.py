@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search
 from deepfast.mt.search.beam import length_divisor
+from deepfast.mt.search.options import LENGTH_FORMS
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [7, 3, 0, 0]])
@@ -31,17 +32,22 @@ def log_prob(log_probs, sequence):
     return sum(float(log_probs(sequence[:i])[token]) for i, token in enumerate(sequence))
 
 
-def enumerate_all(log_probs, tokens, max_length, alpha):
+def divided(total, length, alpha, form):
+    """The score of a hypothesis of ``length`` tokens, eos not counted."""
+    return total / (length + 1 if form == "power" else (6 + length) / 6) ** alpha
+
+
+def enumerate_all(log_probs, tokens, max_length, alpha, form="gnmt"):
     """All possible hypotheses, best first."""
     found = []
     for length in range(max_length + 1):
         for sequence in itertools.product(tokens, repeat=length):
             total = log_prob(log_probs, (*sequence, EOS))
-            found.append(Hypothesis(sequence, total / ((6 + length) / 6) ** alpha, total))
+            found.append(Hypothesis(sequence, divided(total, length, alpha, form), total))
     return sorted(found, key=lambda h: -h.score)
 
 
-def plain_search(log_probs, tokens, beam, max_length, alpha):
+def plain_search(log_probs, tokens, beam, max_length, alpha, form="gnmt"):
     """The same search for one sentence, without a cache and without stopping early."""
     live, finished = [((), 0.0)], []
     while live:
@@ -56,7 +62,7 @@ def plain_search(log_probs, tokens, beam, max_length, alpha):
         live = [c for c in candidates if c[0][-1] != EOS]
         for (*path, last), total in candidates:
             if last == EOS:
-                score = total / ((6 + len(path)) / 6) ** alpha
+                score = divided(total, len(path), alpha, form)
                 finished.append(Hypothesis(tuple(path), score, total))
     return sorted(finished, key=lambda h: -h.score)
 
@@ -101,17 +107,20 @@ def test_wide_beam_finds_what_enumeration_finds(make_model, alpha):
 @given(
     seed=st.integers(0, 10_000),
     alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.5]),
+    form=st.sampled_from(LENGTH_FORMS),
     nbest=st.integers(1, 45),
     max_length=st.integers(1, 3),
 )
-def test_stopping_early_loses_nothing(make_table, seed, alpha, nbest, max_length):
+def test_stopping_early_loses_nothing(make_table, seed, alpha, form, nbest, max_length):
     rule = random_rule(seed, 7)
     options = DecodingOptions(
-        beam=45, length_penalty=alpha, max_length=max_length, nbest=nbest, no_unknown=True
-    )
+        beam=45, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest,
+        no_unknown=True,
+    )  # fmt: skip
     got = beam_search(make_table(rule), SOURCE[:1], options)
     log_probs = lambda prefix: rule(0, prefix).log_softmax(0)  # noqa: E731
-    assert_same(got[0], enumerate_all(log_probs, (4, 5, 6), max_length, alpha)[:nbest], 1e-9)
+    expected = enumerate_all(log_probs, (4, 5, 6), max_length, alpha, form)
+    assert_same(got[0], expected[:nbest], 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,18 +128,21 @@ def test_stopping_early_loses_nothing(make_table, seed, alpha, nbest, max_length
     seed=st.integers(0, 10_000),
     beam=st.integers(1, 6),
     alpha=st.sampled_from([0.0, 0.6, 2.0]),
+    form=st.sampled_from(LENGTH_FORMS),
     max_length=st.integers(1, 12),
     data=st.data(),
 )
-def test_equals_the_plain_search(make_table, seed, beam, alpha, max_length, data):
+def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length, data):
     rule = random_rule(seed, 9, scale=1.5)
     nbest = data.draw(st.integers(1, beam))
-    options = DecodingOptions(beam=beam, length_penalty=alpha, max_length=max_length, nbest=nbest)
+    options = DecodingOptions(
+        beam=beam, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest
+    )
     got = beam_search(make_table(rule), SOURCE, options)
     for index, hypotheses in enumerate(got):
         expected = plain_search(
             lambda prefix, index=index: rule(index, prefix).log_softmax(0),
-            (1, 4, 5, 6, 7, 8), beam, max_length, alpha,
+            (1, 4, 5, 6, 7, 8), beam, max_length, alpha, form,
         )  # fmt: skip
         assert_same(hypotheses, expected[:nbest], 1e-9)
         assert len(hypotheses) == nbest
@@ -257,8 +269,12 @@ def test_higher_penalty_prefers_longer(make_model):
         for alpha in (0.0, 3.0)
     )
     assert sum(len(b.tokens) for (b,) in long) >= sum(len(b.tokens) for (b,) in short)
-    assert length_divisor(1, 0.6) == 1.0
-    assert length_divisor(7, 2.0) == pytest.approx(4.0)
+    assert length_divisor(1, DecodingOptions()) == 1.0
+    assert length_divisor(7, DecodingOptions(length_penalty=2.0)) == pytest.approx(4.0)
+    power = DecodingOptions(length_penalty=2.0, length_form="power")
+    assert length_divisor(7, power) == 49
+    with pytest.raises(ValueError, match="length_form must be one of gnmt, power, got 'wu'"):
+        DecodingOptions(length_form="wu")
 
 
 def test_special_tokens_are_not_generated(make_table):

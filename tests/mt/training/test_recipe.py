@@ -58,11 +58,12 @@ def test_every_command_in_a_recipe_s_comments_loads(name):
 PAPER = {
     "transformer-base": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
     "transformer-pre": (1e-3, 8000, (0.9, 0.997), 0.1, 6, "residual", "top", 8),
-    "transformer-big": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
+    "transformer-big": (5e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8),
     "transparent16": (2e-3, 16000, (0.9, 0.997), 0.1, 16, "residual", "transparent", 8),
     "dlcl30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "dlcl", "top", 16),
     "denseformer30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "denseformer", "top", 16),
 }
+"""Both sides of dlcl30 are joined by DLCL; the rest of the rows has a residual decoder."""
 
 
 def test_the_paper_s_baselines():
@@ -74,6 +75,9 @@ def test_the_paper_s_baselines():
             assert (optim.label_smoothing, recipe.train.average_last) == (0.1, 5)
             assert model.attention_dropout == model.activation_dropout
             assert model.decoder_layers == 6
+            both = recipe.output == "runs/dlcl30"
+            assert model.decoder_connection == ("dlcl" if both else "residual")
+            assert (optim.eps, optim.clip_norm) == (1e-8, None)
             assert model.dim == (1024 if "big" in recipe.output else 512)
             assert model.norm == ("pre" if model.attention_dropout else "post")
             seen[recipe.output.removeprefix("runs/")] = (

@@ -25,38 +25,49 @@ def states():
     return [torch.randn(5, DIM, dtype=torch.float64, requires_grad=True) for _ in range(STATES)]
 
 
-def written_out(m, z, embedding=None):
+def written_out(m, z, embedding=None, word_embedding=True, hops=HOPS):
     """The module in the terms of the reference; and the weights of the layers."""
 
     def norm(module, x):
         return layer_norm(x, module.weight, module.bias)[0]
 
+    e = m.layer_embedding if embedding is None else embedding[:STATES]
+    e = torch.zeros(STATES, DIM).double() if e is None else e
+    if not word_embedding:
+        z, e = z[1:], e[1:]
     if m.source_norms is not None:
         z = [*(norm(n, x) for n, x in zip(m.source_norms, z[:-1], strict=True)), z[-1]]
-    e = m.layer_embedding if embedding is None else embedding[:STATES]
-    weights = None
+    tilde, weights = [x + own for x, own in zip(z, e, strict=True)], None
     if m.kind in WITH_ATTENTION:
-        w1 = [w.weight for w in m.w1] * (STATES if len(m.w1) == 1 else 1)
+        w1 = [w.weight for w in m.w1] * (len(z) if len(m.w1) == 1 else 1)
         s = {"tanh": torch.tanh, "relu": torch.relu}[m.activation]
         weights = reference.attention_weights(z, e, w1, m.w2.weight, s)
     if m.kind == "average":
-        y = reference.average(z)
-    elif m.kind == "channel_attention":
+        y = reference.average(tilde)
+    elif m.kind == "channel_attention" and hops is None:
         y = reference.channel_attention(z, e, weights)
     else:
-        parts = z if m.kind == "feed_forward" else reference.attention(z, e, weights)
+        if m.kind == "feed_forward":
+            parts = tilde
+        elif m.kind == "attention":
+            parts = reference.attention(z, e, weights)
+        else:
+            each = [w.split(DIM, -1) for w in weights]
+            parts = [reference.channel_attention(z, e, hop) for hop in zip(*each, strict=True)]
         y = reference.feed_forward(parts, m.up.weight, m.up.bias, m.down.weight, m.down.bias)
     return norm(m.norm, y), weights
 
 
-def assert_same(m, z, embedding=None):
+def assert_same(m, z, embedding=None, **options):
     given = () if embedding is None else (embedding,)
-    got, (expected, _) = m(z, *given), written_out(m, z, *given)
+    got, (expected, _) = m(z, *given), written_out(m, z, *given, **options)
     torch.testing.assert_close(got, expected)
     leaves = [*z, *m.parameters(), *given]
-    dy = torch.randn_like(got)
+    dy, unread = torch.randn_like(got), {"allow_unused": True, "materialize_grads": True}
     for a, b in zip(
-        torch.autograd.grad(got, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+        torch.autograd.grad(got, leaves, dy, **unread),
+        torch.autograd.grad(expected, leaves, dy, **unread),
+        strict=True,
     ):
         torch.testing.assert_close(a, b)
 
@@ -66,6 +77,35 @@ def assert_same(m, z, embedding=None):
 @pytest.mark.parametrize("kind", FUSIONS)
 def test_is_the_paper(kind, source_norm, backend):
     assert_same(fusion(kind, source_norm=source_norm, backend=backend), states())
+
+
+@pytest.mark.parametrize("source_norm", [False, True])
+@pytest.mark.parametrize("layer_embeddings", [False, True])
+@pytest.mark.parametrize("word_embedding", [False, True])
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_embeddings_of_words_and_layers(kind, word_embedding, layer_embeddings, source_norm):
+    """The rows of the paper's table 4."""
+    m = fusion(kind, word_embedding=word_embedding, layer_embeddings=layer_embeddings,
+               source_norm=source_norm)  # fmt: skip
+    assert (m.layer_embedding is not None) == layer_embeddings
+    assert_same(m, states(), word_embedding=word_embedding)
+
+
+def test_channels_without_hops_have_no_feed_forward_layer():
+    m = fusion("channel_attention", hops=None)
+    assert not m.feeds
+    assert_same(m, states(), hops=None)
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_a_word_embedding_left_out_has_no_weight(kind):
+    m, z = fusion(kind, word_embedding=False), states()
+    y, weights = m(z, return_attention=True)
+    assert weights.shape[-1] == STATES
+    assert not weights[..., 0].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    z[0] = torch.full_like(z[0], torch.nan)
+    assert torch.equal(m(z), y)
 
 
 @pytest.mark.parametrize("options", [{"shared": False}, {"activation": "relu"}, {"hops": 1}])
@@ -89,7 +129,7 @@ def test_attention_is_returned(kind):
     y, weights = m(z, return_attention=True)
     _, expected = written_out(m, z)
     assert torch.equal(y, m(z))
-    assert weights.shape == (5, HOPS if kind == "attention" else DIM, STATES)
+    assert weights.shape == (5, HOPS if kind == "attention" else HOPS * DIM, STATES)
     torch.testing.assert_close(weights, torch.stack(expected, -1))
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
@@ -129,11 +169,16 @@ def test_autocast():
         ({"hops": 0}, "hops must be a whole number of at least 1, got 0"),
         ({"hops": 1.5}, "hops must be a whole number of at least 1, got 1.5"),
         ({"shared": "no"}, "shared must be True or False, got 'no'"),
+        ({"word_embedding": 1}, "word_embedding must be True or False, got 1"),
+        (
+            {"num_states": 1, "word_embedding": False},
+            "num_states must be a whole number of at least 2, got 1",
+        ),
     ],
 )
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        LayerFusion(STATES, DIM, **options)
+        LayerFusion(**{"num_states": STATES, "dim": DIM} | options)
 
 
 def test_refuses_what_does_not_fit():
@@ -142,10 +187,10 @@ def test_refuses_what_does_not_fit():
         LayerFusion(STATES, DIM)(z[:2])
     with pytest.raises(ValueError, match="'average' has no attention"):
         LayerFusion(STATES, DIM, "average")(z, return_attention=True)
-    with pytest.raises(ValueError, match="exactly when own_embedding=False, got one"):
+    with pytest.raises(ValueError, match=r"exactly where own_embedding=False .*got one"):
         LayerFusion(STATES, DIM)(z, torch.zeros(STATES, DIM))
     shared = LayerFusion(STATES, DIM, own_embedding=False)
-    with pytest.raises(ValueError, match="exactly when own_embedding=False, got none"):
+    with pytest.raises(ValueError, match=r"exactly where own_embedding=False .*got none"):
         shared(z)
     with pytest.raises(ValueError, match=r"\(at least 3, 6\), got \(2, 6\)"):
         shared(z, torch.zeros(2, DIM))

@@ -66,6 +66,27 @@ def test_a_training_decoder_equals_one_written_out(norm):
     assert_same(got, want, m, [x, encoded])
 
 
+def test_a_stack_without_norms_equals_one_written_out():
+    """Li et al. train latent depth without layer-norms. In fp64: without norms values grow."""
+    sizes = {"connection": "latent", "norm_kind": "none", "dropout": 0.0, "latent": LATENT}
+    x, encoded = (leaf(3, n, DIM).detach().double().requires_grad_() for n in (5, 4))
+    m = chosen(shaken(TransformerEncoder(LAYERS, DIM, HEADS, FFN, **sizes)).double())
+    assert not [name for name, _ in m.named_parameters() if "norm" in name]
+    twin = copy.copy(m.latent)
+    want = naive_encoder(m, x, PADDING, gates=twin(1))
+    assert_same(m(x, PADDING, language=1), want, m, [x], ~PADDING)
+    m = chosen(shaken(TransformerDecoder(LAYERS, DIM, HEADS, FFN, **sizes)).double())
+    twin = copy.copy(m.latent)
+    want = naive_decoder(m, x, encoded, gates=twin(2))
+    assert_same(m(x, encoded, language=2), want, m, [x, encoded])
+    m.eval()
+    want = naive_decoder(m, x, encoded, gates=m.latent.choose(0))
+    assert_same(m(x, encoded, language=0), want, m, [x, encoded])
+    for wrong in ({"connection": "dlcl", "latent": None}, {"norm": "post"}):
+        with pytest.raises(ValueError, match="norm_kind='none' needs norm='pre' and the connec"):
+            TransformerEncoder(LAYERS, DIM, HEADS, FFN, **sizes | wrong)
+
+
 @NORMS
 def test_evaluation_equals_the_same_gates_written_out(norm):
     for language in range(LANGUAGES):
@@ -110,16 +131,18 @@ def test_a_layer_that_is_not_used_is_not_run(norm):
 def test_decoding_step_by_step(norm, evaluation):
     """The same as the whole forward; unused layers keep neither keys nor values."""
     m = decoder(norm, evaluation=evaluation).eval()
+    used = [0, 2, 3] if evaluation == "threshold" else list(range(LAYERS))
     x, encoded = torch.randn(2, 4, DIM), torch.randn(2, 3, DIM)
     with torch.no_grad():
         want = m(x, encoded)
         cache = m.start(encoded.flatten(0, 1), Packing(2, 3))
         for position in range(4):
             seen, y = called(m, lambda at=position: m.step(x[:, at], cache))
-            assert seen == [0, 2, 3]
+            assert seen == used
             torch.testing.assert_close(y, want[:, position], rtol=1e-4, atol=1e-5)
-    assert [kv is None for kv in cache.encoded] == [False, True, False, False, True]
-    assert [kv.key is None for kv in cache.layers] == [False, True, False, False, True]
+    unused = [layer not in used for layer in range(LAYERS)]
+    assert [kv is None for kv in cache.encoded] == unused
+    assert [kv.key is None for kv in cache.layers] == unused
     cache.reorder(torch.tensor([1, 0, 0]))
     assert cache.encoded[0][0].shape[0] == cache.layers[3].value.shape[0] == 3
 
