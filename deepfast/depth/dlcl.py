@@ -173,7 +173,7 @@ class DLCL(DepthConnection):
         y: Tensor,
         learning: bool,
     ) -> PassWeights:
-        """A pass with this W, and these weights and biases of layer-norms, of which the first
+        """A pass with this W, and these weights and biases of norms, of which the first
         ``plain`` are not used."""
         dtype = compute_dtype(y.dtype)
         norms: tuple[Tensor, Tensor | None] | None = None

@@ -17,7 +17,7 @@ CONNECTIONS = {
         "dlcl": {"weight": "group", "groups": 5, "normalize_embedding": True},
     },
     "dlcl, softmax": {"dlcl": {"softmax": True}, "norm_kind": "rms"},
-    "dlcl, RMS norms, post-norm": {"norm": "post", "norm_kind": "rms"},
+    "dlcl, rms, post-norm": {"norm": "post", "norm_kind": "rms"},
     "dlcl, window": {"dlcl": {"window": 3}},
     "denseformer": {"connection": "denseformer"},
     "denseformer, dilation": {
