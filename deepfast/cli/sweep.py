@@ -18,12 +18,16 @@ given."""
 import argparse
 import json
 import shlex
+import time
 from pathlib import Path
 
 from deepfast import checks
 from deepfast.memory.units import parse_bytes
 
 EXAMPLE = "deepfast sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
+
+EVERY = 5
+"""Seconds at least between two writings of the files before the end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
     writer = _Writer(args, folder, runs)
     # Every point runs once before any point runs twice, so an interrupted table has all points.
     in_turns = [run for seed in zip(*runs.values(), strict=True) for run in seed]
-    run_all(in_turns, writer, jobs=args.jobs, threads=args.threads, memory=memory)
+    try:
+        run_all(in_turns, writer, jobs=args.jobs, threads=args.threads, memory=memory)
+    finally:
+        writer.write()
     for name in ("sweep.md", "sweep.svg", "sweep.json"):
         print(folder / name)
     return int(writer.failed)
@@ -86,7 +93,7 @@ def _check_keys(path: Path, keys: list[str]) -> None:
 
 
 class _Writer:
-    """Collects results, prints a line for each, and writes the files anew after each."""
+    """Collects results, prints a line for each, and writes the files."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, runs: dict):
         from deepfast.measure.machine import environment
@@ -97,6 +104,7 @@ class _Writer:
         words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over)]
         self.command = shlex.join(["deepfast", "sweep", *words, f"--seeds={args.seeds}"])
         self.machine = environment()
+        self.written = time.monotonic()
 
     @property
     def failed(self) -> bool:
@@ -107,21 +115,24 @@ class _Writer:
         own.append(found)
         own.sort(key=lambda result: result["seed"])
         print(f"{run.name}, seed {run.seed}: {in_words(found)}", flush=True)
-        self.write()
+        # Drawing takes about a second, and many results may have been there before.
+        if time.monotonic() > self.written + EVERY:
+            self.write()
 
     def write(self) -> None:
+        import torch
+
         from deepfast.measure.sweep_picture import draw
         from deepfast.mt.data.text import write_atomically
         from deepfast.mt.sweep.table import page
 
         known = {point: found for point, found in self.results.items() if found}
-        device = (
-            f"{self.machine['cores']} cores, {self.machine['cpu']}, torch "
-            + (self.machine["torch"])
-        )
-        write_atomically(
-            self.folder / "sweep.md", page(known, self.command, device).encode("utf-8")
-        )
+        if not known:
+            return
+        here = "{cores} cores, {cpu}, torch {torch}".format_map(self.machine)
+        gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+        text = page(known, self.command, gpu + here)
+        write_atomically(self.folder / "sweep.md", text.encode())
         content = {
             "command": self.command,
             "machine": self.machine,
@@ -134,6 +145,7 @@ class _Writer:
         write_atomically(self.folder / "sweep.json", json.dumps(content, indent=1).encode())
         numbers = {point: point.numbers(own[0].recipe) for point, own in self.runs.items()}
         draw(known, numbers, self.folder / "sweep.svg")
+        self.written = time.monotonic()
 
 
 def in_words(found: dict) -> str:
