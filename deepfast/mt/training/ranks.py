@@ -116,7 +116,7 @@ class Ranks:
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
             if self.signal.name and not called:
                 called = True
-                if self._roll_call():
+                if self._roll_call() and not self.store.check([name]):
                     raise dist.DistNetworkError("the first rank does not answer")
             time.sleep(0.02)
         return pickle.loads(self.store.get(name))
@@ -150,7 +150,7 @@ class Ranks:
     def _roll_call(self) -> str | None:
         """Names the ranks that do not answer; None where all do, or where a rank has failed that
         tells it itself."""
-        self._here()
+        self.here()
         self.store.set("roll call", "")
         deadline = time.monotonic() + ANSWER_WITHIN
         while time.monotonic() < deadline:
@@ -174,13 +174,13 @@ class Ranks:
             with contextlib.suppress(dist.DistError):
                 while not self._left.wait(ANSWER_EVERY):
                     if self.store.check(["roll call"]):
-                        self._here()
+                        self.here()
                         return
 
         self._answering = threading.Thread(target=answer, name="roll calls", daemon=True)
         self._answering.start()
 
-    def _here(self) -> None:
+    def here(self) -> None:
         self.store.set(f"here/{self.rank}", "")
 
     def leave(self) -> None:
@@ -220,6 +220,8 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
             )  # fmt: skip
             ranks.slow = dist.new_group(backend="gloo", timeout=LONG)
             yield ranks
+            # One that has finished is not silent.
+            ranks.here()
             dist.destroy_process_group()
         except Exception as error:
             blamed = ranks.blame(error)
