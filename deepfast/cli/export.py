@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from deepfast.cli.decoding import to_translate
-from deepfast.mt.data.text import check_writable
+from deepfast.mt.data.errors import require
+from deepfast.mt.data.text import check_writable, write_atomically
 
 EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
 
@@ -23,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.training.checkpoint import load_checkpoint, save_checkpoint
-    from deepfast.mt.training.safetensors import save_safetensors
 
     check_writable(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.output).suffix == ".safetensors":
         metadata = {"kind": kind, "config": json.dumps(content["config"]),
                     "step": str(content["step"])}  # fmt: skip
-        save_safetensors(args.output, weights, metadata)
+        save = require("safetensors.torch", "exporting safetensors").save
+        plain = {name: weight.contiguous().clone() for name, weight in weights.items()}
+        write_atomically(args.output, save(plain, metadata))
     else:
         save_checkpoint(args.output, content)
         # Loads it as translation will, to check that the file is complete.
