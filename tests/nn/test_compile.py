@@ -158,7 +158,8 @@ def test_a_whole_stack_traces_to_one_graph(options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"norm_kind": "rms"}, pytest.param({"norm": "post"}, marks=pytest.mark.exhaustive),
+    {}, *(pytest.param(options, marks=pytest.mark.exhaustive)
+          for options in ({"norm_kind": "rms"}, {"norm": "post"})),
 ], ids=str)  # fmt: skip
 def test_a_whole_encoder_traces_to_one_graph(options):
     encoder = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, **options)
