@@ -111,7 +111,7 @@ class _Run:
             try:
                 self.trainer.load_state_dict(content, self.saved)
                 self.changed = differences(content["recipe"], recipe.to_dict())
-            except (KeyError, TypeError, AttributeError) as error:
+            except (LookupError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
                 ) from error

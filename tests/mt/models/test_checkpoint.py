@@ -82,7 +82,7 @@ def test_on_a_gpu(content, save):
 def test_missing_and_unreadable(tmp_path):
     with pytest.raises(ValueError, match=r"none\.pt: there is no such file"):
         load_model(tmp_path / "none.pt")
-    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(ValueError, match=r"got a folder without run\.pt"):
         load_model(tmp_path)
 
 
