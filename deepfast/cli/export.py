@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from deepfast.cli.decoding import to_translate
-from deepfast.mt.data.text import check_writable
+from deepfast.mt.data.text import checkpoint_output
 
 EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.training.checkpoint import load_checkpoint, save_checkpoint
     from deepfast.mt.training.safetensors import save_safetensors
 
-    check_writable(args.output)
+    output = checkpoint_output(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
     content.pop("training", None)
     weights, kind = content["model"], content.get("kind", "transformer")
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
                     "step": str(content["step"])}  # fmt: skip
         save_safetensors(args.output, weights, metadata)
     else:
-        save_checkpoint(args.output, content)
+        save_checkpoint(output, content)
         # Loads it as translation will, to check that the file is complete.
         load_model(args.output)
     print(f"{kind} of step {content['step']}, {sum(w.numel() for w in weights.values()):,} values")
