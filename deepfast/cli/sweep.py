@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     checks.whole("sweep", seeds=args.seeds, jobs=args.jobs)
     if args.threads is not None:
-        checks.whole("sweep", threads=args.threads)
+        checks.whole("sweep", most=checks.MOST_THREADS, threads=args.threads)
     memory = None if args.memory is None else parse_bytes(args.memory)
     require("matplotlib", "drawing a sweep")
     chosen = points([parse_over(text) for text in args.over])
