@@ -72,3 +72,26 @@ def test_refused_with_a_sentence(tmp_path, capsys, words, sentence):
     assert sentence in said
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
+def test_other_content_in_a_sweep_s_files_is_one_sentence(tmp_path, capsys):
+    over = ["--over", "optim.lr=1e-3", "--output", str(tmp_path)]
+    run = tmp_path / "optim.lr=1e-3" / "seed-1"
+    run.mkdir(parents=True)
+    for name, texts in {
+        "sweep.json": ("", "[]", "{}", '{"over": null}'),
+        "optim.lr=1e-3/seed-1/settings.json": ("{", "3", "null"),
+    }.items():
+        for text in texts:
+            (tmp_path / name).write_text(text)
+            assert main(["sweep", "phrases-small", *TINY, *over]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith(f"deepfast sweep: {tmp_path / name}: expected what deepfast")
+            assert said.count("\n") == 1
+        (tmp_path / name).unlink()
+
+
+def test_a_wrong_memory_names_its_option(capsys):
+    over = ["--over", "optim.lr=1e-3", "--memory", "much"]
+    assert main(["sweep", "phrases-small", *TINY, *over]) == 1
+    assert "--memory: expected bytes such as 24GiB" in capsys.readouterr().err
