@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # For isinstance. Real is for NumPy's numbers. It comes last, because its check is slow.
 NUMBER = (float, int, Real)
+MOST_THREADS = 1024
+"""Far more threads than a machine can start end the process without an error."""
 
 
 def tensor(op: str, name: str, x: object) -> None:

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import sys
+from typing import Any
 
 from deepfast.version import __version__
 
@@ -44,6 +45,33 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
     closed = _replace_closed_streams(wanted)
+    try:
+        args = _parse(parser, commands, wanted, argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(f"deepfast {wanted}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
+        # fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if closed:
+            print(f"deepfast {wanted}: standard output is closed", file=sys.stderr)
+        return int(closed)
+    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
+        # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
+        if os.environ.get("DEEPFAST_DEBUG"):
+            raise
+        print(f"deepfast {wanted}: {str(error) or 'out of memory'}", file=sys.stderr)
+        return 1
+
+
+def _parse(
+    parser: argparse.ArgumentParser, commands: Any, wanted: str | None, argv: list[str]
+) -> argparse.Namespace:
+    """The arguments of the wanted command, whose module is imported."""
     for name, summary in COMMANDS.items():
         if name != wanted:
             commands.add_parser(name, help=summary)
@@ -65,26 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         rest = [word for word in rest if word.startswith("-")]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    try:
-        code = args.run(args)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print(f"deepfast {args.command}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
-        # fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if closed:
-            print(f"deepfast {args.command}: standard output is closed", file=sys.stderr)
-        return int(closed)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
-        if os.environ.get("DEEPFAST_DEBUG"):
-            raise
-        print(f"deepfast {args.command}: {error}", file=sys.stderr)
-        return 1
+    return args
 
 
 def _replace_closed_streams(command: str | None) -> bool:

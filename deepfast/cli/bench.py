@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
 def show(about: str, rows: list[dict]) -> None:
     """Prints the table."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from deepfast.measure.console import Console
 
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("op", no_wrap=True)

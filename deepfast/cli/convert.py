@@ -9,7 +9,7 @@ import argparse
 
 from deepfast.cli.decoding import to_translate
 from deepfast.mt.data import TokenVocabulary, read_dictionary
-from deepfast.mt.data.text import check_writable
+from deepfast.mt.data.text import checkpoint_output
 
 EXAMPLE = (
     "deepfast convert checkpoint_best.pt --source-dictionary dict.en.txt "
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.training.checkpoint import save_checkpoint
 
-    check_writable(args.output)
+    output = checkpoint_output(args.output)
     content = fairseq.read_fairseq(args.checkpoint, unsafe=args.unsafe)
     config, weights = fairseq.convert(content)
     sizes = config.vocab_size, config.target_vocab_size or config.vocab_size
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{side}: {found}")
         dictionaries.append(tokens)
     vocabulary = TokenVocabulary(*dictionaries)
-    save_checkpoint(args.output, {
+    save_checkpoint(output, {
         "kind": kind_of(config), "config": vars(config), "model": weights,
         "vocabulary": vocabulary.to_bytes(),
     })  # fmt: skip

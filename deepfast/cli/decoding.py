@@ -123,7 +123,7 @@ def run_search(
     Warnings and the speed go to stderr.
     """
     if args.threads is not None:
-        checks.whole("decoding", threads=args.threads)
+        checks.whole("decoding", most=checks.MOST_THREADS, threads=args.threads)
         torch.set_num_threads(args.threads)
     paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
     translator = load_translator(paths, args.device)

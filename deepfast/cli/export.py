@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepfast.cli.decoding import to_translate
 from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import check_writable, write_atomically
+from deepfast.mt.data.text import checkpoint_output, write_atomically
 
 EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.training.checkpoint import load_checkpoint, save_checkpoint
 
-    check_writable(args.output)
+    output = checkpoint_output(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
     for key in ("training", "files"):
         content.pop(key, None)
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
                     "step": str(content["step"])}  # fmt: skip
         save = require("safetensors.torch", "exporting safetensors").save
         plain = {name: weight.contiguous().clone() for name, weight in weights.items()}
-        write_atomically(args.output, save(plain, metadata))
+        write_atomically(output, save(plain, metadata))
     else:
-        save_checkpoint(args.output, content)
+        save_checkpoint(output, content)
         # Loads it as translation will, to check that the file is complete.
         load_model(args.output)
     print(f"{kind} of step {content['step']}, {sum(w.numel() for w in weights.values()):,} values")

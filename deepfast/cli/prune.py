@@ -10,7 +10,7 @@ every layer that some language uses stays."""
 import argparse
 
 from deepfast.cli.decoding import to_translate
-from deepfast.mt.data.text import check_writable
+from deepfast.mt.data.text import checkpoint_output
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.prune import SIDES, prune_checkpoint
 from deepfast.mt.training.checkpoint import save_checkpoint
@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Refuses an unusable checkpoint with its own message.
     load_model(args.checkpoint)
-    check_writable(args.output)
+    output = checkpoint_output(args.output)
     content = read_checkpoint(args.checkpoint)
     pruned = prune_checkpoint(content, args.language)
     # The weights are mapped from their file, which the output may overwrite.
     pruned["model"] = {name: weight.clone() for name, weight in pruned["model"].items()}
-    save_checkpoint(args.output, pruned)
+    save_checkpoint(output, pruned)
     for side in SIDES:
         before, after = (c["config"][f"{side}_layers"] for c in (content, pruned))
         print(f"{side}: {after} of {before} layers")

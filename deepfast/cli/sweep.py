@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     checks.whole("sweep", seeds=args.seeds, jobs=args.jobs)
     if args.threads is not None:
-        checks.whole("sweep", threads=args.threads)
-    memory = None if args.memory is None else parse_bytes(args.memory)
+        checks.whole("sweep", most=checks.MOST_THREADS, threads=args.threads)
+    memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     require("matplotlib", "drawing a sweep")
     chosen = points([parse_over(text) for text in args.over])
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
@@ -83,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_keys(path: Path, keys: list[str]) -> None:
     """Refuses a folder with the files of a sweep over other keys."""
+    from deepfast.mt.sweep.runs import read_object
+
     if path.exists():
-        other = list(json.loads(path.read_text("utf-8"))["over"])
+        other = list(read_object(path, over=dict)["over"])
         if other != keys:
             raise ValueError(
                 f"{path.parent}: expected a sweep over {', '.join(keys)}, got one over "

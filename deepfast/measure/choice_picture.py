@@ -95,9 +95,10 @@ def show_choices(choices: list[SideChoices]) -> None:
     """Prints a table for each side to the terminal, layers by languages."""
     require("rich", "the table of layers")
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from deepfast.measure.console import Console
 
     console = Console()
     for side in choices:

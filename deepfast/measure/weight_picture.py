@@ -204,8 +204,9 @@ def show(sides: list[SideWeights], source: int | None = None) -> None:
     """Prints a table for each side to the terminal; with ``source`` the weights of that one."""
     require("rich", "the table of weights")
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from deepfast.measure.console import Console
 
     console = Console()
     for side in sides:

@@ -12,14 +12,15 @@ UNITS = {
 _NAMES = {name.lower(): factor for name, factor in UNITS.items()}
 
 
-def parse_bytes(text: str | int | float) -> int:
+def parse_bytes(text: str | int | float, name: str = "budget") -> int:
     """A number of bytes; text may end in KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB
-    (powers of 1000), in letters of either case, with or without a space.
+    (powers of 1000), in letters of either case, with or without a space. ``name`` is what errors
+    call it.
 
     Raises:
         ValueError: for anything else, and for a size below 1 byte.
     """
-    expected = "budget: expected bytes such as 24GiB, 80GB or a number"
+    expected = f"{name}: expected bytes such as 24GiB, 80GB or a number"
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise ValueError(f"{expected}, got {text!r}")
     if isinstance(text, str):

@@ -1,6 +1,7 @@
 """`deepfast export`: a folder or a file becomes one file, or safetensors."""
 
 import json
+import os
 import pickle
 import warnings
 
@@ -12,12 +13,15 @@ from safetensors import safe_open
 from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary
 from deepfast.mt.models import TransformerConfig, build
-from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.checkpoint_folder import check_sum
 from deepfast.mt.training.checkpoint import save_checkpoint
 
 CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
                            decoder_layers=1)  # fmt: skip
+ONES = torch.ones(8).numpy().tobytes()
+"""The weights of a new layer norm."""
 
 
 @pytest.fixture(params=["file", "folder"])
@@ -65,11 +69,11 @@ def test_safetensors(checkpoint, tmp_path):
         assert all(torch.equal(file.get_tensor(name), w) for name, w in weights.items())
 
 
-def flip(path):
-    """One bit in the middle of the tensors."""
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
+def flip(path, known):
+    """Changes a bit within known bytes of a file."""
+    data = bytearray(path.read_bytes())
+    data[data.index(known) + 3] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +84,12 @@ def flip(path):
         (lambda p: (p / ".metadata").write_bytes(b"no"), "cut short or damaged"),
         (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read (No such file"),
         (lambda p: (p / "__0_0.distcp").write_bytes(b"short"), "damaged in its file __0_0.distcp"),
-        (flip, "damaged in its file __0_0.distcp"),
+        (lambda p: flip(p / "__0_0.distcp", ONES), "damaged in its file __0_0.distcp"),
         (lambda p: torch.save({"format": "x"}, p / "run.pt"), "got other torch.save content"),
+        (lambda p: torch.save([1], p / "run.pt"), "got other torch.save content"),
+        (lambda p: (p / ".metadata").write_bytes(pickle.dumps({"a": 1})), "cut short or damaged"),
+        (lambda p: (p / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), "cut short or damaged"),
+        (lambda p: flip(p / "run.pt", b"deepfast-checkpoint"), "damaged in its part"),
     ],
 )
 @pytest.mark.parametrize("checkpoint", ["folder"], indirect=True)
@@ -106,3 +114,33 @@ def test_metadata_cannot_run_code(checkpoint, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "ran" not in captured.out
     assert "cut short or damaged" in captured.err
+
+
+def test_a_folder_without_the_optimizer_s_options_is_one_sentence(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    if path.is_file():
+        pytest.skip("a file holds the optimizer's state whole")
+    content = torch.load(path / "run.pt", weights_only=True)
+    torch.save(content | {"training": {}}, path / "run.pt")
+    assert main(["export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
+    assert "the checkpoint lacks what resuming needs" in capsys.readouterr().err
+
+
+def test_pipes_are_neither_read_nor_replaced(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["export", str(path), "--output", str(pipe)]) == 1
+    assert "pipe: expected a file, got a pipe or a device" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert main(["export", str(pipe), "--output", str(tmp_path / "model.pt")]) == 1
+    assert "pipe: expected a deepfast checkpoint, got no regular file" in capsys.readouterr().err
+
+
+def test_a_link_stays_a_link(checkpoint, tmp_path):
+    path, _ = checkpoint
+    link = tmp_path / "link.pt"
+    link.symlink_to("model.pt")
+    assert main(["export", str(path), "--output", str(link)]) == 0
+    assert link.is_symlink()
+    load_model(tmp_path / "model.pt")

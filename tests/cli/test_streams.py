@@ -57,3 +57,12 @@ def test_a_closed_standard_input_is_an_error(translate):
 def test_errors_are_not_written_among_results(translate):
     done = run(*translate, closed="2>&-")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
+
+
+def test_a_table_ends_with_its_reader_as_text_does():
+    pytest.importorskip("rich")
+    command = ("bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1")
+    done = run(*command, closed=">&-")
+    assert (done.returncode, done.stderr) == (1, "deepfast bench: standard output is closed\n")
+    done = run(*command, closed="> >(true)")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -58,8 +58,8 @@ def test_a_run_that_fails_says_why(tmp_path, capsys):
     [
         (["--over", "model.dim=8", "--seeds", "0"], "seeds must be a whole number of at least 1"),
         (["--over", "model.dim=8", "--jobs", "0"], "jobs must be a whole number of at least 1"),
-        (["--over", "model.dim=8", "--threads", "0"], "threads must be a whole number of at least"),
-        (["--over", "model.dim=8", "--memory", "much"], "expected bytes such as 24GiB"),
+        (["--over", "model.dim=8", "--threads", "0"], "threads must be a whole number from 1 to"),
+        (["--over", "model.dim=8", "--memory", "much"], "--memory: expected bytes such as"),
         (["--over", "model.dim"], "--over: expected KEY=VALUE,VALUE"),
         (["--over", "model.heads=3"], "model.dim"),
         (["--over", "model.norm=pre"], "expected a sweep over model.norm, got one over model.dim"),
@@ -72,3 +72,20 @@ def test_refused_with_a_sentence(tmp_path, capsys, words, sentence):
     assert sentence in said
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
+def test_other_content_in_a_sweep_s_files_is_one_sentence(tmp_path, capsys):
+    over = ["--over", "optim.lr=1e-3", "--output", str(tmp_path)]
+    run = tmp_path / "optim.lr=1e-3" / "seed-1"
+    run.mkdir(parents=True)
+    for name, texts in {
+        "sweep.json": ("", "[]", "{}", '{"over": null}'),
+        "optim.lr=1e-3/seed-1/settings.json": ("{", "3", "null"),
+    }.items():
+        for text in texts:
+            (tmp_path / name).write_text(text)
+            assert main(["sweep", "phrases-small", *TINY, *over]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith(f"deepfast sweep: {tmp_path / name}: expected what deepfast")
+            assert said.count("\n") == 1
+        (tmp_path / name).unlink()

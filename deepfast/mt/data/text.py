@@ -235,3 +235,16 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise DataError(f"{path}: expected a file, got a folder")
     if not os.access(path.parent, os.W_OK):
         raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")
+
+
+def checkpoint_output(path: str | os.PathLike[str]) -> Path:
+    """The file to write a checkpoint to: what a link points to; the link stays.
+
+    Raises:
+        DataError: see `check_writable`; or a pipe or a device, which a file must not replace.
+    """
+    path = Path(path).resolve()
+    check_writable(path)
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: expected a file, got a pipe or a device")
+    return path

@@ -14,9 +14,6 @@ Training adds further keys, which are not read here.
 """
 
 import os
-import pickle
-import zipfile
-import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepfast.mt.models.checkpoint_file import read_file
 from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.registry import KINDS
 from deepfast.mt.models.transformer_config import without_unread
-
-FORMAT = "deepfast-checkpoint"
-VERSION = 1
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
@@ -49,45 +44,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
         # DCP takes a second to import.
         from deepfast.mt.models.checkpoint_folder import read_folder
 
-        return _checked(path, read_folder(path, optimizer=optimizer))
-    try:
-        with open(path, "rb") as stream:
-            zipped = stream.read(2) == b"PK"
-        # torch.load does not compare the check sums that torch.save wrote.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"{path}: the checkpoint is damaged in its part {damaged}")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such file") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (
-        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
-        # torch.save writes a zip archive, so a broken archive is likely a damaged checkpoint.
-        if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
-            raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
-        raise ValueError(
-            f"{path}: expected a deepfast checkpoint, got a file of another kind"
-        ) from error
-    return _checked(path, content)
-
-
-def _checked(path: Path, content: Any) -> dict[str, Any]:
-    """The content of a checkpoint whose format and version this deepfast reads."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
-    version = content.get("version")
-    if not isinstance(version, int) or version < 1:
-        raise ValueError(f"{path}: expected a checkpoint of version 1 or later, got {version!r}")
-    if version > VERSION:
-        raise ValueError(
-            f"{path}: the checkpoint was written by a newer deepfast: expected version {VERSION} "
-            f"at most, got {version}"
-        )
-    return content
+        return read_folder(path, optimizer=optimizer)
+    return read_file(path)
 
 
 def load_model(
@@ -112,7 +70,7 @@ def load_model(
     missing = [key for key in ("config", "model", "vocabulary") if key not in content]
     if missing:
         raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
-    vocabulary = _bytes(path, content["vocabulary"])
+    vocabulary = vocabulary_bytes(path, content["vocabulary"])
     kind = content.get("kind", "transformer")
     config = _config(path, kind, content["config"])
     try:
@@ -127,7 +85,8 @@ def load_model(
     return model.eval(), vocabulary
 
 
-def _bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
+def vocabulary_bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
+    """The bytes of a checkpoint's vocabulary."""
     if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
         # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
         return bytes(vocabulary.flatten().tolist())

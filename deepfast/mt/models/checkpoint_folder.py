@@ -22,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from deepfast.mt.models.checkpoint_file import read_file
+
 RUN = "run.pt"
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -53,29 +55,35 @@ def _is_dtype(module: str, name: str) -> bool:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the metadata without running code of the file."""
+    """Reads the metadata without running code of the file, and compares the tensors' check sums."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        metadata = _Unpickler(io.BytesIO(Path(self.path, ".metadata").read_bytes())).load()
+        content = Path(self.path, ".metadata").read_bytes()
+        try:
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        # Damaged data can raise anything: pickle lists only some of it.
+        except Exception as error:
+            raise pickle.UnpicklingError(str(error)) from error
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"unexpected {type(metadata).__name__}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The keys of a checkpoint folder, without its tensors.
+    """The keys of a checkpoint folder, without its tensors, its format and version checked.
 
     Raises:
         ValueError: the folder is not such a checkpoint, or it is damaged.
     """
+    for name in (RUN, ".metadata"):
+        if not Path(path, name).exists():
+            raise ValueError(f"{path}: expected a checkpoint, got a folder without {name}")
+    content = read_file(Path(path, RUN))
     try:
-        content = torch.load(Path(path, RUN), map_location="cpu", weights_only=True)
         shapes(path)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path}: expected a checkpoint, got a folder without {Path(error.filename).name}"
-        ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
     return content
 
@@ -134,16 +142,25 @@ def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict
         if name.startswith(MODEL)
     }
     if "training" in content:
-        state = content["training"]["optimizer"]
-        names = [name for group in state["param_groups"] for name in group["params"]]
-        for name, tensor in tensors.items():
-            if name.startswith(OPTIMIZER):
-                parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
-                state["state"].setdefault(names.index(parameter), {})[field] = tensor
-        numbers = iter(range(len(names)))
-        for group in state["param_groups"]:
-            group["params"] = [next(numbers) for _ in group["params"]]
+        try:
+            _number(content["training"]["optimizer"], tensors)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: the checkpoint lacks what resuming needs ({error!r})"
+            ) from error
     return content
+
+
+def _number(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Gives an optimizer's state its tensors, and numbers in place of the parameters' names."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    for name, tensor in tensors.items():
+        if name.startswith(OPTIMIZER):
+            parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
+            state["state"].setdefault(names.index(parameter), {})[field] = tensor
+    numbers = iter(range(len(names)))
+    for group in state["param_groups"]:
+        group["params"] = [next(numbers) for _ in group["params"]]
 
 
 def read_tensors(

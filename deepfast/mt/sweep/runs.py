@@ -74,7 +74,7 @@ class Run:
         """
         path = self.folder / SETTINGS
         if path.exists():
-            other = differences(json.loads(path.read_text("utf-8")), self._settings())
+            other = differences(read_object(path, data=dict), self._settings())
             more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
             got = f"other settings ({', '.join(other[:SHOWN])}{more})" if other else None
         else:
@@ -85,7 +85,7 @@ class Run:
                 "folder with --output, or remove it"
             )
         path = self.folder / RESULT
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
+        return read_object(path, seed=int) if path.exists() else None
 
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
@@ -100,6 +100,26 @@ class Run:
         lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
         why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return {"seed": self.seed, "failed": f"{why}: {lines[-1] if lines else 'no output'}"}
+
+
+def read_object(path: Path, **keys: type) -> dict[str, Any]:
+    """The JSON object in a file of a sweep, which has these keys with values of these types.
+
+    Raises:
+        ValueError: other content.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or any(
+        not isinstance(content.get(key), kind) for key, kind in keys.items()
+    ):
+        raise ValueError(
+            f"{path}: expected what deepfast sweep writes, got other content; choose another "
+            "folder with --output, or remove it"
+        )
+    return content
 
 
 def read_recipe(folder: Path) -> Recipe:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import FORMAT, VERSION, read_checkpoint
+from deepfast.mt.models.checkpoint import read_checkpoint, vocabulary_bytes
+from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.transformer_config import without_unread
 from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.report import METRICS
 
-KEYS = ("step", "config", "model", "vocabulary", "recipe")
+KEYS = {"step": int, "config": dict, "model": dict, "vocabulary": bytes, "recipe": dict}
+"""Key -> type of its value."""
 STEP_FILE = "step-{:08d}.pt"
 BEST, AVERAGE = "best.pt", "average.pt"
 
@@ -81,16 +83,25 @@ def load_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
     """
     try:
         content = read_checkpoint(path, optimizer=optimizer)
+        if "vocabulary" in content:
+            content["vocabulary"] = vocabulary_bytes(path, content["vocabulary"])
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     check_keys(content, path)
     return content
 
 
-def check_keys(content: dict[str, Any], path: Any, keys: Sequence[str] = KEYS) -> None:
+def check_keys(content: dict[str, Any], path: Any, keys: Iterable[str] = tuple(KEYS)) -> None:
+    """Refuses a checkpoint without these keys, or with a value of another type."""
     missing = [key for key in keys if key not in content]
     if missing:
         raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
+    for key in keys:
+        if not isinstance(content[key], KEYS[key]):
+            got = type(content[key]).__name__
+            raise CheckpointError(
+                f"{path}: expected the checkpoint's {key} as {KEYS[key].__name__}, got {got}"
+            )
 
 
 def load_weights(model: torch.nn.Module, state: dict[str, Tensor], path: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from deepfast.mt.models.checkpoint import FORMAT, VERSION
+from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.checkpoint_folder import (
     MODEL,
     OPTIMIZER,

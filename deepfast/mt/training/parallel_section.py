@@ -25,4 +25,4 @@ class ParallelSection:
     def __post_init__(self):
         expect(self.kind in KINDS, "parallel.kind", f"one of {', '.join(KINDS)}", self.kind)
         within = 0 < self.timeout < 1e6
-        expect(within, "parallel.timeout", "seconds above 0", self.timeout)
+        expect(within, "parallel.timeout", "seconds above 0 and below 1e6", self.timeout)

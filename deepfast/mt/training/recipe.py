@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
+from deepfast.checks import MOST_THREADS
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import (
@@ -158,10 +159,16 @@ class TrainSection:
         for name in ("validate_every", "save_every", "keep_last", "log_every"):
             value = getattr(self, name)
             expect(value >= 1, f"train.{name}", "a whole number of at least 1", value)
-        for name in ("max_steps", "patience", "threads"):
+        for name in ("max_steps", "patience"):
             value = getattr(self, name)
             expected = "a whole number of at least 1 or null"
             expect(value is None or value >= 1, f"train.{name}", expected, value)
+        threads, expected = self.threads, f"a whole number from 1 to {MOST_THREADS} or null"
+        within = threads is None or 1 <= threads <= MOST_THREADS
+        expect(within, "train.threads", expected, threads)
+        # What torch.manual_seed takes.
+        within = -(2**63) <= self.seed < 2**64
+        expect(within, "train.seed", "a whole number from -2^63 to 2^64 - 1", self.seed)
         minutes = self.max_minutes
         expect(minutes is None or minutes > 0, "train.max_minutes", "above 0 or null", minutes)
         if self.max_steps is None and minutes is None and self.patience is None:

@@ -141,8 +141,13 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{where}: expected YAML, got an error{at}: "
-                          f"{getattr(error, 'problem', error)}") from error  # fmt: skip
+        # An error about a character has no problem, and two lines.
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise RecipeError(f"{where}: expected YAML, got an error{at}: {problem}") from error
+    except RecursionError as error:
+        raise RecipeError(
+            f"{where}: expected keys and values, got too many inside each other"
+        ) from error
 
 
 def _loader(yaml: Any) -> Any:

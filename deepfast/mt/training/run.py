@@ -113,7 +113,7 @@ class _Run:
                 self.changed = differences(content["recipe"], recipe.to_dict())
                 if (before := self.trainer.ranks_before) != ranks.size:
                     self.changed.append(f"ranks {before} -> {ranks.size}, with new dropout")
-            except (KeyError, TypeError, AttributeError) as error:
+            except (LookupError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
                 ) from error

@@ -319,7 +319,7 @@ class Trainer:
             from deepfast.mt.training.checkpoint_folder import load_folder
 
             load_folder(path, self.model, self.optimizer, self.ranks, content["files"])
-        self.step, self.seconds = content["step"], state["seconds"]
+        self.step, self.seconds = content["step"], float(state["seconds"])
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
         self.window = Window(**state["window"])

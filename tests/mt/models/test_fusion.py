@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS, WITH_ATTENTION

@@ -107,6 +107,12 @@ def test_foreign_files(tmp_path):
             lambda: torch.save({"format": module.FORMAT, "version": 1, "step": 1}, path),
             "lacks config, model",
         ),
+        (lambda: save_checkpoint(path, content() | {"step": "3"}), "step as int, got str"),
+        (
+            lambda: save_checkpoint(path, content() | {"recipe": None}),
+            "recipe as dict, got NoneType",
+        ),
+        (lambda: save_checkpoint(path, content() | {"vocabulary": 3}), "vocabulary as bytes .*int"),
     ):
         write()
         with pytest.raises(CheckpointError, match=message) as caught:

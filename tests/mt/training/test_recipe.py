@@ -218,6 +218,13 @@ def test_sizes_are_base_and_big():
         ("train.max_steps=null", "train: expected an end"),
         ("train.precision=half", "expected one of float32, bfloat16, got 'half'"),
         ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
+        (
+            "train.threads=100000000",
+            "train.threads: expected a whole number from 1 to 1024 or null",
+        ),
+        ("train.seed=18446744073709551616", "train.seed: expected a whole number from -2^63 to"),
+        ("parallel.timeout=1e30", "parallel.timeout: expected seconds above 0 and below 1e6"),
+        ("output=" + "[" * 5000, "expected keys and values, got too many inside each other"),
         ("train.log_every=0", "train.log_every: expected a whole number of at least 1, got 0"),
         ("data.phrases=xx", "data.phrases: expected one of de, fr, es or null, got 'xx'"),
         ("data.train_source=a", "got both: set data.phrases=null beside files"),
@@ -290,6 +297,13 @@ def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, sentence):
     with pytest.raises(RecipeError) as error:
         load_recipe(path)
     assert str(error.value) == f"{path}: expected YAML, got an error at {sentence}"
+
+
+def test_a_character_that_yaml_refuses_is_one_line(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"model: \0\n")
+    with pytest.raises(RecipeError, match=r"special characters are not allowed.* position 7$"):
+        load_recipe(path)
 
 
 def test_an_unknown_recipe_names_the_nearest(tmp_path):

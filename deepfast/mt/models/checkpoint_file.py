@@ -1,0 +1,71 @@
+"""Files that torch.save wrote, with their check sums compared, which torch.load does not do."""
+
+import os
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+FORMAT = "deepfast-checkpoint"
+VERSION = 1
+
+
+def check_sums(file: str | os.PathLike[str] | IO[bytes], name: object) -> None:
+    """Refuses a damaged file; ``name`` is what the error calls it.
+
+    Raises:
+        ValueError: a check sum differs.
+        zipfile.BadZipFile, zlib.error: cut short, or not written by torch.save.
+    """
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"{name}: the checkpoint is damaged in its part {damaged}")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The dict in a file, its format and version checked. Its tensors are mapped.
+
+    Raises:
+        ValueError: the file does not exist, is damaged, is no checkpoint, or is of a newer version.
+    """
+    # Opening a pipe would wait for a writer.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a deepfast checkpoint, got no regular file")
+    try:
+        with open(path, "rb") as stream:
+            zipped = stream.read(2) == b"PK"
+        check_sums(path, path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (
+        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        # torch.save writes a zip archive, so a broken archive is likely a damaged checkpoint.
+        if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
+            raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
+        raise ValueError(
+            f"{path}: expected a deepfast checkpoint, got a file of another kind"
+        ) from error
+    return _checked(path, content)
+
+
+def _checked(path: Path, content: Any) -> dict[str, Any]:
+    """The content of a checkpoint whose format and version this deepfast reads."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
+    version = content.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path}: expected a checkpoint of version 1 or later, got {version!r}")
+    if version > VERSION:
+        raise ValueError(
+            f"{path}: the checkpoint was written by a newer deepfast: expected version {VERSION} "
+            f"at most, got {version}"
+        )
+    return content

@@ -1,0 +1,35 @@
+"""What the command line does with errors before and while a command runs."""
+
+import importlib
+
+import pytest
+
+from deepfast.cli import decoding, main
+
+
+def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["translate", "model.pt"]) == 130
+    assert capsys.readouterr().err == "deepfast translate: interrupted\n"
+
+
+def test_python_s_own_lack_of_memory_is_one_sentence(monkeypatch, capsys):
+    def exhausted(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(importlib.import_module("deepfast.cli.score"), "read_lines", exhausted)
+    assert main(["score", "a", "b"]) == 1
+    assert capsys.readouterr().err == "deepfast score: out of memory\n"
+
+
+@pytest.mark.parametrize("threads", [0, 100_000_000])
+def test_more_threads_than_any_machine_starts_are_refused(threads, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decoding, "load_translator", None)
+    text = tmp_path / "text"
+    text.write_text("a\n")
+    command = ["translate", "model.pt", "--input", str(text), "--threads", str(threads)]
+    assert main(command) == 1
+    assert "threads must be a whole number from 1 to 1024, got" in capsys.readouterr().err
