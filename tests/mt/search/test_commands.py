@@ -186,7 +186,7 @@ def test_score_without_unknown_pieces(checkpoint, tmp_path, capsys):
         (["translate", "{c}", "--input", "{s}", "--device", "tpu"], "expected cpu or cuda, got"),
         (
             ["translate", "{c}", "--input", "{s}", "--threads", "0"],
-            "threads must be a whole number of at least 1, got 0",
+            "threads must be a whole number from 1 to 1024, got 0",
         ),
         (["translate", "{c}", "--input", "{s}", "--nbest", "9"], "at most beam 4, got 9"),
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
