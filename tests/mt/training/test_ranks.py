@@ -183,7 +183,7 @@ def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
     ("changes", "message"),
     [
         ({"parallel.kind": "zero"}, "parallel.kind: expected one of auto, ddp, fsdp, got 'zero'"),
-        ({"parallel.timeout": 0.0}, "parallel.timeout: expected seconds above 0 and below 1e6, got 0.0"),
+        ({"parallel.timeout": 0.0}, "timeout: expected seconds above 0 and below 1e6, got 0.0"),
         ({"parallel.kin": "ddp"}, "unknown key parallel.kin, the nearest known key is paral"),
     ],
 )
