@@ -31,6 +31,9 @@ class Begun:
 
     def __post_init__(self):
         self.index = {row: i for i, row in enumerate(self.rows)}
+        self._received = [
+            (t, t._version) for t in (self.sums, self.lse) if t is not None and not t.is_inference()
+        ]
 
     def any(self, start: int, stop: int) -> bool:
         """Whether a row of [start, stop) begins with a sum."""
@@ -42,6 +45,7 @@ class Begun:
         stats: (B, 2, T), the largest score and the sum of exponentials of the same rows, which are
             those of no states yet.
         """
+        self._check_unchanged()
         for row in range(start, stop):
             i = self.index.get(row)
             if i is None:
@@ -61,6 +65,7 @@ class Begun:
         i = self.index.get(row)
         if i is None or not self.learns:
             return
+        self._check_unchanged()
         if self.dsums is None:
             self.dsums = torch.zeros_like(self.sums)
             self.dlse = None if self.lse is None else torch.zeros_like(self.lse)
@@ -72,6 +77,13 @@ class Begun:
         g = g.to(p.dtype)
         self.dsums[i].copy_(p.unsqueeze(-1) * g)
         self.dlse[i] = p * ((g * self.sums[i]).sum(-1) - stats[2])
+
+    def _check_unchanged(self) -> None:
+        if any(t._version != version for t, version in self._received):
+            raise RuntimeError(
+                "deepfast.parallel: expected the sums that a stage received as they were until its "
+                "backward has run, got sums that an inplace operation has changed"
+            )
 
     def take_grads(self) -> tuple[Tensor | None, Tensor | None]:
         grads, self.dsums, self.dlse = (self.dsums, self.dlse), None, None

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import OutNorm, later_rows
@@ -84,6 +85,9 @@ class StageDepth(DepthConnection):
             numbers = enumerate(self.row_numbers)
             self.begun_rows = tuple(i for i, row in numbers if row in below.carried)
         self._constants: dict[torch.device, tuple[Tensor, ...]] = {}
+        # Of `sum_connection_gradients`: whether the ranks have compared their copies, and whether
+        # the gradients are those of all stages.
+        self.agreed = self.summed = False
 
     @property
     def whole(self) -> DLCL | AttentionResiduals:
@@ -102,6 +106,35 @@ class StageDepth(DepthConnection):
 
     def _make_schedule(self, block: int) -> Schedule:
         return Schedule(self.pattern, block, self.rows, self.begins)
+
+    def _begin(
+        self,
+        y: Tensor,
+        history: DepthHistory,
+        begun: Begun | None = None,
+        sums: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        super()._begin(y, history, begun, sums)
+        if history.token is not None:
+            history.token.grad_fn.register_prehook(self._gradients_come)
+
+    def _gradients_come(self, _grads) -> None:
+        """Called in backward, before it adds to the gradients of the parameters."""
+        self.check_not_summed()
+        self.summed = False
+
+    def check_not_summed(self) -> None:
+        """Raises where the gradients are those of all stages, and were not cleared since.
+
+        To add to them or to sum them again would count them as often as there are stages.
+        """
+        # Where the gradients are None, as `zero_grad` leaves them, nothing waits for a GPU.
+        grads = (p.grad for p in self.whole.parameters()) if self.summed else ()
+        if any(g is not None and bool(local_part(g).any()) for g in grads):
+            raise RuntimeError(
+                f"{self.name}: expected sum_connection_gradients once for each optimizer step, and "
+                "zero_grad after the step, got gradients that are summed over the stages already"
+            )
 
     def begin(self, payload: tuple[Tensor, ...], history: DepthHistory) -> Tensor:
         """Takes what crosses the edge below, (T, D) each, and returns what to push first."""
@@ -193,3 +226,8 @@ class StageDepth(DepthConnection):
             constants = (*(n.to(device) for n in numbers), mask, alone.to(device))
             self._constants[device] = constants
         return self._constants[device]
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which shares its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,8 +1,10 @@
 """An encoder in stages, for torch.distributed.pipelining."""
 
 import copy
+import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from deepfast.depth.history import DepthHistory
@@ -105,10 +107,8 @@ class EncoderStage(nn.Module):
                 expected = 1 + bool(self.below.carried) * (1 + softmax)
         if len(payload) != expected:
             raise TypeError(f"{name}: expected {expected} tensors, got {len(payload)}")
-        x = payload[0]
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"{name}: expected (B, S, {self.dim}), got {tuple(x.shape)}")
-        batch, length = x.shape[:2]
+        self._check_payload(name, payload)
+        batch, length = payload[0].shape[:2]
         packing = Packing.of(
             batch, length, key_padding_mask, argument=f"{name}: key_padding_mask", keep=True
         )
@@ -118,6 +118,22 @@ class EncoderStage(nn.Module):
             return packing.unpack(sent[0])
         size = batch, length
         return tuple(y.unflatten(axis, size) for y, axis in _token_axes(self.above, sent))
+
+    def _check_payload(self, name: str, payload: tuple[Tensor, ...]) -> None:
+        """Refuses other shapes than the stage below sends; copies would broadcast some of them."""
+        for i, y in enumerate(payload):
+            if not isinstance(y, Tensor):
+                raise TypeError(f"{name}: tensor {i} must be a tensor, got {type(y).__name__}")
+        state = tuple(payload[0].shape)
+        if len(state) != 3 or state[-1] != self.dim:
+            raise ValueError(f"{name}: expected (B, S, {self.dim}), got {state}")
+        shapes = [state] * len(payload)
+        if self.below is not None and self.below.kind == "sums":
+            rows = len(self.below.carried)
+            shapes = [state, (rows, *state), (rows, *state[:2])][: len(payload)]
+        for i, (y, shape) in enumerate(zip(payload, shapes, strict=True)):
+            if tuple(y.shape) != shape:
+                raise ValueError(f"{name}: tensor {i} must be {shape}, got {tuple(y.shape)}")
 
     def _calls(self, packing: Packing) -> list[LayerCall | None]:
         calls: list[LayerCall | None] = []
@@ -129,6 +145,44 @@ class EncoderStage(nn.Module):
             parts = TransformerEncoder.layer.parts
             calls += [LayerCall(layer, policy, options | {"part": part}) for part in parts]
         return calls
+
+
+class _Unsplit:
+    """Refuses the forward of an encoder whose stages have changed: they have its layers, but copies
+    of its connection."""
+
+    def __init__(self, stages: Sequence[EncoderStage] = ()):
+        self.versions = weakref.WeakKeyDictionary(
+            (stage, [p._version for p in _copies(stage)]) for stage in stages
+        )
+
+    def __reduce__(self):
+        # A copy of the encoder has layers of its own.
+        return _Unsplit, ()
+
+    def __call__(self, encoder: TransformerEncoder, _args) -> None:
+        if torch.compiler.is_compiling():
+            return
+        own = list(encoder.connection.depth.parameters())
+        if self.versions and all(self._changed(stage, own) for stage in self.versions):
+            raise RuntimeError(
+                "TransformerEncoder: expected the stages of deepfast.parallel.split after they "
+                "have changed, got the encoder, whose layers have changed and whose connection "
+                "has not; load the state dicts of all stages into it first"
+            )
+
+    def _changed(self, stage: EncoderStage, own: list[nn.Parameter]) -> bool:
+        """Whether a stage's copy was changed and is no longer equal to the encoder's own."""
+        return any(
+            (type(p), p.device, p.dtype) == (type(q), q.device, q.dtype)
+            and p._version != version
+            and not torch.equal(p, q)
+            for p, q, version in zip(_copies(stage), own, self.versions[stage], strict=True)
+        )
+
+
+def _copies(stage: EncoderStage) -> list[nn.Parameter]:
+    return list(stage.connection.depth.whole.parameters())
 
 
 def _token_axes(edge: Edge | None, payload: tuple[Tensor, ...]) -> list[tuple[Tensor, int]]:
@@ -178,7 +232,9 @@ def split(encoder: TransformerEncoder, stages: int | Sequence[int]) -> list[Enco
     counts = layer_counts(len(encoder.layers), stages)
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     edges = plan_edges(connection.depth, [first * connection.reads for first in firsts[1:]])
-    return [
+    made = [
         EncoderStage(encoder, i, first, count, edges)
         for i, (first, count) in enumerate(zip(firsts, counts, strict=True))
     ]
+    encoder.register_forward_pre_hook(_Unsplit(made))
+    return made
