@@ -74,6 +74,10 @@ class TokenShards:
         self.length = 0
         self.shape: torch.Size | None = None
 
+    def __deepcopy__(self, _memo) -> "TokenShards":
+        # The hooks of a copied connection refer to this object too.
+        return self
+
     @property
     def placements(self) -> list[Placement]:
         return [Shard(self.axis)]
@@ -177,11 +181,16 @@ def shard_tokens(connection: DepthConnection, mesh: DeviceMesh, axis: int = 1) -
         raise ValueError(f"{OP}: the tokens of this {connection.name} are sharded already")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"{OP}: mesh must be a DeviceMesh of one dimension, got {mesh!r}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{OP}: mesh must contain this rank, got {mesh!r}")
     checks.whole(OP, 0, axis=axis)
     shards = connection.shards = TokenShards(mesh, axis)
 
     def before(module, args, kwargs):
-        y, *rest = args
+        if not args and "y" in kwargs:
+            args, kwargs = (kwargs["y"],), {k: v for k, v in kwargs.items() if k != "y"}
+        y, *rest = args or (None,)
+        checks.tensor(module.name, "the layer's output", y)
         if y.dim() - 1 <= axis:
             raise ValueError(
                 f"{module.name}: the input must have a sharded axis {axis} before its channels, "

@@ -13,14 +13,6 @@ from deepfast.parallel import edge_payload, split, sum_connection_gradients
 from tests.parallel.encoders import CONNECTIONS, batch, encoder, loss, run
 
 
-@pytest.fixture
-def one_rank():
-    """The process group of this process alone, which has all stages."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def backward(stages):
     x, target, padding = batch()
     loss(run(stages, x, padding)[0], target).backward()

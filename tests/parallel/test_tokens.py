@@ -1,14 +1,16 @@
 """Depth connections with tokens shared out over two processes on the CPU, with dropout."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepfast import backend as backends
-from deepfast.nn import DLCL
+from deepfast.nn import DLCL, DepthHistory
 from deepfast.parallel import shard_tokens
 from deepfast.parallel.tokens import TokenShards
 from deepfast.reference.dropout import dropout_mask
@@ -17,11 +19,13 @@ STEPS = Path(__file__).with_name("token_steps.py")
 FORMS = [
     "dlcl/dtensor",
     "dlcl/uneven",
+    "dlcl/empty",
     "dlcl/plain",
     "dlcl/middle",
     "post/dtensor",
     "post/plain",
     "attnres/dtensor",
+    "attnres/empty",
     "attnres/middle",
 ]
 
@@ -36,6 +40,25 @@ def test_misuse():
         shard_tokens(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="mesh must be a DeviceMesh of one dimension, got None"):
         shard_tokens(DLCL(2, 4), None)
+
+
+def test_misuse_of_a_mesh(one_rank, monkeypatch):
+    mesh, connection = init_device_mesh("cpu", (1,)), DLCL(2, 4)
+    monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self: None)
+    with pytest.raises(ValueError, match="mesh must contain this rank, got DeviceMesh"):
+        shard_tokens(connection, mesh)
+    monkeypatch.undo()
+    shard_tokens(connection, mesh)
+    with pytest.raises(TypeError, match="DLCL: the layer's output must be a tensor, got NoneType"):
+        connection()
+
+
+def test_copies_and_keywords(one_rank):
+    connection, y = DLCL(2, 4), torch.randn(2, 3, 4)
+    shard_tokens(connection, init_device_mesh("cpu", (1,)))
+    expected = connection(y, DepthHistory())
+    assert torch.equal(connection(y=y, history=DepthHistory()), expected)
+    assert torch.equal(copy.deepcopy(connection)(y, DepthHistory()), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

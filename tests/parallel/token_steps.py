@@ -23,10 +23,12 @@ CONNECTIONS = {
 SHAPES = {
     "dtensor": (2, 6, DIM),
     "uneven": (2, 5, DIM),
+    "empty": (2, 1, DIM),
     "plain": (8, DIM),
     "middle": (2, 4, 3, DIM),
 }
-"""Form -> the shape of all tokens; axis 1 is sharded, of "plain" axis 0."""
+"""Form -> the shape of all tokens; axis 1 is sharded, of "plain" axis 0. One rank has no part of
+"empty"."""
 
 
 class Model(nn.Module):
