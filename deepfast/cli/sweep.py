@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.data.errors import require
     from deepfast.mt.sweep.grid import parse_over, points, runs_of
     from deepfast.mt.sweep.runs import run_all
+    from deepfast.mt.training.lock import only_run
 
     checks.whole("sweep", seeds=args.seeds, jobs=args.jobs)
     if args.threads is not None:
@@ -68,14 +69,15 @@ def run(args: argparse.Namespace) -> int:
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
     folder = runs[chosen[0]][0].folder.parents[1]
     keys = [over.key for over in chosen[0].overs]
-    _check_keys(folder / "sweep.json", keys)
     writer = _Writer(args, folder, runs)
     # Every point runs once before any point runs twice, so an interrupted table has all points.
     in_turns = [run for seed in zip(*runs.values(), strict=True) for run in seed]
-    try:
-        run_all(in_turns, writer, jobs=args.jobs, threads=args.threads, memory=memory)
-    finally:
-        writer.write()
+    with only_run(folder, "--output"):
+        _check_keys(folder / "sweep.json", keys)
+        try:
+            run_all(in_turns, writer, jobs=args.jobs, threads=args.threads, memory=memory)
+        finally:
+            writer.write()
     for name in ("sweep.md", "sweep.svg", "sweep.json"):
         print(folder / name)
     return int(writer.failed)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from deepfast.cli import main
+from deepfast.mt.training.lock import only_run
 
 TINY = (
     "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.max_tokens=200",
@@ -41,6 +42,14 @@ def test_runs_that_end_well_and_diverge(tmp_path, capsys):
     assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
     assert main([*command, "model.ffn_dim=16"]) == 1
     assert "expected a run with the same settings" in capsys.readouterr().err
+
+
+def test_two_sweeps_in_one_folder(tmp_path, capsys):
+    command = ["sweep", "phrases-small", "--over", "model.dim=8", f"--output={tmp_path}"]
+    with only_run(tmp_path):
+        assert main(command) == 1
+    assert "expected a folder in which nothing runs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_fails_says_why(tmp_path, capsys):

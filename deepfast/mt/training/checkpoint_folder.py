@@ -61,7 +61,7 @@ def save_folder(
 
 def _begin(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
 
 
 def _finish(temporary: Path, path: Path, content: dict[str, Any]) -> None:

@@ -46,8 +46,16 @@ def launched() -> bool:
 
 
 def restarts() -> int:
-    """How often torchrun has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often torchrun has started the ranks again; 0 without torchrun.
+
+    Raises:
+        TrainingError: the variable that tells it is no whole number.
+    """
+    name = "TORCHELASTIC_RESTART_COUNT"
+    count = os.environ.get(name, "0") if launched() else "0"
+    if not (count.isascii() and count.isdigit()):
+        raise TrainingError(f"{name}: expected a whole number of at least 0, got {count!r}")
+    return int(count)
 
 
 class Ranks:

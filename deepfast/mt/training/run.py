@@ -32,6 +32,7 @@ from deepfast.mt.training.environment import (
 )
 from deepfast.mt.training.errors import CheckpointError, NotFiniteError
 from deepfast.mt.training.growing import read_bottom, runs, stage
+from deepfast.mt.training.lock import only_run
 from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
@@ -60,7 +61,10 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         RuntimeError: the loss is not finite, or the folder cannot be written.
     """
     recipe.data.check_text()
-    with run_ranks(resolve_device(recipe.train.device), recipe.parallel.timeout) as ranks:
+    with (
+        run_ranks(resolve_device(recipe.train.device), recipe.parallel.timeout) as ranks,
+        only_run(Path(recipe.output)) if ranks.first else nullcontext(),
+    ):
         recipe = _continued(recipe)
         parts = ranks.by_first(lambda: runs(recipe))
         for part in parts:

@@ -7,8 +7,10 @@ A fault comes only in the first start, not after torchrun has started the ranks 
 
 import errno
 import os
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
@@ -50,6 +52,10 @@ def disk(trainer):
     os.fsync = full
 
 
+def vanished(trainer):
+    shutil.rmtree(trainer.recipe.output)
+
+
 def killed_in_save(trainer):
     os.fsync = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -69,8 +75,9 @@ if __name__ == "__main__":
     for word in sys.argv[1:]:
         fault, rank, step, recipe = word.split(":", 3)
 
-        def train_step(self, fault=fault, rank=rank, step=int(step)):
+        def train_step(self, fault=fault, rank=rank, step=int(step), recipe=recipe):
             if os.environ["RANK"] == rank and restarts() == 0 and self.step + 1 == step:
+                Path(f"{recipe}.began").touch()
                 globals()[fault](self)
             original(self)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepfast.mt.training import dump_recipe, load_checkpoint
+from deepfast.mt.training.lock import only_run
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -35,7 +36,8 @@ SENTENCES = {
 
 @pytest.fixture
 def fail(make_recipe, tmp_path):
-    """fail(ranks, faults): what the ranks said, torchrun's exit code, and the seconds it took."""
+    """fail(ranks, faults): what the ranks said, torchrun's exit code, and the seconds from the last
+    fault to the end."""
 
     def run(size, faults, *options, kind="ddp", rank=1, program=PROGRAM):
         words = []
@@ -45,13 +47,13 @@ def fail(make_recipe, tmp_path):
             path = tmp_path / f"{fault}.yaml"
             path.write_text(dump_recipe(make_recipe(changes)))
             words.append(f"{fault}:{rank}:{AT}:{path}")
-        began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
              str(size), *options, str(program), *words],
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        return done.stdout, done.stderr, done.returncode, time.monotonic() - began
+        seconds = time.time() - Path(f"{path}.began").stat().st_mtime
+        return done.stdout, done.stderr, done.returncode, seconds
 
     return run
 
@@ -75,9 +77,16 @@ def check(folder, fault, sentences, rank=1):
 
 def test_each_fault_is_one_sentence_on_all_ranks(fail, tmp_path):
     faults = ["nan", "nan_gradient", "disk", "memory", "told_to_stop"]
-    out, error, code, _ = fail(2, faults)
+    with only_run(tmp_path / "locked"):
+        out, error, code, _ = fail(2, ["locked", "vanished", *faults])
     sentences = told(error)
-    assert len(sentences) == 4, error
+    assert len(sentences) == 6, error
+    locked, vanished, *sentences = sentences
+    expected = f"rank 0: {tmp_path / 'locked'}: expected a folder in which nothing runs"
+    assert locked.startswith(expected)
+    folder = tmp_path / "vanished"
+    assert vanished.startswith(f"rank 0: {folder}/step-00000008: the checkpoint cannot be written")
+    assert not folder.exists()
     for fault in faults[:-1]:
         check(tmp_path / fault, fault, sentences)
         assert out.count(f"{fault}: rank 0 ends with 1") == 1, out + error

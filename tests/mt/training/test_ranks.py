@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepfast.mt.training import RecipeError, dump_recipe, load_checkpoint, train
+from deepfast.mt.training import RecipeError, TrainingError, dump_recipe, load_checkpoint, train
+from deepfast.mt.training.ranks import restarts
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -190,3 +191,13 @@ def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
 def test_a_section_that_is_none_is_refused(make_recipe, changes, message):
     with pytest.raises(RecipeError, match=message):
         make_recipe(changes)
+
+
+@pytest.mark.parametrize("count", ["", "-1", "1.0", "two"])
+def test_a_count_of_restarts_that_is_none(monkeypatch, count):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    # Without torchrun it says nothing, and no run resumes because of it.
+    assert restarts() == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(TrainingError, match=f"COUNT: expected a whole number .*, got '{count}'"):
+        restarts()

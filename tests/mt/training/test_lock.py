@@ -1,0 +1,75 @@
+"""One run at a time in a folder."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from deepfast.mt.training import TrainingError, train
+from deepfast.mt.training import lock as lock_module
+from deepfast.mt.training.lock import LOCK, only_run
+
+fcntl = pytest.importorskip("fcntl")
+REFUSED = rf"expected a folder in which nothing runs, got one in which process {os.getpid()} on "
+
+
+def test_a_second_start_is_refused(make_recipe, tmp_path):
+    folder = tmp_path / "new" / "run"
+    recipe = make_recipe({"output": str(folder), "train.max_steps": 2})
+    with only_run(folder):
+        with pytest.raises(TrainingError, match=f"{folder}: {REFUSED}.* output=FOLDER"):
+            train(recipe, quiet=True)
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+    train(recipe, quiet=True)
+    before = sorted(folder.iterdir())
+    with only_run(folder), pytest.raises(TrainingError, match=REFUSED):
+        train(make_recipe({"output": str(folder), "resume": True}), quiet=True)
+    assert sorted(folder.iterdir()) == before
+    assert LOCK not in [path.name for path in before]
+
+
+def test_the_lock_ends_with_its_process(tmp_path):
+    path = tmp_path / LOCK
+    program = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+    program += "print(file=f, flush=True); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(TrainingError, match="expected a folder in which nothing runs"):
+            only_run(tmp_path).__enter__()
+        other.send_signal(signal.SIGKILL)
+    assert path.exists()
+    with only_run(tmp_path):
+        assert str(os.getpid()) in path.read_text()
+    assert not path.exists()
+
+
+def test_a_file_that_its_owner_has_removed_is_opened_again(tmp_path, monkeypatch):
+    """It ends between the other's opening of the file and its lock."""
+    path = tmp_path / LOCK
+    path.touch()
+    plain = fcntl.flock
+
+    def flock(stream, how):
+        plain(stream, how)
+        if not removed:
+            removed.append(path.unlink())
+
+    removed = []
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with only_run(tmp_path):
+        assert path.exists()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(stream, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with only_run(tmp_path):
+        pass
+    monkeypatch.setattr(lock_module, "fcntl", None)
+    with only_run(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
