@@ -127,7 +127,7 @@ class EncoderStage(nn.Module):
         state = tuple(payload[0].shape)
         if len(state) != 3 or state[-1] != self.dim:
             raise ValueError(f"{name}: expected (B, S, {self.dim}), got {state}")
-        shapes = [state] * len(payload)
+        shapes: list[tuple[int, ...]] = [state] * len(payload)
         if self.below is not None and self.below.kind == "sums":
             rows = len(self.below.carried)
             shapes = [state, (rows, *state), (rows, *state[:2])][: len(payload)]
