@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -48,7 +49,7 @@ def save_folder(
         files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
         ranks.by_first(lambda: _finish(temporary, path, content | {"files": files}))
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
-        if isinstance(error, ToldError):
+        if isinstance(error, (ToldError, dist.DistError)):
             raise
         shutil.rmtree(temporary, ignore_errors=True)
         cause: BaseException = error

@@ -147,7 +147,9 @@ class Ranks:
             self.store.set("failure", text)
         except dist.DistError:
             # The store went down with torchrun: there is nobody to agree with.
-            pass
+            if _connection_lost(error):
+                text = f"rank {self.rank}: torchrun does not answer, killed from outside"
+                text += f"; last checkpoint: {self.saved}" if self.saved else ""
         kinds = (CheckpointError, NotFiniteError, RecipeError)
         return (type(error) if isinstance(error, kinds) else TrainingError)(text)
 

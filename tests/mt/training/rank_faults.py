@@ -69,6 +69,10 @@ def scheduler(trainer):
     os.kill(os.getppid(), signal.SIGTERM)
 
 
+def torchrun_killed(trainer):
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     original, fsync = Trainer.train_step, os.fsync

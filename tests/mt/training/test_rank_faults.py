@@ -136,3 +136,15 @@ def test_a_scheduler_stops_all_ranks_with_a_checkpoint(fail, tmp_path, kind):
     assert seconds < 60
     (step,) = re.findall(r"SIGTERM on rank \d: stopped after step (\d+); continue from", out)
     assert load_checkpoint(tmp_path / "scheduler" / f"step-{int(step):08d}")["step"] == int(step)
+
+
+@pytest.mark.exhaustive
+def test_ranks_end_without_torchrun(fail, tmp_path):
+    out, error, _, seconds = fail(2, ["torchrun_killed"])
+    assert seconds < 60
+    sentences = told(error)
+    assert sentences
+    for sentence in sentences:
+        assert re.match(r"rank \d: torchrun does not answer, killed from outside; last", sentence)
+    assert out.count("ends with 1") == 2
+    assert checkpoints(tmp_path / "torchrun_killed")[-1] == SAVED
