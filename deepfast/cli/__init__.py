@@ -28,6 +28,7 @@ COMMANDS = {
     "prune": "remove the layers that latent depth does not use",
     "show-attention": "draw how a fusion of layers weighs them, word by word",
     "score": "BLEU of translations against references",
+    "show-run": "NLL, accuracy and the gradient norms of the layers over a training run",
     "show-weights": "show the depth weights or the choice of layers that a model has learned",
     "convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
     "report": "measure everything and write one HTML page",

@@ -24,6 +24,7 @@ from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.environment import peak_bytes, resolve_device, settings
 from deepfast.mt.training.growing import second_run
 from deepfast.mt.training.memory import set_policy
+from deepfast.mt.training.report import read_metrics
 from deepfast.mt.training.trainer import Trainer
 
 
@@ -75,7 +76,7 @@ def after(result: TrainResult) -> dict:
     curve, steps, seconds = [], 0, 0.0
     found: dict = {}
     for stage in stages:
-        rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(stage)
         curve += [[steps + r["step"], r["nll"]] for r in rows if r["event"] == "valid"]
         trained = [row for row in rows if row["event"] == "train"]
         steps, seconds = steps + trained[-1]["step"], seconds + rows[-1]["seconds"]
