@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "sweep": "train a recipe over the values of a key and over seeds: a table and a picture",
+    "compare-growth": "depth growing beside a shallow model and one of equal depth: a table",
     "translate": "translate lines of text with a checkpoint",
     "tune": "find the weights of deep-shallow decoding on a dev text",
     "export": "write the model of a checkpoint as a single file, also as safetensors",

@@ -69,6 +69,10 @@ def before(recipe: Recipe) -> dict:
     return found
 
 
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
 def after(result: TrainResult) -> dict:
     """What the run produced: curves, and the model that translates."""
     # A run in stages has a folder for each stage.
@@ -94,7 +98,9 @@ def after(result: TrainResult) -> dict:
         ),
         # Of the last stage. Other work on the machine disturbed the fastest line least.
         "target_tokens_per_second": max(row["target_tokens_per_second"] for row in trained),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
+        # Of the shallow model inside one that has grown.
+        **({"bottom_parameters": parameters(model.bottom)} if hasattr(model, "bottom") else {}),
     }
 
 
