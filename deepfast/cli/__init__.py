@@ -25,6 +25,7 @@ COMMANDS = {
     "compare-growth": "depth growing beside a shallow model and one of equal depth: a table",
     "translate": "translate lines of text with a checkpoint",
     "tune": "find the weights of deep-shallow decoding on a dev text",
+    "posunk": "mark unknown words of a training text by the source words that they translate",
     "export": "write the model of a checkpoint as a single file, also as safetensors",
     "prune": "remove the layers that latent depth does not use",
     "show-attention": "draw how a fusion of layers weighs them, word by word",

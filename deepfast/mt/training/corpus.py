@@ -96,7 +96,9 @@ def _vocabulary(section: DataSection, train: list[Pair], tags: list[str]) -> Voc
     """Reads the vocabulary, or learns it from the training pairs."""
 
     def learned(text: Sequence[str], size: int, tags: list[str]) -> Vocabulary:
-        return Vocabulary.train(text, size, at_most=section.vocab_at_most, tags=tags)
+        return Vocabulary.train(
+            text, size, at_most=section.vocab_at_most, tags=tags, whole_words=section.whole_words
+        )
 
     if section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
