@@ -48,7 +48,7 @@ ALLOWED = {
     "mt.models": {"mt", "mt.data", *NN},
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
-    "mt.sweep": {"mt", "mt.training", *MODELS},
+    "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
     "measure": {"mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},

@@ -71,8 +71,12 @@ def _plain(norm: str) -> tuple[str, ...]:
 ROWS = (
     Row("post-norm", "post-norm", "Vaswani 2017", _plain("post")),
     Row("pre-norm", "pre-norm", "Wang 2019", _plain("pre")),
-    Row("dlcl-post", "DLCL, post-norm", "Wang 2019", ("model.norm=post",)),
-    Row("dlcl-pre", "DLCL, pre-norm", "Wang 2019"),
+    # As in the paper, encoder and decoder are connected.
+    Row(
+        "dlcl-post", "DLCL, post-norm", "Wang 2019",
+        ("model.norm=post", "model.decoder_connection=dlcl"),
+    ),
+    Row("dlcl-pre", "DLCL, pre-norm", "Wang 2019", ("model.decoder_connection=dlcl",)),
     Row(
         "transparent", "transparent attention, pre-norm", "Bapna 2018",
         (*_plain("pre"), "model.cross_attention=transparent"),

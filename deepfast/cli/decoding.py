@@ -60,6 +60,10 @@ def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
         "--replace-unknown", action="store_true",
         help="replace each unk by the source word with the most attention",
     )  # fmt: skip
+    parser.add_argument(
+        "--dictionary", metavar="FILE",
+        help="translate unknown words by a file that deepfast posunk has written",
+    )  # fmt: skip
     group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
     group.add_argument(
         "--deep-shallow", action="store_true",

@@ -124,8 +124,6 @@ class _Writer:
             self.write()
 
     def write(self) -> None:
-        import torch
-
         from deepfast.measure.sweep_picture import draw
         from deepfast.mt.data.text import write_atomically
         from deepfast.mt.sweep.table import page
@@ -133,9 +131,7 @@ class _Writer:
         known = {point: found for point, found in self.results.items() if found}
         if not known:
             return
-        here = "{cores} cores, {cpu}, torch {torch}".format_map(self.machine)
-        gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-        text = page(known, self.command, gpu + here)
+        text = page(known, self.command, here(self.machine))
         write_atomically(self.folder / "sweep.md", text.encode())
         content = {
             "command": self.command,
@@ -150,6 +146,14 @@ class _Writer:
         numbers = {point: point.numbers(own[0].recipe) for point, own in self.runs.items()}
         draw(known, numbers, self.folder / "sweep.svg")
         self.written = time.monotonic()
+
+
+def here(machine: dict) -> str:
+    """This machine in words, from `deepfast.measure.machine.environment`."""
+    import torch
+
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return gpu + "{cores} cores, {cpu}, torch {torch}".format_map(machine)
 
 
 def in_words(found: dict) -> str:

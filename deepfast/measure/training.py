@@ -1,7 +1,6 @@
 """The training chapter: a deep DLCL model and the same model with plain residuals, trained for a
 fixed number of steps, and translations by the first."""
 
-import json
 import math
 import tempfile
 from collections import Counter
@@ -18,6 +17,7 @@ from deepfast.mt.models import Transformer
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, translate_lines
 from deepfast.mt.training import Recipe, TrainResult, load_recipe, train
+from deepfast.mt.training.report import read_metrics
 
 SAMPLES = 8
 STEP_WORK, SENTENCE_WORK = 0.2, 0.03
@@ -62,7 +62,7 @@ class Training:
         if result.stopped in ("SIGINT", "SIGTERM"):
             # On Ctrl-C the trainer stops cleanly. Here the whole report must stop.
             raise KeyboardInterrupt
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(folder)
         curve = {
             part: [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == event]
             for part, event in (("train", "train"), ("dev", "valid"))

@@ -85,7 +85,8 @@ def _forward(a):
     _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]
     chunk = min(chunk_rows(T) if a.chunk is None else a.chunk, T)
-    _, _, dhidden, dweight, dbias, _ = _fake(a)
+    _, _, correct, dhidden, dweight, dbias, _ = _fake(a)
+    correct.zero_()
     projection, shift = weight.to(dtype), None if a.bias is None else a.bias.to(dtype)
     buffer = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)[:, :V]
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
@@ -98,6 +99,9 @@ def _forward(a):
         logits = buffer[: h.shape[0]]
         _project(h, projection, shift, logits)
         loss, nll = losses[:, part]
+        if a.count_correct:
+            # The launch may write gradients over the logits.
+            correct += (logits.argmax(1) == target[part]).sum()
         launch.cross_entropy(
             logits, target[part], a.label_smoothing, a.ignore_index, write_grad, loss, nll
         )
@@ -110,7 +114,8 @@ def _forward(a):
     count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
     # Where every target is ignored, the mean loss is nan and its gradient 0.
     scale = count.clamp(min=1).to(losses.dtype).reciprocal()
-    return losses[0].sum() / count, losses[1].sum() / count, dhidden, dweight, dbias, scale
+    loss, nll = losses[0].sum() / count, losses[1].sum() / count
+    return loss, nll, correct, dhidden, dweight, dbias, scale
 
 
 def _fake(a):
@@ -122,7 +127,8 @@ def _fake(a):
     dhidden = a.hidden.new_empty(a.hidden.shape if a.want_dhidden else 0)
     dweight = a.weight.new_empty(a.weight.shape if a.want_dweight else 0, dtype=dtype)
     dbias = a.weight.new_empty(a.weight.shape[0] if a.want_dbias else 0, dtype=dtype)
-    return loss, torch.empty_like(loss), dhidden, dweight, dbias, torch.empty_like(loss)
+    nll, correct, scale = torch.empty_like(loss), a.target.new_empty(()), torch.empty_like(loss)
+    return loss, nll, correct, dhidden, dweight, dbias, scale
 
 
 def _flops(a) -> int:
@@ -177,8 +183,9 @@ def _backward(ctx, kept, grads):
 _linear_cross_entropy = register(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "float label_smoothing, int ignore_index, bool mean, int? chunk, bool want_dhidden, "
-    "bool want_dweight, bool want_dbias, str? backend) "
-    "-> (Tensor loss, Tensor nll, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor scale)",
+    "bool want_dweight, bool want_dbias, bool count_correct, str? backend) "
+    "-> (Tensor loss, Tensor nll, Tensor correct, Tensor dhidden, Tensor dweight, Tensor dbias, "
+    "Tensor scale)",
     _forward,
     fake=_fake,
     flops=_flops,
@@ -186,7 +193,7 @@ _linear_cross_entropy = register(
     cast=("hidden",),
     setup=_setup,
     backward=_backward,
-    public=2,
+    public=3,
 )
 
 
@@ -228,8 +235,9 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
     return_nll: bool = False,
+    return_correct: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Cross entropy of ``hidden weight^T + bias`` against ``target``, without storing all logits.
 
     ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
@@ -252,10 +260,13 @@ def linear_cross_entropy(
         reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
         chunk: tokens per chunk; by default 1/32 of the tokens, at least 256.
         return_nll: whether to return the nll too, with the same reduction and without gradient.
+        return_correct: whether to return how many targets have the largest logit, int64; of equal
+            logits the first counts. An ignored target has none. This reads the logits once more.
         backend: backend of everything between the matrix products, see `deepfast.backend`.
 
     Returns:
-        The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll``, (loss, nll).
+        The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll`` and
+        ``return_correct`` a tuple of the loss, the nll and the number, as far as they are wanted.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -267,7 +278,7 @@ def linear_cross_entropy(
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
     _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk)
-    checks.flag("linear_cross_entropy", return_nll=return_nll)
+    checks.flag("linear_cross_entropy", return_nll=return_nll, return_correct=return_correct)
     (hidden,) = common.autocast(hidden)
     for name, p in (("weight", weight), ("bias", bias)):
         dtype = hidden.dtype if p is None else p.dtype
@@ -275,11 +286,13 @@ def linear_cross_entropy(
         if dtype != hidden.dtype and not master:
             raise ValueError(f"linear_cross_entropy: {name} must be {hidden.dtype}, got {dtype}")
     differentiate = torch.is_grad_enabled()
-    loss, nll = _linear_cross_entropy(
+    loss, nll, correct = _linear_cross_entropy(
         hidden=hidden, weight=weight, bias=bias, target=target, label_smoothing=label_smoothing,
         ignore_index=ignore_index, mean=reduction == "mean", chunk=chunk,
         want_dhidden=differentiate and hidden.requires_grad,
         want_dweight=differentiate and weight.requires_grad,
-        want_dbias=differentiate and bias is not None and bias.requires_grad, backend=backend,
+        want_dbias=differentiate and bias is not None and bias.requires_grad,
+        count_correct=return_correct, backend=backend,
     )  # fmt: skip
-    return (loss, nll) if return_nll else loss
+    more = (*((nll,) if return_nll else ()), *((correct,) if return_correct else ()))
+    return (loss, *more) if more else loss

@@ -167,7 +167,7 @@ def case(name, backend, p, tokens=T, dim=D):
             linear_cross_entropy, [leaf(*x), leaf(N, dim), leaf(N)],
             lambda h, w, b: (
                 h, w, b, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
-                w.requires_grad, b.requires_grad, backend,
+                w.requires_grad, b.requires_grad, False, backend,
             ),
         ),
         "peephole_lstm": lambda: Case(

@@ -411,3 +411,26 @@ def test_refuses(change, error, message):
     operands = [args.pop(name) for name in ("hidden", "weight", "target")]
     with pytest.raises(error, match=message):
         linear_cross_entropy(*operands, **args)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("chunk", [4, None])
+def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk):
+    hidden, weight, target = operands(*shape, dtype)
+    logits = F.linear(hidden, weight)
+    # Every other target is right, as far as it counts.
+    target[::2] = logits.argmax(1)[::2].where(target[::2] >= 0, -100)
+    hidden.requires_grad_()
+    options = {"label_smoothing": 0.1, "chunk": chunk, "backend": backend}
+    plain = linear_cross_entropy(hidden, weight, target, return_nll=True, **options)
+    loss, nll, correct = linear_cross_entropy(
+        hidden, weight, target, return_nll=True, return_correct=True, **options
+    )
+    assert correct.dtype == torch.int64
+    assert correct.item() == (logits.argmax(1) == target).sum().item()
+    assert (loss.item(), nll.item()) == (plain[0].item(), plain[1].item())
+    loss.backward()
+    assert not correct.requires_grad
+    _, alone = linear_cross_entropy(hidden, weight, target, return_correct=True, **options)
+    assert alone.item() == correct.item()

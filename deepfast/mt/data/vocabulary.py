@@ -27,10 +27,12 @@ SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
 # Fields of a piece, and the type of a piece that the user defined.
 TEXT, TYPE, USER_DEFINED = 1, 3, 4
+# A field of the trainer spec, and its value for a vocabulary of whole words.
+MODEL_TYPE, WORD = 3, 3
 
 
 class Vocabulary:
-    """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3.
+    """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3. Or the most frequent words as a whole.
 
     Before it is split, text is normalised by NFKC and runs of white space become one space. Up to
     that, `decode(encode(text))` is `text`. A character that was not in the training text becomes
@@ -38,6 +40,8 @@ class Vocabulary:
 
     A language tag such as `<de>` in front of a sentence is one token if the vocabulary was trained
     with this tag.
+
+    With whole words, which spaces separate, every other word is one unk.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
@@ -67,6 +71,7 @@ class Vocabulary:
         at_most: bool = False,
         split_digits: bool = True,
         tags: Sequence[str] = (),
+        whole_words: bool = False,
     ) -> Vocabulary:
         """Learn `size` pieces, specials included, from the sentences of both languages.
 
@@ -78,6 +83,7 @@ class Vocabulary:
             at_most: where the sentences support fewer than `size` pieces, learn that many.
             split_digits: every digit is a piece of its own, so that a model can copy figures.
             tags: language tags, each one piece; their ids start at 4.
+            whole_words: learn the most frequent words in place of subwords.
 
         Raises:
             DataError: no sentences, or `size` is more or less than the sentences support (the
@@ -91,7 +97,7 @@ class Vocabulary:
             trainer.train(
                 sentence_iterator=_one_line_each(sentences),
                 model_writer=model,
-                model_type="bpe",
+                model_type="word" if whole_words else "bpe",
                 vocab_size=size,
                 pad_id=PAD,
                 unk_id=UNK,
@@ -186,7 +192,12 @@ class Vocabulary:
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front has the first id."""
         tag, rest = self._known_tag(sentence)
-        return [*(self.tags[name] for name in tag), *self._processor.EncodeAsIds(rest)]
+        ids = (
+            self._processor.PieceToId(self._words(rest))
+            if self.whole_words
+            else self._processor.EncodeAsIds(rest)
+        )
+        return [*(self.tags[name] for name in tag), *ids]
 
     def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
@@ -218,7 +229,8 @@ class Vocabulary:
     def pieces(self, sentence: str) -> list[str]:
         """The pieces of a sentence as text, one for each of its ids."""
         tag, rest = self._known_tag(sentence)
-        return [*tag, *self._processor.EncodeAsPieces(rest)]
+        split = self._words if self.whole_words else self._processor.EncodeAsPieces
+        return [*tag, *split(rest)]
 
     def words(self, sentence: str) -> tuple[list[str], list[int]]:
         """The words of a sentence, and for each of its ids the number of its word."""
@@ -230,6 +242,16 @@ class Vocabulary:
             words[-1] += piece.removeprefix(SPACE)
             numbers.append(len(words) - 1)
         return words, numbers
+
+    def _words(self, text: str) -> list[str]:
+        """The words of a text as pieces. Sentencepiece would join unknown ones to one piece."""
+        return [SPACE + word for word in self._processor.Normalize(text).split(SPACE) if word]
+
+    @cached_property
+    def whole_words(self) -> bool:
+        """Whether the pieces are whole words."""
+        (spec,) = (value for number, value in _fields(self._model) if number == TRAINER_SPEC)
+        return dict(_fields(spec)).get(MODEL_TYPE) == WORD
 
     def _known_tag(self, sentence: str) -> tuple[list[str], str]:
         """The sentence's language tag, in a list that is empty where it has none, and the rest."""

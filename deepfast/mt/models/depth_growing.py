@@ -3,6 +3,7 @@
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019, Eq. 1 to 3.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.mt.models.interface import TranslationModel
+from deepfast.mt.models.interface import Part, TranslationModel
 from deepfast.mt.models.transformer import DecodeState, Transformer, init_fan_in, last_attention
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
@@ -144,6 +145,13 @@ class DepthGrowing(TranslationModel):
             f"({c.decoder_connection}+{c.top_decoder_connection}), {c.norm}-norm, frozen bottom"
         )
 
+    def parts(self) -> Mapping[str, Part]:
+        """The layers of both sides, from the bottom's first to the top's last."""
+        return {
+            "encoder": [*self.bottom.encoder.layers, *self.encoder.layers],
+            "decoder": [*self.bottom.decoder.layers, *self.decoder.layers],
+        }
+
     def _entering(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The bottom's embedding as it enters the top."""
         if not self.bottom.training:
@@ -177,10 +185,12 @@ class DepthGrowing(TranslationModel):
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:
+        accuracy: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Loss and negative log-likelihood of the deep model; see `Transformer.loss`."""
         x, packing = self.decode(source_BS, target_in_BT)
-        return self.bottom.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+        given = target_in_BT, target_out_BT, label_smoothing, accuracy
+        return self.bottom.loss_of(x, packing, *given)
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """(B, T, S): the cross attention of the top's last decoder layer; see

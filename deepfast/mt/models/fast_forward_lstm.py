@@ -27,7 +27,7 @@ Dropout(h) alone, e and c hold no f, and there is no W_p: with one layer this is
 attention model. With one column e and c hold no h' and f'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.mt.models.interface import ParameterGroup, TranslationModel
+from deepfast.mt.models.interface import ParameterGroup, Part, TranslationModel
 from deepfast.mt.models.transformer import IGNORED
 
 
@@ -233,6 +233,14 @@ class FastForwardLSTM(TranslationModel):
             {"params": words, "lr_scale": scale},
         ]
 
+    def parts(self) -> Mapping[str, Part]:
+        """The layers of each column and of the decoder, and the matrices of the vocabulary."""
+        layers: dict[str, Part] = {
+            f"encoder_{n}": [*column] for n, column in enumerate(self.columns, 1)
+        }
+        words = {"embedding": self.source_embedding, "target_embedding": self.target_embedding}
+        return layers | {"decoder": [*self.decoder], "output": self.softmax} | words
+
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
@@ -339,19 +347,23 @@ class FastForwardLSTM(TranslationModel):
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:
+        accuracy: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
         The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
         loss is label-smoothed; the likelihood is not, and has no gradient.
+
+        With ``accuracy`` also the number of positions whose label has the largest logit, int64.
         """
         real_TB = (target_in_BT != self.config.padding_idx).T
-        loss, nll = ops.linear_cross_entropy(
+        loss, *more = ops.linear_cross_entropy(
             self._decode(source_BS, target_in_BT)[real_TB], self.softmax.weight,
             target_out_BT.T[real_TB], bias=self.softmax.bias, label_smoothing=label_smoothing,
-            ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
+            ignore_index=IGNORED, reduction="sum", return_nll=True, return_correct=accuracy,
+            backend=self.config.backend,
         )  # fmt: skip
-        return loss, nll
+        return loss, *more
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

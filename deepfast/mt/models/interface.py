@@ -1,6 +1,6 @@
 """What every model of the toolkit has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ class ParameterGroup(TypedDict, total=False):
     """Their learning rate as a multiple of the schedule's; 1 where it is absent."""
     decays: bool
     """Whether weight decay applies to them; False where it is absent."""
+
+
+Part = nn.Module | list[nn.Module]
+"""A module, or one side's layers: what has gradient norms of its own."""
 
 
 class SearchModel(nn.Module):
@@ -36,8 +40,9 @@ class TranslationModel(SearchModel):
 
         config                                        the dataclass it was built from, with
                                                       vocab_size, padding_idx and backend
-        loss(source_BS, target_in_BT, target_out_BT, label_smoothing) -> (loss, nll)
-                                                      each summed over the target's tokens
+        loss(source_BS, target_in_BT, target_out_BT, label_smoothing, accuracy) -> (loss, nll)
+                                                      each summed over the target's tokens; with
+                                                      accuracy a third, the number of right tokens
         start(source_BS) -> state                     encodes a batch of sentences
         step(tokens_B, state) -> logits (B, V)        decodes one position more
         state.reorder(index, encoded=...)             keeps some hypotheses of the batch
@@ -56,7 +61,7 @@ class TranslationModel(SearchModel):
 
     Config: type
     """The dataclass of its sizes and choices."""
-    loss: Callable[..., tuple[Tensor, Tensor]]
+    loss: Callable[..., tuple[Tensor, ...]]
 
     def set_step(self, step: int) -> None:
         """Called before each training step; steps are counted from 1."""
@@ -69,6 +74,11 @@ class TranslationModel(SearchModel):
 
     def metrics(self) -> dict[str, float | list[int]]:
         """Further values for the line of metrics."""
+        return {}
+
+    def parts(self) -> Mapping[str, Part]:
+        """Parts of the model whose gradients have norms of their own in the line of metrics: a
+        module, or a list with a side's layers from the first to the last."""
         return {}
 
     def group(self, tokens: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ depth.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deepfast import ops
 from deepfast.mt.models.fusions import Fusions
-from deepfast.mt.models.interface import ParameterGroup, TranslationModel
+from deepfast.mt.models.interface import ParameterGroup, Part, TranslationModel
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
     DecoderCache,
@@ -141,6 +141,15 @@ class Transformer(TranslationModel):
         transparent = [] if self.transparent is None else ["transparent attention"]
         kind = {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
         return ", ".join([*parts, f"{c.norm}-norm", *kind, *transparent])
+
+    def parts(self) -> Mapping[str, Part]:
+        """The layers of both sides, and the matrices of the vocabulary."""
+        words = {"embedding": self.embedding, "target_embedding": self.target_embedding,
+                 "output": self.output}  # fmt: skip
+        layers: dict[str, Part] = {
+            "encoder": [*self.encoder.layers], "decoder": [*self.decoder.layers]
+        }  # fmt: skip
+        return layers | {name: module for name, module in words.items() if module is not None}
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
@@ -331,15 +340,18 @@ class Transformer(TranslationModel):
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:
+        accuracy: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Loss and negative log-likelihood, each summed over the real positions, in nats.
 
         The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
         loss is label-smoothed; the likelihood is not, and has no gradient. Latent depth adds its
         penalty to the loss of each position.
+
+        With ``accuracy`` also the number of positions whose label has the largest logit, int64.
         """
         x, packing = self.decode(source_BS, target_in_BT)
-        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing)
+        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing, accuracy)
 
     def loss_of(
         self,
@@ -348,20 +360,22 @@ class Transformer(TranslationModel):
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         label_smoothing: float,
-    ) -> tuple[Tensor, Tensor]:
+        accuracy: bool = False,
+    ) -> tuple[Tensor, ...]:
         """What `loss` returns, from packed decoder output (N, D) and its packing."""
         # A compiled model does not pack: it also computes padding, which must not count.
         padding_BT = target_in_BT == self.config.padding_idx
         labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
         if packing.indices is not None:
             labels = labels[packing.indices]
-        loss, nll = ops.linear_cross_entropy(
+        loss, *more = ops.linear_cross_entropy(
             x, self._output_weight, labels, label_smoothing=label_smoothing,
-            ignore_index=IGNORED, reduction="sum", return_nll=True, backend=self.config.backend,
+            ignore_index=IGNORED, reduction="sum", return_nll=True, return_correct=accuracy,
+            backend=self.config.backend,
         )  # fmt: skip
         for latent in self._latent.values():
             loss = loss + latent.penalty() * (~padding_BT).sum()
-        return loss, nll
+        return loss, *more
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its

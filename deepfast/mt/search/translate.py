@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepfast.mt.data import TokenVocabulary, Vocabulary
+from deepfast.mt.data import TokenVocabulary, Vocabulary, split_tag
+from deepfast.mt.data.posunk import read_translations, without_marks
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
 from deepfast.mt.search.deep_shallow import line_candidates
@@ -55,13 +56,18 @@ def translate_all(
         ]
     else:
         found = _searched(model, vocabulary, lines, options)
+    translations = {} if options.dictionary is None else read_translations(options.dictionary)
     results = []
     for line, best in zip(lines, found, strict=True):
         scores, tokens = zip(*(best or [(0.0, ())]), strict=True)
         if subwords is not None:
-            texts = replace_unknown(model, subwords, line, tokens)
+            texts = replace_unknown(model, subwords, line, tokens, translations)
         else:
             texts = [vocabulary.decode(ids) for ids in tokens]
+        if options.dictionary is not None:
+            tag, rest = split_tag(line)
+            words = (rest if tag in vocabulary.tags else line).split()
+            texts = [without_marks(words, text, translations) for text in texts]
         results.append(list(zip(scores, texts, strict=True)))
     return Translations(
         nbest=results,

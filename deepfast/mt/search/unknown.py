@@ -1,10 +1,12 @@
 """Replaces unknown words of a translation by the source words that they are aligned with.
 
 Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015. The model's
-attention is the alignment, and the source word is copied.
+attention is the alignment, and the source word is copied, or translated by a dictionary.
+`deepfast.mt.data.posunk` has the paper's other way, without attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -34,7 +36,11 @@ def check_aligns(model: SearchModel, vocabulary: object) -> Vocabulary:
 
 
 def replace_unknown(
-    model: SearchModel, vocabulary: Vocabulary, line: str, hypotheses: Sequence[Sequence[int]]
+    model: SearchModel,
+    vocabulary: Vocabulary,
+    line: str,
+    hypotheses: Sequence[Sequence[int]],
+    translations: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """The texts of a line's hypotheses; each unk becomes the source word with most attention.
 
@@ -45,6 +51,7 @@ def replace_unknown(
         vocabulary: the model's.
         line: the source, with at least one piece.
         hypotheses: token ids without bos and eos.
+        translations: of source words; one without is copied.
     """
     unknown = vocabulary.unk_id
     rows = [i for i, tokens in enumerate(hypotheses) if unknown in tokens]
@@ -70,7 +77,8 @@ def replace_unknown(
         for token, place in zip(hypotheses[i], places[row], strict=False):
             word = word_of[place] if token == unknown else None
             if word is not None:
-                copies.append("" if word == before else words[word])
+                copy = translations.get(words[word], words[word])
+                copies.append("" if word == before else copy)
             before = word
         texts[i] = vocabulary.decode(hypotheses[i], unknown=copies)
     return [

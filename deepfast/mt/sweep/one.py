@@ -24,6 +24,7 @@ from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.environment import peak_bytes, resolve_device, settings
 from deepfast.mt.training.growing import second_run
 from deepfast.mt.training.memory import set_policy
+from deepfast.mt.training.report import read_metrics
 from deepfast.mt.training.trainer import Trainer
 
 
@@ -68,6 +69,10 @@ def before(recipe: Recipe) -> dict:
     return found
 
 
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
 def after(result: TrainResult) -> dict:
     """What the run produced: curves, and the model that translates."""
     # A run in stages has a folder for each stage.
@@ -75,7 +80,7 @@ def after(result: TrainResult) -> dict:
     curve, steps, seconds = [], 0, 0.0
     found: dict = {}
     for stage in stages:
-        rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(stage)
         curve += [[steps + r["step"], r["nll"]] for r in rows if r["event"] == "valid"]
         trained = [row for row in rows if row["event"] == "train"]
         steps, seconds = steps + trained[-1]["step"], seconds + rows[-1]["seconds"]
@@ -93,7 +98,9 @@ def after(result: TrainResult) -> dict:
         ),
         # Of the last stage. Other work on the machine disturbed the fastest line least.
         "target_tokens_per_second": max(row["target_tokens_per_second"] for row in trained),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
+        # Of the shallow model inside one that has grown.
+        **({"bottom_parameters": parameters(model.bottom)} if hasattr(model, "bottom") else {}),
     }
 
 

@@ -60,8 +60,7 @@ def load_corpus(
     """
     parts, dropped, place = _read(section, folder)
     tags = [tag_of(language) for language in section.tagged]
-    if section.lowercase:
-        parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+    parts = _cased(section, parts)
     train = parts["train"]
     if vocabulary is None:
         vocabulary = _vocabulary(section, train, tags)
@@ -97,7 +96,9 @@ def _vocabulary(section: DataSection, train: list[Pair], tags: list[str]) -> Voc
     """Reads the vocabulary, or learns it from the training pairs."""
 
     def learned(text: Sequence[str], size: int, tags: list[str]) -> Vocabulary:
-        return Vocabulary.train(text, size, at_most=section.vocab_at_most, tags=tags)
+        return Vocabulary.train(
+            text, size, at_most=section.vocab_at_most, tags=tags, whole_words=section.whole_words
+        )
 
     if section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
@@ -182,12 +183,33 @@ def _read(
     section.check_text()
     if section.phrases is not None:
         return _generate(section, folder), Dropped(), "example {}".format
+    train = read_parallel(section.train_source, section.train_target)
+    return {"train": train.pairs} | _held_out(section), train.dropped, train.place
+
+
+def _held_out(section: DataSection) -> dict[str, list[Pair]]:
+    """The dev and test pairs of files."""
     parts = {}
     for part in ("dev", "test"):
         source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
         parts[part] = [] if source is None else read_parallel(source, target).pairs
-    train = read_parallel(section.train_source, section.train_target)
-    return {"train": train.pairs} | parts, train.dropped, train.place
+    return parts
+
+
+def _cased(section: DataSection, parts: dict[str, list[Pair]]) -> dict[str, list[Pair]]:
+    """The pairs in lower case where the recipe says so."""
+    if not section.lowercase:
+        return parts
+    tags = [tag_of(language) for language in section.tagged]
+    return {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+
+
+def held_out(section: DataSection) -> tuple[list[Pair], list[Pair]]:
+    """The dev and the test pairs of `load_corpus`, without the training text of files."""
+    section.check_text()
+    parts = _held_out(section) if section.phrases is None else _generate(section, None)
+    parts = _cased(section, parts)
+    return parts["dev"], parts["test"]
 
 
 def _sizes(vocabulary: Vocabulary) -> str:

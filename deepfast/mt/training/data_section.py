@@ -60,6 +60,9 @@ class DataSection:
     target_vocab_size: int | None = None
     """Pieces of a learned vocabulary of the target's own; `vocab_size` then counts the source's.
     None: both languages share one vocabulary."""
+    whole_words: bool = False
+    """Learn the most frequent words in place of subwords; the text must be tokenised. `deepfast
+    posunk` prepares it so that unknown words can be translated."""
     vocab_at_most: bool = False
     """Learn fewer pieces where the text is too small for `vocab_size`."""
     max_tokens: int = 4_096
@@ -97,6 +100,10 @@ class DataSection:
             both, "data.target_vocabulary",
             "null without data.vocabulary and beside data.target_vocab_size",
             self.target_vocabulary,
+        )  # fmt: skip
+        expect(
+            not self.whole_words or self.vocabulary is None, "data.whole_words",
+            "false beside data.vocabulary", self.whole_words,
         )  # fmt: skip
         learned = size is None or self.vocabulary is None
         expect(learned, "data.target_vocab_size", "null beside data.vocabulary", size)

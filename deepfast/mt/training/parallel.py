@@ -31,7 +31,7 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *operands: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *operands: Any) -> tuple[Tensor, ...]:
         return self.model.loss(*operands)
 
 

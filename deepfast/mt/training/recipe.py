@@ -152,6 +152,9 @@ class TrainSection:
     """How many checkpoints to average into average.pt at the end; 0: none."""
     log_every: int = 50
     """Steps between lines of metrics."""
+    accuracy: bool = False
+    """Count the right target tokens in training too, which reads the logits once more. A validation
+    always counts them."""
     tensorboard: bool = True
     """Write TensorBoard events, if the package is installed."""
 

@@ -96,8 +96,8 @@ class Report:
                 self._stream.flush()
             if self._board is not None:
                 for name, value in row.items():
-                    if isinstance(value, (int, float)) and name != "step":
-                        self._board.add_scalar(f"{event}/{name}", value, row["step"])
+                    for end, each in _scalars(name, value):
+                        self._board.add_scalar(f"{event}{end}", each, row["step"])
                 self._board.flush()
         except OSError as error:
             raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
@@ -123,6 +123,15 @@ class Report:
             self._bar = None
 
 
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    """What TensorBoard draws of a value, by the end of its name. The norms of layers are a group of
+    curves of their own."""
+    if isinstance(value, list):
+        return [(f"_{name}/{layer:03}", x) for layer, x in enumerate(value, 1)
+                if isinstance(x, float)]  # fmt: skip
+    return [(f"/{name}", value)] if isinstance(value, (int, float)) and name != "step" else []
+
+
 def _opened(path: Path) -> TextIO:
     """A file to add lines to; its folder is made."""
     try:
@@ -142,6 +151,7 @@ def describe(row: dict[str, Any]) -> str:
         parts = []
         if "nll" in row:
             parts.append(f"nll {row['nll']:.4f} nats, ppl {row['ppl']:.2f}")
+            parts.append(f"accuracy {row['accuracy']:.1%}")
         if "bleu" in row:
             each = [f"{k.removeprefix('bleu_')} {row[k]:.2f}" for k in row if k.startswith("bleu_")]
             parts.append(f"BLEU {row['bleu']:.2f}" + (f" ({', '.join(each)})" if each else ""))
@@ -150,15 +160,39 @@ def describe(row: dict[str, Any]) -> str:
         if "of" in row:
             parts.append(f"of {row['of']}")
         return f"{head}  {row['event']} {', '.join(parts)}"
+    accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
     depths = [f"{key.replace('_', ' ')} {row[key]:.1f}  " for key in row if key.endswith("_depth")]
     return (
         f"{head}  loss {row['loss']:.4f}  nll {row['nll']:.4f} nats  ppl {row['ppl']:.2f}  "
-        f"{''.join(depths)}"
+        f"{accuracy}{''.join(depths)}"
         f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  "
         f"{row['target_tokens_per_second']:,.0f} target tok/s  "
         f"{row['source_tokens_per_second']:,.0f} source tok/s  "
         f"{row['memory_bytes'] / 2**20:,.0f} MiB  {row['seconds']:.0f} s"
     )
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics of a run.
+
+    Raises:
+        TrainingError: the folder has none.
+    """
+    path = folder / METRICS
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read ({error.strerror})") from error
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A line of metrics; None for one cut short when the run was killed."""
+    try:
+        row = json.loads(line)
+        return row if {"event", "step"} <= row.keys() else None
+    except (ValueError, AttributeError):
+        return None
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -168,13 +202,8 @@ def _cut_after(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text("utf-8").splitlines():
-        try:
-            row = json.loads(line)
-            again = row["step"] + (row["event"] in LAST_EVENTS) > step
-        except (ValueError, KeyError):
-            # A row cut short when the run was killed.
-            continue
-        if not again and step > 0:
+        row = _row(line)
+        if row is not None and 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
             kept.append(line + "\n")
     write_atomically(path, "".join(kept).encode())
 

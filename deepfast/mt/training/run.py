@@ -41,7 +41,7 @@ from deepfast.mt.training.recipe_file import differences, dump_recipe
 from deepfast.mt.training.report import Report
 from deepfast.mt.training.result import TrainResult
 from deepfast.mt.training.saving import Saving, read_start
-from deepfast.mt.training.trainer import Trainer, perplexity
+from deepfast.mt.training.trainer import Trainer
 
 SIGNALS = ("SIGINT", "SIGTERM")
 
@@ -280,9 +280,9 @@ class _Run:
         trainer = self.trainer
         if not trainer.corpus.dev_batches:
             return
-        nll = trainer.validate()
-        best = trainer.record(nll)
-        row: dict[str, Any] = {"step": trainer.step, "nll": nll, "ppl": perplexity(nll)}
+        found = trainer.validate()
+        best = trainer.record(found.nll)
+        row: dict[str, Any] = {"step": trainer.step} | found.row
         if self.section.validate_bleu:
             row |= self._bleu(trainer.whole_model(), trainer.corpus.dev)
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
@@ -324,8 +324,9 @@ class _Run:
             result.average, count = self.saving.average()
             row: dict[str, Any] = {"of": f"{count} checkpoint{'s' if count > 1 else ''}"}
             if corpus.dev_batches:
-                result.average_nll = nll = trainer.validate()
-                row |= {"nll": nll, "ppl": perplexity(nll)}
+                found = trainer.validate()
+                result.average_nll = found.nll
+                row |= found.row
             self.report.log("average", step | row, seconds=self.seconds)
         if self.section.test_bleu:
             path = result.for_translation

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
@@ -24,6 +24,7 @@ from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
 from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.failed_step import not_finite
+from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.mt.training.growing import load_bottom
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
@@ -52,12 +53,28 @@ class Window:
     """Label-smoothed loss, summed over target tokens, nats."""
     nll: float = 0.0
     """NLL, summed over target tokens, nats."""
+    correct: float = 0.0
+    """Target tokens that have the largest logit, where train.accuracy counts them."""
     source_tokens: int = 0
     target_tokens: int = 0
     grad_norm: float = 0.0
     """Gradient norm before clipping, summed over steps."""
     seconds: float = 0.0
     """Time of the steps, without validation and checkpoints."""
+
+
+class Validation(NamedTuple):
+    """What a model is worth on the dev part."""
+
+    nll: float
+    """Nats per target token, eos included."""
+    accuracy: float
+    """Share of the target tokens, eos included, that have the largest logit."""
+
+    @property
+    def row(self) -> dict[str, float]:
+        """For a line of metrics."""
+        return {"nll": self.nll, "ppl": perplexity(self.nll), "accuracy": self.accuracy}
 
 
 class Trainer:
@@ -91,6 +108,7 @@ class Trainer:
         ranks.seed(recipe.train.seed)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)
+        self.gradient_norms = GradientNorms(self.model)
         self.step = 0
         self.seconds = 0.0
         """Wall time of the run up to its last checkpoint."""
@@ -107,17 +125,19 @@ class Trainer:
         return itertools.chain.from_iterable(itertools.repeat(self.corpus.batches))
 
     def batch_loss(
-        self, batch: Batch, smoothing: float, *, alone: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, batch: Batch, smoothing: float, *, accuracy: bool = False, alone: bool = False
+    ) -> tuple[Tensor, ...]:
         """Loss and NLL, summed over the batch's target tokens.
 
         Args:
+            accuracy: with the number of target tokens that have the largest logit.
             alone: without the other ranks, where each has the whole model.
         """
         mixed = self.recipe.train.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
             loss = self.model.loss if alone and not is_sharded(self.loss) else self.loss
-            return loss(batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing)
+            given = batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing, accuracy
+            return loss(*given)
 
     def train_step(self) -> None:
         """One optimizer step over its micro-batches, of which each rank has its share."""
@@ -131,13 +151,13 @@ class Trainer:
         self.model.set_step(self.step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         mine = self._shares(batches)
-        loss, nll = self._backward(mine, target_tokens)
-        norm = whole(get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+        sums = self._backward(mine, target_tokens)
+        norm = self.gradient_norms.measure(self.parameters)
 
         # The only place where the step waits for the device, and for the other ranks.
-        rows = self.ranks.rows(*torch.stack((loss, nll, norm)).tolist())
-        loss_sum, nll_sum = (sum(column) for column in list(zip(*rows, strict=True))[:2])
-        grad_norm = rows[0][2]
+        rows = self.ranks.rows(*torch.cat((sums, norm.view(1))).tolist())
+        loss_sum, nll_sum, correct = (sum(column) for column in list(zip(*rows, strict=True))[:3])
+        grad_norm = rows[0][3]
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             raise not_finite(self, [row[0] for row in rows], mine, target_tokens, generators)
         if optim.clip_norm is not None:
@@ -155,6 +175,7 @@ class Trainer:
         window.steps += 1
         window.loss += loss_sum
         window.nll += nll_sum
+        window.correct += correct
         window.grad_norm += grad_norm
         window.source_tokens += sum(batch.source_tokens for batch in batches)
         window.target_tokens += target_tokens
@@ -166,19 +187,22 @@ class Trainer:
         mine = shares(batches, self.ranks.rank, self.ranks.size, whole=whole)[:most]
         return [Share(batch.to(self.device), counts) for batch, counts in mine]
 
-    def _backward(self, mine: list[Share], target_tokens: int) -> tuple[Tensor, Tensor]:
-        """Adds up the gradients of this rank's share; returns its sums of loss and NLL."""
-        loss = nll = torch.zeros((), device=self.device)
+    def _backward(self, mine: list[Share], target_tokens: int) -> Tensor:
+        """Adds up the gradients of this rank's share; returns its sums (3,) of loss, NLL and right
+        tokens."""
+        sums = torch.zeros(3, device=self.device)
+        smoothing, accuracy = self.recipe.optim.label_smoothing, self.recipe.train.accuracy
         # Divided by the tokens of the whole step, as if the micro-batches were one batch. The ranks
         # then take the mean of their gradients.
         divisor = target_tokens / self.ranks.size
         for number, (batch, counts) in enumerate(mine, 1):
             with syncing(self.loss, number == len(mine)):
-                batch_loss, batch_nll = self.batch_loss(batch, self.recipe.optim.label_smoothing)
+                batch_loss, *more = self.batch_loss(batch, smoothing, accuracy=accuracy)
                 (batch_loss / (divisor if counts else math.inf)).backward()
             if counts:
-                loss, nll = loss + batch_loss.detach(), nll + batch_nll
-        return loss, nll
+                found = torch.stack((batch_loss.detach(), *more))
+                sums[: len(found)] += found
+        return sums
 
     def measure(self) -> float:
         """Peak bytes of a step on the largest micro-batch; infinity if the GPU has less.
@@ -225,25 +249,28 @@ class Trainer:
             "loss": window.loss / tokens,
             "nll": window.nll / tokens,
             "ppl": perplexity(window.nll / tokens),
+            **({"accuracy": window.correct / tokens} if self.recipe.train.accuracy else {}),
             "lr": learning_rate(max(self.step, 1), self.recipe.optim),
             "grad_norm": window.grad_norm / window.steps,
             "source_tokens_per_second": window.source_tokens / seconds,
             "target_tokens_per_second": window.target_tokens / seconds,
             "memory_bytes": int(max(self.ranks.rows(memory_bytes(self.device)))[0]),
-        } | more
+        } | self.gradient_norms.row() | more  # fmt: skip
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """NLL of the dev part, nats per target token, eos included."""
+    def validate(self) -> Validation:
+        """NLL and accuracy of the dev part."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.corpus.dev_batches:
             # Batches may differ in their layers, so all ranks work on one.
             for part, counts in self._shares([batch]):
-                nll = self.batch_loss(part, 0.0)[1]
-                total += nll if counts else 0
-        sums = self.ranks.rows(total.item())
-        return sum(row[0] for row in sums) / sum(b.target_tokens for b in self.corpus.dev_batches)
+                _, nll, correct = self.batch_loss(part, 0.0, accuracy=True)
+                if counts:
+                    total += torch.stack((nll, correct))
+        sums = zip(*self.ranks.rows(*total.tolist()), strict=True)
+        tokens = sum(batch.target_tokens for batch in self.corpus.dev_batches)
+        return Validation(*(sum(column) / tokens for column in sums))
 
     def whole_model(self) -> TranslationModel:
         """The model, or a copy of it where it is in shares: translating runs its parts at times of

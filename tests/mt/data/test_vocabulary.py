@@ -250,3 +250,19 @@ def test_split_tag():
     assert split_tag("a <de> b") == (None, "a <de> b")
     assert split_tag("<b c> d") == (None, "<b c> d")
     assert tag_of("de") == "<de>"
+
+
+def test_whole_words():
+    text = ["the old house 1984 .", "the old tree <unk:+2> .", "the tree"]
+    vocabulary = Vocabulary.train(text, 10, whole_words=True, tags=["<de>"])
+    assert vocabulary.whole_words
+    assert not Vocabulary.train(text, 30).whole_words
+    # By frequency; each unknown word is one unk, also behind another one.
+    assert vocabulary.pieces("the  old zzz yyy tree") == ["▁the", "▁old", "▁zzz", "▁yyy", "▁tree"]
+    ids = vocabulary.encode("<de> the old zzz yyy tree")
+    assert ids[0] == vocabulary.tags["<de>"]
+    assert [i == vocabulary.unk_id for i in ids[1:]] == [False, False, True, True, False]
+    assert vocabulary.words("the zzz yyy") == (["the", "zzz", "yyy"], [0, 1, 2])
+    assert vocabulary.decode(vocabulary.encode("tree the old")) == "tree the old"
+    assert vocabulary.decode(vocabulary.encode("the zzz old"), unknown=["x"]) == "the x old"
+    assert Vocabulary.from_bytes(vocabulary.to_bytes()).encode("the zzz") == ids[1:2] + ids[3:4]

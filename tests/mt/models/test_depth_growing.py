@@ -14,6 +14,7 @@ from deepfast.mt.models import (
 )
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.models.transformer import sinusoids
+from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.reference.depth_growing import depth_growing
 from tests.mt.models.decoding import (
     NEAR,
@@ -290,3 +291,17 @@ def test_a_checkpoint_gives_the_same_model(tmp_path):
 def test_config_refuses(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         DepthGrowingConfig(**{"vocab_size": 11} | SIZES | changes)
+
+
+def test_gradient_norms_count_the_layers_of_the_bottom():
+    """They are frozen and have none."""
+    model = build().train()
+    norms = GradientNorms(model)
+    model.loss(SOURCE, TARGET, LABELS, 0.1)[0].backward()
+    norms.measure(list(model.parameters()))
+    row = norms.row()
+    for side, top, below in (("encoder", model.encoder, 3), ("decoder", model.decoder, 2)):
+        expected = [torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item()
+                    for layer in top.layers]  # fmt: skip
+        assert row[f"grad_norm_{side}"][:below] == [None] * below
+        assert row[f"grad_norm_{side}"][below:] == pytest.approx(expected, rel=1e-5)

@@ -55,6 +55,27 @@ def test_pieces_of_one_unknown_word_are_one_copy(vocabulary):
     assert replace_unknown(model, vocabulary, LINE, [[UNK, UNK, UNK]]) == ["Ωxford old"]
 
 
+def test_a_dictionary_translates_what_is_looked_at(vocabulary):
+    model = Looks(places_of(vocabulary, 4, 1))
+    texts = replace_unknown(model, vocabulary, LINE, [[UNK, UNK]], {"old": "alt"})
+    assert texts == ["Ωxford alt"]
+
+
+def test_a_dictionary_replaces_the_marks_of_a_translation(model, make_table, tmp_path):
+    """A model that says ``<unk:+0> c <unk:-1>``."""
+    vocabulary = Vocabulary.train(["a b <unk:+0> c <unk:-1>"] * 3, 9, whole_words=True)
+    wanted = [*vocabulary.encode("<unk:+0> c <unk:-1>"), vocabulary.eos_id]
+    rows = torch.eye(len(vocabulary)) * 50
+    table = make_table(lambda _, prefix: rows[wanted[len(prefix)]])
+    table.config.vocab_size = len(vocabulary)
+    table.anything = torch.nn.Parameter(torch.zeros(1))
+    path = tmp_path / "dictionary"
+    path.write_text("y\tz\n")
+    options = DecodingOptions(beam=1, dictionary=str(path))
+    (best,) = translate_nbest(table, vocabulary, ["x w v y"], options)
+    assert best[0][1] == "x c z"
+
+
 def test_the_end_of_the_source_is_no_word(vocabulary):
     model = Looks([len(vocabulary.encode(LINE))])
     assert replace_unknown(model, vocabulary, LINE, [[UNK]])[0] in LINE.split()

@@ -144,7 +144,7 @@ def test_what_does_not_fit_when_tried_names_what_would(make_recipe, monkeypatch,
 
 
 def test_a_gpu_without_so_much_gives_the_same_sentence(make_recipe, monkeypatch, tmp_path):
-    def exhausted(*_):
+    def exhausted(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")

@@ -49,8 +49,8 @@ def test_lines_state_units():
     line = describe({"event": "train", "seconds": 61.2} | ROW)
     for part in ("nll 2.0000 nats", "ppl 7.39", "1,100 target tok/s", "1,024 MiB", "61 s"):
         assert part in line
-    line = describe({"event": "valid", "step": 3, "nll": 1.0, "ppl": 2.718, "best": True})
-    assert line.endswith("valid nll 1.0000 nats, ppl 2.72, best so far")
+    row = {"event": "valid", "step": 3, "nll": 1.0, "ppl": 2.718, "accuracy": 0.625, "best": True}
+    assert describe(row).endswith("valid nll 1.0000 nats, ppl 2.72, accuracy 62.5%, best so far")
     assert describe({"event": "test", "step": 3, "bleu": 12.345}).endswith("test BLEU 12.35")
 
 
@@ -72,10 +72,16 @@ def test_an_infinite_perplexity_is_null_in_json(tmp_path):
 def test_tensorboard_events_are_written(tmp_path):
     pytest.importorskip("tensorboard")
     report = Report(tmp_path, total_steps=9, quiet=True)
-    report.log("train", ROW, seconds=1.0)
+    norms = {"grad_norm_encoder": [0.5, None, 0.25], "encoder_used": [0, 2]}
+    report.log("train", ROW | norms, seconds=1.0)
     report.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"train/loss" in events.read_bytes()
+    text = events.read_bytes()
+    assert b"train/loss" in text
+    # A group of curves for the layers; one without a gradient has none.
+    for layer, has in ((1, True), (2, False), (3, True)):
+        assert (f"train_grad_norm_encoder/{layer:03}".encode() in text) == has
+    assert b"encoder_used" not in text
 
 
 def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, capsys):

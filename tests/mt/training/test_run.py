@@ -17,7 +17,7 @@ from deepfast.mt.training import (
     train,
 )
 from deepfast.mt.training import checkpoint as checkpoint_module
-from deepfast.mt.training.trainer import Trainer
+from deepfast.mt.training.trainer import Trainer, Validation
 
 TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
 
@@ -257,7 +257,7 @@ def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path,
 
 def test_patience_stops(make_recipe, monkeypatch):
     curve = iter([3.0, 2.0, 2.5, 2.0, 1.0])
-    monkeypatch.setattr(Trainer, "validate", lambda self: next(curve))
+    monkeypatch.setattr(Trainer, "validate", lambda self: Validation(next(curve), 0.5))
     recipe = make_recipe({"train.validate_every": 2, "train.patience": 2, "train.max_steps": 99})
     result = train(recipe, quiet=True)
     assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
@@ -267,7 +267,7 @@ def test_patience_stops(make_recipe, monkeypatch):
 
 def test_patience_counts_on_after_a_resume(make_recipe, monkeypatch):
     curve = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.1}
-    monkeypatch.setattr(Trainer, "validate", lambda self: curve[self.step])
+    monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2}
     with monkeypatch.context() as patch:
         at_step(patch, 8, die)

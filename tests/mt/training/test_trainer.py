@@ -11,6 +11,8 @@ from deepfast.mt.training.environment import settings
 from deepfast.mt.training.trainer import Trainer, perplexity
 
 CPU = torch.device("cpu")
+LSTM = {"kind": "fast_forward_lstm", "dim": 16, "embedding_dim": 8, "encoder_layers": 1,
+        "decoder_layers": 1, "lr_scale": 1.0}  # fmt: skip
 
 
 @pytest.fixture
@@ -141,3 +143,84 @@ def test_a_finite_loss_with_a_bad_gradient_names_the_parameter(make_trainer):
     name = "encoder.layers.2.feed_forward.up.bias"
     with pytest.raises(NotFiniteError, match=f"step 1: the gradient of {name} is not finite"):
         trainer.train_step()
+
+
+def literal_accuracy(trainer, batches):
+    """The share of target tokens, eos included, whose label is the argmax of all logits."""
+    trainer.model.eval()
+    right = count = 0
+    for batch in batches:
+        logits = trainer.model(batch.source_BS, batch.target_in_BT)
+        labels = batch.target_out_BT[batch.target_in_BT != trainer.corpus.vocabulary.pad_id]
+        right, count = right + (logits.argmax(-1) == labels).sum().item(), count + len(labels)
+    return right / count
+
+
+@pytest.mark.parametrize("changes", [{}, {"model": dict(LSTM)}], ids=["transformer", "lstm"])
+def test_a_validation_counts_the_right_tokens(make_trainer, changes):
+    trainer = make_trainer(changes)
+    for _ in range(25):
+        trainer.train_step()
+    found = trainer.validate()
+    with torch.no_grad():
+        expected = literal_accuracy(trainer, trainer.corpus.dev_batches)
+    assert 0 < expected < 1
+    assert found.accuracy == pytest.approx(expected, rel=1e-12)
+    assert found.row == {"nll": found.nll, "ppl": math.exp(found.nll), "accuracy": found.accuracy}
+
+
+def test_training_counts_the_right_tokens_on_request(make_trainer):
+    changes = {"model.dropout": 0.0, "optim.accumulate": 2, "train.accuracy": True}
+    trainer, twin = make_trainer(changes), make_trainer(changes)
+    expected = literal_accuracy(twin, [next(twin._micro_batches) for _ in range(2)])
+    trainer.train_step()
+    assert trainer.take_metrics()["accuracy"] == pytest.approx(expected, rel=1e-12)
+    without = make_trainer({"model.dropout": 0.0, "optim.accumulate": 2})
+    without.train_step()
+    assert "accuracy" not in without.take_metrics()
+    for p, q in zip(trainer.parameters, without.parameters, strict=True):
+        assert torch.equal(p, q)
+
+
+def literal_norm(modules):
+    return math.sqrt(sum(p.grad.square().sum().item() for m in modules for p in m.parameters()))
+
+
+def test_the_gradient_norm_of_every_layer(make_trainer):
+    changes = {"model.dropout": 0.0, "optim.accumulate": 3, "optim.clip_norm": 0.01}
+    trainer, twin = make_trainer(changes), make_trainer(changes | {"optim.clip_norm": None})
+    assert not trainer.gradient_norms.row()
+    trainer.train_step()
+    twin.train_step()
+    row, model = trainer.take_metrics(), twin.model
+    for side, layers in (("encoder", model.encoder.layers), ("decoder", model.decoder.layers)):
+        expected = [literal_norm([layer]) for layer in layers]
+        assert row[f"grad_norm_{side}"] == pytest.approx(expected, rel=1e-5)
+    assert row["grad_norm_embedding"] == pytest.approx(literal_norm([model.embedding]), rel=1e-5)
+    named = [*row["grad_norm_encoder"], *row["grad_norm_decoder"], row["grad_norm_embedding"]]
+    rest = literal_norm([model]) ** 2 - sum(norm**2 for norm in named)
+    assert row["grad_norm_other"] == pytest.approx(math.sqrt(rest), rel=1e-3)
+    assert row["grad_norm"] == pytest.approx(literal_norm([model]), rel=1e-6)
+
+
+def test_a_frozen_layer_has_no_gradient_norm(make_trainer):
+    trainer = make_trainer()
+    trainer.model.encoder.layers[1].requires_grad_(False)
+    trainer.train_step()
+    first, frozen, last = trainer.take_metrics()["grad_norm_encoder"]
+    assert frozen is None
+    assert first > 0
+    assert last > 0
+
+
+def test_the_gradient_norms_of_an_lstm(make_trainer):
+    trainer = make_trainer({"model": dict(LSTM, encoder_layers=2), "optim.clip_norm": None})
+    trainer.train_step()
+    row, model = trainer.take_metrics(), trainer.model
+    parts = {"encoder_1": model.columns[0], "encoder_2": model.columns[1], "decoder": model.decoder}
+    for name, layers in parts.items():
+        expected = [literal_norm([layer]) for layer in layers]
+        assert row[f"grad_norm_{name}"] == pytest.approx(expected, rel=1e-5)
+    for name, part in (("embedding", model.source_embedding), ("output", model.softmax),
+                       ("target_embedding", model.target_embedding)):  # fmt: skip
+        assert row[f"grad_norm_{name}"] == pytest.approx(literal_norm([part]), rel=1e-5)

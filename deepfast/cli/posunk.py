@@ -1,0 +1,77 @@
+"""Prepares a parallel text for a model of whole words that translates unknown words by their place.
+
+In every TARGET a word that is not among the --words most frequent ones of the first TARGET becomes
+<unk:d>: the source word that it translates stands d words earlier. Which word that is, an alignment
+tells that is learned from the first pair of files (IBM model 1 in both directions). --output gets
+a file of each TARGET's name, and dictionary, with the likeliest translation of every source word.
+
+The text must be tokenised: words are what spaces separate. Train on the new targets with
+data.whole_words=true and data.target_vocab_size = --words + 20, which counts the marks and the
+special words. Then translate with --dictionary.
+
+Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015."""
+
+import argparse
+from pathlib import Path
+
+EXAMPLE = "deepfast posunk train.en train.fr dev.en dev.fr --words 80000 --output marked"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", metavar="SOURCE TARGET", help="texts, plain or gzip; pairs of files"
+    )
+    parser.add_argument(
+        "--words", type=int, required=True, help="how many target words the model is to know"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a folder; made if needed")
+
+
+def run(args: argparse.Namespace) -> int:
+    from deepfast import checks
+    from deepfast.mt.data.align import Aligner
+    from deepfast.mt.data.posunk import (
+        annotated,
+        most_frequent,
+        word_translations,
+        write_translations,
+    )
+    from deepfast.mt.data.text import write_lines
+
+    checks.whole("posunk", words=args.words)
+    sources, targets = args.files[::2], args.files[1::2]
+    names = [Path(target).name for target in targets]
+    if len(sources) != len(targets) or len({*names, "dictionary"}) <= len(names):
+        raise ValueError(
+            "expected pairs of SOURCE and TARGET whose targets have different names, got "
+            + " ".join(args.files)
+        )
+    texts = [_pairs(*files) for files in zip(sources, targets, strict=True)]
+    aligner = Aligner(texts[0])
+    known = most_frequent([target for _, target in texts[0]], args.words)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, pairs in zip(names, texts, strict=True):
+        links = aligner.links(pairs)
+        if pairs is texts[0]:
+            write_translations(args.output / "dictionary", word_translations(pairs, links))
+        lines = [annotated(target, own, known)
+                 for (_, target), own in zip(pairs, links, strict=True)]  # fmt: skip
+        write_lines(args.output / name, map(" ".join, lines))
+        words = sum(len(target) for _, target in pairs)
+        unknown = sum(word not in known for _, target in pairs for word in target)
+        print(f"{args.output / name}: {words:,} words, {unknown:,} unknown")
+    print(args.output / "dictionary")
+    return 0
+
+
+def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:
+    """The words of both sides of every line."""
+    from deepfast.mt.data import read_lines
+
+    lines = [read_lines(path) for path in (source, target)]
+    if len(lines[0]) != len(lines[1]):
+        raise ValueError(
+            f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
+            f"{len(lines[1])}"
+        )
+    return [(left.split(), right.split()) for left, right in zip(*lines, strict=True)]

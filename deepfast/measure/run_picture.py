@@ -1,0 +1,117 @@
+"""A training run as a picture: NLL and accuracy over the steps, and gradient norms by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepfast.measure.pictures import COLORS, STYLE, WIDTH, Curve, save
+from deepfast.mt.data.errors import require
+
+PANELS = {"nll": "NLL, nats per target token", "accuracy": "token accuracy"}
+"""A key of a line of metrics -> the title of its panel."""
+EVENTS = {"train": "train", "valid": "dev"}
+"""Event of a line of metrics -> the name of its curve."""
+NORM = "grad_norm_"
+PANEL, LAYER, MOST_LAYERS = 1.9, 0.04, 3.0
+"""Inches of a panel, and what each layer adds to it, up to a limit."""
+
+
+@dataclass(frozen=True)
+class SideNorms:
+    """The gradient norms of one side's layers."""
+
+    name: str
+    steps: list[int]
+    norms: list[list[float]]
+    """For each step the norms of the layers from the first to the last; NaN without a gradient."""
+
+
+def curves(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
+    """The values of ``key`` over the steps, by curve; without curves of no value."""
+    found = {
+        name: [(r["step"], r[key]) for r in rows
+               if r["event"] == event and r.get(key) is not None]
+        for event, name in EVENTS.items()
+    }  # fmt: skip
+    return {name: curve for name, curve in found.items() if curve}
+
+
+def side_norms(rows: Sequence[dict[str, Any]]) -> list[SideNorms]:
+    """The gradient norms of each side that has layers."""
+    kept = [row for row in rows if row["event"] == "train"]
+    names = dict.fromkeys(
+        key for row in kept for key, value in row.items()
+        if key.startswith(NORM) and isinstance(value, list)
+    )  # fmt: skip
+    sides = []
+    for key in names:
+        own = [(row["step"], row[key]) for row in kept if key in row]
+        norms = [[math.nan if x is None else x for x in values] for _, values in own]
+        sides.append(SideNorms(key.removeprefix(NORM), [step for step, _ in own], norms))
+    return sides
+
+
+def table(side: SideNorms) -> list[str]:
+    """A line for each layer: its norm at the first, the middle and the last step."""
+    places = sorted({0, len(side.steps) // 2, len(side.steps) - 1})
+    head = "".join(f"{f'step {side.steps[at]}':>14}" for at in places)
+    lines = [f"{side.name + ' layer':<16}{head}"]
+    for layer in range(len(side.norms[0])):
+        cells = (side.norms[at][layer] for at in places)
+        lines.append(f"{layer + 1:<16}" + "".join(f"{x:>14.3g}" for x in cells))
+    return lines
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes the picture as SVG or PNG, by the file's ending."""
+    matplotlib = require("matplotlib", "drawing a run")
+    from matplotlib.figure import Figure
+
+    lines = {key: found for key in PANELS if (found := curves(rows, key))}
+    sides = side_norms(rows)
+    heights = [PANEL] * len(lines)
+    heights += [PANEL + min(LAYER * len(side.norms[0]), MOST_LAYERS) for side in sides]
+    with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):
+        figure = Figure(figsize=(1.4 * WIDTH, sum(heights)), layout="constrained")
+        grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+        panels = iter(grid[:, 0])
+        for key, found in lines.items():
+            _draw_curves(next(panels), PANELS[key], found)
+        for side in sides:
+            _draw_norms(figure, next(panels), side)
+        grid[-1, 0].set_xlabel("optimizer steps")
+    save(figure, path)
+
+
+def _draw_curves(axes, title: str, found: dict[str, Curve]) -> None:
+    colors = dict(zip(EVENTS.values(), (COLORS["stack and sum"], COLORS["deepfast"]), strict=True))
+    for name, curve in found.items():
+        marker = "o" if name == "dev" else None
+        axes.plot(*zip(*curve, strict=True), color=colors[name], label=name, marker=marker,
+                  markersize=3, linewidth=1.4)  # fmt: skip
+    axes.set_title(title)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_norms(figure, axes, side: SideNorms) -> None:
+    """Colours over steps and layers: layer 1, at the embedding, is at the bottom."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    norms = np.array(side.norms).T
+    # On a logarithmic scale 0 has no place: a layer that was left out has no colour.
+    shown = np.ma.masked_where(~(norms > 0), norms)
+    # Each column ends where the next one begins, so its line of metrics stands at its end.
+    edges = [0, *side.steps]
+    scale = LogNorm(shown.min(), shown.max()) if shown.count() else None
+    mesh = axes.pcolormesh(edges, np.arange(len(norms) + 1) + 0.5, shown, norm=scale)
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.grid(False)
+    axes.set_ylabel("layer")
+    axes.set_title(f"gradient norm by layer: {side.name}")
+    figure.colorbar(mesh, ax=axes, pad=0.02)

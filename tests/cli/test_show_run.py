@@ -1,0 +1,69 @@
+"""`deepfast show-run`: what it reads from the lines of metrics, the table and the picture."""
+
+import json
+import math
+
+import pytest
+
+from deepfast.cli import main
+from deepfast.measure.run_picture import curves, side_norms, table
+
+ROWS = [
+    {"event": "train", "step": 10, "nll": 5.0, "grad_norm": 1.0, "grad_norm_encoder": [0.5, None],
+     "grad_norm_decoder": [0.0, 0.25, 2.0], "grad_norm_embedding": 3.0},
+    {"event": "valid", "step": 15, "nll": 4.5, "accuracy": 0.125},
+    {"event": "train", "step": 20, "nll": 4.0, "grad_norm": 1.0, "grad_norm_encoder": [0.125, None],
+     "grad_norm_decoder": [1.0, 0.5, 4.0], "grad_norm_embedding": 3.0},
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    # Killed while it wrote a line.
+    (tmp_path / "metrics.jsonl").write_text(text + '{"event": "tr')
+    return tmp_path
+
+
+def test_curves_and_norms():
+    assert curves(ROWS, "nll") == {"train": [(10, 5.0), (20, 4.0)], "dev": [(15, 4.5)]}
+    assert curves(ROWS, "accuracy") == {"dev": [(15, 0.125)]}
+    encoder, decoder = side_norms(ROWS)
+    assert (encoder.name, encoder.steps) == ("encoder", [10, 20])
+    assert [norms[0] for norms in encoder.norms] == [0.5, 0.125]
+    assert all(math.isnan(norms[1]) for norms in encoder.norms)
+    assert (decoder.name, decoder.norms) == ("decoder", [[0.0, 0.25, 2.0], [1.0, 0.5, 4.0]])
+    assert table(decoder) == [
+        "decoder layer          step 10       step 20",
+        "1                            0             1",
+        "2                         0.25           0.5",
+        "3                            2             4",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_picture(folder, capsys, ending):
+    picture = folder / f"run.{ending}"
+    assert main(["show-run", str(folder), "--output", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "encoder layer          step 10       step 20" in said
+    assert said.endswith(f"drawn: {picture}\n")
+    if ending == "svg":
+        text = picture.read_text()
+        for title in (
+            "NLL, nats per target token",
+            "token accuracy",
+            "gradient norm by layer: encoder",
+            "gradient norm by layer: decoder",
+        ):
+            assert title in text
+
+
+def test_what_it_cannot_show_is_one_sentence(folder, capsys):
+    assert main(["show-run", str(folder), "--output", "run.jpg"]) == 1
+    assert "expected a file ending in .svg or .png, got run.jpg" in capsys.readouterr().err
+    assert main(["show-run", str(folder / "none")]) == 1
+    assert "metrics.jsonl: cannot be read (No such file" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    assert main(["show-run", str(folder)]) == 1
+    assert "expected a run with steps, got none yet" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Word alignment: IBM model 1 against a literal transcription, and a corpus with a known answer."""
+
+import functools
+import random
+from collections import defaultdict
+
+import pytest
+
+from deepfast.mt.data import align
+from deepfast.mt.data.align import TIE, Aligner
+
+LEXICON = {
+    "one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum", "house": "Haus",
+    "sees": "sieht", "and": "und", "the": "das", "small": "klein",
+}  # fmt: skip
+
+
+def corpus(count, seed=0):
+    """Translated word by word, in reverse order."""
+    generator = random.Random(seed)
+    rows = [generator.choices(list(LEXICON), k=generator.randint(1, 7)) for _ in range(count)]
+    return [(row, [LEXICON[word] for word in reversed(row)]) for row in rows]
+
+
+def literal_model_1(pairs, rounds):
+    """p(target | source) by EM, from equal probabilities."""
+    p = defaultdict(lambda: 1.0)
+    for _ in range(rounds):
+        counts, totals = defaultdict(float), defaultdict(float)
+        for source, target in pairs:
+            for t in target:
+                norm = sum(p[s, t] for s in source)
+                for s in source:
+                    counts[s, t] += p[s, t] / norm
+                    totals[s] += p[s, t] / norm
+        p = defaultdict(float, {(s, t): c / totals[s] for (s, t), c in counts.items()})
+    return p
+
+
+def nearness(n, m, i, j):
+    return 1 - TIE * abs(i / n - j / m)
+
+
+def literal_links(pairs, rounds):
+    """Where each word is the likeliest for the other; of equal ones the nearest to the diagonal."""
+    forward = literal_model_1(pairs, rounds)
+    backward = literal_model_1([(target, source) for source, target in pairs], rounds)
+    found = []
+    for source, target in pairs:
+        near = functools.partial(nearness, len(source), len(target))
+        links = []
+        for j, t in enumerate(target):
+            i = max(range(len(source)), key=lambda i: forward[source[i], t] * near(i, j))
+            back = [backward[u, source[i]] * near(i, k) for k, u in enumerate(target)]
+            if back[j] == max(back):
+                links.append((i, j))
+        found.append(links)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 50, align.AT_ONCE])
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_is_model_1(monkeypatch, at_once, rounds):
+    monkeypatch.setattr(align, "AT_ONCE", at_once)
+    pairs = [*corpus(60), (["only"], []), ([], ["nur"]), (["a", "a", "b"], ["x", "x", "x", "y"])]
+    aligner = Aligner(pairs, rounds)
+    p = literal_model_1(pairs, rounds)
+    sources, targets = (list(ids) for ids in aligner._ids)
+    table = {
+        (sources[key // aligner._targets], targets[key % aligner._targets]): value
+        for key, value in zip(aligner._keys.tolist(), aligner._forward.tolist(), strict=True)
+    }
+    assert table == pytest.approx(dict(p), rel=1e-9, abs=1e-12)
+
+
+def test_links_are_those_of_the_literal_form():
+    pairs = [pair for pair in corpus(80) if len(set(pair[0])) == len(pair[0])]
+    assert Aligner(pairs).links(pairs) == literal_links(pairs, align.ROUNDS)
+
+
+def test_a_translation_word_by_word_is_found():
+    pairs = corpus(300)
+    for (source, target), links in zip(pairs, Aligner(pairs).links(pairs), strict=True):
+        assert all(LEXICON[source[i]] == target[j] for i, j in links)
+        assert len(links) >= len(set(source))
+    assert Aligner([]).links([]) == []
+
+
+def test_words_that_were_not_in_the_text_have_no_link():
+    aligner = Aligner(corpus(300))
+    (links,) = aligner.links([(["new", "red", "tree"], ["Baum", "neu", "rot"])])
+    assert links == [(2, 0), (1, 2)]
+    assert aligner.links([(["new"], ["neu"]), ([], ["Baum"]), (["tree"], ["Baum"])]) == [
+        [], [], [(0, 0)]
+    ]  # fmt: skip

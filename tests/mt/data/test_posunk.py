@@ -1,0 +1,54 @@
+"""Marks of unknown words: into a training text, and out of a translation."""
+
+import pytest
+
+from deepfast.mt.data import DataError
+from deepfast.mt.data.posunk import (
+    annotated,
+    mark,
+    most_frequent,
+    read_translations,
+    without_marks,
+    word_translations,
+    write_translations,
+)
+
+SOURCE = ["the", "ecotax", "portico", "in", "Pont-de-Buis"]
+TARGET = ["le", "portique", "écotaxe", "de", "Pont-de-Buis"]
+LINKS = [(0, 0), (2, 1), (1, 2), (4, 4)]
+
+
+def test_a_target_with_marks_comes_back():
+    """The sentence of the paper's Figure 1."""
+    given = annotated(TARGET, LINKS, {"le", "de"})
+    assert given == ["le", "<unk:-1>", "<unk:+1>", "de", "<unk:+0>"]
+    translations = {"portico": "portique", "ecotax": "écotaxe"}
+    assert without_marks(SOURCE, " ".join(given), translations) == " ".join(TARGET)
+    assert without_marks(SOURCE, " ".join(given), {}) == "le portico ecotax de Pont-de-Buis"
+
+
+def test_marks_without_a_source_word():
+    assert annotated(["x", "y"], [], set()) == ["<unk:null>"] * 2
+    assert [mark(d) for d in (7, 8, -7, -8, None)] == [
+        "<unk:+7>", "<unk:null>", "<unk:-7>", "<unk:null>", "<unk:null>"
+    ]  # fmt: skip
+    text = "<unk:-2> a <unk:null> <unk:+1> <unk:+7> <unk:x>"
+    assert without_marks(["one", "two"], text, {}) == "a <unk:x>"
+    assert without_marks(["one", "two", "three"], text, {}) == "three a three <unk:x>"
+
+
+def test_the_most_frequent_words():
+    text = [["b", "a", "c"], ["c", "a"], ["c", "d"]]
+    assert most_frequent(text, 2) == {"c", "a"}
+    assert most_frequent(text, 9) == {"a", "b", "c", "d"}
+
+
+def test_a_dictionary(tmp_path):
+    pairs = [(["a", "b"], ["x", "y"]), (["a"], ["z"]), (["a"], ["z"])]
+    found = word_translations(pairs, [[(0, 0), (1, 1)], [(0, 0)], [(0, 0)]])
+    assert found == {"a": "z", "b": "y"}
+    write_translations(tmp_path / "dictionary", found)
+    assert read_translations(tmp_path / "dictionary") == found
+    (tmp_path / "dictionary").write_text("a\tz\nb\n")
+    with pytest.raises(DataError, match="a tab and its translation in line 2"):
+        read_translations(tmp_path / "dictionary")
