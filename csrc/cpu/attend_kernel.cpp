@@ -104,10 +104,9 @@ class AttendTile {
   template <int C>
   void add(const Tile& tile, int64_t k) {
     for (int64_t t = tile.t0; t < tile.t1; ++t) {
-      for (int64_t d = 0; d < op_.dim; d += 64 / sizeof(T))
-        prefetch_streams<T, C, 64>(op_.source, op_.sources, k + C, tile, t, d);
-      const T* v[C];
-      for (int c = 0; c < C; ++c) v[c] = row_of<T>(op_.source[k + c], t);
+      const Streams<T, C> states(op_.source, op_.sources, k, tile, t);
+      states.prefetch_row(op_.dim);
+      const T* const* v = states.row;
       for_groups<kAcross>(op_.rows, [&](auto across, int64_t r) {
         multiply_rows<A, C, across.n>(v, query_.get() + r, op_.dim, scores_ + r, stride_);
       });
@@ -215,10 +214,9 @@ class PullTile {
   template <int L>
   void add(const Tile& tile, int64_t l) {
     for (int64_t t = tile.t0; t < tile.t1; ++t) {
-      for (int64_t d = 0; d < op_.dim; d += 64 / sizeof(T))
-        prefetch_streams<T, L, 64>(op_.grad, op_.rows, l + L, tile, t, d);
-      const T* g[L];
-      for (int i = 0; i < L; ++i) g[i] = row_of<T>(op_.grad[l + i], t);
+      const Streams<T, L> grads(op_.grad, op_.rows, l, tile, t);
+      grads.prefetch_row(op_.dim);
+      const T* const* g = grads.row;
       for (int64_t j = 0; j < op_.sources; ++j) v_[j] = row_of<T>(op_.source[j], t);
       const T* const* v = v_.get();
       const A* const* q = query_.get() + l;

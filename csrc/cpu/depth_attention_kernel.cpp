@@ -91,14 +91,6 @@ class Scores {
 
 // ---- given weights -----------------------------------------------------------------------------
 
-// Prefetches the next group of rows at token t: of the sources and, with them, of other matrices.
-template <class T, int Group>
-DEEPFAST_INLINE void prefetch_group(const Matrix* rows, const DepthAttention& op, const Tile& tile,
-                                    int64_t t, int64_t next) {
-  for (int64_t d = 0; d < op.dim; d += 64 / sizeof(T))
-    prefetch_streams<T, Group, 64>(rows, op.sources, next, tile, t, d);
-}
-
 // The sums with the scores as weights, a few tokens and sources at a time.
 template <class T>
 void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
@@ -111,14 +103,13 @@ void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
     memset(sums.get(), 0, shape.tokens * hops * dim * sizeof(A));
     for_groups<kGroup>(op.sources, [&](auto group, int64_t k) {
       for (int64_t t = tile.t0; t < tile.t1; ++t) {
-        prefetch_group<T, group.n>(op.source, op, tile, t, k + group.n);
-        const T* v[group.n];
-        for (int c = 0; c < group.n; ++c) v[c] = row_of<T>(op.source[k + c], t);
+        const Streams<T, group.n> states(op.source, op.sources, k, tile, t);
+        states.prefetch_row(dim);
         const A* weight = at<A>(op.scores, (t * op.sources + k) * hops);
         A* sum = sums + (t - tile.t0) * hops * dim;
         for_groups<kAcross>(hops, [&](auto across, int64_t h) {
-          add_weighted<T, group.n, across.n>(v, weight + h, hops, kept.get(), sum + h * dim, dim,
-                                             dim);
+          add_weighted<T, group.n, across.n>(states.row, weight + h, hops, kept.get(),
+                                             sum + h * dim, dim, dim);
         });
       }
     });
@@ -161,9 +152,9 @@ class PullTokens {
  private:
   template <int C>
   DEEPFAST_INLINE void weight_grads(const Tile& tile, int64_t t, int64_t k) {
-    prefetch_group<T, C>(op_.source, op_, tile, t, k + C);
-    const T* v[C];
-    for (int c = 0; c < C; ++c) v[c] = row_of<T>(op_.source[k + c], t);
+    const Streams<T, C> states(op_.source, op_.sources, k, tile, t);
+    states.prefetch_row(op_.dim);
+    const T* const* v = states.row;
     A* ds = at<A>(op_.dscores, (t * op_.sources + k) * op_.hops);
     for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
       multiply_rows<A, C, across.n>(v, g_.get() + h, op_.dim, ds + h, op_.hops);
@@ -173,7 +164,7 @@ class PullTokens {
   template <int C>
   DEEPFAST_INLINE void source_grads(const Tile& tile, int64_t t, int64_t k) {
     const A* weight = at<A>(op_.scores, (t * op_.sources + k) * op_.hops);
-    if (op_.accumulate) prefetch_group<T, C>(op_.dsource, op_, tile, t, k + C);
+    if (op_.accumulate) Streams<T, C>(op_.dsource, op_.sources, k, tile, t).prefetch_row(op_.dim);
     for (int c = 0; c < C; ++c) {
       for (int64_t h = 0; h < op_.hops; ++h) weight_[h * kGroup + c] = weight[c * op_.hops + h];
       if (op_.accumulate)

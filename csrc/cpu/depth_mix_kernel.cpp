@@ -15,58 +15,64 @@ namespace {
 
 // States that a mix holds in registers at once, and vectors of each.
 constexpr int kMixStates = kManyRegisters ? 8 : 4;
+// Rows and sources that a pull holds the weights and dot products of.
+constexpr int kPullRows = kManyRegisters ? 4 : 2, kPullSources = kManyRegisters ? 4 : 2;
 
 // ---- mix ---------------------------------------------------------------------------------------
 
-// sums += weights * z for K states from k0 on, V vectors of N channels at (t, d).
+// sums += weights * z for K states from k0 on, of one token's channels [d, d1), V vectors of N
+// channels at once. Returns the first channel that is left.
 template <class T, int N, int V, int K, bool PerChannel>
-DEEPFAST_INLINE void mix_registers(const Mix& op, const Tile& tile, const TileShape& shape,
-                                   int64_t k0, int64_t t, int64_t d, const compute_t<T>* weights,
-                                   compute_t<T>* sums) {
+DEEPFAST_INLINE int64_t mix_channels(const Mix& op, const Streams<T, K>& states, int64_t d,
+                                     int64_t d1, int64_t k0, const compute_t<T>* weights,
+                                     compute_t<T>* sums, int64_t sums_stride) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
-  vec_t<A, N> z[K][V];
-  for (int k = 0; k < K; ++k) {
-    const T* n = row_of<T>(op.source[k0 + k], t) + d;
-    const A *norm_weight = at<A>(op.norm_weight[k0 + k], 0),
-            *norm_bias = at<A>(op.norm_bias[k0 + k], 0);
-    for (int v = 0; v < V; ++v)
-      z[k][v] = affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
+  const int64_t rows = op.rows, sources = op.sources;
+  const A *norm_weight[K], *norm_bias[K];
+  DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
+    norm_weight[k] = at<A>(op.norm_weight[k0 + k], 0);
+    norm_bias[k] = at<A>(op.norm_bias[k0 + k], 0);
   }
-  for (int64_t r = 0; r < op.rows; ++r) {
-    A* sum = sums + tile_index(shape, r, t - tile.t0, d - tile.d0);
-    vec_t<A, N> s[V];
-    for (int v = 0; v < V; ++v) s[v] = load(lanes, sum + v * N);
-    for (int k = 0; k < K; ++k) {
-      if constexpr (PerChannel) {
-        const A* w = static_cast<const A*>(op.weight[r * op.sources + k0 + k]) + d;
-        for (int v = 0; v < V; ++v) s[v] += load(lanes, w + v * N) * z[k][v];
-      } else {
-        const auto w = broadcast(lanes, weights[r * op.sources + k0 + k]);
-        for (int v = 0; v < V; ++v) s[v] += w * z[k][v];
+  for (; d + V * N <= d1; d += V * N) {
+    states.template prefetch<V * N>(d);
+    vec_t<A, N> z[K][V];
+    DEEPFAST_UNROLL for (int k = 0; k < K; ++k) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
+        z[k][v] = affine(lanes, load(lanes, states.row[k] + d + v * N), norm_weight[k],
+                         norm_bias[k], d + v * N);
+    A* sum = sums + d;
+    const A* weight = weights + k0;
+    for (int64_t r = 0; r < rows; ++r, sum += sums_stride, weight += sources) {
+      vec_t<A, N> s[V];
+      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] = load(lanes, sum + v * N);
+      DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
+        if constexpr (PerChannel) {
+          const A* w = static_cast<const A*>(op.weight[r * sources + k0 + k]) + d;
+          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] += load(lanes, w + v * N) * z[k][v];
+        } else {
+          const auto w = broadcast(lanes, weight[k]);
+          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] += w * z[k][v];
+        }
       }
+      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) store(lanes, sum + v * N, s[v]);
     }
-    for (int v = 0; v < V; ++v) store(lanes, sum + v * N, s[v]);
   }
+  return d;
 }
 
 template <class T, int K, bool PerChannel>
 void mix_states(const Mix& op, const Tile& tile, const TileShape& shape, int64_t k0,
                 const compute_t<T>* weights, compute_t<T>* sums) {
   constexpr int N = kLanes<compute_t<T>>;
-  constexpr int V = 2;
-  int64_t d = tile.d0;
-  for (; d + V * N <= tile.d1; d += V * N)
-    for (int64_t t = tile.t0; t < tile.t1; ++t) {
-      prefetch_streams<T, K, V * N * sizeof(T)>(op.source, op.sources, k0 + K, tile, t, d);
-      mix_registers<T, N, V, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
-    }
-  for (; d + N <= tile.d1; d += N)
-    for (int64_t t = tile.t0; t < tile.t1; ++t)
-      mix_registers<T, N, 1, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
-  for (; d < tile.d1; ++d)
-    for (int64_t t = tile.t0; t < tile.t1; ++t)
-      mix_registers<T, 1, 1, K, PerChannel>(op, tile, shape, k0, t, d, weights, sums);
+  const int64_t stride = shape.tokens * shape.channels;
+  for (int64_t t = tile.t0; t < tile.t1; ++t) {
+    const Streams<T, K> states(op.source, op.sources, k0, tile, t);
+    compute_t<T>* sum = sums + tile_index(shape, 0, t - tile.t0, 0) - tile.d0;
+    int64_t d = tile.d0;
+    d = mix_channels<T, N, 2, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
+    d = mix_channels<T, N, 1, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
+    mix_channels<T, 1, 1, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
+  }
 }
 
 template <class T, bool PerChannel>
@@ -115,54 +121,67 @@ struct PullTile {
 
 // Rows [l0, l0 + L) and sources [j0, j0 + J) over the tile's tokens, channels [d0, d1).
 template <class T, int N, int L, int J, bool PerChannel>
-void pull_registers(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l0, int64_t j0,
-                    int64_t d0, int64_t d1) {
+DEEPFAST_INLINE void pull_registers(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l0,
+                                    int64_t j0, int64_t d0, int64_t d1) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
   const TileShape shape = tile.shape;
+  const Tile at = tile.at;
+  // The blocks of sources divide the prefetch of the next rows.
+  const int64_t part = j0 / J, parts = (op.sources + J - 1) / J;
+  const int64_t from = L * part / parts, to = L * (part + 1) / parts;
   const A* weight[L][J];
-  A w[L][J];
-  for (int l = 0; l < L; ++l)
-    for (int j = 0; j < J; ++j) {
-      weight[l][j] = static_cast<const A*>(op.weight[(l0 + l) * op.sources + j0 + j]);
-      w[l][j] = *weight[l][j];
-    }
-  vec_t<A, N> dot[L][J] = {};
-  for (int64_t d = d0; d < d1; d += N) {
-    for (int64_t t = tile.at.t0; t < tile.at.t1; ++t) {
-      vec_t<A, N> g[L];
-      for (int l = 0; l < L; ++l) g[l] = load(lanes, row_of<T>(op.grad[l0 + l], t) + d);
-      if (j0 == 0) prefetch_streams<T, L, N * sizeof(T)>(op.grad, op.rows, l0 + L, tile.at, t, d);
-      for (int j = 0; j < J; ++j) {
-        const int64_t i = tile_index(shape, j0 + j, t - tile.at.t0, d - tile.at.d0);
-        auto u = load(lanes, tile.u + i);
-        const auto z = load(lanes, tile.z + i);
-        for (int l = 0; l < L; ++l) {
-          if constexpr (PerChannel)
-            u += load(lanes, weight[l][j] + d) * g[l];
-          else
-            u += w[l][j] * g[l];
-          dot[l][j] += g[l] * z;
-        }
-        store(lanes, tile.u + i, u);
-      }
-    }
-    if constexpr (PerChannel) {
-      if (!op.need_dweight) continue;
-      for (int l = 0; l < L; ++l)
-        for (int j = 0; j < J; ++j) {
-          A* p = tile.dweight + ((l0 + l) * op.sources + j0 + j) * op.dim + d;
-          store(lanes, p, load(lanes, p) + dot[l][j]);
-          dot[l][j] = vec_t<A, N>{};
-        }
-    }
+  vec_t<A, N> w[L][J], dot[L][J];
+  A *z = tile.z + tile_index(shape, j0, 0, 0) - at.d0, *u = tile.u + (z - tile.z);
+  const int64_t stride = shape.tokens * shape.channels;
+  DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+    weight[l][j] = static_cast<const A*>(op.weight[(l0 + l) * op.sources + j0 + j]);
+    w[l][j] = broadcast(lanes, *weight[l][j]);
+    dot[l][j] = vec_t<A, N>{};
   }
-  if constexpr (!PerChannel) {
-    for (int l = 0; l < L; ++l)
-      for (int j = 0; j < J; ++j) {
-        A* p = tile.dots + ((l0 + l) * op.sources + j0 + j) * kLanes<A>;
-        store(lanes, p, load(lanes, p) + dot[l][j]);
+  const auto step = [&](const Streams<T, L>& grads, int64_t t, int64_t d) {
+    vec_t<A, N> g[L];
+    DEEPFAST_UNROLL for (int l = 0; l < L; ++l) g[l] = load(lanes, grads.row[l] + d);
+    DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+      const int64_t i = j * stride + t * shape.channels + d;
+      auto sum = load(lanes, u + i);
+      const auto value = load(lanes, z + i);
+      DEEPFAST_UNROLL for (int l = 0; l < L; ++l) {
+        if constexpr (PerChannel)
+          sum += load(lanes, weight[l][j] + d) * g[l];
+        else
+          sum += w[l][j] * g[l];
+        dot[l][j] += g[l] * value;
       }
+      store(lanes, u + i, sum);
+    }
+  };
+  if constexpr (PerChannel) {
+    for (int64_t d = d0; d < d1; d += N) {
+      for (int64_t t = at.t0; t < at.t1; ++t) {
+        const Streams<T, L> grads(op.grad, op.rows, l0, at, t);
+        grads.template prefetch<N>(d, from, to);
+        step(grads, t - at.t0, d);
+      }
+      if (!op.need_dweight) continue;
+      DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+        A* p = tile.dweight + ((l0 + l) * op.sources + j0 + j) * op.dim + d;
+        store(lanes, p, load(lanes, p) + dot[l][j]);
+        dot[l][j] = vec_t<A, N>{};
+      }
+    }
+  } else {
+    for (int64_t t = at.t0; t < at.t1; ++t) {
+      const Streams<T, L> grads(op.grad, op.rows, l0, at, t);
+      for (int64_t d = d0; d < d1; d += N) {
+        grads.template prefetch<N>(d, from, to);
+        step(grads, t - at.t0, d);
+      }
+    }
+    DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+      A* p = tile.dots + ((l0 + l) * op.sources + j0 + j) * kLanes<A>;
+      store(lanes, p, load(lanes, p) + dot[l][j]);
+    }
   }
 }
 
@@ -177,15 +196,16 @@ void pull_block(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l, i
 template <class T, int L, bool PerChannel>
 void pull_sources(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l) {
   int64_t j = 0;
-  for (; j + 4 <= op.sources; j += 4) pull_block<T, L, 4, PerChannel>(op, tile, l, j);
-  for (; j + 2 <= op.sources; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
+  for (; j + kPullSources <= op.sources; j += kPullSources)
+    pull_block<T, L, kPullSources, PerChannel>(op, tile, l, j);
+  if constexpr (kPullSources > 2)
+    for (; j + 2 <= op.sources; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
   for (; j < op.sources; ++j) pull_block<T, L, 1, PerChannel>(op, tile, l, j);
 }
 
 template <class T, bool PerChannel>
 void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  constexpr int kRows = kManyRegisters ? 4 : 2;
   const TileShape shape(op.dim);
   const int64_t size = op.sources * shape.tokens * shape.channels;
   const int64_t pairs = op.rows * op.sources, width = PerChannel ? op.dim : 1;
@@ -211,7 +231,8 @@ void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
       }
     }
     int64_t l = 0;
-    for (; l + kRows <= op.rows; l += kRows) pull_sources<T, kRows, PerChannel>(op, tile, l);
+    for (; l + kPullRows <= op.rows; l += kPullRows)
+      pull_sources<T, kPullRows, PerChannel>(op, tile, l);
     for (; l < op.rows; ++l) pull_sources<T, 1, PerChannel>(op, tile, l);
     for (int64_t j = 0; j < op.sources; ++j)
       for (int64_t t = at_tile.t0; t < at_tile.t1; ++t)

@@ -17,6 +17,13 @@
 
 #define DEEPFAST_INLINE inline __attribute__((always_inline))
 
+// Before a loop of constant length whose arrays must stay in registers.
+#if defined(__clang__)
+#define DEEPFAST_UNROLL _Pragma("unroll")
+#else
+#define DEEPFAST_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
@@ -207,7 +214,7 @@ DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
 
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> broadcast(Lanes<N>, A a) {
-  return vec_t<A, N>{} + a;
+  return a - vec_t<A, N>{};
 }
 
 // The product of the low 32 bits of each lane with b: one instruction that compilers do not find.

@@ -51,19 +51,37 @@ DEEPFAST_INLINE void for_tiles(int64_t begin, int64_t end, int64_t dim, const Ti
   }
 }
 
-// Prefetches the next group of states of this tile, or the first group of the next tile.
-template <class T, int Group, int Bytes>
-DEEPFAST_INLINE void prefetch_streams(const Matrix* streams, int64_t count, int64_t next,
-                                      const Tile& tile, int64_t t, int64_t d) {
-  const bool same_tile = next < count;
-  const int64_t first = same_tile ? next : 0;
-  const int64_t row = same_tile ? t : tile.next_t + (t - tile.t0);
-  const int64_t column = same_tile ? d : tile.next_d + (d - tile.d0);
-  for (int i = 0; i < Group && first + i < count; ++i) {
-    const char* p = reinterpret_cast<const char*>(row_of<T>(streams[first + i], row) + column);
-    for (int at = 0; at < Bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
+// One token's rows of a group of streams, and the rows to prefetch meanwhile: those of the next group
+// in this tile, or of the first group in the next tile.
+template <class T, int Group>
+struct Streams {
+  const T *row[Group], *next[Group];  // at channel 0
+
+  Streams(const Matrix* streams, int64_t count, int64_t first, const Tile& tile, int64_t t) {
+    const bool same_tile = first + Group < count;
+    const int64_t after = same_tile ? first + Group : 0;
+    const int64_t next_t = same_tile ? t : tile.next_t + (t - tile.t0);
+    const int64_t shift = same_tile ? 0 : tile.next_d - tile.d0;
+    DEEPFAST_UNROLL for (int i = 0; i < Group; ++i) {
+      row[i] = row_of<T>(streams[first + i], t);
+      const int64_t stream = after + i < count ? after + i : count - 1;
+      next[i] = row_of<T>(streams[stream], next_t) + shift;
+    }
   }
-}
+
+  // The lines of these channels, of the rows [from, to) of the group.
+  template <int Channels>
+  DEEPFAST_INLINE void prefetch(int64_t d, int64_t from = 0, int64_t to = Group) const {
+    constexpr int kStep = Channels < 64 / sizeof(T) ? Channels : 64 / sizeof(T);
+    for (int64_t i = from; i < to; ++i)
+      DEEPFAST_UNROLL for (int c = 0; c < Channels; c += kStep)
+          __builtin_prefetch(next[i] + d + c, 0, 2);
+  }
+  DEEPFAST_INLINE void prefetch_row(int64_t dim) const {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int64_t d = 0; d < dim; d += kLine) prefetch<kLine>(d);
+  }
+};
 
 // A value of (rows, tokens, channels) of the tile's shape.
 DEEPFAST_INLINE int64_t tile_index(const TileShape& shape, int64_t row, int64_t t, int64_t d) {
