@@ -54,10 +54,9 @@ class DecodeState:
     def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
 
-        ``encoded=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
-        on its own sentence.
+        ``encoded`` is not needed: the cache knows the sentence of every row.
         """
-        self.cache.reorder(index, encoded=encoded)
+        self.cache.reorder(index)
 
 
 def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
