@@ -4,7 +4,8 @@
     python -m bench.huggingface --dims 256 --layers 30+6,12+1
 
 A `MarianMTModel` and a `Transformer` of the same widths, depths and vocabulary, both post-norm with
-relu, fp32. The weights are random and eos is made unlikely, so every search takes --length tokens
+relu, fp32. Times are CPU seconds of one thread, which other work beside it disturbs less than
+the clock. The weights are random and eos is made unlikely, so every search takes --length tokens
 and then eos, in both systems. They take turns in one process; the ratio is the median over the
 rounds. Needs `pip install transformers`; without it the command says so and ends.
 """
@@ -12,6 +13,7 @@ rounds. Needs `pip install transformers`; without it the command says so and end
 import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -115,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             tokens = {name: run() for name, run in runs.items()}
             if len(set(tokens.values())) > 1:
                 raise RuntimeError(f"expected translations of the same lengths, got {tokens}")
-            rows = interleave(runs, repeats=args.rounds)
+            rows = interleave(runs, repeats=args.rounds, now=time.process_time)
             ours, theirs = (tokens[name] / rows[name].median for name in runs)
             factor = ratio(rows["transformers"], rows["deepfast"])
             print(f"| {dim} | {encoder} + {decoder} | {ours:.0f} | {theirs:.0f} | {factor:.2f} |",

@@ -73,7 +73,7 @@ def joeynmt_config(folder: Path, args: argparse.Namespace) -> dict:
             "scheduling": "warmupinversesquareroot", "learning_rate_warmup": 1000,
             "normalization": "tokens", "label_smoothing": SMOOTHING, "loss": "crossentropy",
             "batch_size": args.tokens, "batch_type": "token", "epochs": 100,
-            "max_updates": args.steps, "logging_freq": args.window,
+            "updates": args.steps, "logging_freq": args.window,
             "validation_freq": 1000 * args.steps, "overwrite": True, "shuffle": True,
             "early_stopping_metric": "loss", "use_cuda": False,
         },
