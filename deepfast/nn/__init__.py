@@ -3,7 +3,8 @@
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
-from deepfast.nn.attention import KeyValueCache, MultiheadAttention
+from deepfast.nn.attention import MultiheadAttention
+from deepfast.nn.cache import DecoderCache, Hypotheses, KeyValueCache
 from deepfast.nn.connections.fusion import LayerFusion
 from deepfast.nn.connections.latent import LatentDepth
 from deepfast.nn.connections.mudd import MUDD, MUDDHistory
@@ -11,7 +12,7 @@ from deepfast.nn.connections.transparent import TransparentAttention
 from deepfast.nn.layer_norm import LayerNorm, RMSNorm
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing
-from deepfast.nn.transformer import DecoderCache, TransformerDecoder, TransformerEncoder
+from deepfast.nn.transformer import TransformerDecoder, TransformerEncoder
 
 __all__ = [
     "DLCL",
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionResiduals",
     "DecoderCache",
     "DepthHistory",
+    "Hypotheses",
     "KeyValueCache",
     "LatentDepth",
     "LayerFusion",

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +11,12 @@ from torch import Tensor, nn
 from deepfast import backend as backends
 from deepfast import checks, ops
 from deepfast.depth.initial import part
+from deepfast.nn.cache import KeyValueCache
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, Recompute, not_saved, plain
 from deepfast.ops import common, torch_attention
 from deepfast.ops.attention import Window, window_sides
-
-
-@dataclass
-class KeyValueCache:
-    """Keys and values of the positions decoded so far, (B, G, S, d) each with G heads of keys."""
-
-    key: Tensor | None = None
-    value: Tensor | None = None
-
-    def append(self, key: Tensor, value: Tensor, left: int = -1) -> tuple[Tensor, Tensor]:
-        """Adds a position; keeps ``left`` positions before it, all where it is -1."""
-        if self.key is not None:
-            # Without the first one where the others fill the window.
-            first = max(0, self.key.shape[2] - left) if left >= 0 else 0
-            key = torch.cat((self.key[:, :, first:], key), dim=2)
-            value = torch.cat((self.value[:, :, first:], value), dim=2)
-        self.key, self.value = key, value
-        return key, value
-
-    def reorder(self, index: Tensor) -> None:
-        """Selects sentences ``index`` (B',) of the batch, in that order."""
-        if self.key is not None:
-            self.key, self.value = self.key[index], self.value[index]
-
 
 Inputs = Tensor | tuple[Tensor, ...]
 """Of queries, keys and values: one for all of them, or one for each."""
@@ -216,7 +192,8 @@ class MultiheadAttention(nn.Module):
                 right.
             encoded: the encoder's output, packed, or the result of `project_encoded`.
             encoded_packing: packing of ``encoded``.
-            cache: keys and values of earlier positions; x holds one new position per sentence.
+            cache: keys and values of earlier positions; x holds one new position per hypothesis,
+                and packing is that of the hypotheses.
             recompute_x: recomputes x in backward; autograd then does not save x. One for each x.
             recompute_qkv: whether backward recomputes queries, keys and values; otherwise
                 autograd saves them.
@@ -307,7 +284,7 @@ class MultiheadAttention(nn.Module):
         mask = None if padding is None else ~padding[:, None, None, :]
         left, right = self.window[0], 0 if causal else self.window[1]
         if cache is not None:
-            k, v = (k, v) if self.cross else cache.append(k, v, left)
+            k, v, mask = cache.append(k, v, left)
             causal = False
         elif left >= 0 or (right >= 0 and not causal):
             places = torch.arange(packing.length, device=q.device)

@@ -1,13 +1,13 @@
 """Transformer encoder and decoder of any depth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.memory.policies import resolve
-from deepfast.nn.attention import KeyValueCache
+from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
 from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -213,32 +213,6 @@ class TransformerEncoder(_Stack):
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
 
-@dataclass
-class DecoderCache:
-    """What decoding one position at a time keeps, per layer."""
-
-    encoded: list[tuple[Tensor, Tensor] | None]
-    """Keys and values of the encoder's output; None for a layer that is not used."""
-    encoded_packing: Packing
-    layers: list[KeyValueCache]
-    gates: list[Gate | None]
-    """Of latent depth, the same for all steps."""
-
-    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
-        """Keeps hypotheses ``index`` (B',) of the batch.
-
-        encoded: whether the encoder's side is reordered too.
-        """
-        for cache in self.layers:
-            cache.reorder(index)
-        if not encoded:
-            return
-        self.encoded = [kv and (kv[0][index], kv[1][index]) for kv in self.encoded]
-        length, padding = self.encoded_packing.length, self.encoded_packing.padding
-        padding = None if padding is None else padding[index]
-        self.encoded_packing = Packing(index.numel(), length, None, padding)
-
-
 class TransformerDecoder(_Stack):
     """A stack of decoder layers with its own depth history. Args as `TransformerEncoder`."""
 
@@ -326,18 +300,22 @@ class TransformerDecoder(_Stack):
             else layer.cross_attention.project_encoded(one, encoded_packing, decoding=True)
             for layer, one, gate in zip(self.layers, each, gates, strict=True)
         ]
-        return DecoderCache(encoded, encoded_packing, [KeyValueCache() for _ in self.layers], gates)
+        each_one = Hypotheses(encoded_packing.batch, each[0].device)
+        return DecoderCache(encoded, encoded_packing, gates, each_one)
 
+    @torch.no_grad()
     def step(
         self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
     ) -> Tensor:
-        """One new position per sentence, (B, D) to (B, D).
+        """One new position per hypothesis, (B, D) to (B, D), without gradients: the cache is
+        written in place.
 
         Raises:
             TypeError, ValueError: for an x_BD that does not fit the cache.
         """
-        packing = Packing(cache.encoded_packing.batch, 1)
+        packing = cache.hypotheses.packing
         packing.check("TransformerDecoder", "x", x_BD, self.dim)
+        cache.hypotheses.advance()
         options = [
             {
                 "encoded": encoded,

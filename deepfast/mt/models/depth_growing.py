@@ -88,7 +88,7 @@ class GrowingState:
     def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index``; see `DecodeState.reorder`."""
         self.bottom.reorder(index, encoded=encoded)
-        self.top.reorder(index, encoded=encoded)
+        self.top.reorder(index)
 
 
 class DepthGrowing(TranslationModel):

@@ -54,10 +54,9 @@ class DecodeState:
     def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
 
-        ``encoded=False`` leaves the encoder's side as it is, for an ``index`` that keeps every row
-        on its own sentence.
+        ``encoded`` is not needed: the cache knows the sentence of every row.
         """
-        self.cache.reorder(index, encoded=encoded)
+        self.cache.reorder(index)
 
 
 def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
@@ -240,7 +239,7 @@ class Transformer(TranslationModel):
         return (self._target if self.output is None else self.output).weight
 
     def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Packed tokens (T,) and their positions (T,) to (T, D)."""
+        """Packed tokens (T,) and their positions, (T,) or (1,) for all, to (T, D)."""
         x = embedding(tokens) * math.sqrt(self.config.dim)
         x = x + sinusoids(positions, self.config.dim).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training)
@@ -266,7 +265,7 @@ class Transformer(TranslationModel):
 
     def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
         """Target tokens (B,) at one position, counted from 0, to (B, D)."""
-        positions = torch.full_like(tokens_B, self.config.first_position + position)
+        positions = tokens_B.new_full((1,), self.config.first_position + position)
         return self._embed(tokens_B, positions, self._target)
 
     def encode(

@@ -188,18 +188,18 @@ class _Sentence:
         """
         if self.length == self.limit:
             values, tokens = [[value] for value in eos], [[self.eos_id]] * len(eos)
+        # Equal candidates stay in order of hypothesis, then of token id.
         candidates = [
-            (self.live[slot][0] + value, slot, token)
-            for slot in range(len(self.live))
-            for value, token in zip(values[slot], tokens[slot], strict=True)
+            (-(before + value), slot, place)
+            for slot, ((before, _), row) in enumerate(zip(self.live, values, strict=True))
+            for place, value in enumerate(row)
             if value > -math.inf
         ]
-        # The sort is stable: equal candidates stay in order of hypothesis, then of token id.
-        candidates.sort(key=lambda candidate: -candidate[0])
+        candidates.sort()
         self.length += 1
         live, slots = [], []
-        for log_prob, slot, token in candidates[: self.options.beam]:
-            before = self.live[slot][1]
+        for negated, slot, place in candidates[: self.options.beam]:
+            log_prob, token, before = -negated, tokens[slot][place], self.live[slot][1]
             if token == self.eos_id:
                 self._finish(log_prob, before)
             else:
@@ -251,10 +251,11 @@ def _best_tokens(
         raise RuntimeError(
             "beam_search: expected finite logits from the model, got NaN or infinity"
         )
-    log_probs[:, banned] = -math.inf
+    for token in banned:
+        log_probs[:, token] = -math.inf
     count = min(count, log_probs.shape[1])
     # One more than needed shows whether the cut runs through equal values.
-    values, tokens = log_probs.topk(min(count + 1, log_probs.shape[1]))
+    values, tokens = _topk(log_probs, min(count + 1, log_probs.shape[1]))
     tokens, order = tokens.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     tokens = tokens.gather(1, order)
@@ -266,6 +267,27 @@ def _best_tokens(
                 log_probs[tied], values[tied, :count], tokens[tied, :count]
             )
     return values[:, :count].tolist(), tokens[:, :count].tolist(), eos
+
+
+def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest values of each row and their columns, in any order.
+
+    They are among the ``count`` groups of columns whose maxima are the largest, and the columns
+    that are in no group. A maximum costs much less than a search of the whole row.
+    """
+    rows, size = x.shape
+    width = math.isqrt(size)
+    groups = size // width
+    if groups < 4 * count:
+        return x.topk(count, sorted=False)
+    grouped = x[:, : groups * width].unflatten(1, (groups, width))
+    chosen = grouped.amax(2).topk(count, sorted=False).indices
+    few = grouped.gather(1, chosen.unsqueeze(2).expand(-1, -1, width)).flatten(1)
+    columns = (chosen.unsqueeze(2) * width + torch.arange(width, device=x.device)).flatten(1)
+    rest = torch.arange(groups * width, size, device=x.device).expand(rows, -1)
+    few, columns = torch.cat((few, x[:, groups * width :]), 1), torch.cat((columns, rest), 1)
+    values, places = few.topk(count, sorted=False)
+    return values, columns.gather(1, places)
 
 
 def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:

@@ -142,9 +142,10 @@ def test_decoding_step_by_step(norm, evaluation):
             torch.testing.assert_close(y, want[:, position], rtol=1e-4, atol=1e-5)
     unused = [layer not in used for layer in range(LAYERS)]
     assert [kv is None for kv in cache.encoded] == unused
-    assert [kv.key is None for kv in cache.layers] == unused
-    cache.reorder(torch.tensor([1, 0, 0]))
-    assert cache.encoded[0][0].shape[0] == cache.layers[3].value.shape[0] == 3
+    assert [kv.key_value is None for kv in cache.layers] == unused
+    cache.reorder(torch.tensor([1, 1, 1]))
+    assert cache.hypotheses.packing.tokens == 3
+    assert cache.encoded[0][0].shape[0] == cache.layers[3].key_value.shape[0] == 1
 
 
 def test_a_stack_without_any_layer_left_is_its_last_norm():

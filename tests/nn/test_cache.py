@@ -1,0 +1,46 @@
+"""What decoding keeps: hypotheses that branch, end and leave, against the whole forward pass."""
+
+import pytest
+import torch
+
+from deepfast.nn import Packing, TransformerDecoder
+
+DIM, HEADS, FFN, SENTENCES, LENGTH = 8, 2, 12, 5, 4
+PADDING = torch.arange(LENGTH) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_any_choice_of_hypotheses(norm, window):
+    torch.manual_seed(0)
+    decoder = TransformerDecoder(2, DIM, HEADS, FFN, norm=norm, window=window).eval()
+    encoded, packing = (
+        torch.randn(SENTENCES, LENGTH, DIM),
+        Packing.of(SENTENCES, LENGTH, PADDING),
+    )
+    cache = decoder.start(packing.pack(encoded.detach()), packing)
+    prefixes, sentences = torch.empty(SENTENCES, 0, DIM), torch.arange(SENTENCES)
+    generator = torch.Generator().manual_seed(1)
+    for position in range(24):
+        x = torch.randn(len(sentences), DIM, generator=generator)
+        prefixes = torch.cat((prefixes, x.unsqueeze(1)), 1)
+        got = decoder.step(x, cache)
+        with torch.no_grad():
+            want = decoder(prefixes, encoded[sentences], None, PADDING[sentences])[:, -1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        # Branches, gaps and rows out of order; from position 12 on sentences leave.
+        count = 9 if position < 12 else 3
+        index = torch.randint(len(sentences), (count,), generator=generator)
+        prefixes, sentences = prefixes[index], sentences[index]
+        cache.reorder(index)
+    stored = cache.hypotheses.packing.batch
+    assert 4 * len(sentences.unique()) > 3 * stored
+    assert all(kv.key_value.shape[0] == stored for kv in cache.layers)
+
+
+def test_a_step_has_no_gradients():
+    decoder = TransformerDecoder(1, DIM, HEADS, FFN)
+    packing = Packing(2, LENGTH)
+    cache = decoder.start(torch.randn(2 * LENGTH, DIM), packing)
+    x = torch.randn(2, DIM, requires_grad=True)
+    assert not decoder.step(x, cache).requires_grad
