@@ -11,6 +11,7 @@ Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand th
 import argparse
 import importlib
 import os
+import re
 import sys
 from typing import Any
 
@@ -67,8 +68,16 @@ def main(argv: list[str] | None = None) -> int:
         # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
-        print(f"deepfast {wanted}: {str(error) or 'out of memory'}", file=sys.stderr)
+        print(f"deepfast {wanted}: {_sentence(error)}", file=sys.stderr)
         return 1
+
+
+def _sentence(error: Exception) -> str:
+    """An error in words; that of torch's allocator on a CPU names a source file."""
+    wanted = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+ bytes)", str(error))
+    if wanted is not None:
+        return f"out of memory: tried to allocate {wanted[1]}"
+    return str(error) or "out of memory"
 
 
 def _parse(

@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+import torch
 
 from deepfast.cli import decoding, main
 
@@ -23,6 +24,14 @@ def test_python_s_own_lack_of_memory_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(importlib.import_module("deepfast.cli.score"), "read_lines", exhausted)
     assert main(["score", "a", "b"]) == 1
     assert capsys.readouterr().err == "deepfast score: out of memory\n"
+
+    def run_far_out(_):
+        torch.empty(2**40 * 2**15)
+
+    monkeypatch.setattr("deepfast.cli.score.run", run_far_out)
+    assert main(["score", "hyp", "ref"]) == 1
+    wanted = f"deepfast score: out of memory: tried to allocate {2**57} bytes\n"
+    assert capsys.readouterr().err == wanted
 
 
 @pytest.mark.parametrize("threads", [0, 100_000_000])
