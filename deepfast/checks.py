@@ -19,13 +19,13 @@ NUMBER = (float, int, Real)
 MOST_THREADS = 1024
 """Far more threads than a machine can start end the process without an error."""
 MOST = {
-    ("layers", "states", "reads", "blocks", "beam"): 2**16,
+    ("layers", "states", "reads", "blocks", "beam", "seeds", "jobs"): 2**16,
     "dim": 2**31 - 1,
     "": 2**63 - 1,
 }
 """The end of a name -> the largest value of such a size or count: far more layers than a model has,
-of which a depth connection has tables of pairs, and far more hypotheses than a search keeps; a
-width whose tensors have a number of elements; and what torch reads."""
+of which a depth connection has tables of pairs, far more hypotheses than a search keeps and runs
+than a sweep makes; a width whose tensors have a number of elements; and what torch reads."""
 
 
 def tensor(op: str, name: str, x: object) -> None:

@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = next((a for a in argv if not a.startswith("-")), None)
     closed = _replace_closed_streams(wanted)
     try:
+        if any(word == "" or re.fullmatch("--[a-z-]+=", word) for word in argv):
+            raise ValueError(f"expected text in every argument, got an empty one in {argv}")
         args = _parse(parser, commands, wanted, argv)
         code = args.run(args)
         sys.stdout.flush()

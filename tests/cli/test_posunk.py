@@ -94,9 +94,8 @@ def test_texts_are_not_replaced(tmp_path, monkeypatch, capsys):
     for name in ("a.en", "a.de", "dictionary"):
         (tmp_path / name).write_text("one two\n")
     for files in (["a.en", "a.de"], ["dictionary", "a.de"]):
-        for output in (".", ""):
-            assert main(["posunk", *files, "--words", "1", "--output", output]) == 1
-            assert "--output: expected a folder where" in capsys.readouterr().err
+        assert main(["posunk", *files, "--words", "1", "--output", "."]) == 1
+        assert "--output: expected a folder where" in capsys.readouterr().err
     assert {path.read_text() for path in tmp_path.iterdir()} == {"one two\n"}
 
 
