@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUMBER = (float, int, Real)
 MOST_THREADS = 1024
 """Far more threads than a machine can start end the process without an error."""
-MOST = {
+MOST: dict[str | tuple[str, ...], int] = {
     ("layers", "states", "reads", "blocks", "beam", "seeds", "jobs"): 2**16,
     "dim": 2**31 - 1,
     "": 2**63 - 1,

@@ -58,7 +58,7 @@ def check_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def curves(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
