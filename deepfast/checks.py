@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 NUMBER = (float, int, Real)
 MOST_THREADS = 1024
 """Far more threads than a machine can start end the process without an error."""
+MOST: dict[str | tuple[str, ...], int] = {
+    ("layers", "states", "reads", "blocks", "beam", "seeds", "jobs"): 2**16,
+    "dim": 2**31 - 1,
+    "": 2**63 - 1,
+}
+"""The end of a name -> the largest value of such a size or count: far more layers than a model has,
+of which a depth connection has tables of pairs, far more hypotheses than a search keeps and runs
+than a sweep makes; a width whose tensors have a number of elements; and what torch reads."""
 
 
 def tensor(op: str, name: str, x: object) -> None:
@@ -95,11 +103,15 @@ def finite(op: str, name: str, value: float) -> None:
 
 
 def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> None:
-    """Sizes and counts from ``least`` to ``most``, each under the name of its argument."""
+    """Sizes and counts from ``least`` to ``most``, each under the name of its argument. None: to
+    what `MOST` has for the name."""
     for name, value in values.items():
         if not is_whole(value) or value < least or (most is not None and value > most):
             span = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{op}: {name} must be a whole number {span}, got {value!r}")
+        end = next(end for names, end in MOST.items() if name.endswith(names))
+        if most is None and value > end:
+            raise ValueError(f"{op}: {name} must be at most {end}, got {value!r}")
 
 
 def choice(op: str, allowed: Iterable[object], **values: object) -> None:

@@ -11,6 +11,7 @@ Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand th
 import argparse
 import importlib
 import os
+import re
 import sys
 from typing import Any
 
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = next((a for a in argv if not a.startswith("-")), None)
     closed = _replace_closed_streams(wanted)
     try:
+        if any(word == "" or re.fullmatch("--[a-z-]+=", word) for word in argv):
+            raise ValueError(f"expected text in every argument, got an empty one in {argv}")
         args = _parse(parser, commands, wanted, argv)
         code = args.run(args)
         sys.stdout.flush()
@@ -67,8 +70,16 @@ def main(argv: list[str] | None = None) -> int:
         # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
-        print(f"deepfast {wanted}: {str(error) or 'out of memory'}", file=sys.stderr)
+        print(f"deepfast {wanted}: {_sentence(error)}", file=sys.stderr)
         return 1
+
+
+def _sentence(error: Exception) -> str:
+    """An error in words; that of torch's allocator on a CPU names a source file."""
+    wanted = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+ bytes)", str(error))
+    if wanted is not None:
+        return f"out of memory: tried to allocate {wanted[1]}"
+    return str(error) or "out of memory"
 
 
 def _parse(

@@ -27,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
     output = checkpoint_output(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
+    if "training" in content and output.exists() and output.samefile(args.checkpoint):
+        raise ValueError(
+            f"--output: expected another file than {args.checkpoint}, which a run can resume from"
+        )
     for key in ("training", "files"):
         content.pop(key, None)
     weights, kind = content["model"], content.get("kind", "transformer")

@@ -46,10 +46,15 @@ def run(args: argparse.Namespace) -> int:
             "expected pairs of SOURCE and TARGET whose targets have different names, got "
             + " ".join(args.files)
         )
+    _check_output(args)
     texts = [_pairs(*files) for files in zip(sources, targets, strict=True)]
+    if not any(source and target for source, target in texts[0]):
+        raise ValueError(
+            f"expected a line with words on both sides in {sources[0]} and {targets[0]}, got none"
+        )
+    args.output.mkdir(parents=True, exist_ok=True)
     aligner = Aligner(texts[0])
     known = most_frequent([target for _, target in texts[0]], args.words)
-    args.output.mkdir(parents=True, exist_ok=True)
     for name, pairs in zip(names, texts, strict=True):
         links = aligner.links(pairs)
         if pairs is texts[0]:
@@ -62,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.output / name}: {words:,} words, {unknown:,} unknown")
     print(args.output / "dictionary")
     return 0
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Refuses a folder in which a file to write is one of the files to read."""
+    written = [args.output / "dictionary", *(args.output / Path(f).name for f in args.files[1::2])]
+    for old in args.files:
+        for new in written:
+            if new.exists() and Path(old).exists() and new.samefile(old):
+                raise ValueError(
+                    f"--output: expected a folder where {old} is not replaced, got {args.output}"
+                )
 
 
 def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:

@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
                       *lines(table, [op]), sep="\n", flush=True))  # fmt: skip
     backend.forget()
     if args.write is not None:
-        args.write.write_text(table.to_json())
+        from deepfast.mt.data.text import write_atomically
+
+        write_atomically(args.write, table.to_json().encode())
     if args.json:
         print(json.dumps({"source": table.source, **json.loads(table.to_json())}, indent=2))
     else:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.measure.run_picture import draw, side_norms, table
+    from deepfast.measure.run_picture import check_rows, draw, side_norms, table
     from deepfast.mt.training.report import read_metrics
 
     if args.output is not None and args.output.suffix not in PICTURES:
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     rows = read_metrics(args.folder)
     if not any(row["event"] == "train" for row in rows):
         raise ValueError(f"{args.folder}: expected a run with steps, got none yet")
+    check_rows(rows)
     for side in side_norms(rows):
         print(*table(side), "", sep="\n")
     if args.output is not None:

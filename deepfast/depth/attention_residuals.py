@@ -113,7 +113,13 @@ class AttentionResiduals(DepthConnection):
 
     def effective_query(self) -> Tensor:
         """q of the scores ``q . RMSNorm(v)``: ``scale * query * norm_weight``, with gradient."""
-        return _Query.apply(self.query, self.norm_weight, self.scale)
+        query = self._own("query", self.rows, self.dim)
+        norm_weight = self._own("norm_weight", self.rows, self.dim, needed=False)
+        return _Query.apply(query, norm_weight, self.scale)
+
+    def own_bias(self) -> Tensor | None:
+        """The bias (rows, rows), or None, with gradient."""
+        return self._own("bias", self.rows, self.rows, needed=False)
 
     @torch.no_grad()
     def mean_weights(self, pushed: Sequence[Tensor]) -> Tensor:
@@ -146,10 +152,11 @@ class AttentionResiduals(DepthConnection):
     def _score(self, v: Tensor, query: Tensor, row: int, k: int) -> Tensor:
         """The score (...) of state k, v (..., D) in the compute dtype, for ``row``."""
         score = residual_score(v, query[row], self.eps)
-        return score if self.bias is None else score + self.bias[row, k]
+        bias = self.own_bias()
+        return score if bias is None else score + bias[row, k]
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        return self._pass_of(self.effective_query(), self.bias, y, learning)
+        return self._pass_of(self.effective_query(), self.own_bias(), y, learning)
 
     def _pass_of(
         self, query: Tensor, bias: Tensor | None, y: Tensor, learning: bool

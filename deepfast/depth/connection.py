@@ -82,6 +82,14 @@ class DepthConnection(nn.Module):
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
+    def _own(self, name: str, *shape: int, needed: bool = True) -> Tensor | None:
+        """A parameter, checked, because a program can put another in its place."""
+        p = getattr(self, name)
+        if needed and p is None:
+            raise TypeError(f"{self.name}: {name} must be a tensor {shape}, got None")
+        checks.parameter(self.name, name, p, shape, self.device)
+        return p
+
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
@@ -145,7 +153,7 @@ class DepthConnection(nn.Module):
         self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         """`forward` in eager code."""
-        common.reverse_mode_only(self.name)
+        common.reverse_mode_only(self.name, vmap=False)
         checks.tensor(self.name, "the layer's output", y)
         if residual is not None:
             checks.tensor(self.name, "residual", residual)

@@ -113,8 +113,9 @@ class DLCL(DepthConnection):
         # Computed on first use and shared by all passes.
         self._masks: dict[torch.device, Tensor] = {}
         rows = self.rows
-        extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
-        self.weight = nn.Parameter(torch.empty(rows, rows, *extra), requires_grad=learnable)
+        self.extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
+        """The sizes of a weight of one pair of layers."""
+        self.weight = nn.Parameter(torch.empty(rows, rows, *self.extra), requires_grad=learnable)
         self.norm_weight = self.norm_bias = None
         if norm is not None:
             self.norm_weight = nn.Parameter(torch.empty(rows, dim))
@@ -141,16 +142,19 @@ class DLCL(DepthConnection):
         Returns:
             (L+1, L+1) or (L+1, L+1, D), with gradient.
         """
-        mask = self._mask(self.weight.device)
-        mask = mask.view(*mask.shape, *(1,) * (self.weight.dim() - 2))
-        weight = MaskedWeight.apply(self.weight, mask, self.softmax)
+        weight = self._own("weight", self.rows, self.rows, *self.extra)
+        mask = self._mask(weight.device)
+        mask = mask.view(*mask.shape, *(1,) * len(self.extra))
+        weight = MaskedWeight.apply(weight, mask, self.softmax)
         if self.kind == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
 
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
         """Weights and biases (L+1, D) of the norms, or None, with gradient."""
-        return self.norm_weight, self.norm_bias
+        shape, needed = (self.rows, self.dim), self.norm is not None
+        weight = self._own("norm_weight", *shape, needed=needed)
+        return weight, self._own("norm_bias", *shape, needed=False)
 
     def _mask(self, device: torch.device) -> Tensor:
         if device in self._masks:

@@ -16,7 +16,9 @@ class DepthHistory:
     (`DLCL`, `AttentionResiduals`). It owns one buffer with a state per layer; backward writes
     gradients into the same buffer. The buffer is freed when backward ends, or with the pass's
     outputs and this object. Where nothing learns, as under `torch.no_grad`, the last push frees it.
-    Several passes may be in progress at once, each with its own history.
+    Several passes may be in progress at once, each with its own history. One pass belongs to one
+    thread at a time: two threads that run backward of the same retained pass at once write into the
+    same buffer, and nothing notices it.
 
     Args:
         inplace: whether backward may overwrite states with gradients, so that it needs no more

@@ -182,6 +182,7 @@ class DynamicLinearCombination(LayerHistory):
             **options,
         )  # fmt: skip
         if kind == "scalar" and not groups:
+            self.extra = (1,)
             self.weight = nn.Parameter(
                 self.weight.detach().unsqueeze(-1), self.weight.requires_grad
             )

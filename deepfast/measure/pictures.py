@@ -54,12 +54,17 @@ def save(figure, path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending."""
     import matplotlib
 
+    from deepfast.mt.data.text import write_atomically
+
     # Without a date, the same command writes the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
+    picture = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(
-            path, dpi=200, bbox_inches="tight", facecolor="white", metadata=metadata
+            picture, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor="white",
+            metadata=metadata,
         )  # fmt: skip
+    write_atomically(path, picture.getvalue())
 
 
 def inline(figure, name: str, title: str) -> str:

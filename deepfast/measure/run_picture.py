@@ -30,6 +30,37 @@ class SideNorms:
     """For each step the norms of the layers from the first to the last; NaN without a gradient."""
 
 
+def check_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Refuses lines that no run has written.
+
+    Raises:
+        ValueError: names the line's step, the key, what was expected and got.
+    """
+    layers: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key == "step":
+                right, expected = type(value) is int and 0 <= value < 2**63, "a whole number"
+            elif key in PANELS:
+                right, expected = value is None or _is_number(value), "a number or null"
+            elif key.startswith(NORM) and isinstance(value, list):
+                count = layers.setdefault(key, len(value))
+                right = len(value) == count and count > 0
+                right = right and all(x is None or (_is_number(x) and x >= 0) for x in value)
+                expected = f"norms of {count or 'the'} layers"
+            else:
+                continue
+            if not right:
+                raise ValueError(
+                    f"metrics.jsonl: expected {expected} for {key} in the line of step "
+                    f"{row['step']}, got {value!r}"
+                )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
 def curves(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
     """The values of ``key`` over the steps, by curve; without curves of no value."""
     found = {
@@ -49,7 +80,7 @@ def side_norms(rows: Sequence[dict[str, Any]]) -> list[SideNorms]:
     )  # fmt: skip
     sides = []
     for key in names:
-        own = [(row["step"], row[key]) for row in kept if key in row]
+        own = [(row["step"], row[key]) for row in kept if isinstance(row.get(key), list)]
         norms = [[math.nan if x is None else x for x in values] for _, values in own]
         sides.append(SideNorms(key.removeprefix(NORM), [step for step, _ in own], norms))
     return sides
@@ -73,6 +104,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     lines = {key: found for key in PANELS if (found := curves(rows, key))}
     sides = side_norms(rows)
+    if not lines and not sides:
+        raise ValueError("expected lines of metrics with values to draw, got none")
     heights = [PANEL] * len(lines)
     heights += [PANEL + min(LAYER * len(side.norms[0]), MOST_LAYERS) for side in sides]
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):

@@ -129,6 +129,7 @@ class _Layer(nn.Module):
         checks.choice(name, ("pre", "post"), norm=norm)
         checks.choice(name, NORMS, norm_kind=norm_kind)
         checks.choice(name, POLICIES, memory=memory)
+        checks.choice(name, KINDS, activation=activation)
         checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
         checks.flag(name, first_norm=first_norm, later_norms=later_norms)
         for argument, p in (

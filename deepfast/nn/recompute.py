@@ -35,6 +35,19 @@ def plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     return type(module) is kind and not any(changed)
 
 
+def check_dtype(op: str, name: str, x: Tensor, linear: nn.Module) -> None:
+    """Refuses an input of another dtype than a linear layer has, which autocast does not cast."""
+    if type(linear) is not nn.Linear or x.dtype == linear.weight.dtype:
+        return
+    # A hook may cast the input.
+    if plain(linear, nn.Linear):
+        given, weight = common.autocast(x, linear.weight)
+        if given.dtype != weight.dtype:
+            raise ValueError(
+                f"{op}: {name} must be {weight.dtype} like the weights, got {given.dtype}"
+            )
+
+
 class Kept:
     """A tensor that backward reads. It is an error to modify it in place before that."""
 

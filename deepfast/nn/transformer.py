@@ -76,6 +76,7 @@ class _Stack(nn.Module):
             for _ in range(num_layers)
         )
         self.connection = Connection(
+            op,
             num_layers,
             dim,
             connection=connection,

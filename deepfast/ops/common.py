@@ -80,10 +80,16 @@ def traced_as(name: str):
     return rename
 
 
-def reverse_mode_only(name: str) -> None:
-    """Raises inside forward-mode differentiation, which no op of ours has."""
+def reverse_mode_only(name: str, *, vmap: bool = True) -> None:
+    """Raises inside forward-mode differentiation and the derivatives of torch.func, which no op of
+    ours has. vmap: whether the other transforms of torch.func may work."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(f"{name}: forward-mode differentiation is not supported")
+    if torch._C._are_functorch_transforms_active():
+        transforms = torch._C._functorch.get_interpreter_stack()
+        if not vmap or any(t.key() == torch._C._functorch.TransformType.Grad for t in transforms):
+            expected = "derivatives by torch.autograd" if vmap else "no transforms"
+            raise NotImplementedError(f"{name}: expected {expected}, got one by torch.func")
 
 
 def first_order(name: str):

@@ -220,6 +220,8 @@ def _check(hidden, weight, bias, target, label_smoothing, ignore_index, reductio
     for name, value in (("chunk", chunk), ("ignore_index", ignore_index)):
         if (value is not None or name != "chunk") and type(value) is not int:
             raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
+        if value is not None and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: chunk must be None or at least 1, got {chunk}")
 

@@ -194,8 +194,9 @@ class StageDepth(DepthConnection):
         if not isinstance(whole, DLCL):
             query = whole.effective_query().index_select(0, rows) * mask.any(1, keepdim=True)
             bias: Tensor | None = None
-            if whole.bias is not None:
-                bias = whole.bias.index_select(0, rows).index_select(1, columns) * mask + alone
+            own = whole.own_bias()
+            if own is not None:
+                bias = own.index_select(0, rows).index_select(1, columns) * mask + alone
             return whole._pass_of(query, bias, y, learning)
         weight = whole.effective_weight().index_select(0, rows).index_select(1, columns)
         wide = (..., *(None,) * (weight.dim() - 2))

@@ -144,3 +144,19 @@ def test_a_link_stays_a_link(checkpoint, tmp_path):
     assert main(["export", str(path), "--output", str(link)]) == 0
     assert link.is_symlink()
     load_model(tmp_path / "model.pt")
+
+
+def test_a_checkpoint_to_resume_from_stays(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    out = tmp_path / "link.pt"
+    if path.is_file():
+        out.symlink_to(path)
+        before = path.read_bytes()
+        for same in (path, out):
+            assert main(["export", str(path), "--output", str(same)]) == 1
+            assert "--output: expected another file than" in capsys.readouterr().err
+        assert path.read_bytes() == before
+    # A file without the state of the optimizer loses nothing.
+    out = tmp_path / "model.pt"
+    assert main(["export", str(path), "--output", str(out)]) == 0
+    assert main(["export", str(out), "--output", str(out)]) == 0

@@ -87,3 +87,23 @@ def test_what_it_refuses(texts, tmp_path, capsys):
     assert main(["posunk", one, two, "--words", "0", "--output", str(tmp_path / "x")]) == 1
     assert "words must be a whole number of at least 1" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_texts_are_not_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.en", "a.de", "dictionary"):
+        (tmp_path / name).write_text("one two\n")
+    for files in (["a.en", "a.de"], ["dictionary", "a.de"]):
+        assert main(["posunk", *files, "--words", "1", "--output", "."]) == 1
+        assert "--output: expected a folder where" in capsys.readouterr().err
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"one two\n"}
+
+
+def test_a_text_without_words_teaches_nothing(tmp_path, capsys):
+    for name in ("a.en", "a.de"):
+        (tmp_path / name).write_text("\n\n")
+    files = [str(tmp_path / "a.en"), str(tmp_path / "a.de")]
+    output = tmp_path / "marked"
+    assert main(["posunk", *files, "--words", "1", "--output", str(output)]) == 1
+    assert "expected a line with words on both sides" in capsys.readouterr().err
+    assert not output.exists()

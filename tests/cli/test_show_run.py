@@ -67,3 +67,34 @@ def test_what_it_cannot_show_is_one_sentence(folder, capsys):
     (folder / "metrics.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
     assert main(["show-run", str(folder)]) == 1
     assert "expected a run with steps, got none yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"step": "x"}, "expected a whole number for step"),
+        ({"step": math.nan}, "expected a whole number for step"),
+        ({"nll": "x"}, "expected a number or null for nll"),
+        ({"nll": 10**400}, "expected a number or null for nll"),
+        ({"accuracy": [1]}, "expected a number or null for accuracy"),
+        ({"nll": math.nan}, "expected a number or null for nll"),
+        ({"grad_norm_decoder": [1.0]}, "expected norms of 3 layers for grad_norm_decoder"),
+        ({"grad_norm_encoder": [-1.0, 1.0]}, "expected norms of 2 layers for grad_norm_encoder"),
+        ({"grad_norm_encoder": [[1], {}]}, "expected norms of 2 layers for grad_norm_encoder"),
+        ({"grad_norm_x": []}, "expected norms of the layers for grad_norm_x"),
+    ],
+)
+def test_lines_that_no_run_has_written(folder, capsys, change, expected):
+    rows = [*ROWS, ROWS[-1] | change]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["show-run", str(folder)]) == 1
+    assert f"deepfast show-run: metrics.jsonl: {expected}" in capsys.readouterr().err
+
+
+def test_lines_without_values_to_draw(folder, tmp_path, capsys):
+    (folder / "metrics.jsonl").write_text('{"event": "train", "step": 1}\n')
+    assert main(["show-run", str(folder), "--output", str(tmp_path / "run.svg")]) == 1
+    assert "expected lines of metrics with values to draw, got none" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_bytes(bytes(range(256)))
+    assert main(["show-run", str(folder)]) == 1
+    assert "expected lines of metrics, got other bytes" in capsys.readouterr().err

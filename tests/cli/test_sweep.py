@@ -88,7 +88,7 @@ def test_other_content_in_a_sweep_s_files_is_one_sentence(tmp_path, capsys):
     run = tmp_path / "optim.lr=1e-3" / "seed-1"
     run.mkdir(parents=True)
     for name, texts in {
-        "sweep.json": ("", "[]", "{}", '{"over": null}'),
+        "sweep.json": ("", "[]", "[" * 100_000, "{}", '{"over": null}'),
         "optim.lr=1e-3/seed-1/settings.json": ("{", "3", "null"),
     }.items():
         for text in texts:

@@ -434,3 +434,10 @@ def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk)
     assert not correct.requires_grad
     _, alone = linear_cross_entropy(hidden, weight, target, return_correct=True, **options)
     assert alone.item() == correct.item()
+
+
+@pytest.mark.parametrize("name", ["ignore_index", "chunk"])
+def test_whole_numbers_of_more_than_64_bits(name):
+    hidden, weight = torch.ones(2, 4), torch.ones(3, 4)
+    with pytest.raises(ValueError, match=f"{name} must fit into 64 bits, got 1000"):
+        linear_cross_entropy(hidden, weight, torch.tensor([0, 1]), **{name: 10**30})

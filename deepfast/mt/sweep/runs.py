@@ -110,7 +110,7 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text("utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError, IsADirectoryError):
         content = None
     if not isinstance(content, dict) or any(
         not isinstance(content.get(key), kind) for key, kind in keys.items()

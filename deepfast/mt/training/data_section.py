@@ -9,6 +9,8 @@ from deepfast.mt.data.vocabulary import SPECIALS, tag_of
 from deepfast.mt.training.errors import RecipeError, expect
 
 LANGUAGES = ("de", "fr", "es")
+MOST_PIECES = 2**31 - 1
+"""What sentencepiece reads."""
 DIRECTIONS = ("one-to-many", "many-to-one")
 
 
@@ -91,10 +93,11 @@ class DataSection:
         for name in ("dev_size", "test_size"):
             value = getattr(self, name)
             expect(value >= 0, f"data.{name}", "a whole number of at least 0", value)
-        expect(self.vocab_size > 4, "data.vocab_size", "more than 4 pieces", self.vocab_size)
         size = self.target_vocab_size
-        expected = "more than 4 pieces or null"
-        expect(size is None or size > 4, "data.target_vocab_size", expected, size)
+        for name, value in (("vocab_size", self.vocab_size), ("target_vocab_size", size)):
+            expect(value is None or value > 4, f"data.{name}", "more than 4 pieces", value)
+            within = value is None or value <= MOST_PIECES
+            expect(within, f"data.{name}", f"at most {MOST_PIECES} pieces", value)
         both = (self.target_vocabulary is None) or (self.vocabulary is not None and size is None)
         expect(
             both, "data.target_vocabulary",
@@ -113,6 +116,8 @@ class DataSection:
             f"at most data.max_tokens={self.max_tokens}, or a sentence would fit no batch",
             self.max_length,
         )
+        for name in ("vocabulary", "target_vocabulary"):
+            expect(getattr(self, name) != "", f"data.{name}", "a file or null", "")
         self._check_files()
 
     def _check_languages(self) -> None:
@@ -135,6 +140,8 @@ class DataSection:
             )
         for part in ("train", "dev", "test"):
             source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
+            for side, file in (("source", source), ("target", target)):
+                expect(file != "", f"data.{part}_{side}", "a file or null", file)
             if (source is None) != (target is None):
                 missing = "source" if source is None else "target"
                 raise RecipeError(f"data.{part}_{missing}: expected a file for both sides, got one")

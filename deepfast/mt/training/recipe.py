@@ -236,6 +236,7 @@ class Recipe:
                 "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
             )
         expect(bool(self.output), "output", "a folder", self.output)
+        expect(self.resume != "", "resume", "true, false or a file", self.resume)
 
     def _check_memory(self, config: Any) -> None:
         stacks = isinstance(config, TransformerConfig)

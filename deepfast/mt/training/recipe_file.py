@@ -211,6 +211,8 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
             raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {value!r}")
         return tuple(_typed(key, v, part) for v, part in zip(value, parts, strict=True))
     options = typing.get_args(kind) or (kind,)
+    if isinstance(value, str) and "\0" in value:
+        raise RecipeError(f"{key}: expected text without the character NUL, got {value!r}")
     # Exact types: in Python True is an int, in a recipe it is not.
     if type(value) in options:
         return value

@@ -183,6 +183,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path}: expected lines of metrics, got other bytes") from error
     return [row for line in lines if (row := _row(line)) is not None]
 
 
@@ -191,7 +193,7 @@ def _row(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         return row if {"event", "step"} <= row.keys() else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -120,11 +120,13 @@ class Connection(nn.Module):
     layers, so that a sharding wrapper around a layer never hides them.
 
     Args:
+        op: the class of the stack, which errors name.
         reads: how often a layer pushes and reads, see `rows_per_layer`.
     """
 
     def __init__(
         self,
+        op: str,
         num_layers: int,
         dim: int,
         *,
@@ -138,7 +140,6 @@ class Connection(nn.Module):
         reads: int = 1,
     ):
         super().__init__()
-        op = "Connection"
         checks.whole(op, num_layers=num_layers, dim=dim)
         checks.probability(op, dropout, argument="dropout")
         checks.choice(op, CONNECTIONS, connection=connection)

@@ -11,6 +11,7 @@ from deepfast.mt.search import DecodingOptions
     ("changes", "sentence"),
     [
         ({"beam": 0}, "beam must be a whole number of at least 1, got 0"),
+        ({"beam": 10**9}, "beam must be at most 65536, got 1000000000"),
         ({"beam": 2.0}, "beam must be a whole number of at least 1, got 2.0"),
         ({"nbest": 5}, "nbest must be at most beam 4, got 5"),
         ({"max_length": 0}, "max_length must be a whole number of at least 1, got 0"),
