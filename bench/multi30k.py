@@ -6,11 +6,11 @@
     deepfast translate runs/multi30k-tiny/average.pt < TEXT/test_2016_flickr.en > FOUND
     python -m bench.multi30k score RAW FOUND
 
-RAW is a folder with train.en.gz, train.de.gz, val.* and test_2016_flickr.* of the data set's task 1.
+RAW is a folder with train.en.gz, train.de.gz, val.* and test_2016_flickr.* of the data's task 1.
 
-Wu et al. 2021, "Good for Misconceived Reasons", table 2: a Transformer of 4 + 4 layers and width 128
-has 41.0 BLEU on test 2016 from the text alone. Their text is normalised, lower-cased and tokenised
-by the scripts of Moses, here by sacremoses, and BLEU counts those tokens.
+Wu et al. 2021, "Good for Misconceived Reasons", table 2: a Transformer of 4 + 4 layers and width
+128 has 41.0 BLEU on test 2016 from the text alone. Their text is normalised, lower-cased and
+tokenised by the scripts of Moses, here by sacremoses, and BLEU counts those tokens.
 """
 
 import argparse
