@@ -25,6 +25,8 @@ class SideNorms:
     """The gradient norms of one side's layers."""
 
     name: str
+    start: int
+    """The step of the line of metrics before the first norms; 0 without one."""
     steps: list[int]
     norms: list[list[float]]
     """For each step the norms of the layers from the first to the last; NaN without a gradient."""
@@ -82,7 +84,9 @@ def side_norms(rows: Sequence[dict[str, Any]]) -> list[SideNorms]:
     for key in names:
         own = [(row["step"], row[key]) for row in kept if isinstance(row.get(key), list)]
         norms = [[math.nan if x is None else x for x in values] for _, values in own]
-        sides.append(SideNorms(key.removeprefix(NORM), [step for step, _ in own], norms))
+        steps = [step for step, _ in own]
+        start = max((row["step"] for row in kept if row["step"] < steps[0]), default=0)
+        sides.append(SideNorms(key.removeprefix(NORM), start, steps, norms))
     return sides
 
 
@@ -140,7 +144,7 @@ def _draw_norms(figure, axes, side: SideNorms) -> None:
     # On a logarithmic scale 0 has no place: a layer that was left out has no colour.
     shown = np.ma.masked_where(~(norms > 0), norms)
     # Each column ends where the next one begins, so its line of metrics stands at its end.
-    edges = [0, *side.steps]
+    edges = [side.start, *side.steps]
     scale = LogNorm(shown.min(), shown.max()) if shown.count() else None
     mesh = axes.pcolormesh(edges, np.arange(len(norms) + 1) + 0.5, shown, norm=scale)
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
