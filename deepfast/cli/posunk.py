@@ -84,12 +84,24 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:
     """The words of both sides of every line."""
-    from deepfast.mt.data import read_lines
-
-    lines = [read_lines(path) for path in (source, target)]
+    lines = [_words(path) for path in (source, target)]
     if len(lines[0]) != len(lines[1]):
         raise ValueError(
             f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
             f"{len(lines[1])}"
         )
-    return [(left.split(), right.split()) for left, right in zip(*lines, strict=True)]
+    return list(zip(*lines, strict=True))
+
+
+def _words(path: str) -> list[list[str]]:
+    """The words of every line of a text, which must not hold marks: they would be taken for words,
+    and become translations in the dictionary."""
+    from deepfast.mt.data import read_lines
+    from deepfast.mt.data.posunk import MARK
+
+    lines = [line.split() for line in read_lines(path)]
+    for number, words in enumerate(lines, 1):
+        for word in words:
+            if word.startswith("<") and MARK.fullmatch(word):
+                raise ValueError(f"{path}:{number}: expected a text without marks, got {word}")
+    return lines
