@@ -16,6 +16,7 @@ from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, STACK
+from deepfast.mt.data.text import write_atomically
 from deepfast.nn import TransformerEncoder
 
 GIB = 1 << 30
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         *ratio_rows(args.layers, args.fewer),
     ]
     if args.output is not None:
-        args.output.write_text(json.dumps(rows, indent=2) + "\n")
+        write_atomically(args.output, (json.dumps(rows, indent=2) + "\n").encode())
     return 0
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 import sacrebleu
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 
+from deepfast.mt.data.text import write_lines
+
 PARTS, LANGUAGES = ("train", "val", "test_2016_flickr"), ("en", "de")
 TEST = "test_2016_flickr"
 
@@ -66,7 +68,7 @@ def main() -> None:
     for part in PARTS:
         for language in LANGUAGES:
             text = tokenise(lines(args.folder / f"{part}.{language}.gz"), language)
-            (args.path / f"{part}.{language}").write_text("".join(f"{t}\n" for t in text), "utf-8")
+            write_lines(args.path / f"{part}.{language}", text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from deepfast.measure.clock import copy_bandwidth, interleave, keep_memory, rati
 from deepfast.measure.machine import environment
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
+from deepfast.mt.data.text import write_atomically
 
 
 def times(
@@ -94,7 +95,7 @@ def report(name: str, about: str, claims: Callable[[int], list[dict]], argv=None
     print(f"copy: {result['copy_gb_per_second']} GB/s on {args.threads} threads")
     result["rows"] = claims(args.rounds)
     if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+        write_atomically(args.output, (json.dumps(result, indent=2) + "\n").encode())
     return 0 if all(row["met"] for row in result["rows"]) else 1
 
 

@@ -75,7 +75,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """An error in words; that of torch's allocator on a CPU names a source file."""
+    """An error in words. That of torch's allocator on a CPU names a source file, and that of the
+    operating system a number."""
+    if isinstance(error, OSError) and error.strerror:
+        name = error.filename
+        return error.strerror if name is None else f"{name}: cannot be used ({error.strerror})"
     wanted = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+ bytes)", str(error))
     if wanted is not None:
         return f"out of memory: tried to allocate {wanted[1]}"

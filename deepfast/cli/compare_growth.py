@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.data.text import write_atomically
     from deepfast.mt.sweep.growth import page, runs_of_growth
     from deepfast.mt.sweep.runs import run_all
+    from deepfast.mt.training.lock import only_run
 
     checks.whole("compare-growth", seeds=args.seeds, jobs=args.jobs)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)
@@ -43,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
         results[run] = found
         print(f"{run.name}, seed {run.seed}: {in_words(found)}", flush=True)
 
-    run_all(runs, report, jobs=args.jobs)
     command = ["deepfast", "compare-growth", args.recipe, *args.overrides, f"--seeds={args.seeds}"]
-    ordered = {run: results[run] for run in runs}
-    text = page(ordered, shlex.join(command), here(environment()))
-    path = runs[0].folder.parents[1] / "growth.md"
-    write_atomically(path, text.encode())
+    folder = runs[0].folder.parents[1]
+    with only_run(folder, "--output"):
+        run_all(runs, report, jobs=args.jobs)
+        ordered = {run: results[run] for run in runs}
+        text = page(ordered, shlex.join(command), here(environment()))
+        path = folder / "growth.md"
+        write_atomically(path, text.encode())
     print(*(line for line in text.splitlines() if line.startswith("|")), path, sep="\n")
     return int(any("failed" in found for found in results.values()))

@@ -8,8 +8,8 @@ pieces that end in @@ are joined to the next piece."""
 import argparse
 
 from deepfast.cli.decoding import to_translate
+from deepfast.cli.outputs import check_other, checkpoint_output
 from deepfast.mt.data import TokenVocabulary, read_dictionary
-from deepfast.mt.data.text import checkpoint_output
 
 EXAMPLE = (
     "deepfast convert checkpoint_best.pt --source-dictionary dict.en.txt "
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.training.checkpoint import save_checkpoint
 
     output = checkpoint_output(args.output)
+    check_other(output, [args.checkpoint, args.source_dictionary, args.target_dictionary])
     content = fairseq.read_fairseq(args.checkpoint, unsafe=args.unsafe)
     config, weights = fairseq.convert(content)
     sizes = config.vocab_size, config.target_vocab_size or config.vocab_size

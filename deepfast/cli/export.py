@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 
 from deepfast.cli.decoding import to_translate
+from deepfast.cli.outputs import check_keeps_run, checkpoint_output
 from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import checkpoint_output, write_atomically
+from deepfast.mt.data.text import write_atomically
 
 EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
 
@@ -27,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = checkpoint_output(args.output)
     content = load_checkpoint(args.checkpoint, optimizer=False)
-    if "training" in content and output.exists() and output.samefile(args.checkpoint):
-        raise ValueError(
-            f"--output: expected another file than {args.checkpoint}, which a run can resume from"
-        )
+    check_keeps_run(output, args.checkpoint, content)
     for key in ("training", "files"):
         content.pop(key, None)
     weights, kind = content["model"], content.get("kind", "transformer")

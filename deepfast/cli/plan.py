@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
+from deepfast.cli.outputs import check_picture
 from deepfast.memory.plan import plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import CHOICES
@@ -33,7 +34,6 @@ NUMBERS = {
     "ranks": "processes that share the model; budget and tokens are of one of them; default: 1",
     "reads": "how often a layer reads attention residuals: 1, or 2: each sublayer; default: 2",
 }
-PICTURES = (".svg", ".png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw memory over depth, .svg or .png: every policy, and "
-        "the same model in plain PyTorch",
+        "--plot", type=Path, metavar="FILE",
+        help="draw memory over depth, .svg or .png: every policy, and the same model in plain "
+        "PyTorch",
     )  # fmt: skip
 
 
@@ -75,17 +76,15 @@ def _options(args: argparse.Namespace) -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
-    picture = None if args.plot is None else Path(args.plot)
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ValueError(f"--plot: expected a file ending in .svg or .png, got {args.plot!r}")
+    check_picture("--plot", args.plot)
     result = plan(**_options(args))
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         print(*lines(result), sep="\n")
-    if picture is not None:
+    if args.plot is not None:
         # matplotlib takes a second to import.
         from deepfast.measure.depth_picture import draw
 
-        draw(result, picture)
+        draw(result, args.plot)
     return 0 if result.fits else DOES_NOT_FIT

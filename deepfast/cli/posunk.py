@@ -14,6 +14,8 @@ Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 20
 import argparse
 from pathlib import Path
 
+from deepfast.cli.outputs import replaces
+
 EXAMPLE = "deepfast posunk train.en train.fr dev.en dev.fr --words 80000 --output marked"
 
 
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         word_translations,
         write_translations,
     )
-    from deepfast.mt.data.text import write_lines
+    from deepfast.mt.data.text import make_folder, write_lines
 
     checks.whole("posunk", words=args.words)
     sources, targets = args.files[::2], args.files[1::2]
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"expected a line with words on both sides in {sources[0]} and {targets[0]}, got none"
         )
-    args.output.mkdir(parents=True, exist_ok=True)
+    make_folder(args.output)
     aligner = Aligner(texts[0])
     known = most_frequent([target for _, target in texts[0]], args.words)
     for name, pairs in zip(names, texts, strict=True):
@@ -74,7 +76,7 @@ def _check_output(args: argparse.Namespace) -> None:
     written = [args.output / "dictionary", *(args.output / Path(f).name for f in args.files[1::2])]
     for old in args.files:
         for new in written:
-            if new.exists() and Path(old).exists() and new.samefile(old):
+            if replaces(new, old):
                 raise ValueError(
                     f"--output: expected a folder where {old} is not replaced, got {args.output}"
                 )
@@ -82,12 +84,24 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:
     """The words of both sides of every line."""
-    from deepfast.mt.data import read_lines
-
-    lines = [read_lines(path) for path in (source, target)]
+    lines = [_words(path) for path in (source, target)]
     if len(lines[0]) != len(lines[1]):
         raise ValueError(
             f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
             f"{len(lines[1])}"
         )
-    return [(left.split(), right.split()) for left, right in zip(*lines, strict=True)]
+    return list(zip(*lines, strict=True))
+
+
+def _words(path: str) -> list[list[str]]:
+    """The words of every line of a text, which must not hold marks: they would be taken for words,
+    and become translations in the dictionary."""
+    from deepfast.mt.data import read_lines
+    from deepfast.mt.data.posunk import MARK
+
+    lines = [line.split() for line in read_lines(path)]
+    for number, words in enumerate(lines, 1):
+        for word in words:
+            if word.startswith("<") and MARK.fullmatch(word):
+                raise ValueError(f"{path}:{number}: expected a text without marks, got {word}")
+    return lines

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from deepfast import backend
+from deepfast.mt.data.text import check_writable, write_atomically
 from deepfast.proof import known
 from deepfast.proof import table as tables
 from deepfast.proof.show import lines
@@ -50,8 +51,8 @@ def checked_device(name: str) -> torch.device:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.write is not None and not args.write.parent.is_dir():
-        raise ValueError(f"--write: expected a file in an existing folder, got {args.write}")
+    if args.write is not None:
+        check_writable(args.write)
     for op in args.op or ():
         if op not in backend.OPS:
             raise ValueError(f"--op: expected one of {', '.join(backend.OPS)}, got {op!r}")
@@ -65,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
                       *lines(table, [op]), sep="\n", flush=True))  # fmt: skip
     backend.forget()
     if args.write is not None:
-        from deepfast.mt.data.text import write_atomically
-
         write_atomically(args.write, table.to_json().encode())
     if args.json:
         print(json.dumps({"source": table.source, **json.loads(table.to_json())}, indent=2))

@@ -10,7 +10,7 @@ every layer that some language uses stays."""
 import argparse
 
 from deepfast.cli.decoding import to_translate
-from deepfast.mt.data.text import checkpoint_output
+from deepfast.cli.outputs import check_keeps_run, checkpoint_output
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.prune import SIDES, prune_checkpoint
 from deepfast.mt.training.checkpoint import save_checkpoint
@@ -25,10 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    output = checkpoint_output(args.output)
     # Refuses an unusable checkpoint with its own message.
     load_model(args.checkpoint)
-    output = checkpoint_output(args.output)
-    content = read_checkpoint(args.checkpoint)
+    content = read_checkpoint(args.checkpoint, optimizer=False)
+    check_keeps_run(output, args.checkpoint, content)
     pruned = prune_checkpoint(content, args.language)
     # The weights are mapped from their file, which the output may overwrite.
     pruned["model"] = {name: weight.clone() for name, weight in pruned["model"].items()}

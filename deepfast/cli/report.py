@@ -35,10 +35,12 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.progress import Progress
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
+    from deepfast.mt.data.text import check_writable, make_folder
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
     settings = replace(settings, training=not args.no_training)
-    args.output.mkdir(parents=True, exist_ok=True)
+    make_folder(args.output)
+    check_writable(args.output / page.PAGE)
     report = make_report(settings, command_line(args), Progress())
     path = page.write(report, args.output)
     if args.trace and not report["interrupted"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from deepfast.cli.outputs import check_picture
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.errors import require
 from deepfast.mt.data.vocabulary import BOS, EOS, SPACE
@@ -18,7 +19,6 @@ from deepfast.mt.search import load_translator, translate_lines
 from deepfast.nn.connections.fusion import WITH_ATTENTION
 
 EXAMPLE = 'deepfast show-attention model.pt "the old house" --output layers.svg'
-PICTURES = (".svg", ".png")
 SIDES = ("encoder", "decoder")
 
 
@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--side", choices=SIDES, help="default: the first side that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
     parser.add_argument(
-        "--output", default="attention.svg", help="a file, .svg or .png; default: %(default)s"
-    )
+        "--output", type=Path, default="attention.svg",
+        help="a file, .svg or .png; default: %(default)s",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    path = Path(args.output)
-    if path.suffix not in PICTURES:
-        raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output!r}")
+    check_picture("--output", args.output)
     require("matplotlib", "drawing")
     translator = load_translator([args.checkpoint], "cpu")
     model, vocabulary = translator.model, translator.vocabulary
@@ -52,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.attention_picture import draw
 
     missing = draw(
-        weights, words, path, title=f"{side}: weight of each layer",
+        weights, words, args.output, title=f"{side}: weight of each layer",
         across=f"{'source' if side == 'encoder' else 'translation'} ({SPACE} begins a word)",
     )  # fmt: skip
     if missing:
-        shown = "left to the viewer's fonts" if path.suffix == ".svg" else "shown as codes"
+        shown = "left to the viewer's fonts" if args.output.suffix == ".svg" else "shown as codes"
         print(f"deepfast show-attention: no font here has {missing}: {shown}", file=sys.stderr)
-    print(path)
+    print(args.output)
     return 0
 
 

@@ -7,7 +7,7 @@ last line. With --output it draws NLL, accuracy and these norms over the steps. 
 import argparse
 from pathlib import Path
 
-from deepfast.cli.show_weights import PICTURES
+from deepfast.cli.outputs import check_picture
 
 EXAMPLE = "deepfast show-run runs/phrases-dlcl30 --output run.svg"
 
@@ -21,8 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.run_picture import check_rows, draw, side_norms, table
     from deepfast.mt.training.report import read_metrics
 
-    if args.output is not None and args.output.suffix not in PICTURES:
-        raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")
+    check_picture("--output", args.output)
     rows = read_metrics(args.folder)
     if not any(row["event"] == "train" for row in rows):
         raise ValueError(f"{args.folder}: expected a run with steps, got none yet")

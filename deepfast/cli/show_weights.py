@@ -20,9 +20,9 @@ import argparse
 import math
 from pathlib import Path
 
-EXAMPLE = "deepfast show-weights runs/phrases-dlcl30/average.pt --output weights.svg"
+from deepfast.cli.outputs import check_picture
 
-PICTURES = (".svg", ".png")
+EXAMPLE = "deepfast show-weights runs/phrases-dlcl30/average.pt --output weights.svg"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.search import load_translator
     from deepfast.nn import MUDD
 
-    if args.output is not None and args.output.suffix not in PICTURES:
-        raise ValueError(f"--output: expected a file ending in .svg or .png, got {args.output}")
+    check_picture("--output", args.output)
     threshold = weight_picture.THRESHOLD if args.threshold is None else args.threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--threshold: expected a number of at least 0, got {threshold:g}")

@@ -8,6 +8,9 @@ or 143. On several GPUs or machines: torchrun --nproc-per-node 8 -m deepfast tra
 import argparse
 import os
 import sys
+from pathlib import Path
+
+from deepfast.cli.outputs import replaces
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
 
@@ -43,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         print(training.dump_recipe(recipe), end="")
         return 0
+    if recipe.resume is False and replaces(Path(recipe.output, "recipe.yaml"), args.recipe):
+        raise ValueError(
+            f"output: expected a folder where {args.recipe} is not replaced, got {recipe.output}; "
+            "resume=true continues its run"
+        )
     try:
         result = training.train(recipe)
     except ToldError:

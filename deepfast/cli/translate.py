@@ -7,8 +7,10 @@ number of the input line (from 1), the score and the text, separated by tabs."""
 
 import argparse
 import sys
+from pathlib import Path
 
 from deepfast.cli.decoding import add_translation_arguments, translate
+from deepfast.cli.outputs import check_other
 from deepfast.mt.data import read_lines
 from deepfast.mt.data.text import check_writable, read_standard_input, write_lines
 
@@ -29,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output != "-":
         check_writable(args.output)
+        read = [*args.checkpoint, args.input, *([args.dictionary] if args.dictionary else [])]
+        check_other(Path(args.output), read)
     lines = read_standard_input() if args.input == "-" else read_lines(args.input)
     results = translate(args, lines).nbest
     if args.nbest == 1:

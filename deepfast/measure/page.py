@@ -8,6 +8,7 @@ from deepfast.mt.data.errors import require
 from deepfast.mt.data.text import write_atomically
 
 TEMPLATE = "report.html"
+PAGE = "index.html"
 FORMATS = ("seconds", "size", "traffic", "difference", "runs")
 """Functions of `results` that the page uses as filters."""
 
@@ -55,10 +56,9 @@ def render(report: dict) -> str:
 
 
 def write(report: dict, folder: Path) -> Path:
-    """Writes both files; returns the page's path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes both files into a folder that exists; returns the page's path."""
     data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / "report.json", (data + "\n").encode())
-    page = folder / "index.html"
+    page = folder / PAGE
     write_atomically(page, render(report).encode())
     return page

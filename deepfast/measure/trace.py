@@ -1,12 +1,14 @@
 """A trace of one training step, for chrome://tracing and https://ui.perfetto.dev."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from deepfast.measure.encoders import StepCase
 from deepfast.measure.settings import Settings
+from deepfast.mt.data.text import write_atomically
 
 
 def write(settings: Settings, path: Path) -> int:
@@ -37,5 +39,9 @@ def write(settings: Settings, path: Path) -> int:
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiled, record_function("training step"):
         case.run("deepfast")
-    profiled.export_chrome_trace(str(path))
+    with TemporaryDirectory() as folder:
+        # The profiler writes to a name alone, not at once.
+        written = Path(folder, path.name)
+        profiled.export_chrome_trace(str(written))
+        write_atomically(path, written.read_bytes())
     return depth

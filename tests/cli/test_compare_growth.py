@@ -12,6 +12,7 @@ from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.growth import equal_depth
 from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.mt.training.corpus import held_out, load_corpus
+from deepfast.mt.training.lock import only_run
 
 TINY = (
     "data.train_size=200", "data.dev_size=10", "data.test_size=10", "data.max_tokens=200",
@@ -106,3 +107,9 @@ def test_a_recipe_without_both_runs_is_refused(recipe, changes, tmp_path, capsys
     said = capsys.readouterr().err
     assert said.startswith("deepfast compare-growth: expected a recipe")
     assert said.count("\n") == 1
+
+
+def test_a_folder_in_which_another_comparison_runs_is_refused(tmp_path, capsys):
+    with only_run(tmp_path):
+        assert main(["compare-growth", "phrases-growing", "--output", str(tmp_path)]) == 1
+    assert "expected a folder in which nothing runs" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from deepfast.mt.models.checkpoint_folder import check_sum
 from deepfast.mt.training.checkpoint import save_checkpoint
 
 CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
-                           decoder_layers=1)  # fmt: skip
+                           decoder_layers=1, encoder_connection="latent")  # fmt: skip
 ONES = torch.ones(8).numpy().tobytes()
 """The weights of a new layer norm."""
 
@@ -146,17 +146,19 @@ def test_a_link_stays_a_link(checkpoint, tmp_path):
     load_model(tmp_path / "model.pt")
 
 
-def test_a_checkpoint_to_resume_from_stays(checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["export", "prune"])
+def test_a_checkpoint_to_resume_from_stays(checkpoint, tmp_path, capsys, command):
     path, _ = checkpoint
-    out = tmp_path / "link.pt"
-    if path.is_file():
-        out.symlink_to(path)
-        before = path.read_bytes()
-        for same in (path, out):
-            assert main(["export", str(path), "--output", str(same)]) == 1
-            assert "--output: expected another file than" in capsys.readouterr().err
-        assert path.read_bytes() == before
+    own = path if path.is_file() else path / "run.pt"
+    link = tmp_path / "link.pt"
+    link.symlink_to(own)
+    before = own.read_bytes()
+    for same in (own, link):
+        assert main([command, str(path), "--output", str(same)]) == 1
+        wanted = f"--output: expected another file than {path}, which a run can resume from"
+        assert wanted in capsys.readouterr().err
+    assert own.read_bytes() == before
     # A file without the state of the optimizer loses nothing.
     out = tmp_path / "model.pt"
     assert main(["export", str(path), "--output", str(out)]) == 0
-    assert main(["export", str(out), "--output", str(out)]) == 0
+    assert main([command, str(out), "--output", str(out)]) == 0

@@ -89,6 +89,19 @@ def test_what_it_refuses(texts, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("side", ["a.en", "a.de"])
+def test_a_text_with_marks_is_not_marked_again(tmp_path, capsys, side):
+    paths = [tmp_path / "a.en", tmp_path / "a.de"]
+    for path in paths:
+        path.write_text("one <unk:x>\ntwo <unk>\n")
+    (tmp_path / side).write_text("one\ntwo <unk:-1> <unk:null>\n")
+    files = [str(path) for path in paths]
+    assert main(["posunk", *files, "--words", "1", "--output", str(tmp_path / "marked")]) == 1
+    wanted = f"{tmp_path / side}:2: expected a text without marks, got <unk:-1>"
+    assert capsys.readouterr().err == f"deepfast posunk: {wanted}\n"
+    assert not (tmp_path / "marked").exists()
+
+
 def test_texts_are_not_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("a.en", "a.de", "dictionary"):

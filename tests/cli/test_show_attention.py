@@ -121,7 +121,7 @@ def test_the_decoder_along_a_translation(make_checkpoint, tmp_path, more):
     ("changes", "arguments", "message"),
     [
         ({}, [TEXT], "expected a model with an encoder_fusion or a decoder_fusion"),
-        (FUSED, [TEXT, "--output", "x.pdf"], "ending in .svg or .png, got 'x.pdf'"),
+        (FUSED, [TEXT, "--output", "x.pdf"], "ending in .svg or .png, got x.pdf"),
         (FUSED, ["  "], "TEXT: expected words, got none"),
         (FUSED, [TEXT, "--language", "it"], "expected a language of the checkpoint (de), got 'it'"),
         (FUSED, [TEXT, "--translation", "x"], "--translation: expected only with the decoder"),

@@ -4,11 +4,12 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import deepest, memory_pictures, page, report, results
+from deepfast.measure import deepest, memory_pictures, page, report, results, trace
 from deepfast.measure.clock import COPY
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.progress import Job, Progress
@@ -64,6 +65,21 @@ def test_the_trace_is_one_step_with_our_names(made):
     depth = min(QUICK.depths)
     assert [names.count(f"layer {number}") for number in range(depth + 1)] == [1] * depth + [0]
     assert names.count("deepfast::boundary") == depth + 1
+
+
+def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+
+    def killed(_, name):
+        Path(name).write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace.profile, "export_chrome_trace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trace.write(QUICK, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_page_needs_nothing_else(made, reader):

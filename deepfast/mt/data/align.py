@@ -5,8 +5,9 @@ translation probabilities and no word order: with the words s of a sentence's so
 
     P(t_j comes from s_i) = p(t_j | s_i) / sum_i' p(t_j | s_i')
 
-and EM sets p(t | s) to the share of t among what s is expected to produce. A link is kept where
-each word is the likeliest for the other, in the model of its direction.
+and EM sets p(t | s) to the share of t among what s is expected to produce. The paper's empty source
+word is left out. A link is kept where each word is the likeliest for the other, in the model of its
+direction.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ AT_ONCE = 1 << 22
 ROUNDS = 5
 """Rounds of EM."""
 TIE = 1e-6
-"""How much less a pair counts that is a whole sentence off the diagonal: it decides between equal
-words of one sentence."""
+"""The share of its probability that a link loses if it goes from one end of a sentence to the
+other end of its translation. It decides between equal words of a sentence."""
 
 
 class _Entries(NamedTuple):
-    """All pairs of words (E,) of some sentences, of which each has all its source words with all
-    its target words."""
+    """Every source word with every target word of its sentence pair, for some sentence pairs. Each
+    field is (E,)."""
 
     key: Tensor
-    """Which pair of words."""
+    """Which two words these are: source * targets + target."""
     source: Tensor
-    """Number of the source word among those of these sentences."""
     target: Tensor
+    """The places of the two words in all source and all target words of these sentence pairs."""
     i: Tensor
     j: Tensor
-    """Positions in their sentences."""
+    """Their positions in their sentences."""
     sentence: Tensor
+    """The number of the sentence pair among these."""
     near: Tensor
     """1 on the sentence's diagonal, `TIE` less at the corners."""
 
@@ -62,8 +64,7 @@ class Aligner:
             for ids, words in zip(self._ids, pair, strict=True):
                 for word in words:
                     ids.setdefault(word, len(ids))
-        parts = [torch.unique(entries.key) for _, entries in self._chunks(pairs)]
-        self._keys = torch.unique(torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]))
+        self._keys = self._different(pairs)
         """The pairs of words, as source * targets + target, in rising order."""
         source, target = self._keys // self._targets, self._keys % self._targets
         # p(t | s) and p(s | t); before the first round all words are equally likely.
@@ -84,7 +85,20 @@ class Aligner:
 
     def _numbers(self, side: int, sentences: Sequence[Words]) -> Tensor:
         ids = self._ids[side]
-        return torch.tensor([ids.get(word, len(ids)) for words in sentences for word in words])
+        numbers = [ids.get(word, len(ids)) for words in sentences for word in words]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    def _different(self, pairs: Sequence[tuple[Words, Words]]) -> Tensor:
+        """The keys of all entries, each once, in rising order."""
+        found = torch.zeros(0, dtype=torch.int64)
+        new: list[Tensor] = []
+        for _, entries in self._chunks(pairs):
+            new.append(torch.unique(entries.key))
+            # Not after each chunk, which would take quadratic time, and not all at the end: most
+            # keys come in many chunks.
+            if sum(map(len, new)) > max(len(found), AT_ONCE):
+                found, new = torch.unique(torch.cat([found, *new])), []
+        return torch.unique(torch.cat([found, *new]))
 
     def _chunks(self, pairs: Sequence[tuple[Words, Words]]) -> Iterator[tuple[int, _Entries]]:
         """The number of the first sentence pair, and the entries, of as many as fit."""
@@ -104,10 +118,10 @@ class Aligner:
         sentence = torch.repeat_interleave(torch.arange(len(pairs)), counts)
         within = torch.arange(len(sentence)) - (counts.cumsum(0) - counts)[sentence]
         across = lengths[1][sentence]
-        i, j = within // across.clamp(min=1), within % across.clamp(min=1)
+        i, j = within // across, within % across
         source, target = begins[0][sentence] + i, begins[1][sentence] + j
         words = [self._numbers(side, [pair[side] for pair in pairs]) for side in (0, 1)]
-        key = words[0][source] * self._targets + words[1][target] if len(source) else source
+        key = words[0][source] * self._targets + words[1][target]
         off = i.double() / lengths[0][sentence] - j.double() / across
         return _Entries(key, source, target, i, j, sentence, 1 - TIE * off.abs())
 
@@ -128,13 +142,11 @@ class Aligner:
             at = torch.searchsorted(self._keys, entries.key).clamp(max=len(self._keys) - 1)
             known = self._keys[at] == entries.key
             chosen = known
-            for share, word in zip(
-                self._shares(entries, at), (entries.target, entries.source), strict=True
-            ):
-                share = torch.where(known, share * entries.near, 0.0)
-                most = share.new_zeros(int(word.max()) + 1)
-                most.scatter_reduce_(0, word, share, "amax")
-                chosen = chosen & (share == most[word])
+            for table, word in ((self._forward, entries.target), (self._backward, entries.source)):
+                weight = torch.where(known, table[at] * entries.near, 0.0)
+                most = weight.new_zeros(int(word.max()) + 1)
+                most.scatter_reduce_(0, word, weight, "amax")
+                chosen = chosen & (weight == most[word])
             rows = torch.stack((entries.sentence, entries.j, entries.i))[:, chosen].T.tolist()
             for sentence, j, i in sorted(rows):
                 own = links[first + sentence]

@@ -16,7 +16,7 @@ from random import Random
 from deepfast import checks
 from deepfast.mt.data.errors import DataError
 from deepfast.mt.data.phrase_kinds import KINDS, Pair
-from deepfast.mt.data.text import write_atomically
+from deepfast.mt.data.text import make_folder, write_atomically
 
 LANGUAGES = ("de", "fr", "es")
 SPLITS = ("train", "dev", "test")
@@ -98,10 +98,7 @@ def write(corpus: Corpus, folder: str | os.PathLike[str]) -> list[Path]:
         DataError: the folder cannot be written.
     """
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror or error})") from error
+    make_folder(folder)
     written = []
     for split in SPLITS:
         for side, suffix in enumerate(("en", corpus.language)):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import IO, overload
 
 from deepfast.mt.data.errors import DataError
 
@@ -180,6 +181,27 @@ def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]
     return ParallelText(source, target, pairs, numbers, len(source_lines), dropped)
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A stream whose content becomes the file at the end of the block. If the block fails, the file
+    stays as it was.
+
+    Raises:
+        OSError: the folder is missing or not writable, or the disk is full.
+    """
+    # In the same folder: a rename across file systems is a copy, which is not atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    stream = open(temporary, "wb")  # noqa: SIM115 -- a file that was not made is not removed
+    try:
+        with stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part.
 
@@ -195,18 +217,11 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         except OSError as error:
             raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
         return
-    # In the same folder: a rename across file systems is a copy, which is not atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "wb") as stream:
+        with replaced(path) as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
@@ -237,14 +252,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")
 
 
-def checkpoint_output(path: str | os.PathLike[str]) -> Path:
-    """The file to write a checkpoint to: what a link points to; the link stays.
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those that it is in; one that exists stays.
 
     Raises:
-        DataError: see `check_writable`; or a pipe or a device, which a file must not replace.
+        DataError: it cannot be made.
     """
-    path = Path(path).resolve()
-    check_writable(path)
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: expected a file, got a pipe or a device")
-    return path
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be made ({error.strerror or error})") from error

@@ -13,22 +13,15 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from deepfast.mt.data.errors import DataError, require
+from deepfast.mt.data.sentencepiece_model import check_complete, has_whole_words, user_defined
 from deepfast.mt.data.text import write_atomically
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 # Sentencepiece's sign for the space before a word.
 SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
-
-# Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
-PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
-# Fields of a piece, and the type of a piece that the user defined.
-TEXT, TYPE, USER_DEFINED = 1, 3, 4
-# A field of the trainer spec, and its value for a vocabulary of whole words.
-MODEL_TYPE, WORD = 3, 3
 
 
 class Vocabulary:
@@ -48,7 +41,7 @@ class Vocabulary:
 
     def __init__(self, model: bytes, *, name: str = "vocabulary") -> None:
         """Use `from_bytes`, `load` or `train`. `name` is what errors call this vocabulary."""
-        _check_complete(model, name)
+        check_complete(model, name)
         sentencepiece = require("sentencepiece", "a vocabulary")
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -187,7 +180,7 @@ class Vocabulary:
     @cached_property
     def tags(self) -> dict[str, int]:
         """Language tags and their ids."""
-        return _user_defined(self._model)
+        return user_defined(self._model)
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front has the first id."""
@@ -209,7 +202,7 @@ class Vocabulary:
         unknown: for each unk in ids, in order, the words that replace it; may be "".
 
         Raises:
-            DataError: an id outside the vocabulary.
+            DataError: an id outside the vocabulary, or ``unknown`` for another number of unks.
         """
         # A tensor's elements are tensors, which sentencepiece does not take.
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
@@ -220,9 +213,15 @@ class Vocabulary:
         if unknown is None:
             text = self._processor.DecodeIds(ids)
         else:
+            if len(unknown) != ids.count(UNK):
+                raise DataError(
+                    f"decode: unknown must be words for {ids.count(UNK)} unks, got {len(unknown)}"
+                )
             words = iter(unknown)
-            pieces = [f" {next(words)} " if i == UNK else self._processor.IdToPiece(i) for i in ids]
-            text = "".join(pieces).replace(SPACE, " ")
+            text = "".join(
+                f" {next(words)} " if i == UNK else self._processor.IdToPiece(i).replace(SPACE, " ")
+                for i in ids
+            )
         # Sentencepiece puts spaces around its sign for unk.
         return " ".join(text.split())
 
@@ -250,8 +249,7 @@ class Vocabulary:
     @cached_property
     def whole_words(self) -> bool:
         """Whether the pieces are whole words."""
-        (spec,) = (value for number, value in _fields(self._model) if number == TRAINER_SPEC)
-        return dict(_fields(spec)).get(MODEL_TYPE) == WORD
+        return has_whole_words(self._model)
 
     def _known_tag(self, sentence: str) -> tuple[list[str], str]:
         """The sentence's language tag, in a list that is empty where it has none, and the rest."""
@@ -279,35 +277,6 @@ def lower(sentence: str, tags: Container[str]) -> str:
     return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
 
 
-def _user_defined(model: bytes) -> dict[str, int]:
-    """The pieces that the user defined, and their ids; sentencepiece does not show the type."""
-    pieces = [value for number, value in _fields(model) if number == PIECES]
-    found = {}
-    for index, piece in enumerate(pieces):
-        fields = dict(_fields(piece))
-        if fields.get(TYPE) == USER_DEFINED:
-            found[fields[TEXT].decode()] = index
-    return found
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value, bytes or an int, of every field of a protobuf message."""
-    position = 0
-    value: bytes | int
-    while position < len(message):
-        tag, position = _varint(message, position)
-        if tag & 7 == 0:
-            value, position = _varint(message, position)
-        else:
-            # A value of four bytes, or a length and that many bytes.
-            length = 4
-            if tag & 7 == 2:
-                length, position = _varint(message, position)
-            value = message[position : position + length]
-            position += length
-        yield tag >> 3, value
-
-
 def _one_line_each(sentences: Iterable[str]) -> Iterator[str]:
     # Sentencepiece refuses a line end inside a sentence; from blank ones alone its versions before
     # 0.2.3 learn a vocabulary of nothing.
@@ -328,39 +297,3 @@ def _training_error(message: str, size: int) -> str:
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return "a vocabulary needs at least one sentence with text, got none"
     return f"sentencepiece could not train a vocabulary of size {size} ({message})"
-
-
-def _check_complete(model: bytes, name: str) -> None:
-    """Refuse a file that ends early.
-
-    A file cut between two top-level fields still parses. It would give a vocabulary without some
-    pieces or without the normalisation, and wrong translations instead of an error.
-    """
-    fields = set()
-    position = 0
-    while position < len(model):
-        tag, position = _varint(model, position)
-        length, position = _varint(model, position)
-        # All of ModelProto's fields are length-delimited, wire type 2.
-        if tag is None or length is None or tag & 7 != 2:
-            position = len(model) + 1
-            break
-        fields.add(tag >> 3)
-        position += length
-    if position == len(model) and {PIECES, TRAINER_SPEC, NORMALIZER_SPEC} <= fields:
-        return
-    if PIECES in fields:
-        raise DataError(f"{name}: the vocabulary is cut short or damaged ({len(model)} bytes)")
-    raise DataError(f"{name}: expected a sentencepiece model, got {len(model)} bytes of other data")
-
-
-def _varint(data: bytes, position: int) -> tuple[int | None, int]:
-    value = shift = 0
-    while position < len(data) and shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    return None, position

@@ -66,6 +66,8 @@ def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[
             content = torch.load(path, map_location="cpu", weights_only=not unsafe)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
     except NO_PICKLE as error:
         found = re.search(r"GLOBAL ([\w.]+) was|global[: ]+`?([\w.]+)`? was", str(error))
         if found and not unsafe:

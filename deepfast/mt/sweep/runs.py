@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from deepfast.memory.units import format_bytes
-from deepfast.mt.data.text import write_atomically
+from deepfast.mt.data.text import make_folder, write_atomically
 from deepfast.mt.models import build
 from deepfast.mt.training import Recipe, recipe_from_dict
 from deepfast.mt.training.recipe_file import differences
@@ -89,14 +89,14 @@ class Run:
 
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         text = json.dumps(self._settings(), indent=1)
         write_atomically(self.folder / SETTINGS, text.encode())
 
     def ended(self, code: int) -> Result:
         """The result of a process that has ended; ``failed`` says why there is none."""
         if code == 0:
-            return json.loads((self.folder / RESULT).read_text("utf-8"))
+            return read_object(self.folder / RESULT, seed=int)
         lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
         why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return {"seed": self.seed, "failed": f"{why}: {lines[-1] if lines else 'no output'}"}
@@ -106,12 +106,14 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
     """The JSON object in a file of a sweep, which has these keys with values of these types.
 
     Raises:
-        ValueError: other content.
+        ValueError: other content, or it cannot be read.
     """
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError, IsADirectoryError):
+    except (ValueError, RecursionError):
         content = None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not isinstance(content, dict) or any(
         not isinstance(content.get(key), kind) for key, kind in keys.items()
     ):
@@ -124,7 +126,7 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
 
 def read_recipe(folder: Path) -> Recipe:
     """The recipe that `Run.write` wrote; it resumes in this folder."""
-    plain = json.loads((folder / SETTINGS).read_text("utf-8"))
+    plain = read_object(folder / SETTINGS, data=dict)
     return replace(recipe_from_dict(plain), output=str(folder / "run"), resume=True)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepfast.mt.data.text import replaced
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import read_checkpoint, vocabulary_bytes
 from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
@@ -47,19 +48,12 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
         CheckpointError: the disk is full, or the folder cannot be written.
     """
     path = Path(path)
-    # In the same folder: a rename across file systems is a copy, which is not atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "wb") as stream:
+        with replaced(path) as stream:
             torch.save({"format": FORMAT, "version": VERSION} | content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:

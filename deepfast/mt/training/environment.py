@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from deepfast.mt.training.errors import RecipeError, TrainingError
+from deepfast.mt.data.text import make_folder
+from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.recipe import TrainSection
 
 
@@ -80,12 +81,12 @@ def new_folder(folder: Path) -> Iterator[None]:
 
     A folder that cannot be made is then an error before the work, and a run that never started
     leaves nothing behind.
+
+    Raises:
+        DataError: it cannot be made.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"{folder}: cannot be made ({error.strerror})") from error
+    make_folder(folder)
     try:
         yield
     except BaseException:

@@ -28,7 +28,8 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
         argument: how to choose another folder.
 
     Raises:
-        TrainingError: another process has the folder, or it cannot be made or written.
+        TrainingError: another process has the folder, or it cannot be written.
+        DataError: it cannot be made.
     """
     with new_folder(folder):
         path = folder / LOCK

@@ -122,8 +122,10 @@ def _read(name: str | Path) -> tuple[str, str]:
     if path.is_file():
         try:
             return path.read_text("utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: cannot be read ({error})") from error
+        except OSError as error:
+            raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{path}: expected UTF-8, got other bytes") from error
     shipped = recipe_names()
     stem = str(name).removesuffix(".yaml")
     if stem in shipped:

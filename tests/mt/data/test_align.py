@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 
 import pytest
+import torch
 
 from deepfast.mt.data import align
 from deepfast.mt.data.align import TIE, Aligner
@@ -93,3 +94,15 @@ def test_words_that_were_not_in_the_text_have_no_link():
     assert aligner.links([(["new"], ["neu"]), ([], ["Baum"]), (["tree"], ["Baum"])]) == [
         [], [], [(0, 0)]
     ]  # fmt: skip
+
+
+def test_time_is_linear_in_different_pairs_and_memory_does_not_grow_with_equal_ones(monkeypatch):
+    monkeypatch.setattr(align, "AT_ONCE", 1)
+    sizes, unique = [], torch.unique
+    monkeypatch.setattr(torch, "unique", lambda keys: sizes.append(len(keys)) or unique(keys))
+    pairs = [([f"a{n}"], [f"b{n}"]) for n in range(500)]
+    assert len(Aligner(pairs, 0)._keys) == 500
+    assert sum(sizes) < 5 * 500
+    sizes.clear()
+    Aligner([(["a"], ["b"])] * 500, 0)
+    assert max(sizes) < 5

@@ -151,6 +151,12 @@ def test_write_atomically_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_file_below_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/out: cannot be written \(Not a directory\)"):
+        write_atomically(tmp_path / "file" / "out", b"new")
+
+
 @pytest.mark.parametrize("name", ["text", "text.gz"])
 def test_lines_that_are_written_read_back(tmp_path, name):
     lines = ["Grüße", "", "zwei"]

@@ -15,7 +15,7 @@ from deepfast.mt.data import (
     split_tag,
     tag_of,
 )
-from deepfast.mt.data.vocabulary import NORMALIZER_SPEC, TRAINER_SPEC, _varint
+from deepfast.mt.data.sentencepiece_model import NORMALIZER_SPEC, TRAINER_SPEC, _varint
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -50,6 +50,14 @@ def test_decode_drops_specials_and_shows_unknown(vocabulary):
     assert vocabulary.decode([2, *ids, 3, 0, 0]) == "the dog"
     assert vocabulary.decode(torch.tensor([2, *ids, 3, 0])) == "the dog"
     assert vocabulary.decode([*ids, 1]) == "the dog ⁇"
+
+
+def test_decode_replaces_each_unknown(vocabulary):
+    ids = [1, *vocabulary.encode("dog"), 1]
+    assert vocabulary.decode(ids, unknown=["a▁b", ""]) == "a▁b dog"
+    for words in ([], ["a"], ["a", "b", "c"]):
+        with pytest.raises(DataError, match=f"words for 2 unks, got {len(words)}"):
+            vocabulary.decode(ids, unknown=words)
 
 
 @pytest.mark.parametrize("bad", [-1, 100])

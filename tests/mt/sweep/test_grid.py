@@ -126,3 +126,19 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
     expected = run.recipe.to_dict() | {"resume": True, "output": recipe.output}
     assert recipe.to_dict() == expected
     assert run.result() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model"', "settings.json: expected what deepfast sweep writes, got other content"),
+        ("[1]", "settings.json: expected what deepfast sweep writes, got other content"),
+        ("{}", "settings.json: expected what deepfast sweep writes, got other content"),
+        (None, r"settings.json: cannot be read \(No such file or directory\)"),
+    ],
+)
+def test_a_process_refuses_another_recipe(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_recipe(tmp_path)

@@ -1,0 +1,54 @@
+"""What commands check of their outputs before they work."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+PICTURES = (".svg", ".png")
+
+
+def replaces(output: Path, source: str | Path) -> bool:
+    """Whether writing the output would replace what was read from the source: that file or, for a
+    checkpoint folder, a part of it."""
+    source = Path(source)
+    if source.is_dir():
+        return output.resolve().parent == source.resolve()
+    return output.is_file() and source.exists() and output.samefile(source)
+
+
+def check_other(output: Path, sources: Iterable[str | Path], is_read: str = "is read") -> None:
+    """Refuses an output that replaces one of the sources."""
+    for source in sources:
+        if replaces(output, source):
+            raise ValueError(
+                f"--output: expected another file than {source}, which {is_read}, got {output}"
+            )
+
+
+def check_keeps_run(output: Path, checkpoint: str, content: dict) -> None:
+    """Refuses to replace the checkpoint that has this content, if a run can resume from it. A
+    folder is always one of a run."""
+    if "training" in content or Path(checkpoint).is_dir():
+        check_other(output, [checkpoint], "a run can resume from")
+
+
+def checkpoint_output(path: str) -> Path:
+    """The file to write a checkpoint to: what a link points to; the link stays."""
+    from deepfast.mt.data.text import check_writable
+
+    output = Path(path).resolve()
+    check_writable(output)
+    if output.exists() and not output.is_file():
+        raise ValueError(f"{output}: expected a file, got a pipe or a device")
+    return output
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Refuses a file that no picture can be written to; None is no picture."""
+    if path is None:
+        return
+    if path.suffix not in PICTURES:
+        raise ValueError(f"{option}: expected a file ending in .svg or .png, got {path}")
+    # torch takes a second to import.
+    from deepfast.mt.data.text import check_writable
+
+    check_writable(path)

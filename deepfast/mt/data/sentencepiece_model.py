@@ -1,0 +1,86 @@
+"""What sentencepiece does not tell of its model: read from the file, a protobuf message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepfast.mt.data.errors import DataError
+
+# Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
+PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
+# Fields of a piece, and the type of a piece that the user defined.
+TEXT, TYPE, USER_DEFINED = 1, 3, 4
+# A field of the trainer spec, and its value for a vocabulary of whole words.
+MODEL_TYPE, WORD = 3, 3
+
+
+def check_complete(model: bytes, name: str) -> None:
+    """Refuses a file that ends early; `name` is what the error calls it.
+
+    A file cut between two top-level fields still parses. It would give a vocabulary without some
+    pieces or without the normalisation, and wrong translations instead of an error.
+    """
+    fields = set()
+    position = 0
+    while position < len(model):
+        tag, position = _varint(model, position)
+        length, position = _varint(model, position)
+        # All of ModelProto's fields are length-delimited, wire type 2.
+        if tag is None or length is None or tag & 7 != 2:
+            position = len(model) + 1
+            break
+        fields.add(tag >> 3)
+        position += length
+    if position == len(model) and {PIECES, TRAINER_SPEC, NORMALIZER_SPEC} <= fields:
+        return
+    if PIECES in fields:
+        raise DataError(f"{name}: the vocabulary is cut short or damaged ({len(model)} bytes)")
+    raise DataError(f"{name}: expected a sentencepiece model, got {len(model)} bytes of other data")
+
+
+def user_defined(model: bytes) -> dict[str, int]:
+    """The pieces that the user defined, and their ids; sentencepiece does not show the type."""
+    pieces = [value for number, value in _fields(model) if number == PIECES]
+    found = {}
+    for index, piece in enumerate(pieces):
+        fields = dict(_fields(piece))
+        if fields.get(TYPE) == USER_DEFINED:
+            found[fields[TEXT].decode()] = index
+    return found
+
+
+def has_whole_words(model: bytes) -> bool:
+    """Whether the pieces are whole words."""
+    (spec,) = (value for number, value in _fields(model) if number == TRAINER_SPEC)
+    return dict(_fields(spec)).get(MODEL_TYPE) == WORD
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value, bytes or an int, of every field of a protobuf message."""
+    position = 0
+    value: bytes | int
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+        else:
+            # A value of eight or four bytes, or a length and that many bytes.
+            length = 8 if tag & 7 == 1 else 4
+            if tag & 7 == 2:
+                length, position = _varint(message, position)
+            value = message[position : position + length]
+            position += length
+        yield tag >> 3, value
+
+
+def _varint(data: bytes, position: int) -> tuple[int | None, int]:
+    value = shift = 0
+    while position < len(data) and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return None, position
