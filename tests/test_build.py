@@ -77,7 +77,9 @@ def test_one_file_per_op():
         r'm\.impl\("(\w+)"', "".join(p.read_text() for p in (CSRC / "cpu").glob("*.cpp"))
     )
     launches = {f for op in ops for f in backend.OPS[op]}
-    assert sorted(registered) == sorted({*launches, "advise_states", "best_tokens", "cached_attention"})
+    assert sorted(registered) == sorted(
+        {*launches, "advise_states", "best_tokens", "cached_attention"}
+    )
 
 
 def test_kernels_use_no_standard_templates():

@@ -26,8 +26,53 @@ int64_t seen_columns(const CachedAttention& op, int64_t row, int64_t* seen) {
   return count;
 }
 
-// exp(x - max) of `count` scores, written over them, and their sum. The scores end with values of
-// -inf up to a whole vector.
+#if defined(DEEPFAST_SHUFFLE)
+template <class V, int... I>
+DEEPFAST_INLINE V sums_of_pairs(V a, V b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+// Lane j is the sum of the lanes of v[j].
+template <class A, int N, int Left = N>
+DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(vec_t<A, N>* v) {
+  if constexpr (Left == 1) {
+    return v[0];
+  } else {
+    DEEPFAST_UNROLL
+    for (int j = 0; j < Left / 2; ++j)
+      v[j] = sums_of_pairs(v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
+    return sums_of_lanes<A, N, Left / 2>(v);
+  }
+}
+#else
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(const vec_t<A, N>* v) {
+  vec_t<A, N> sums;
+  for (int j = 0; j < N; ++j) sums[j] = sum_lanes<A, N>(v[j]);
+  return sums;
+}
+#endif
+
+// The products of q with as many rows of keys as a vector has lanes.
+template <class T, class A = compute_t<T>>
+DEEPFAST_INLINE vec_t<A, kLanes<A>> products(const T* q, const T* keys, const int64_t* seen,
+                                             int64_t column, int64_t d) {
+  constexpr int N = kLanes<A>;
+  const T* k[N];
+  for (int j = 0; j < N; ++j) k[j] = keys + seen[j] * column;
+  vec_t<A, N> parts[N] = {}, tail = {};
+  int64_t i = 0;
+  for (; i + N <= d; i += N) {
+    const auto x = load(Lanes<N>{}, q + i);
+    DEEPFAST_UNROLL
+    for (int j = 0; j < N; ++j) parts[j] += x * load(Lanes<N>{}, k[j] + i);
+  }
+  for (; i < d; ++i)
+    for (int j = 0; j < N; ++j)
+      tail[j] += load(Lanes<1>{}, q + i)[0] * load(Lanes<1>{}, k[j] + i)[0];
+  return sums_of_lanes<A, N>(parts) + tail;
+}
+
+// exp(x - max) of scores, written over them, and their sum; they are whole vectors.
 template <class A>
 DEEPFAST_INLINE A softmax(A* scores, int64_t count) {
   constexpr int N = kLanes<A>;
@@ -41,16 +86,32 @@ DEEPFAST_INLINE A softmax(A* scores, int64_t count) {
   return sum.total();
 }
 
+// W vectors of the sum of the values by their weights, times `factor`.
+template <int W, class T, class A, int N>
+DEEPFAST_INLINE void weighted(Lanes<N> lanes, const T* values, const int64_t* seen, int64_t column,
+                              const A* weights, int64_t count, A factor, T* out) {
+  vec_t<A, N> sums[W] = {};
+  for (int64_t n = 0; n < count; ++n) {
+    const T* v = values + seen[n] * column;
+    DEEPFAST_UNROLL
+    for (int w = 0; w < W; ++w) sums[w] += load(lanes, v + w * N) * weights[n];
+  }
+  DEEPFAST_UNROLL
+  for (int w = 0; w < W; ++w) store(lanes, out + w * N, sums[w] * factor);
+}
+
 template <class T>
 void attend_cached(const CachedAttention& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   constexpr int N = kLanes<A>;
   const int64_t d = op.width, shared = op.heads / op.groups;
   const A scale = static_cast<A>(1 / __builtin_sqrt(static_cast<double>(d)));
-  Scratch<int64_t> seen(op.count);
-  Scratch<A> scores(op.count + N), query(d);
+  Scratch<int64_t> seen(op.count + N);
+  Scratch<A> scores(op.count + N);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t sentence = op.sentence[row], count = seen_columns(op, row, seen);
+    const int64_t whole = (count + N - 1) / N * N;
+    for (int64_t n = count; n < whole; ++n) seen[n] = seen[count - 1];
     const T* q = row_of<T>(op.q, row);
     T* out = row_of<T>(op.out, row);
     for (int64_t h = 0; h < op.heads; ++h, q += d, out += d) {
@@ -63,25 +124,21 @@ void attend_cached(const CachedAttention& op, int64_t begin, int64_t end) {
         memcpy(keys + own * op.keys.column, row_of<T>(op.key, row) + g * d, d * sizeof(T));
         memcpy(values + own * op.values.column, row_of<T>(op.value, row) + g * d, d * sizeof(T));
       }
-      for_lanes<A>(
-          d, [&](auto lanes, int64_t i) { store(lanes, query + i, load(lanes, q + i) * scale); });
-      for (int64_t n = 0; n < count; ++n) {
-        const T* k = keys + seen[n] * op.keys.column;
-        RowSum<A> dot;
-        for_lanes<A>(d, [&](auto lanes, int64_t i) {
-          dot.add(load(lanes, query + i) * load(lanes, k + i));
-        });
-        scores[n] = dot.total();
-      }
-      const int64_t padded = (count + N - 1) / N * N;
-      for (int64_t n = count; n < padded; ++n) scores[n] = -A(__builtin_inf());
-      const A total = softmax<A>(scores, padded), factor = count == 0 ? A(0) : 1 / total;
-      for_lanes<A>(d, [&](auto lanes, int64_t i) {
-        auto sum = broadcast(lanes, A(0));
-        for (int64_t n = 0; n < count; ++n)
-          sum += load(lanes, values + seen[n] * op.values.column + i) * scores[n];
-        store(lanes, out + i, sum * factor);
-      });
+      for (int64_t n = 0; n < whole; n += N)
+        store(Lanes<N>{}, scores + n, products(q, keys, seen + n, op.keys.column, d) * scale);
+      for (int64_t n = count; n < whole; ++n) scores[n] = -A(__builtin_inf());
+      const A total = softmax<A>(scores, whole), factor = count == 0 ? A(0) : 1 / total;
+      int64_t i = 0;
+      const auto add = [&](auto vectors, auto lanes) {
+        constexpr int W = decltype(vectors)::n, M = decltype(lanes)::n;
+        for (; i + W * M <= d; i += W * M)
+          weighted<W>(lanes, values + i, seen, op.values.column, scores.get(), count, factor,
+                      out + i);
+      };
+      add(Lanes<4>{}, Lanes<N>{});
+      add(Lanes<2>{}, Lanes<N>{});
+      add(Lanes<1>{}, Lanes<N>{});
+      add(Lanes<1>{}, Lanes<1>{});
     }
   }
 }

@@ -103,9 +103,8 @@ DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
     const auto x = load(Lanes<1>{}, row + i);
     tail = x > tail ? x : tail;
   }
-  A most = tail[0];
-  for (int lane = 0; lane < N; ++lane) most = wide[lane] > most ? wide[lane] : most;
-  return most;
+  const A most = max_lanes<A, N>(wide);
+  return most > tail[0] ? most : tail[0];
 }
 
 template <class A>

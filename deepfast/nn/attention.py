@@ -207,7 +207,9 @@ class MultiheadAttention(nn.Module):
             (T, D), before dropout and residual.
         """
         if self._compiled(x_TD, packing, encoded, cache):
-            return gated(self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate)
+            return gated(
+                self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate
+            )
         encoded_packing = encoded_packing or packing
         xs = (x_TD,) if isinstance(x_TD, Tensor) else x_TD
         if isinstance(encoded, tuple):

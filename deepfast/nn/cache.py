@@ -101,6 +101,8 @@ class KeyValueCache:
     """(B, C, 2 G d): the columns from ``first`` on, then room for more."""
     first: int = 0
     """How many columns were dropped, because no window reaches them any more."""
+    views: tuple[Tensor, ...] | None = None
+    """All of ``key_value`` as keys and values (B, G, C, d), made where they are needed."""
 
     def room(self, like: Tensor, groups: int, channels: int, left: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, G, N, d) of the last ``left`` positions, of all where it is -1, and
@@ -114,7 +116,7 @@ class KeyValueCache:
             if old is not None:
                 kept = old[:, reached - self.first : at.columns - width - self.first]
                 self.key_value[:, : kept.shape[1]] = kept
-            self.first = reached
+            self.first, self.views = reached, None
         filled = self.key_value[:, reached - self.first : at.columns - self.first]
         k, v = filled.view(*filled.shape[:2], 2, groups, channels).permute(2, 0, 3, 1, 4)
         return k, v
@@ -137,18 +139,20 @@ class KeyValueCache:
         """What `cached_attention` returns for the hypotheses' position, which it adds: q (R, H d),
         key and value (R, G d)."""
         at, channels = self.hypotheses, q.shape[1] // heads
-        k, v = self.room(q, key.shape[1] // channels, channels, left)
-        columns = at.seen
-        if left >= 0:
-            position = at.reached(left)
-            columns = columns[:, position:] - at.starts[position]
+        if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
+            self.room(q, key.shape[1] // channels, channels, left)
+        if self.views is None:
+            views = self.key_value.unflatten(2, (2, -1, channels)).permute(2, 0, 3, 1, 4)
+            self.views = views.unbind()
+        columns = at.seen if left < 0 else at.seen[:, at.reached(left) :] - self.first
         sentences = at.packing.sentences(q.device)
-        return cached_attention(q, k, v, sentences, new=(key, value), columns=columns)
+        return cached_attention(q, *self.views, sentences, new=(key, value), columns=columns)
 
     def keep(self, sentences: Tensor) -> None:
         """Keeps these sentences of the batch."""
         if self.key_value is not None:
             self.key_value = self.key_value.index_select(0, sentences)
+            self.views = None
 
 
 @dataclass
@@ -162,6 +166,8 @@ class DecoderCache:
     """Of latent depth, the same for all steps."""
     hypotheses: Hypotheses
     layers: list[KeyValueCache] = field(init=False)
+    steps: list | None = None
+    """See `deepfast.nn.step.layer_steps`; None before the first step."""
 
     def __post_init__(self) -> None:
         self.layers = [KeyValueCache(self.hypotheses) for _ in self.encoded]
