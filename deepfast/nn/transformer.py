@@ -13,8 +13,8 @@ from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_lay
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.step import layer_steps
-from deepfast.ops.decoding import compiled
 from deepfast.ops.attention import Window
+from deepfast.ops.decoding import compiled
 
 
 class _Stack(nn.Module):

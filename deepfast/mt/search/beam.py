@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,8 +149,7 @@ def _search(
             tokens_R = torch.tensor(chosen, device=device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Node:
+class _Node(NamedTuple):
     """The last token of a hypothesis and the hypothesis before it."""
 
     token: int
@@ -175,11 +175,6 @@ class _Sentence:
         """(log P, last node), best first."""
         self.finished: list[Hypothesis] = []
         """Best first, at most nbest."""
-
-    @property
-    def ends(self) -> bool:
-        """Whether eos must come next."""
-        return self.length == self.limit
 
     def advance(self, continuations: list[tuple[float, int, int]]) -> list[int]:
         """Takes the best continuations: log P, the live hypothesis, the token; best first.
@@ -242,20 +237,24 @@ def _continuations(
             "beam_search: expected finite logits from the model, got NaN or infinity"
         )
     beam, eos_id = active[0].options.beam, active[0].eos_id
-    live = [(i, slot) for i, sentence in enumerate(active) for slot in range(len(sentence.live))]
-    ending = [row for row, (i, _) in enumerate(live) if active[i].ends]
+    ending, places = [], []
+    for number, sentence in enumerate(active):
+        rows, first = len(sentence.live), number * beam
+        if sentence.length == sentence.limit:
+            ending += range(len(places), len(places) + rows)
+        places += range(first, first + rows)
     if ending:
+        # Only eos may come next.
         values_RK[ending], tokens_RK[ending] = -math.inf, eos_id
         values_RK[ending, 0] = eos_R[ending]
     before = [log_prob for sentence in active for log_prob, _ in sentence.live]
     total_RK = values_RK + values_RK.new_tensor(before, dtype=torch.float64).unsqueeze(1)
     count = values_RK.shape[1]
-    if len(live) < len(active) * beam:
+    if len(places) < len(active) * beam:
         # An empty place in a beam has no continuation.
-        places = torch.tensor([i * beam + slot for i, slot in live], device=total_RK.device)
-        rows = total_RK
-        total_RK = rows.new_full((len(active) * beam, count), -math.inf)
-        total_RK[places] = rows
+        every = total_RK.new_full((len(active) * beam, count), -math.inf)
+        every[places] = total_RK
+        total_RK = every
     best, order = total_RK.view(len(active), -1).sort(dim=1, descending=True, stable=True)
     tokens, row, found = tokens_RK.tolist(), 0, []
     for sentence, values, places in zip(
