@@ -104,36 +104,48 @@ template <class T>
 void attend_cached(const CachedAttention& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   constexpr int N = kLanes<A>;
-  const int64_t d = op.width, shared = op.heads / op.groups;
+  const int64_t d = op.width, shared = op.heads / op.groups, room = op.count + N;
   const A scale = static_cast<A>(1 / __builtin_sqrt(static_cast<double>(d)));
-  Scratch<int64_t> seen(op.count + N);
-  Scratch<A> scores(op.count + N);
+  Scratch<int64_t> seen(room);
+  Scratch<A> scores(op.heads * room), factors(op.heads);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t sentence = op.sentence[row], count = seen_columns(op, row, seen);
     const int64_t whole = (count + N - 1) / N * N;
     for (int64_t n = count; n < whole; ++n) seen[n] = seen[count - 1];
-    const T* q = row_of<T>(op.q, row);
-    T* out = row_of<T>(op.out, row);
-    for (int64_t h = 0; h < op.heads; ++h, q += d, out += d) {
-      const int64_t g = h / shared;
-      T* keys = static_cast<T*>(op.keys.data) + op.keys.at(sentence, g);
-      T* values = static_cast<T*>(op.values.data) + op.values.at(sentence, g);
-      if (op.key.data != nullptr && h % shared == 0) {
-        // The new column of this row.
-        const int64_t own = seen[count - 1];
-        memcpy(keys + own * op.keys.column, row_of<T>(op.key, row) + g * d, d * sizeof(T));
-        memcpy(values + own * op.values.column, row_of<T>(op.value, row) + g * d, d * sizeof(T));
+    const auto head_of = [&](const CacheView& cache, int64_t h) {
+      return static_cast<T*>(cache.data) + cache.at(sentence, h / shared);
+    };
+    if (op.key.data != nullptr) {
+      // The new column of this row.
+      for (int64_t h = 0; h < op.heads; h += shared) {
+        const int64_t from = h / shared * d, own = seen[count - 1];
+        memcpy(head_of(op.keys, h) + own * op.keys.column, row_of<T>(op.key, row) + from,
+               d * sizeof(T));
+        memcpy(head_of(op.values, h) + own * op.values.column, row_of<T>(op.value, row) + from,
+               d * sizeof(T));
       }
+    }
+    // Step by step for all heads: those of one head wait for each other, those of several do not.
+    for (int64_t h = 0; h < op.heads; ++h) {
+      A* of_head = scores + h * room;
+      const T *q = row_of<T>(op.q, row) + h * d, *keys = head_of(op.keys, h);
       for (int64_t n = 0; n < whole; n += N)
-        store(Lanes<N>{}, scores + n, products(q, keys, seen + n, op.keys.column, d) * scale);
-      for (int64_t n = count; n < whole; ++n) scores[n] = -A(__builtin_inf());
-      const A total = softmax<A>(scores, whole), factor = count == 0 ? A(0) : 1 / total;
+        store(Lanes<N>{}, of_head + n, products(q, keys, seen + n, op.keys.column, d) * scale);
+      for (int64_t n = count; n < whole; ++n) of_head[n] = -A(__builtin_inf());
+    }
+    for (int64_t h = 0; h < op.heads; ++h) {
+      const A total = softmax<A>(scores + h * room, whole);
+      factors[h] = count == 0 ? A(0) : 1 / total;
+    }
+    for (int64_t h = 0; h < op.heads; ++h) {
+      const T* values = head_of(op.values, h);
+      T* out = row_of<T>(op.out, row) + h * d;
       int64_t i = 0;
       const auto add = [&](auto vectors, auto lanes) {
         constexpr int W = decltype(vectors)::n, M = decltype(lanes)::n;
         for (; i + W * M <= d; i += W * M)
-          weighted<W>(lanes, values + i, seen, op.values.column, scores.get(), count, factor,
-                      out + i);
+          weighted<W>(lanes, values + i, seen, op.values.column, scores + h * room, count,
+                      factors[h], out + i);
       };
       add(Lanes<4>{}, Lanes<N>{});
       add(Lanes<2>{}, Lanes<N>{});

@@ -1,9 +1,10 @@
 """What decoding keeps from one position to the next.
 
 The rows of a batch are hypotheses, some of each sentence. Their keys and values are kept once for
-each sentence, in the order in which they came, and a mask says which of them a hypothesis sees. So
-hypotheses are reordered by changing that mask alone, and those of one sentence read the keys of
-the encoder's output together.
+each sentence, in the order in which they came, and a table says which of them a hypothesis sees. So
+hypotheses are reordered by changing that table alone, and those of one sentence read the keys of
+the encoder's output together. On a CPU attention reads the columns in the table; elsewhere torch's
+SDPA reads all columns under a mask.
 """
 
 from collections.abc import Sequence

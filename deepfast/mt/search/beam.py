@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,7 +135,7 @@ def _search(
             rows = len(sentence.live)
             before += [index] * rows
             parents += [row + slot for slot in sentence.advance(found)]
-            chosen += [node.token for _, node in sentence.live]
+            chosen += [node[0] for _, node in sentence.live]
             after += [index] * len(sentence.live)
             row += rows
         active = [sentence for sentence in active if sentence.live]
@@ -149,18 +148,16 @@ def _search(
             tokens_R = torch.tensor(chosen, device=device)
 
 
-class _Node(NamedTuple):
-    """The last token of a hypothesis and the hypothesis before it."""
+_Node = tuple[int, "_Node | None"]
+"""The last token of a hypothesis and the hypothesis before it."""
 
-    token: int
-    before: "_Node | None"
 
-    def path(self) -> tuple[int, ...]:
-        tokens, node = [], self
-        while node is not None:
-            tokens.append(node.token)
-            node = node.before
-        return tuple(reversed(tokens))
+def _path(node: _Node | None) -> tuple[int, ...]:
+    tokens = []
+    while node is not None:
+        token, node = node
+        tokens.append(token)
+    return tuple(reversed(tokens))
 
 
 class _Sentence:
@@ -183,15 +180,16 @@ class _Sentence:
             For each hypothesis live now the place of the one it continues.
         """
         self.length += 1
-        live, slots = [], []
+        old, eos_id = self.live, self.eos_id
         for log_prob, slot, token in continuations:
-            before = self.live[slot][1]
-            if token == self.eos_id:
-                self._finish(log_prob, before)
-            else:
-                live.append((log_prob, _Node(token, before)))
-                slots.append(slot)
-        self.live = live
+            if token == eos_id:
+                self._finish(log_prob, old[slot][1])
+        self.live = [
+            (log_prob, (token, old[slot][1]))
+            for log_prob, slot, token in continuations
+            if token != eos_id
+        ]
+        slots = [slot for _, slot, token in continuations if token != eos_id]
         if self._done():
             self.live, slots = [], []
         if not self.live and not self.finished:
@@ -208,8 +206,7 @@ class _Sentence:
         while place and self.finished[place - 1].score < score:
             place -= 1
         if place < nbest:
-            path = () if node is None else node.path()
-            self.finished.insert(place, Hypothesis(path, score, log_prob))
+            self.finished.insert(place, Hypothesis(_path(node), score, log_prob))
             del self.finished[nbest:]
 
     def _done(self) -> bool:
