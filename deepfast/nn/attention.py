@@ -206,7 +206,7 @@ class MultiheadAttention(nn.Module):
         Returns:
             (T, D), before dropout and residual.
         """
-        if self._compiled(x_TD, packing, encoded, cache):
+        if isinstance(x_TD, Tensor) and self._compiled(x_TD, packing, encoded, cache):
             return gated(
                 self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate
             )
@@ -251,12 +251,12 @@ class MultiheadAttention(nn.Module):
             o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
 
-    def _compiled(self, x, packing: Packing, encoded, cache: KeyValueCache | None) -> bool:
+    def _compiled(self, x: Tensor, packing: Packing, encoded, cache: KeyValueCache | None) -> bool:
         """Whether the compiled op for few queries a sentence serves a call of `forward`."""
         if cache is None and not (isinstance(encoded, tuple) and encoded[0].dim() == 4):
             return False
         few = packing.length <= FEW and not (self.training and self.dropout)
-        return few and isinstance(x, Tensor) and decoding.compiled(x, self.backend)
+        return few and decoding.compiled(x, self.backend)
 
     def _decode(
         self, x_TD: Tensor, packing: Packing, encoded, encoded_packing, cache: KeyValueCache | None
@@ -266,7 +266,8 @@ class MultiheadAttention(nn.Module):
             check_dtype("MultiheadAttention", "x", x_TD, self.query)
             q, sentences = self.query(x_TD), packing.sentences(x_TD.device)
             padding = encoded_packing.padding
-            return decoding.cached_attention(q, *encoded, sentences, padding=padding)
+            keys, values = encoded
+            return decoding.cached_attention(q, keys, values, sentences, padding=padding)
         check_dtype("MultiheadAttention", "x", x_TD, self.query_key_value)
         q, k, v = self.query_key_value(x_TD).split(self._shares("query_key_value"), -1)
         return cache.attend(q, k, v, self.heads, self.window[0])

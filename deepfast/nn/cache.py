@@ -102,7 +102,7 @@ class KeyValueCache:
     """(B, C, 2 G d): the columns from ``first`` on, then room for more."""
     first: int = 0
     """How many columns were dropped, because no window reaches them any more."""
-    views: tuple[Tensor, ...] | None = None
+    views: tuple[Tensor, Tensor] | None = None
     """All of ``key_value`` as keys and values (B, G, C, d), made where they are needed."""
 
     def room(self, like: Tensor, groups: int, channels: int, left: int) -> tuple[Tensor, Tensor]:
@@ -143,8 +143,9 @@ class KeyValueCache:
         if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
             self.room(q, key.shape[1] // channels, channels, left)
         if self.views is None:
+            assert self.key_value is not None
             views = self.key_value.unflatten(2, (2, -1, channels)).permute(2, 0, 3, 1, 4)
-            self.views = views.unbind()
+            self.views = views[0], views[1]
         columns = at.seen if left < 0 else at.seen[:, at.reached(left) :] - self.first
         sentences = at.packing.sentences(q.device)
         return cached_attention(q, *self.views, sentences, new=(key, value), columns=columns)

@@ -21,14 +21,16 @@ from deepfast.ops.decoding import cached_attention
 from deepfast.reference.layer_norm import compute_dtype
 
 
-def layer_steps(layers: Sequence[nn.Module], x_BD: Tensor) -> list["LayerStep | None"]:
+def layer_steps(
+    layers: Sequence[TransformerDecoderLayer], x_BD: Tensor
+) -> list["LayerStep | None"]:
     """For each layer its step; None for one that must run as it is: one with hooks, with parts of
     other types, in training, or that x_BD does not suit. `compiled` must hold of x_BD."""
     return [LayerStep(layer, x_BD) if _serves(layer, x_BD) else None for layer in layers]
 
 
-def _serves(layer: nn.Module, x: Tensor) -> bool:
-    kinds = {
+def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
+    kinds: dict[str, type[nn.Module]] = {
         "": TransformerDecoderLayer, "attention": MultiheadAttention,
         "cross_attention": MultiheadAttention, "feed_forward": FeedForward,
     }  # fmt: skip
@@ -85,7 +87,8 @@ class LayerStep:
         a = F.linear(cache.attend(q, k, v, self.heads, self.left), *self.out)
         n = self._norm(0, a, x)
         q, sentences = F.linear(n, *self.query), packing.sentences(x.device)
-        c = cached_attention(q, *encoded, sentences, padding=encoded_packing.padding)
+        keys, values = encoded
+        c = cached_attention(q, keys, values, sentences, padding=encoded_packing.padding)
         c = F.linear(c, *self.cross_out)
         n = self._norm(1, c, n if self.post else a)
         h = F.linear(n, self.up)

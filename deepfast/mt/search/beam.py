@@ -234,7 +234,8 @@ def _continuations(
             "beam_search: expected finite logits from the model, got NaN or infinity"
         )
     beam, eos_id = active[0].options.beam, active[0].eos_id
-    ending, places = [], []
+    ending: list[int] = []
+    places: list[int] = []
     for number, sentence in enumerate(active):
         rows, first = len(sentence.live), number * beam
         if sentence.length == sentence.limit:
