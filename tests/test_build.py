@@ -66,7 +66,8 @@ def test_one_file_per_op():
     names = {op: "cross_entropy" if op == "linear_cross_entropy" else op for op in ops}
     wanted = {f"{name}{end}.cpp" for name in names.values() for end in ("", "_kernel")}
     # The far passes of attention over depth.
-    assert files == wanted | {"dispatch.cpp", "attend_kernel.cpp"}
+    extra = {"dispatch.cpp", "attend_kernel.cpp", "decoding.cpp", "decoding_kernel.cpp"}
+    assert files == wanted | extra
     for name in names.values():
         text = (CSRC / "cpu" / f"{name}.cpp").read_text()
         assert text.count("STABLE_TORCH_LIBRARY_IMPL(deepfast, CPU") == 1
@@ -76,7 +77,9 @@ def test_one_file_per_op():
         r'm\.impl\("(\w+)"', "".join(p.read_text() for p in (CSRC / "cpu").glob("*.cpp"))
     )
     launches = {f for op in ops for f in backend.OPS[op]}
-    assert sorted(registered) == sorted({*launches, "advise_states"})
+    assert sorted(registered) == sorted(
+        {*launches, "advise_states", "best_tokens", "cached_attention"}
+    )
 
 
 def test_kernels_use_no_standard_templates():

@@ -13,26 +13,6 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// The largest value of a row. A NaN is skipped here; the sums then become NaN.
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
-  constexpr int N = kLanes<A>;
-  auto wide = broadcast(Lanes<N>{}, A(-__builtin_inf()));
-  auto tail = broadcast(Lanes<1>{}, A(-__builtin_inf()));
-  int64_t i = 0;
-  for (; i + N <= n; i += N) {
-    const auto x = load(Lanes<N>{}, row + i);
-    wide = x > wide ? x : wide;
-  }
-  for (; i < n; ++i) {
-    const auto x = load(Lanes<1>{}, row + i);
-    tail = x > tail ? x : tail;
-  }
-  A most = tail[0];
-  for (int lane = 0; lane < N; ++lane) most = wide[lane] > most ? wide[lane] : most;
-  return most;
-}
-
 template <class T>
 void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;

@@ -218,6 +218,38 @@ struct CrossEntropy {
   void *loss, *nll;       // (T)
 };
 
+// Cached keys or values (B, G, N, d) with contiguous channels.
+struct CacheView {
+  void* data;
+  int64_t batch, group, column;  // strides
+  int64_t at(int64_t sentence, int64_t g) const { return sentence * batch + g * group; }
+};
+
+// Attention of one position of each hypothesis, a row, to the cached keys of its sentence. With
+// `columns` the row's own key and value are first written to the last of its columns.
+struct CachedAttention {
+  Storage storage;
+  int64_t heads, groups, width, count;  // count: columns that a row sees at most
+  Matrix q, out;                        // (R, H d)
+  Matrix key, value;                    // (R, G d) or null
+  CacheView keys, values;
+  const int64_t* sentence;  // (R)
+  const int64_t* columns;   // (R, count), or null for all columns without padding
+  int64_t columns_stride;
+  const uint8_t* padding;  // (B, count) or null
+};
+
+// The largest log-probabilities of each row of logits, best first, equal ones by token.
+struct BestTokens {
+  Storage storage;
+  int64_t vocabulary, count, eos, bans;
+  const int64_t* banned;  // [bans], tokens that are left out
+  Matrix logits;          // (R, V)
+  void* values;           // (R, count), -inf where there are no more tokens
+  int64_t* tokens;        // (R, count), then -1
+  void* of_eos;           // (R), the log-probability of eos
+};
+
 // An LSTM layer with peepholes over (T, B) positions, and its backward. The packed weight consists
 // of panels, each with 4 * kPanel values for each of `depth` rows. Forward packs the four gates of
 // kPanel channels, backward 4 * kPanel channels of the transposed weight.
@@ -257,6 +289,8 @@ constexpr int64_t kPanelBytes = 64;
   KERNEL(activation_forward, Activation)                     \
   KERNEL(activation_backward, Activation)                    \
   KERNEL(cross_entropy, CrossEntropy)                        \
+  KERNEL(cached_attention, CachedAttention)                  \
+  KERNEL(best_tokens, BestTokens)                            \
   KERNEL(peephole_lstm_pack, PeepholeLstm)                   \
   KERNEL(peephole_lstm_pack_transposed, PeepholeLstm)        \
   KERNEL(peephole_lstm_forward, PeepholeLstm)                \

@@ -88,6 +88,25 @@ inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) 
   });
 }
 
+// The largest value of a row. A NaN is skipped; sums over the row become NaN.
+template <class T, class A = compute_t<T>>
+DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
+  constexpr int N = kLanes<A>;
+  auto wide = broadcast(Lanes<N>{}, A(-__builtin_inf()));
+  auto tail = broadcast(Lanes<1>{}, A(-__builtin_inf()));
+  int64_t i = 0;
+  for (; i + N <= n; i += N) {
+    const auto x = load(Lanes<N>{}, row + i);
+    wide = x > wide ? x : wide;
+  }
+  for (; i < n; ++i) {
+    const auto x = load(Lanes<1>{}, row + i);
+    tail = x > tail ? x : tail;
+  }
+  const A most = max_lanes<A, N>(wide);
+  return most > tail[0] ? most : tail[0];
+}
+
 template <class A>
 struct Moments {
   A mean, rstd;

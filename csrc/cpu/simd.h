@@ -254,7 +254,22 @@ DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
   else
     return sum_lanes<A, N, By / 2>(v + rotate_lanes<By>(v, std::make_integer_sequence<int, N>{}));
 }
+template <class A, int N, int By = N / 2>
+DEEPFAST_INLINE A max_lanes(vec_t<A, N> v) {
+  if constexpr (By == 0) {
+    return v[0];
+  } else {
+    const auto other = rotate_lanes<By>(v, std::make_integer_sequence<int, N>{});
+    return max_lanes<A, N, By / 2>(v > other ? v : other);
+  }
+}
 #else
+template <class A, int N>
+DEEPFAST_INLINE A max_lanes(vec_t<A, N> v) {
+  A most = v[0];
+  for (int i = 1; i < N; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
 template <class A, int N>
 DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
   A x[N];

@@ -15,8 +15,11 @@ from deepfast.nn.cache import KeyValueCache
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, Recompute, check_dtype, not_saved, plain
-from deepfast.ops import common, torch_attention
+from deepfast.ops import common, decoding, torch_attention
 from deepfast.ops.attention import Window, window_sides
+
+FEW = 16
+"""Queries a sentence up to which one pass over the keys for each beats matrix products."""
 
 Inputs = Tensor | tuple[Tensor, ...]
 """Of queries, keys and values: one for all of them, or one for each."""
@@ -203,6 +206,10 @@ class MultiheadAttention(nn.Module):
         Returns:
             (T, D), before dropout and residual.
         """
+        if isinstance(x_TD, Tensor) and self._compiled(x_TD, packing, encoded, cache):
+            return gated(
+                self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate
+            )
         encoded_packing = encoded_packing or packing
         xs = (x_TD,) if isinstance(x_TD, Tensor) else x_TD
         if isinstance(encoded, tuple):
@@ -243,6 +250,27 @@ class MultiheadAttention(nn.Module):
         with not_saved(unsaved) if unsaved else contextlib.nullcontext():
             o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
+
+    def _compiled(self, x: Tensor, packing: Packing, encoded, cache: KeyValueCache | None) -> bool:
+        """Whether the compiled op for few queries a sentence serves a call of `forward`."""
+        if cache is None and not (isinstance(encoded, tuple) and encoded[0].dim() == 4):
+            return False
+        few = packing.length <= FEW and not (self.training and self.dropout)
+        return few and decoding.compiled(x, self.backend)
+
+    def _decode(
+        self, x_TD: Tensor, packing: Packing, encoded, encoded_packing, cache: KeyValueCache | None
+    ) -> Tensor:
+        """The heads' results (T, D) where `_compiled`."""
+        if cache is None:
+            check_dtype("MultiheadAttention", "x", x_TD, self.query)
+            q, sentences = self.query(x_TD), packing.sentences(x_TD.device)
+            padding = encoded_packing.padding
+            keys, values = encoded
+            return decoding.cached_attention(q, keys, values, sentences, padding=padding)
+        check_dtype("MultiheadAttention", "x", x_TD, self.query_key_value)
+        q, k, v = self.query_key_value(x_TD).split(self._shares("query_key_value"), -1)
+        return cache.attend(q, k, v, self.heads, self.window[0])
 
     def _project(self, linear: nn.Linear, x: Inputs, shares: list[int]) -> Tensor:
         if isinstance(x, Tensor):

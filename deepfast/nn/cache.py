@@ -1,9 +1,10 @@
 """What decoding keeps from one position to the next.
 
 The rows of a batch are hypotheses, some of each sentence. Their keys and values are kept once for
-each sentence, in the order in which they came, and a mask says which of them a hypothesis sees. So
-hypotheses are reordered by changing that mask alone, and those of one sentence read the keys of
-the encoder's output together.
+each sentence, in the order in which they came, and a table says which of them a hypothesis sees. So
+hypotheses are reordered by changing that table alone, and those of one sentence read the keys of
+the encoder's output together. On a CPU attention reads the columns in the table; elsewhere torch's
+SDPA reads all columns under a mask.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from deepfast.nn.connections.latent import Gate
 from deepfast.nn.packing import Packing
+from deepfast.ops.decoding import cached_attention
 
 
 class Hypotheses:
@@ -26,33 +28,40 @@ class Hypotheses:
         self.device = device
         self.packing = Packing(sentences, 1)
         """The places of the hypotheses: (sentences, the most hypotheses that a sentence has)."""
-        self.places = list(range(sentences))
+        self.places = torch.arange(sentences, device=device)
         """Of every row the place in the flattened ``packing``."""
         self.starts: list[int] = []
         """Of every position its first column."""
         self.columns = 0
-        self.seen: Tensor | None = None
-        """(sentences, places, columns) bool; None where all see everything."""
+        self.seen = torch.empty(sentences, 0, dtype=torch.int64, device=device)
+        """(rows, positions): of every position the column that a row sees."""
         self._masks: dict[torch.dtype, Tensor] = {}
 
     def advance(self) -> None:
         """Adds the columns of one position; each hypothesis sees its own."""
-        sentences, width = self.packing.batch, self.packing.length
+        width = self.packing.length
+        own = self.places % width + self.columns
+        self.seen = torch.cat((self.seen, own.unsqueeze(1)), 1)
         self.starts.append(self.columns)
         self.columns += width
-        if self.seen is not None:
-            own = torch.eye(width, dtype=torch.bool, device=self.device)
-            self.seen = torch.cat((self.seen, own.expand(sentences, -1, -1)), 2)
         self._masks = {}
+
+    def reached(self, left: int) -> int:
+        """The first of the last ``left`` positions before the last; 0 where it is -1."""
+        return max(0, len(self.starts) - 1 - left) if left >= 0 else 0
 
     def mask(self, first: int, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of the columns from ``first`` on, (sentences, 1, places, N);
         None for nothing."""
-        if self.seen is None:
+        if self.columns == len(self.starts):
             return None
         if dtype not in self._masks:
-            hidden = torch.zeros(self.seen.shape, dtype=dtype, device=self.device)
-            self._masks[dtype] = hidden.masked_fill_(~self.seen, -torch.inf).unsqueeze(1)
+            sentences, width = self.packing.batch, self.packing.length
+            # An empty place sees everything: its result is not used.
+            hidden = torch.zeros(sentences * width, self.columns, dtype=dtype, device=self.device)
+            own = hidden.new_full((len(self.places), self.columns), -torch.inf)
+            hidden[self.places] = own.scatter_(1, self.seen, 0)
+            self._masks[dtype] = hidden.view(sentences, 1, width, self.columns)
         return self._masks[dtype][..., first:]
 
     def reorder(self, index: Tensor) -> Tensor | None:
@@ -60,36 +69,28 @@ class Hypotheses:
 
         Sentences without a row stay until they are a quarter of all.
         """
-        sentences, before = self.packing.batch, self.packing.length
-        chosen = [self.places[row] for row in index.tolist()]
-        rows: dict[int, list[int]] = {}
-        for row, place in enumerate(chosen):
-            rows.setdefault(place // before, []).append(row)
-        stay = sorted(rows) if 4 * len(rows) <= 3 * sentences else list(range(sentences))
-        width = max(map(len, rows.values()), default=1)
-        self.places, sources = [0] * len(chosen), []
-        for number, sentence in enumerate(stay):
-            mine = rows.get(sentence, [])
-            for slot, row in enumerate(mine):
-                self.places[row] = number * width + slot
-            # An empty place sees what any other does: its result is not used.
-            sources += [chosen[row] for row in mine]
-            sources += [sentence * before] * (width - len(mine))
-        device, places = self.device, torch.tensor(self.places, dtype=torch.int64)
-        if self.seen is None and width > 1:
-            self.seen = torch.ones(sentences, before, self.columns, dtype=torch.bool, device=device)
-        if self.seen is not None:
-            source = torch.tensor(sources, dtype=torch.int64, device=device)
-            seen = self.seen.flatten(0, 1).index_select(0, source)
-            self.seen = seen.view(len(stay), width, self.columns)
-        if self.places == list(range(len(stay) * width)):
-            self.packing = Packing(len(stay), width)
+        batch, rows = self.packing.batch, torch.arange(len(index), device=self.device)
+        sentences = self.packing.sentences(self.device)[index]
+        counts = sentences.bincount(minlength=batch)
+        kept = counts.nonzero().squeeze(1)
+        leave = 4 * len(kept) <= 3 * batch
+        if leave:
+            sentences, counts = (counts > 0).cumsum(0).sub_(1)[sentences], counts[kept]
+            batch = len(kept)
+        width = max(1, int(counts.max())) if batch else 1
+        # The rows of a sentence take its places in their order.
+        order = sentences.argsort(stable=True)
+        slots = rows - (counts.cumsum(0) - counts)[sentences[order]]
+        self.places = torch.empty_like(rows).scatter_(0, order, sentences[order] * width + slots)
+        if torch.equal(self.places, torch.arange(batch * width, device=self.device)):
+            self.packing = Packing(batch, width)
         else:
-            padding = torch.ones(len(stay) * width, dtype=torch.bool).index_fill_(0, places, False)
-            padding = padding.view(len(stay), width).to(device)
-            self.packing = Packing(len(stay), width, places.to(device), padding)
+            padding = torch.ones(batch * width, dtype=torch.bool, device=self.device)
+            padding = padding.index_fill_(0, self.places, False).view(batch, width)
+            self.packing = Packing(batch, width, self.places, padding)
+        self.seen = self.seen.index_select(0, index)
         self._masks = {}
-        return None if len(stay) == sentences else torch.tensor(stay, device=device)
+        return kept if leave else None
 
 
 @dataclass
@@ -101,6 +102,25 @@ class KeyValueCache:
     """(B, C, 2 G d): the columns from ``first`` on, then room for more."""
     first: int = 0
     """How many columns were dropped, because no window reaches them any more."""
+    views: tuple[Tensor, Tensor] | None = None
+    """All of ``key_value`` as keys and values (B, G, C, d), made where they are needed."""
+
+    def room(self, like: Tensor, groups: int, channels: int, left: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, N, d) of the last ``left`` positions, of all where it is -1, and
+        of this one, whose columns are not yet written. Their dtype is that of ``like``."""
+        at, width = self.hypotheses, self.hypotheses.packing.length
+        reached = at.starts[at.reached(left)]
+        if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
+            old = self.key_value
+            size = max(16 * width, 2 * (at.columns - reached))
+            self.key_value = like.new_empty(at.packing.batch, size, 2 * groups * channels)
+            if old is not None:
+                kept = old[:, reached - self.first : at.columns - width - self.first]
+                self.key_value[:, : kept.shape[1]] = kept
+            self.first, self.views = reached, None
+        filled = self.key_value[:, reached - self.first : at.columns - self.first]
+        k, v = filled.view(*filled.shape[:2], 2, groups, channels).permute(2, 0, 3, 1, 4)
+        return k, v
 
     def append(
         self, key: Tensor, value: Tensor, left: int = -1
@@ -108,31 +128,33 @@ class KeyValueCache:
         """Adds the columns of the hypotheses' position, each (B, G, S, d).
 
         Returns:
-            Keys and values (B, G, N, d) of the last ``left`` positions and of this one, of all
-            where it is -1; and the mask of these columns, see `Hypotheses.mask`.
+            `room`, filled, and the mask of its columns, see `Hypotheses.mask`.
         """
-        batch, groups, width, channels = key.shape
-        columns, starts = self.hypotheses.columns, self.hypotheses.starts
-        reached = starts[max(0, len(starts) - 1 - left)] if left >= 0 else 0
-        if self.key_value is None or columns - self.first > self.key_value.shape[1]:
-            old = self.key_value
-            size = max(16 * width, 2 * (columns - reached))
-            self.key_value = key.new_empty(batch, size, 2 * groups * channels)
-            if old is not None:
-                kept = old[:, reached - self.first : columns - width - self.first]
-                self.key_value[:, : kept.shape[1]] = kept
-            self.first = reached
-        filled = self.key_value[:, reached - self.first : columns - self.first]
-        k, v = (
-            half.unflatten(-1, (groups, channels)).transpose(1, 2) for half in filled.chunk(2, -1)
-        )
+        _, groups, width, channels = key.shape
+        k, v = self.room(key, groups, channels, left)
         k[:, :, -width:], v[:, :, -width:] = key, value
+        reached = self.hypotheses.starts[self.hypotheses.reached(left)]
         return k, v, self.hypotheses.mask(reached, key.dtype)
+
+    def attend(self, q: Tensor, key: Tensor, value: Tensor, heads: int, left: int) -> Tensor:
+        """What `cached_attention` returns for the hypotheses' position, which it adds: q (R, H d),
+        key and value (R, G d)."""
+        at, channels = self.hypotheses, q.shape[1] // heads
+        if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
+            self.room(q, key.shape[1] // channels, channels, left)
+        if self.views is None:
+            assert self.key_value is not None
+            views = self.key_value.unflatten(2, (2, -1, channels)).permute(2, 0, 3, 1, 4)
+            self.views = views[0], views[1]
+        columns = at.seen if left < 0 else at.seen[:, at.reached(left) :] - self.first
+        sentences = at.packing.sentences(q.device)
+        return cached_attention(q, *self.views, sentences, new=(key, value), columns=columns)
 
     def keep(self, sentences: Tensor) -> None:
         """Keeps these sentences of the batch."""
         if self.key_value is not None:
             self.key_value = self.key_value.index_select(0, sentences)
+            self.views = None
 
 
 @dataclass
@@ -146,6 +168,8 @@ class DecoderCache:
     """Of latent depth, the same for all steps."""
     hypotheses: Hypotheses
     layers: list[KeyValueCache] = field(init=False)
+    steps: list | None = None
+    """See `deepfast.nn.step.layer_steps`; None before the first step."""
 
     def __post_init__(self) -> None:
         self.layers = [KeyValueCache(self.hypotheses) for _ in self.encoded]

@@ -103,6 +103,14 @@ class Packing:
             made[device] = self._cu_seqlens(device)
         return made[device]
 
+    def sentences(self, device: torch.device) -> Tensor:
+        """(T,) int64: the sentence of each packed token. Computed once."""
+        made = self.__dict__.setdefault("_made", {})
+        if "sentences" not in made:
+            each = torch.arange(self.batch, device=device).repeat_interleave(self.length)
+            made["sentences"] = each if self.indices is None else each[self.indices]
+        return made["sentences"]
+
     def _cu_seqlens(self, device: torch.device) -> Tensor:
         if self.indices is None:
             return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length

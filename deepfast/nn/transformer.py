@@ -12,7 +12,9 @@ from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
 from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, packed, packed_pair
+from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window
+from deepfast.ops.decoding import compiled
 
 
 class _Stack(nn.Module):
@@ -326,4 +328,15 @@ class TransformerDecoder(_Stack):
             }
             for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
         ]
-        return self.connection(x_BD, self._calls(options, cache.gates), states)
+        calls = self._calls(options, cache.gates)
+        whole = self.connection.reads == 1 and self.connection.mudd is None
+        if whole and compiled(x_BD) and not torch._C._is_any_autocast_enabled():
+            if cache.steps is None:
+                cache.steps = layer_steps(self.layers, x_BD)
+            calls = [
+                call._replace(layer=step)
+                if step and call and call.layer is layer and "gate" not in call.options
+                else call
+                for call, layer, step in zip(calls, self.layers, cache.steps, strict=True)
+            ]
+        return self.connection(x_BD, calls, states)

@@ -11,9 +11,18 @@ PADDING = torch.arange(LENGTH) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_any_choice_of_hypotheses(norm, window):
+@pytest.mark.parametrize("way", ["steps", "modules", "torch"])
+def test_any_choice_of_hypotheses(way, norm, window):
+    """By the steps of layers; by their modules, which a hook asks for; by torch's attention."""
     torch.manual_seed(0)
-    decoder = TransformerDecoder(2, DIM, HEADS, FFN, norm=norm, window=window).eval()
+    backend = "reference" if way == "torch" else None
+    decoder = TransformerDecoder(
+        2, DIM, HEADS, FFN, norm=norm, window=window, backend=backend
+    ).eval()
+    calls = []
+    if way == "modules":
+        for layer in decoder.layers:
+            layer.feed_forward.down.register_forward_hook(lambda *_: calls.append(1))
     encoded, packing = (
         torch.randn(SENTENCES, LENGTH, DIM),
         Packing.of(SENTENCES, LENGTH, PADDING),
@@ -36,6 +45,8 @@ def test_any_choice_of_hypotheses(norm, window):
     stored = cache.hypotheses.packing.batch
     assert 4 * len(sentences.unique()) > 3 * stored
     assert all(kv.key_value.shape[0] == stored for kv in cache.layers)
+    assert all((step is not None) == (way == "steps") for step in cache.steps)
+    assert (way == "modules") == bool(calls)
 
 
 def test_a_step_has_no_gradients():
@@ -44,3 +55,29 @@ def test_a_step_has_no_gradients():
     cache = decoder.start(torch.randn(2 * LENGTH, DIM), packing)
     x = torch.randn(2, DIM, requires_grad=True)
     assert not decoder.step(x, cache).requires_grad
+
+
+@pytest.mark.parametrize("norm_kind", ["layer", "rms"])
+@pytest.mark.parametrize("connection", ["residual", "dlcl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_step_computes_what_the_modules_do(dtype, connection, norm_kind):
+    """Also with grouped heads, and with gelu."""
+    torch.manual_seed(0)
+    decoder = TransformerDecoder(
+        3, DIM, 4, FFN, num_kv_heads=2, connection=connection, norm_kind=norm_kind,
+        activation="gelu",
+    )  # fmt: skip
+    decoder.eval().to(dtype)
+    packing = Packing(2, LENGTH)
+    encoded, x = torch.randn(2 * LENGTH, DIM, dtype=dtype), torch.randn(3, 2, DIM, dtype=dtype)
+    with torch.inference_mode():
+        results = []
+        for plain in (True, False):
+            if not plain:
+                for module in decoder.modules():
+                    module.register_forward_hook(lambda *_: None)
+            cache = decoder.start(encoded, packing)
+            results.append([decoder.step(one, cache) for one in x])
+            assert all((step is not None) == plain for step in cache.steps)
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)

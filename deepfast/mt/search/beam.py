@@ -18,6 +18,7 @@ from torch import Tensor
 from deepfast.mt.data.vocabulary import BOS, EOS, UNK
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
+from deepfast.ops import decoding as ops
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,18 @@ def _search(
     active = sentences
     while active:
         logits_RV = model.step(tokens_R, state)
-        values, tokens, eos = _best_tokens(logits_RV, beam, banned, eos_id)
+        best = ops.best_tokens(logits_RV, beam, banned, eos_id)
         parents, chosen, row = [], [], 0
         before, after = [], []
-        for index, sentence in enumerate(active):
-            before += [index] * len(sentence.live)
-            end = row + len(sentence.live)
-            slots = sentence.advance(values[row:end], tokens[row:end], eos[row:end])
-            parents += [row + slot for slot in slots]
-            chosen += [node.token for _, node in sentence.live]
+        for index, (sentence, found) in enumerate(
+            zip(active, _continuations(active, *best), strict=True)
+        ):
+            rows = len(sentence.live)
+            before += [index] * rows
+            parents += [row + slot for slot in sentence.advance(found)]
+            chosen += [node[0] for _, node in sentence.live]
             after += [index] * len(sentence.live)
-            row = end
+            row += rows
         active = [sentence for sentence in active if sentence.live]
         if active:
             # Reordering copies the cache; greedy search mostly needs no reordering.
@@ -146,19 +148,16 @@ def _search(
             tokens_R = torch.tensor(chosen, device=device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Node:
-    """The last token of a hypothesis and the hypothesis before it."""
+_Node = tuple[int, "_Node | None"]
+"""The last token of a hypothesis and the hypothesis before it."""
 
-    token: int
-    before: "_Node | None"
 
-    def path(self) -> tuple[int, ...]:
-        tokens, node = [], self
-        while node is not None:
-            tokens.append(node.token)
-            node = node.before
-        return tuple(reversed(tokens))
+def _path(node: _Node | None) -> tuple[int, ...]:
+    tokens = []
+    while node is not None:
+        token, node = node
+        tokens.append(token)
+    return tuple(reversed(tokens))
 
 
 class _Sentence:
@@ -174,38 +173,23 @@ class _Sentence:
         self.finished: list[Hypothesis] = []
         """Best first, at most nbest."""
 
-    def advance(
-        self, values: list[list[float]], tokens: list[list[int]], eos: list[float]
-    ) -> list[int]:
-        """Takes the best continuations.
-
-        Args:
-            values, tokens: for each live hypothesis its best next tokens and their log P.
-            eos: for each live hypothesis the log P of eos.
+    def advance(self, continuations: list[tuple[float, int, int]]) -> list[int]:
+        """Takes the best continuations: log P, the live hypothesis, the token; best first.
 
         Returns:
             For each hypothesis live now the place of the one it continues.
         """
-        if self.length == self.limit:
-            values, tokens = [[value] for value in eos], [[self.eos_id]] * len(eos)
-        # Equal candidates stay in order of hypothesis, then of token id.
-        candidates = [
-            (-(before + value), slot, place)
-            for slot, ((before, _), row) in enumerate(zip(self.live, values, strict=True))
-            for place, value in enumerate(row)
-            if value > -math.inf
-        ]
-        candidates.sort()
         self.length += 1
-        live, slots = [], []
-        for negated, slot, place in candidates[: self.options.beam]:
-            log_prob, token, before = -negated, tokens[slot][place], self.live[slot][1]
-            if token == self.eos_id:
-                self._finish(log_prob, before)
-            else:
-                live.append((log_prob, _Node(token, before)))
-                slots.append(slot)
-        self.live = live
+        old, eos_id = self.live, self.eos_id
+        for log_prob, slot, token in continuations:
+            if token == eos_id:
+                self._finish(log_prob, old[slot][1])
+        self.live = [
+            (log_prob, (token, old[slot][1]))
+            for log_prob, slot, token in continuations
+            if token != eos_id
+        ]
+        slots = [slot for _, slot, token in continuations if token != eos_id]
         if self._done():
             self.live, slots = [], []
         if not self.live and not self.finished:
@@ -222,8 +206,7 @@ class _Sentence:
         while place and self.finished[place - 1].score < score:
             place -= 1
         if place < nbest:
-            path = () if node is None else node.path()
-            self.finished.insert(place, Hypothesis(path, score, log_prob))
+            self.finished.insert(place, Hypothesis(_path(node), score, log_prob))
             del self.finished[nbest:]
 
     def _done(self) -> bool:
@@ -235,73 +218,55 @@ class _Sentence:
         return best <= self.finished[-1].score
 
 
-def _best_tokens(
-    logits_RV: Tensor, count: int, banned: list[int], eos_id: int
-) -> tuple[list[list[float]], list[list[int]], list[float]]:
-    """The ``count`` most probable tokens of every row, best first, equal ones by id.
+def _continuations(
+    active: list[_Sentence], values_RK: Tensor, tokens_RK: Tensor, eos_R: Tensor
+) -> list[list[tuple[float, int, int]]]:
+    """Of every sentence its best continuations, at most ``beam``: log P, the live hypothesis, the
+    token. Of equal ones that of the better hypothesis comes first, then the lower token.
 
-    Returns:
-        Their log P and ids, (R, count) each, and the log P of eos, (R,). A banned token has -inf.
+    Args:
+        values_RK, tokens_RK: for each live hypothesis its best next tokens and their log P.
+        eos_R: the log P of eos.
     """
-    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-    log_probs = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
-    eos = log_probs[:, eos_id].tolist()
-    # NaN or +inf anywhere in a row makes all of its log-probabilities NaN.
-    if any(map(math.isnan, eos)):
+    # NaN or +inf anywhere in a row of logits makes all of its log-probabilities NaN.
+    if eos_R.isnan().any():
         raise RuntimeError(
             "beam_search: expected finite logits from the model, got NaN or infinity"
         )
-    for token in banned:
-        log_probs[:, token] = -math.inf
-    count = min(count, log_probs.shape[1])
-    # One more than needed shows whether the cut runs through equal values.
-    values, tokens = _topk(log_probs, min(count + 1, log_probs.shape[1]))
-    tokens, order = tokens.sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    tokens = tokens.gather(1, order)
-    if values.shape[1] > count:
-        last = values[:, count - 1]
-        tied = ((last == values[:, count]) & (last > -math.inf)).nonzero().squeeze(1)
-        if tied.numel():
-            tokens[tied, :count] = _lowest_ids(
-                log_probs[tied], values[tied, :count], tokens[tied, :count]
-            )
-    return values[:, :count].tolist(), tokens[:, :count].tolist(), eos
-
-
-def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest values of each row and their columns, in any order.
-
-    They are among the ``count`` groups of columns whose maxima are the largest, and the columns
-    that are in no group. A maximum costs much less than a search of the whole row.
-    """
-    rows, size = x.shape
-    width = math.isqrt(size)
-    groups = size // width
-    if groups < 4 * count:
-        return x.topk(count, sorted=False)
-    grouped = x[:, : groups * width].unflatten(1, (groups, width))
-    chosen = grouped.amax(2).topk(count, sorted=False).indices
-    few = grouped.gather(1, chosen.unsqueeze(2).expand(-1, -1, width)).flatten(1)
-    columns = (chosen.unsqueeze(2) * width + torch.arange(width, device=x.device)).flatten(1)
-    rest = torch.arange(groups * width, size, device=x.device).expand(rows, -1)
-    few, columns = torch.cat((few, x[:, groups * width :]), 1), torch.cat((columns, rest), 1)
-    values, places = few.topk(count, sorted=False)
-    return values, columns.gather(1, places)
-
-
-def _lowest_ids(log_probs: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens (R, K): of all tokens that equal a row's last value, those of lowest id are taken.
-
-    `topk` takes any of them, and such ties are common with bf16 logits.
-    """
-    size, count = log_probs.shape[1], values.shape[1]
-    ids = torch.arange(size, device=tokens.device)
-    equal = torch.where(log_probs == values[:, -1:], ids, size)
-    equal = equal.topk(count, largest=False, sorted=True).values
-    place = torch.arange(count, device=tokens.device)
-    place = place - (values > values[:, -1:]).sum(1, keepdim=True)
-    return torch.where(place >= 0, equal.gather(1, place.clamp(min=0)), tokens)
+    beam, eos_id = active[0].options.beam, active[0].eos_id
+    ending: list[int] = []
+    places: list[int] = []
+    for number, sentence in enumerate(active):
+        rows, first = len(sentence.live), number * beam
+        if sentence.length == sentence.limit:
+            ending += range(len(places), len(places) + rows)
+        places += range(first, first + rows)
+    if ending:
+        # Only eos may come next.
+        values_RK[ending], tokens_RK[ending] = -math.inf, eos_id
+        values_RK[ending, 0] = eos_R[ending]
+    before = [log_prob for sentence in active for log_prob, _ in sentence.live]
+    total_RK = values_RK + values_RK.new_tensor(before, dtype=torch.float64).unsqueeze(1)
+    count = values_RK.shape[1]
+    if len(places) < len(active) * beam:
+        # An empty place in a beam has no continuation.
+        every = total_RK.new_full((len(active) * beam, count), -math.inf)
+        every[places] = total_RK
+        total_RK = every
+    best, order = total_RK.view(len(active), -1).sort(dim=1, descending=True, stable=True)
+    tokens, row, found = tokens_RK.tolist(), 0, []
+    for sentence, values, places in zip(
+        active, best[:, :beam].tolist(), order[:, :beam].tolist(), strict=True
+    ):
+        found.append(
+            [
+                (value, place // count, tokens[row + place // count][place % count])
+                for value, place in zip(values, places, strict=True)
+                if value > -math.inf
+            ]
+        )
+        row += len(sentence.live)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,0 +1,105 @@
+"""One decoder layer on one new position of each hypothesis, with as few calls as it takes.
+
+A step of decoding has few rows, so that modules, checks and autograd of a layer take longer than
+its arithmetic. They are gone through once, where decoding starts. The arithmetic is the layer's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepfast import backend as backends
+from deepfast.nn.attention import KeyValueCache, MultiheadAttention
+from deepfast.nn.layer_norm import plain_norm
+from deepfast.nn.layers import FeedForward, TransformerDecoderLayer
+from deepfast.nn.packing import Packing
+from deepfast.nn.recompute import plain
+from deepfast.ops import common
+from deepfast.ops.decoding import cached_attention
+from deepfast.reference.layer_norm import compute_dtype
+
+
+def layer_steps(
+    layers: Sequence[TransformerDecoderLayer], x_BD: Tensor
+) -> list["LayerStep | None"]:
+    """For each layer its step; None for one that must run as it is: one with hooks, with parts of
+    other types, in training, or that x_BD does not suit. `compiled` must hold of x_BD."""
+    return [LayerStep(layer, x_BD) if _serves(layer, x_BD) else None for layer in layers]
+
+
+def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
+    kinds: dict[str, type[nn.Module]] = {
+        "": TransformerDecoderLayer, "attention": MultiheadAttention,
+        "cross_attention": MultiheadAttention, "feed_forward": FeedForward,
+    }  # fmt: skip
+    for name, module in layer.named_modules():
+        kind = kinds.get(name, nn.Linear)
+        if not (plain(module, kind) or ("norm" in name and plain_norm(module))):
+            return False
+        if getattr(module, "backend", None) not in (None, "cpu"):
+            return False
+    used = all(p.dtype == x.dtype and p.device == x.device for p in layer.parameters())
+    return used and not layer.training
+
+
+class LayerStep:
+    """A post-norm layer from x to its output, a pre-norm layer from LN(x) to its last residual and
+    its last branch, as `TransformerDecoderLayer`."""
+
+    def __init__(self, layer: TransformerDecoderLayer, x_BD: Tensor):
+        attention, cross, block = layer.attention, layer.cross_attention, layer.feed_forward
+        self.norm, self.activate = (
+            getattr(backends.choose(op, "cpu", x_BD.device, x_BD.dtype)[1], f"{op}_forward")
+            for op in ("layer_norm", "activation")
+        )
+        self.dtype = compute_dtype(x_BD.dtype)
+        self.post = layer.norm == "post"
+        names = ("attention_norm",) * self.post + ("cross_attention_norm", "feed_forward_norm")
+        self.norms = [
+            (*(common.parameter(p, x_BD.dtype) for p in (n.weight, n.bias)), n.eps, n.rms)
+            for n in (getattr(layer, name) for name in names)
+        ]
+        self.heads, self.left = attention.heads, attention.window[0]
+        self.shares = attention._shares("query_key_value")
+        self.query_key_value, self.out, self.query, self.cross_out, self.down = (
+            (linear.weight, linear.bias)
+            for linear in (
+                attention.query_key_value, attention.out, cross.query, cross.out, block.down
+            )
+        )  # fmt: skip
+        self.up, self.kind = block.up.weight, block.activation
+        self.up_bias = common.parameter(block.up.bias, x_BD.dtype)
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        normed: Tensor | None,
+        encoded: tuple[Tensor, Tensor],
+        packing: Packing,
+        encoded_packing: Packing,
+        cache: KeyValueCache,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        qkv = F.linear(x if normed is None else normed, *self.query_key_value)
+        q, k, v = qkv.split_with_sizes(self.shares, 1)
+        a = F.linear(cache.attend(q, k, v, self.heads, self.left), *self.out)
+        n = self._norm(0, a, x)
+        q, sentences = F.linear(n, *self.query), packing.sentences(x.device)
+        keys, values = encoded
+        c = cached_attention(q, keys, values, sentences, padding=encoded_packing.padding)
+        c = F.linear(c, *self.cross_out)
+        n = self._norm(1, c, n if self.post else a)
+        h = F.linear(n, self.up)
+        self.activate(h, self.up_bias, self.kind, 0.0, None, h)
+        f = F.linear(h, *self.down)
+        return self._norm(2, f, n) if self.post else (c, f)
+
+    def _norm(self, number: int, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds ``residual`` to x, in place, and returns the norm of the sum."""
+        weight, bias, eps, rms = self.norms[number]
+        y, rstd = torch.empty_like(x), x.new_empty(len(x), dtype=self.dtype)
+        mean = None if rms else torch.empty_like(rstd)
+        self.norm(x, residual, weight, bias, eps, rms, 0.0, None, x, y, mean, rstd)
+        return y

@@ -1,0 +1,200 @@
+"""The compiled ops of one step of decoding, against their formulas in float64."""
+
+import math
+
+import pytest
+import torch
+
+from deepfast.ops import decoding
+from tests.tolerances import assert_accurate, plain_dtype
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.inference_mode():
+        yield
+
+
+# ---- cached_attention ----------------------------------------------------------------------------
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def attend(q, keys, values, sentences, seen, dtype):
+    """Row by row in ``dtype``; ``seen`` (R, N) bool."""
+    groups, width = keys.shape[1], keys.shape[3]
+    rows = []
+    for row, sentence in enumerate(sentences.tolist()):
+        k, v = (x[sentence][:, seen[row]].to(dtype) for x in (keys, values))
+        heads = q[row].to(dtype).view(groups, -1, width)
+        weights = (heads @ k.transpose(1, 2) / math.sqrt(width)).softmax(-1)
+        rows.append((weights @ v).flatten())
+    return torch.stack(rows)
+
+
+def compare(got, *operands):
+    plain, exact = (attend(*operands, t) for t in (plain_dtype(got.dtype), torch.float64))
+    assert_accurate(got, plain, exact, got.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 32), (6, 2, 5), (1, 1, 17)])
+def test_cross_attention(heads, groups, width, dtype, monkeypatch):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 3, 7, groups, width, dtype=dtype).transpose(2, 3)
+    q = torch.randn(9, 3 * heads * width, dtype=dtype)[:, : heads * width]
+    sentences = torch.tensor([0, 2, 2, 1, 0, 0, 1, 2, 0])
+    padding = torch.arange(7) >= torch.tensor([7, 1, 4])[:, None]
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, shape: x.new_full(shape, math.nan))
+    got = decoding.cached_attention(q, keys, values, sentences, padding=padding)
+    compare(got, q, keys, values, sentences, ~padding[sentences])
+    everything = torch.ones(9, 7, dtype=torch.bool)
+    got = decoding.cached_attention(q, keys, values, sentences)
+    compare(got, q, keys, values, sentences, everything)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 32), (6, 2, 5), (1, 1, 17)])
+@pytest.mark.parametrize("steps", [1, 16, 21])
+def test_self_attention_adds_a_column_for_each_row(steps, heads, groups, width, dtype):
+    torch.manual_seed(0)
+    # Columns that nobody has written are NaN.
+    cache = poisoned(2, 3 * steps, 2, groups, width, dtype=dtype)
+    keys, values = cache.permute(2, 0, 3, 1, 4)
+    sentences = torch.tensor([0, 0, 1, 0])
+    columns = torch.randint(3, (4, steps)) + 3 * torch.arange(steps)
+    columns[:, -1] = torch.tensor([0, 2, 1, 1]) + 3 * (steps - 1)
+    written = torch.randn_like(cache[:, : 3 * steps - 3])
+    cache[:, : 3 * steps - 3] = written
+    q = torch.randn(4, heads * width, dtype=dtype)
+    new = torch.randn(4, 2 * groups * width, dtype=dtype)
+    key, value = new.chunk(2, 1)
+    got = decoding.cached_attention(q, keys, values, sentences, new=(key, value), columns=columns)
+    own = cache[sentences, columns[:, -1]]
+    assert torch.equal(own.flatten(1), new)
+    assert torch.equal(cache[:, : 3 * steps - 3], written)
+    seen = torch.zeros(4, 3 * steps, dtype=torch.bool).scatter_(1, columns, True)
+    compare(got, q, keys, values, sentences, seen)
+
+
+def test_large_scores_nan_and_nothing_seen():
+    q = torch.tensor([[1e4, 0.0], [0.0, 0.0], [math.nan, 0.0]])
+    keys, values = torch.randn(2, 3, 1, 5, 2)
+    keys[0, 0, 2] = torch.tensor([1e4, 0.0])
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1] = True
+    got = decoding.cached_attention(q, keys, values, torch.arange(3), padding=padding)
+    assert torch.equal(got[0], values[0, 0, 2])
+    assert torch.equal(got[1], torch.zeros(2))
+    assert got[2].isnan().all()
+    none = decoding.cached_attention(q[:0], keys, values, torch.arange(0))
+    assert none.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sentences": torch.tensor([0, 3])}, "expected sentences below 3"),
+        ({"sentences": torch.tensor([0])}, "expected 2 contiguous values in int64"),
+        ({"columns": torch.tensor([[0], [5]])}, "expected columns below 5"),
+        ({"columns": torch.tensor([[-1], [0]])}, "expected columns below 5"),
+        ({"columns": None}, "key, value and columns go together"),
+        ({"q": torch.randn(2, 7)}, "expected q"),
+        ({"q": torch.randn(2, 8).double()}, "in the dtype of q"),
+        ({"padding": torch.zeros(3, 5, dtype=torch.bool)}, "and no columns"),
+    ],
+)
+def test_refused_operands(changed, message):
+    keys, values = torch.randn(2, 3, 2, 5, 4)
+    given = {
+        "q": torch.randn(2, 8), "keys": keys, "values": values, "sentences": torch.tensor([0, 1]),
+        "new": (torch.randn(2, 8), torch.randn(2, 8)), "columns": torch.tensor([[0], [1]]),
+    } | changed  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        decoding.cached_attention(**given)
+
+
+# ---- best_tokens ---------------------------------------------------------------------------------
+
+
+def both(logits, count, banned, eos):
+    """By the compiled op and by torch."""
+    assert decoding.compiled(logits)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    by_torch = decoding._best_by_torch(logits, dtype, min(count, logits.shape[1]), banned, eos)
+    return decoding.best_tokens(logits, count, banned, eos), by_torch
+
+
+def assert_alike(got, want):
+    """A log-probability of 0 has no token."""
+    for x, y in zip(got[::2], want[::2], strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
+    real = got[0] > -math.inf
+    assert torch.equal(real, want[0] > -math.inf)
+    assert torch.equal(got[1][real], want[1][real])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 7, 127, 128, 129, 1000, 8001])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_best_tokens(count, size, dtype):
+    torch.manual_seed(size)
+    logits = (4 * torch.randn(11, 2 * size, dtype=torch.float64)).to(dtype)[:, :size]
+    banned = [0, size // 3] if size > 2 else []
+    got, want = both(logits, count, banned, size - 1)
+    exact, plain = logits.double().log_softmax(1), logits.float().log_softmax(1)
+    assert_accurate(got[2], plain[:, size - 1], exact[:, size - 1], got[2].dtype)
+    places, real = got[1].clamp(min=0), got[0] > -math.inf
+    of_best = (x.gather(1, places)[real] for x in (plain, exact))
+    assert_accurate(got[0][real], *of_best, got[0].dtype)
+    exact[:, banned] = -math.inf
+    best = exact.topk(min(count, size), 1).values
+    assert torch.equal(real, best > -math.inf)
+    torch.testing.assert_close(exact.gather(1, places)[real], best[real])
+    if dtype in (torch.float32, torch.float64):
+        assert_alike(got, want)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_of_equal_tokens_the_lowest_are_taken(levels):
+    torch.manual_seed(levels)
+    logits = torch.randint(levels, (50, 300)).float()
+    logits[::7, 40:290] = -math.inf
+    assert_alike(*both(logits, 6, [3, 299], 5))
+    # Distinct logits whose log-probabilities are rounded to the same value.
+    assert_alike(*both(torch.rand(50, 300) * 1e-7, 6, [3], 5))
+
+
+def test_extreme_rows():
+    logits = torch.randn(6, 200)
+    logits[0, 3], logits[1, 4], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, 1:], logits[4] = -math.inf, 3e38
+    logits[5] -= 3e38
+    (_, _, eos), (_, _, by_torch) = got, want = both(logits, 3, [1], 7)
+    assert torch.equal(eos.isnan(), torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.bool))
+    assert torch.equal(by_torch.isnan(), eos.isnan())
+    assert_alike([x[3:] for x in got], [x[3:] for x in want])
+
+
+def test_refused_eos():
+    with pytest.raises(RuntimeError, match="expected eos below 5, got 5"):
+        decoding.best_tokens(torch.randn(2, 5), 2, [], 5)
+
+
+# ---- who is served -------------------------------------------------------------------------------
+
+
+def test_what_the_compiled_ops_serve(monkeypatch):
+    x = torch.randn(2)
+    assert decoding.compiled(x)
+    assert decoding.compiled(x, "cpu")
+    assert not decoding.compiled(x, "reference")
+    assert not decoding.compiled(x.to("meta"))
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not decoding.compiled(x)
+    monkeypatch.setenv("DEEPFAST_BACKEND", "reference")
+    assert not decoding.compiled(x)
