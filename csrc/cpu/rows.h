@@ -76,7 +76,7 @@ DEEPFAST_INLINE vec_t<A, N> dropped(Lanes<N> lanes, vec_t<A, N> v, const uint16_
   using Wide = decltype(v == v);
   vec_t<uint16_t, N> draw;
   memcpy(&draw, draws, sizeof(draw));
-  const auto kept = __builtin_convertvector(draw, Wide) >= dropout.threshold;
+  const auto kept = widen<Wide, N>(draw) >= dropout.threshold;
   return kept ? v * static_cast<A>(dropout.scale) : broadcast(lanes, A(0));
 }
 
