@@ -22,12 +22,12 @@ from deepfast.proof import known
 from deepfast.proof import table as tables
 from deepfast.reference import launchers as _reference
 
-BACKENDS = ("cuda", "triton", "varlen", "sdpa", "cpu", "reference")
+BACKENDS = ("cuda", "triton", "varlen", "cpu", "sdpa", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
 
-SDPA = ("sdpa", "cpu", "cuda")
-"""Backends that run attention by torch's SDPA. cpu and cuda have no attention kernel of their own;
-with SDPA they have every op."""
+SDPA = ("sdpa", "cuda")
+"""Backends that run attention by torch's SDPA. cuda has no attention kernel of its own; so it has
+every op."""
 
 OPS = {
     op: tuple(name for name, launch in LAUNCHES.items() if launch.op == op)
@@ -201,7 +201,7 @@ def refusal(
         case "cpu":
             if device.type != "cpu":
                 return f"tensors are on {device.type}, not cpu"
-            return None if op == "attention" else _C_REASON
+            return _C_REASON
         case "triton":
             return _triton_refusal(op, device.type, dtype)
         case "varlen" | "sdpa":

@@ -71,11 +71,6 @@ class Launch:
         return tuple(operand.name for operand in self.operands)
 
     @property
-    def compiled(self) -> bool:
-        """Whether deepfast._C defines it; attention has kernels only in Triton."""
-        return self.op != "attention"
-
-    @property
     def schema(self) -> str:
         """The schema for torch; each operand that is written has its own letter."""
         letters, arguments = iter("abcdefghijklmnopqrstuvwxyz"), []
@@ -429,7 +424,7 @@ attention: attention_backward
     v             Tensor   storage  (Q, G, E)
     o             Tensor   storage  (T, H, E)
     lse           Tensor   compute  (H, T)
-    do            Tensor   storage  (T, H, E)
+    dout          Tensor   storage  (T, H, E)
     cu_seqlens_q  Tensor   int32    (N+1)
     cu_seqlens_k  Tensor   int32    (N+1)
     max_seqlen_q  int
@@ -495,7 +490,7 @@ LAUNCHES = {launch.name: launch for launch in map(_launch, _TABLE.strip().split(
 def write_header(folder: Path) -> None:
     """Writes schemas.h, which defines the launches of deepfast._C. An unchanged file is not written
     again, so that its includers are compiled again only when the table changes."""
-    lines = (f'  m.def("{launch.schema}");' for launch in LAUNCHES.values() if launch.compiled)
+    lines = (f'  m.def("{launch.schema}");' for launch in LAUNCHES.values())
     text = "\n".join([_HEADER, *lines, "}\n"])
     path = folder / "schemas.h"
     if not path.exists() or path.read_text() != text:

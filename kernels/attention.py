@@ -257,8 +257,8 @@ def attention_forward(
 
 @launcher
 def attention_backward(
-    q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, scale,
-    dropout_p, seed, dq, dk, dv,
+    q, k, v, o, lse, dout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
+    scale, dropout_p, seed, dq, dk, dv,
 ):  # fmt: skip
     """Gradients of attention_forward from that of ``o``."""
     N, (TQ, H, D) = cu_seqlens_q.numel() - 1, q.shape
@@ -271,16 +271,16 @@ def attention_backward(
     sizes = TQ, H, float(scale), *dropout_factors(dropout_p)
     delta = None if whole_row else torch.empty_like(lse)
     if not whole_row:
-        operands = q, k, v, o, do, dq
+        operands = q, k, v, o, dout, dq
         attention_bwd_dq_kernel[(N * H, triton.cdiv(max_seqlen_q, launch.BQ))](
-            q, k, v, o, lse, delta, do, *seqlens_and_seed, dq, *sizes,
+            q, k, v, o, lse, delta, dout, *seqlens_and_seed, dq, *sizes,
             *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
             G=G, LEFT=left, RIGHT=right, **launch._asdict(),
         )  # fmt: skip
         launch = keys_launch(launch, BD, G, left)
-    operands = q, k, v, do, dq, dk, dv
+    operands = q, k, v, dout, dq, dk, dv
     attention_bwd_kernel[(N * H // G, 1 if whole_row else triton.cdiv(max_seqlen_k, launch.BK))](
-        q, k, v, lse, delta, do, *seqlens_and_seed, dq, dk, dv, *sizes,
+        q, k, v, lse, delta, dout, *seqlens_and_seed, dq, dk, dv, *sizes,
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
         G=G, WHOLE_ROW=whole_row, ONE_TILE=whole_row and max_seqlen_q <= launch.BQ and G == 1,
         LEFT=left, RIGHT=right, **launch._asdict(),

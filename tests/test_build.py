@@ -60,8 +60,7 @@ def test_build_info():
 def test_one_file_per_op():
     """<op>.cpp checks and registers, <op>_kernel.cpp computes; every launch is registered once."""
     files = {path.name for path in (CSRC / "cpu").glob("*.cpp")}
-    # On the CPU attention is torch's.
-    ops = backend.OPS.keys() - {"attention"}
+    ops = backend.OPS.keys()
     # The computation between torch's matrix products of this op.
     names = {op: "cross_entropy" if op == "linear_cross_entropy" else op for op in ops}
     wanted = {f"{name}{end}.cpp" for name in names.values() for end in ("", "_kernel")}
@@ -86,7 +85,7 @@ def test_kernels_use_no_standard_templates():
     """The linker may replace a portable inline std template by one built for AVX-512."""
     # Only types, which produce no code.
     TYPES = {"std::align_val_t", "std::integer_sequence", "std::make_integer_sequence"}
-    kernel_headers = ("exp.h", "normal.h", "panels.h", "rows.h", "simd.h")
+    kernel_headers = ("exp.h", "normal.h", "panels.h", "rows.h", "simd.h", "transpose.h")
     for path in [*(CSRC / "cpu").glob("*_kernel.cpp"), *(CSRC / "cpu" / h for h in kernel_headers)]:
         code = re.sub(r"//.*", "", path.read_text())
         assert set(re.findall(r"std::\w+", code)) <= TYPES, path
@@ -134,7 +133,7 @@ def test_info_prints_what_serves(capsys):
     assert info["torch"] == torch.__version__
     assert set(info["ops"]) == set(backend.OPS)
     chosen = {op: choice["chosen"] for op, choice in info["ops"].items()}
-    assert chosen == dict.fromkeys(backend.OPS, "cpu") | {"attention": "sdpa"}
+    assert chosen == dict.fromkeys(backend.OPS, "cpu")
 
 
 # ---- instruction sets ----------------------------------------------------------------------------
@@ -156,6 +155,9 @@ COMPACT = [
     "tests/ops/test_activation.py::test_agrees",
     "tests/ops/test_activation.py::test_gradcheck",
     "tests/ops/test_activation.py::test_gelu_on_a_cpu_is_exact_to_a_few_units",
+    "tests/ops/test_attention.py::test_agrees",
+    "tests/ops/test_attention.py::test_dropout_by_seed",
+    "tests/ops/test_attention.py::test_groups_and_windows",
     "tests/ops/test_depth_mix.py::test_agrees",
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
     "tests/ops/test_depth_attention.py::test_agrees",

@@ -22,7 +22,8 @@ struct Dropout {
 struct LayerNorm {
   Storage storage;
   int64_t dim;
-  bool rms;  // no mean is subtracted
+  bool rms;     // no mean is subtracted
+  bool stream;  // y and dx are too large to be found in the caches later
   double eps;
   Dropout dropout;
   Matrix x, residual;         // s = residual + dropout(x)
@@ -218,6 +219,25 @@ struct CrossEntropy {
   void *loss, *nll;       // (T)
 };
 
+// Tokens of several heads, channels contiguous.
+struct Heads {
+  void* data;
+  int64_t token_stride, head_stride;
+};
+
+// Attention within packed sentences, and its backward. A unit of work is sentence n with head g of
+// the keys, and has the number n * kv_heads + g.
+struct Attention {
+  Storage storage;
+  int64_t heads, kv_heads, dim, tokens;  // H, G, d, T
+  int64_t left, right;                   // of the window, -1 for a side without end
+  double scale;
+  Dropout dropout;                   // row t * H + h of the mask, channels are keys
+  const int32_t *begin_q, *begin_k;  // (N + 1)
+  Heads q, k, v, o, dout, dq, dk, dv;
+  void* lse;  // (H, T)
+};
+
 // Cached keys or values (B, G, N, d) with contiguous channels.
 struct CacheView {
   void* data;
@@ -289,6 +309,8 @@ constexpr int64_t kPanelBytes = 64;
   KERNEL(activation_forward, Activation)                     \
   KERNEL(activation_backward, Activation)                    \
   KERNEL(cross_entropy, CrossEntropy)                        \
+  KERNEL(attention_forward, Attention)                       \
+  KERNEL(attention_backward, Attention)                      \
   KERNEL(cached_attention, CachedAttention)                  \
   KERNEL(best_tokens, BestTokens)                            \
   KERNEL(peephole_lstm_pack, PeepholeLstm)                   \

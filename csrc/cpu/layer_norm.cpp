@@ -4,6 +4,14 @@
 namespace deepfast {
 namespace {
 
+// A result from this size on is stored past the caches: it is larger than one core's share of them,
+// so most of it would have left them before it is read.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+bool streams(const Tensor& result) {
+  return result.numel() * result.element_size() >= kStreamBytes;
+}
+
 void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
                         OptionalTensor bias, double eps, bool rms, double dropout_p,
                         OptionalTensor seed, OptionalTensor sum, Tensor y, OptionalTensor mean,
@@ -15,6 +23,7 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
   op.storage = storage;
   op.dim = dim;
   op.rms = rms;
+  op.stream = streams(y);
   op.eps = eps;
   op.dropout = dropout(seed, dropout_p);
   op.x = matrix(x, storage, tokens, dim);
@@ -44,6 +53,7 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   op.storage = storage;
   op.dim = dim;
   op.rms = rms;
+  op.stream = streams(sum);
   op.dropout = dropout(seed, dropout_p);
   op.sum = matrix(sum, storage, tokens, dim);
   op.dy = matrix(dy, storage, tokens, dim);

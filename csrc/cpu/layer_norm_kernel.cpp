@@ -30,13 +30,16 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
     const auto m = moments<T>(s, dim, static_cast<A>(op.eps), kRms);
     T* y = row_of<T>(op.y, t);
+    const bool past_caches = op.stream && can_stream(y);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
-      store(lanes, y + d, affine(lanes, n, weight, bias, d));
+      const auto result = affine(lanes, n, weight, bias, d);
+      past_caches ? stream(lanes, y + d, result) : store(lanes, y + d, result);
     });
     if (!kRms) *at<A>(op.mean, t) = m.mean;
     *at<A>(op.rstd, t) = m.rstd;
   }
+  if (op.stream) end_stream();
 }
 
 // One token. The sum and dy are read twice, the second time from the level-1 cache. Rows are not
@@ -63,6 +66,7 @@ DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* 
   const A mean_g = kRms ? A(0) : sums.first.total() / static_cast<A>(dim);
   const A mean_gn = sums.second.total() / static_cast<A>(dim);
   const bool dropout = !kPlain && op.dropout.threshold > 0;
+  const bool past_caches = kPlain && op.stream && can_stream(dx);
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
     const auto n = (load(lanes, s + d) - mean) * rstd;
     const auto own = load(lanes, dy + d);
@@ -71,7 +75,7 @@ DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* 
     // In this order: fused into one rounding, dy * weight - mean(g) would not be 0 for one channel.
     auto ds = rstd * (affine<A>(lanes, own, weight, nullptr, d) - n * mean_gn - mean_g);
     if constexpr (kPlain) {
-      store(lanes, dx + d, ds);
+      past_caches ? stream(lanes, dx + d, ds) : store(lanes, dx + d, ds);
     } else {
       if (op.dsum.data != nullptr) ds += load(lanes, row_of<T>(op.dsum, t) + d);
       if (op.dresidual.data != nullptr) store(lanes, row_of<T>(op.dresidual, t) + d, ds);
@@ -95,6 +99,7 @@ void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
       op.dx.data != nullptr) {
     for (int64_t t = begin; t < end; ++t)
       backward_row<T, kRms, true>(op, t, nullptr, dweight, dbias);
+    if (op.stream) end_stream();
     return;
   }
   Scratch<A> dropped(op.dim);

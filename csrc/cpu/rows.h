@@ -57,11 +57,13 @@ DEEPFAST_INLINE void draw_bits(uint64_t seed, int64_t t, int64_t first, uint16_t
   memcpy(draws, words, sizeof(words));
 }
 
-// Calls f(lanes, d, draws) over the channels of token `t`, with the draws of these lanes.
+// Calls f(lanes, d, draws) over the channels of token `t` from `first` on, a multiple of 8, with the
+// draws of these lanes.
 template <class A, class F>
-DEEPFAST_INLINE void for_drawn_lanes(const Dropout& dropout, int64_t t, int64_t dim, const F& f) {
+DEEPFAST_INLINE void for_drawn_lanes(const Dropout& dropout, int64_t t, int64_t dim, const F& f,
+                                     int64_t first = 0) {
   uint16_t draws[kDraws];
-  for (int64_t first = 0; first < dim; first += kDraws) {
+  for (; first < dim; first += kDraws) {
     draw_bits(dropout.seed, t, first, draws);
     for_lanes<A>(dim - first < kDraws ? dim - first : kDraws,
                  [&](auto lanes, int64_t i) { f(lanes, first + i, draws + i); });

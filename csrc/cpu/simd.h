@@ -233,6 +233,33 @@ DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
   memcpy(p, &out, sizeof(out));
 }
 
+// ---- stores past the caches ---------------------------------------------------------------------
+
+// Whether a row at `p` can be stored so: each whole vector must be aligned.
+template <class T>
+DEEPFAST_INLINE bool can_stream(const T* p) {
+  return sizeof(T) == 4 && reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
+}
+
+// A store that does not read the line from memory first. A later read finds nothing in the caches.
+template <int N, class T, class V>
+DEEPFAST_INLINE void stream(Lanes<N> lanes, T* p, V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4 && N == 16) return _mm512_stream_ps(p, bits_as<__m512>(v));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && N == 8) return _mm256_stream_ps(p, bits_as<__m256>(v));
+#endif
+  store(lanes, p, v);
+}
+
+// Streamed rows reach memory before anything that another thread does after it sees the end of this
+// one.
+DEEPFAST_INLINE void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 template <class A, int N>

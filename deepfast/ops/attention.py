@@ -37,9 +37,9 @@ def _fake(a):
 def _grad_forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     dq, dk, dv = _grad_fake(a)
-    do = a.do if a.do.stride(-1) == 1 else a.do.contiguous()
+    dout = a.dout if a.dout.stride(-1) == 1 else a.dout.contiguous()
     launch.attention_backward(
-        a.q, a.k, a.v, a.o, a.lse, do, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
+        a.q, a.k, a.v, a.o, a.lse, dout, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
         a.max_seqlen_k, a.left, a.right, a.scale, a.dropout_p, a.seed, dq, dk, dv,
     )  # fmt: skip
     return dq, dk, dv
@@ -62,7 +62,7 @@ def _flops(a) -> int:
 
 
 _attention_grad = register(
-    "attention_grad(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    "attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "int left, int right, float scale, float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
@@ -81,7 +81,7 @@ def _setup(ctx, a, results):
 def _backward(ctx, kept, grads):
     if grads.o is None:
         return {}
-    dq, dk, dv = _attention_grad(do=grads.o, **kept)
+    dq, dk, dv = _attention_grad(dout=grads.o, **kept)
     return {"q": dq, "k": dk, "v": dv}
 
 

@@ -304,12 +304,12 @@ def _launch_flops(launch: Launch) -> Callable:
 
 def _register_launches() -> None:
     """Registers the fakes of the compiled launches, which return nothing, and their FLOPs."""
-    if backend.compiled():
-        torch.library.register_fake("deepfast::advise_states", lambda _states: None)
+    if not backend.compiled():
+        return
+    torch.library.register_fake("deepfast::advise_states", lambda _states: None)
     for name, launch in LAUNCHES.items():
-        if launch.compiled and backend.compiled():
-            torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)
-            register_flop_formula(getattr(torch.ops.deepfast, name))(_launch_flops(launch))
+        torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)
+        register_flop_formula(getattr(torch.ops.deepfast, name))(_launch_flops(launch))
 
 
 _register_launches()

@@ -179,14 +179,14 @@ def attention_forward(
 
 
 def attention_backward(
-    q, k, v, o, lse, do, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
+    q, k, v, o, lse, dout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
     scale, dropout_p, seed, dq, dk, dv,
 ):  # fmt: skip
     """Gradients of attention_forward from that of ``o``."""
     heads, groups = q.shape[1], (k.shape[1], -1)
     masks = weight_masks(seed, q.shape[0], heads, max_seqlen_k, dropout_p, load(q))
     for a, b in sentences(cu_seqlens_q, cu_seqlens_k):
-        q_a, g = load(q[a]), load(do[a])
+        q_a, g = load(q[a]), load(dout[a])
         k_b, v_b = grouped(load(k[b]), heads), grouped(load(v[b]), heads)
         s = scores(q_a, k_b, left, right, scale)
         weights = (s - lse[:, a, None]).exp().masked_fill(s == -torch.inf, 0)

@@ -69,7 +69,7 @@ def test_an_empty_history_is_true():
 
 
 def test_an_unknown_backend():
-    with pytest.raises(BackendError, match=r"expected one of cuda, triton, .*, cpu, ref"):
+    with pytest.raises(BackendError, match=r"expected one of cuda, triton, .*, sdpa, ref"):
         DLCL(2, DIM, backend="gpu")(leaf(), history())
 
 

@@ -29,7 +29,7 @@ LENGTHS = [
 ]
 
 
-@pytest.fixture(params=["sdpa", "reference", "triton"])
+@pytest.fixture(params=["cpu", "sdpa", "reference", "triton"])
 def server(request):
     """Each backend that serves attention here."""
     reason = backends.refusal("attention", request.param, "cpu", torch.float32)
@@ -108,6 +108,50 @@ def test_groups_and_windows(tolerances, server, dtype, heads, window, causal, qu
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
+# Several blocks of queries, and windows that begin far behind the first key.
+LONG = [
+    ([300], [300], (4, 2), None, True),
+    ([300], [300], (2, 2), (5, 3), False),
+    ([40, 200], [260, 170], (2, 1), (130, None), False),
+]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(("queries", "keys", "heads", "window", "causal"), LONG, ids=str)
+def test_long_sentences(tolerances, queries, keys, heads, window, causal, dropout_p):
+    leaves, args = operands(queries, keys, heads), (queries, keys, causal)
+    grad = torch.randn(leaves[0].shape)
+    options = {"window": window, "dropout_p": dropout_p, "seed": 3}
+    got = results(leaves, torch.float32, grad, *args, backend="cpu", **options)
+    plain = results(leaves, torch.float32, grad, *args, backend="reference", **options)
+    exact = results(leaves, torch.float64, grad, *args, backend="reference", **options)
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradients_in_float64(dropout_p):
+    leaves = [x.double().requires_grad_() for x in operands([5, 3], [4, 6], (4, 2))]
+
+    def o(*leaves):
+        options = {"dropout_p": dropout_p, "seed": 3, "window": (3, 2), "backend": "cpu"}
+        return call(*leaves, [5, 3], [4, 6], False, **options)
+
+    assert torch.autograd.gradcheck(o, leaves)
+
+
+def test_threads_do_not_change_a_bit(threads):
+    lengths = [3, 40, 1, 17, 0, 9]
+    leaves = operands(lengths, lengths, (4, 2))
+    grad, found = torch.randn(leaves[0].shape), []
+    for count in (1, 2, 2):
+        with threads(count):
+            options = {"backend": "cpu", "dropout_p": 0.2, "seed": 1}
+            run = results(leaves, torch.float32, grad, lengths, lengths, True, **options)
+            found.append(torch.cat([x.flatten() for x in run.values()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_window_of_the_own_key_returns_its_value(server, causal):
     q, k, v = operands([3, 6], [3, 6], (4, 2))
@@ -158,15 +202,16 @@ def test_gradients_that_are_not_contiguous(server):
 
 
 @pytest.mark.parametrize(("heads", "window"), [((H, H), None), ((4, 2), (3, 0))])
-def test_dropout_by_seed(heads, window):
-    """Triton's mask is the reference's for the seed; torch's attention replays a drawn mask."""
-    pytest.importorskip("triton")
+@pytest.mark.parametrize("by", ["cpu", "triton"])
+def test_dropout_by_seed(heads, window, by):
+    """Our masks are the reference's for the seed."""
+    if backends.refusal("attention", by, "cpu", torch.float32) is not None:
+        pytest.skip(f"{by} does not run here")
     leaves, args = operands([4, 6], [4, 6], heads), ([4, 6], [4, 6], False)
     grad = torch.randn(leaves[0].shape)
     options = {"dropout_p": 0.4, "seed": torch.tensor(7), "window": window}
     runs = [
-        results(leaves, torch.float32, grad, *args, backend=b, **options)
-        for b in ("triton", "reference")
+        results(leaves, torch.float32, grad, *args, backend=b, **options) for b in (by, "reference")
     ]
     for name in "oqkv":
         torch.testing.assert_close(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-5)

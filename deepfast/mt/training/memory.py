@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
+from deepfast import backend as backends
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.table import advise, describe, lines
@@ -134,10 +136,17 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         parallel="fsdp" if is_sharded(trainer.loss) else "ddp",
         reshard=recipe.parallel.reshard,
         length=min(recipe.data.max_length, 128),
-        padding=True,
+        padding=_pads(recipe, trainer.device),
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
     )
+
+
+def _pads(recipe: Recipe, device: torch.device) -> bool:
+    """Whether attention works on padded copies, by what is known before the first step."""
+    dtype = getattr(torch, recipe.train.precision)
+    asked = os.environ.get("DEEPFAST_BACKEND") or None
+    return backends.preview("attention", asked, device, dtype)[0] in backends.SDPA
 
 
 def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
