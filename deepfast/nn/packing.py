@@ -106,10 +106,10 @@ class Packing:
     def sentences(self, device: torch.device) -> Tensor:
         """(T,) int64: the sentence of each packed token. Computed once."""
         made = self.__dict__.setdefault("_made", {})
-        if "sentences" not in made:
+        if ("sentences", device) not in made:
             each = torch.arange(self.batch, device=device).repeat_interleave(self.length)
-            made["sentences"] = each if self.indices is None else each[self.indices]
-        return made["sentences"]
+            made["sentences", device] = each if self.indices is None else each[self.indices]
+        return made["sentences", device]
 
     def _cu_seqlens(self, device: torch.device) -> Tensor:
         if self.indices is None:
