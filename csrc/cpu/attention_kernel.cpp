@@ -47,9 +47,7 @@ struct Product {
   DEEPFAST_INLINE void tile(int64_t i, int64_t x) const {
     constexpr int N = kLanes<A>;
     constexpr Lanes<N> lanes;
-    vec_t<A, N> sum[R][V];
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-        sum[r][v] = load(lanes, c + (i + r) * c_stride + x + v * N);
+    vec_t<A, N> sum[R][V] = {};
     const A* factor = a + i * across;
     const A* row = b + x;
     for (int64_t k = 0; k < depth; ++k, factor += along, row += b_stride) {
@@ -60,8 +58,10 @@ struct Product {
         DEEPFAST_UNROLL for (int v = 0; v < V; ++v) sum[r][v] += value * column[v];
       }
     }
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-        store(lanes, c + (i + r) * c_stride + x + v * N, sum[r][v]);
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+      A* const total = c + (i + r) * c_stride + x + v * N;
+      store(lanes, total, load(lanes, total) + sum[r][v]);
+    }
   }
 
   template <int V>
@@ -73,11 +73,17 @@ struct Product {
     if (i < rows) tile<1, V>(i, x);
   }
 
+  // The rounding error of a sum grows with the number of its terms, so they are added up in parts.
   void run() const {
     constexpr int N = kLanes<A>;
-    int64_t x = 0;
-    for (; x + 2 * N <= width; x += 2 * N) columns<2>(x);
-    for (; x < width; x += N) columns<1>(x);
+    constexpr int64_t kTerms = 128;
+    Product part = *this;
+    for (int64_t k = 0; k < depth; k += kTerms) {
+      part.a = a + k * along, part.b = b + k * b_stride, part.depth = least(kTerms, depth - k);
+      int64_t x = 0;
+      for (; x + 2 * N <= width; x += 2 * N) part.template columns<2>(x);
+      for (; x < width; x += N) part.template columns<1>(x);
+    }
   }
 };
 

@@ -28,6 +28,11 @@ LENGTHS = [
     ([], [], False),
 ]
 
+compiled = pytest.mark.skipif(
+    backends.refusal("attention", "cpu", "cpu", torch.float32) is not None,
+    reason="cpu does not run here",
+)
+
 
 @pytest.fixture(params=["cpu", "sdpa", "reference", "triton"])
 def server(request):
@@ -257,6 +262,24 @@ def test_any_scale(tolerances, server, queries, keys, scale, causal):
     tolerances.assert_all_accurate(got, plain, exact, torch.float32)
 
 
+@compiled
+@pytest.mark.parametrize(("queries", "keys"), [(8, 5000), (5000, 8)])
+def test_long_sums_stay_accurate(tolerances, queries, keys):
+    """Sums over many keys, and over many queries."""
+    leaves, grad = operands([queries], [keys]), torch.randn(queries, H, D)
+    leaves[2] += 1
+    got, plain, exact = (
+        results(leaves, dtype, grad, [queries], [keys], False, backend=by)
+        for dtype, by in (
+            (torch.float32, "cpu"),
+            (torch.float32, "reference"),
+            (torch.float64, "reference"),
+        )
+    )
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+
+
+@compiled
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("window", [None, (3, 2)], ids=str)
