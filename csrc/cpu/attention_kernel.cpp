@@ -47,9 +47,7 @@ struct Product {
   DEEPFAST_INLINE void tile(int64_t i, int64_t x) const {
     constexpr int N = kLanes<A>;
     constexpr Lanes<N> lanes;
-    vec_t<A, N> sum[R][V];
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-        sum[r][v] = load(lanes, c + (i + r) * c_stride + x + v * N);
+    vec_t<A, N> sum[R][V] = {};
     const A* factor = a + i * across;
     const A* row = b + x;
     for (int64_t k = 0; k < depth; ++k, factor += along, row += b_stride) {
@@ -60,8 +58,10 @@ struct Product {
         DEEPFAST_UNROLL for (int v = 0; v < V; ++v) sum[r][v] += value * column[v];
       }
     }
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-        store(lanes, c + (i + r) * c_stride + x + v * N, sum[r][v]);
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+      A* const total = c + (i + r) * c_stride + x + v * N;
+      store(lanes, total, load(lanes, total) + sum[r][v]);
+    }
   }
 
   template <int V>
@@ -73,11 +73,17 @@ struct Product {
     if (i < rows) tile<1, V>(i, x);
   }
 
+  // The rounding error of a sum grows with the number of its terms, so they are added up in parts.
   void run() const {
     constexpr int N = kLanes<A>;
-    int64_t x = 0;
-    for (; x + 2 * N <= width; x += 2 * N) columns<2>(x);
-    for (; x < width; x += N) columns<1>(x);
+    constexpr int64_t kTerms = 128;
+    Product part = *this;
+    for (int64_t k = 0; k < depth; k += kTerms) {
+      part.a = a + k * along, part.b = b + k * b_stride, part.depth = least(kTerms, depth - k);
+      int64_t x = 0;
+      for (; x + 2 * N <= width; x += 2 * N) part.template columns<2>(x);
+      for (; x < width; x += N) part.template columns<1>(x);
+    }
   }
 };
 
@@ -105,6 +111,14 @@ void unpack(const A* rows, const Heads& x, int64_t token, int64_t head, int64_t 
   }
 }
 
+// Whether no value is an infinity or a NaN.
+template <class A>
+bool finite(const A* p, int64_t n) {
+  const auto sum = sum_over_lanes<A, RowSum<A>>(
+      n, [&](auto lanes, int64_t i, auto& s) { s.add(load(lanes, p + i) * A(0)); });
+  return sum.total() == A(0);
+}
+
 // One sentence with one head of keys and values.
 template <class T>
 class Sentence {
@@ -130,6 +144,7 @@ class Sentence {
     pack<T>(op_.k, first_key_, group_, keys_, dim, A(1), rows.get());
     transpose(rows.get(), stride_, keys_, dim, columns.get(), width_);
     pack<T>(op_.v, first_key_, group_, keys_, dim, A(1), rows.get());
+    const bool alone = must_be_alone(rows);
     for_blocks([&](const Block& b) {
       pack<T>(op_.q, first_ + b.query, b.head, b.count, dim, static_cast<A>(op_.scale), q.get());
       multiply(q, columns, scores, b);
@@ -145,10 +160,7 @@ class Sentence {
         // A query without keys gives 0; a NaN stays.
         factor[i] = total == A(0) ? A(0) : A(1) / total;
       }
-      Product<A>{scores + b.from, width_, 1,       rows + b.from * stride_,
-                 stride_,         out,    stride_, b.count,
-                 b.last - b.from, stride_}
-          .run();
+      add_seen(scores, rows, alone, out, b);
       for (int64_t i = 0; i < b.count; ++i)
         unpack<T>(out + i * stride_, op_.o, first_ + b.query + i, b.head, 1, dim, factor[i]);
     });
@@ -163,6 +175,7 @@ class Sentence {
     transpose(k.get(), stride_, keys_, dim, v_columns.get(), width_);
     pack<T>(op_.k, first_key_, group_, keys_, dim, A(1), k.get());
     transpose(k.get(), stride_, keys_, dim, columns.get(), width_);
+    const bool alone = must_be_alone(k);
     memset(dk.get(), 0, size * sizeof(A));
     memset(dv.get(), 0, size * sizeof(A));
     for_blocks([&](const Block& b) {
@@ -179,9 +192,7 @@ class Sentence {
         differentiate(p + i * width_, ds + i * width_, dots.total(), b, i);
       }
       memset(dq.get(), 0, b.count * stride_ * sizeof(A));
-      Product<A>{ds + b.from, width_, 1,      k + b.from * stride_, stride_, dq, stride_,
-                 b.count,     seen,   stride_}
-          .run();
+      add_seen(ds, k, alone, dq, b);
       unpack<T>(dq.get(), op_.dq, token, b.head, b.count, dim, static_cast<A>(op_.scale));
       Product<A>{p + b.from, 1,    width_,  dout,   stride_, dv + b.from * stride_,
                  stride_,    seen, b.count, stride_}
@@ -232,17 +243,35 @@ class Sentence {
         .run();
   }
 
+  // Whether a product over these keys or values must take each query by itself: a weight of 0 does
+  // not hide an infinity or a NaN of a key that the query does not see.
+  bool must_be_alone(const A* rows) const {
+    return (op_.left >= 0 || op_.right >= 0) && !finite(rows, keys_ * stride_);
+  }
+
+  // out (queries, dim) of a block += weights (queries, keys) times rows (keys, dim).
+  void add_seen(const A* weights, const A* rows, bool alone, A* out, const Block& b) const {
+    for (int64_t i = 0; i < b.count; i += alone ? 1 : b.count) {
+      const int64_t from = alone ? seen_from(b.query + i) : b.from;
+      const int64_t to = alone ? seen_to(b.query + i) : b.last;
+      const int64_t count = alone ? 1 : b.count, depth = to - from;
+      const A *w = weights + i * width_ + from, *keys = rows + from * stride_;
+      A* sums = out + i * stride_;
+      Product<A>{w, width_, 1, keys, stride_, sums, stride_, count, depth, stride_}.run();
+    }
+  }
+
   // Replaces what query i of a block does not see, and the rest of the last vector.
-  DEEPFAST_INLINE void hide(A* row, const Block& b, int64_t i) const {
+  DEEPFAST_INLINE void hide(A* row, const Block& b, int64_t i, A by) const {
     const int64_t end = b.from + up_to_lanes<A>(b.last - b.from);
     const int64_t from = seen_from(b.query + i), to = seen_to(b.query + i);
-    for (int64_t j = b.from; j < least(from, end); ++j) row[j] = kHidden;
-    for (int64_t j = largest(from, to); j < end; ++j) row[j] = kHidden;
+    for (int64_t j = b.from; j < least(from, end); ++j) row[j] = by;
+    for (int64_t j = largest(from, to); j < end; ++j) row[j] = by;
   }
 
   // Turns scores into exp(s - most), stores the log-sum-exp, and returns the sum.
   A weigh(A* row, const Block& b, int64_t i) const {
-    hide(row, b, i);
+    hide(row, b, i, kHidden);
     A* const lse = at<A>(op_.lse, b.head * op_.tokens + first_ + b.query + i);
     A most = row_max(row + b.from, b.last - b.from);
     if (most == kHidden) most = A(0);  // no key is seen, or only scores of -inf or NaN
@@ -266,7 +295,6 @@ class Sentence {
       memset(ds + b.from, 0, width * sizeof(A));
       return;
     }
-    hide(p, b, i);
     const auto one = [&](auto lanes, int64_t j, const auto& keep) {
       const auto weight = exponential<A>(lanes, load(lanes, p + j) - lse);
       const auto gradient = weight * (keep(load(lanes, ds + j)) - dot);
@@ -281,6 +309,9 @@ class Sentence {
       for_lanes<A>(
           width, [&](auto lanes, int64_t j) { one(lanes, b.from + j, [](auto v) { return v; }); });
     }
+    // Not by scores of -inf: a NaN in the log-sum-exp or in v would reach these keys.
+    hide(p, b, i, A(0));
+    hide(ds, b, i, A(0));
   }
 
   // Calls f(lanes, key, draws) for the weights of query i of a block.

@@ -123,7 +123,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
                 f"got {x.dtype} on {x.device}"
             )
     heads, of_keys = q.shape[1], k.shape[1]
-    divides = of_keys == heads or (0 < of_keys < heads and heads % of_keys == 0)
+    divides = 0 < of_keys <= heads and heads % of_keys == 0
     if not divides or k.shape[2] != q.shape[2]:
         raise ValueError(
             f"attention: k must have a divisor of q's heads, and q's width, of "

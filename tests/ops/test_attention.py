@@ -28,6 +28,11 @@ LENGTHS = [
     ([], [], False),
 ]
 
+compiled = pytest.mark.skipif(
+    backends.refusal("attention", "cpu", "cpu", torch.float32) is not None,
+    reason="cpu does not run here",
+)
+
 
 @pytest.fixture(params=["cpu", "sdpa", "reference", "triton"])
 def server(request):
@@ -257,6 +262,51 @@ def test_any_scale(tolerances, server, queries, keys, scale, causal):
     tolerances.assert_all_accurate(got, plain, exact, torch.float32)
 
 
+@compiled
+@pytest.mark.parametrize(("queries", "keys"), [(8, 5000), (5000, 8)])
+def test_long_sums_stay_accurate(tolerances, queries, keys):
+    """Sums over many keys, and over many queries."""
+    leaves, grad = operands([queries], [keys]), torch.randn(queries, H, D)
+    leaves[2] += 1
+    got, plain, exact = (
+        results(leaves, dtype, grad, [queries], [keys], False, backend=by)
+        for dtype, by in (
+            (torch.float32, "cpu"),
+            (torch.float32, "reference"),
+            (torch.float64, "reference"),
+        )
+    )
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+
+
+@compiled
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("window", [None, (3, 2)], ids=str)
+def test_a_token_that_is_not_finite(name, bad, window):
+    """Queries that do not see it get their result and their gradient. Its own query does not change
+    the gradients of the values that it does not see."""
+    place, length = 40, 70
+    causal = window is None
+    q, k, v = operands([length], [length])
+    grad = torch.randn(length, H, D)
+    args = torch.float32, grad, [length], [length], causal
+    want = results((q, k, v), *args, window=window, backend="cpu")
+    {"q": q, "k": k, "v": v}[name][place, :, 3] = bad
+    got = results((q, k, v), *args, window=window, backend="cpu")
+    first, last = (place, length) if causal else (place - 2, place + 4)
+    if name == "q":
+        first, last = place, place + 1
+    for result in "oq":
+        for part in (slice(first), slice(last, None)):
+            assert torch.equal(got[result][part], want[result][part])
+    assert not got["o"][first:last].isfinite().all()
+    if name == "q":
+        first, last = (0, place + 1) if causal else (place - 3, place + 3)
+        for part in (slice(first), slice(last, None)):
+            assert torch.equal(got["v"][part], want["v"][part])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -266,6 +316,11 @@ def test_any_scale(tolerances, server, queries, keys, scale, causal):
             {"k": torch.ones(4, H + 1, D)},
             ValueError,
             r"divisor of q's heads, .* of \(2, 16\), got \(3, 16\)",
+        ),
+        (
+            dict.fromkeys("qkv", torch.ones(4, 0, D)),
+            ValueError,
+            r"divisor of q's heads, .* of \(0, 16\), got \(0, 16\)",
         ),
         ({"k": torch.ones(4, 0, D)}, ValueError, r"divisor of q's heads, .*, got \(0, 16\)"),
         ({"k": torch.ones(4, H, D - 1)}, ValueError, r"and q's width, of \(2, 16\), got \(2, 15"),
