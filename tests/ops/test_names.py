@@ -18,12 +18,19 @@ def names(run):
 
 def test_each_node_of_a_stack_is_named():
     encoder = nn.TransformerEncoder(2, 16, 2, 32)
-    x, mask = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    x, mask = torch.randn(2, 5, 16, requires_grad=True), torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 3:] = True
     found = names(lambda: encoder(x, mask).sum().backward())
     assert all(name.startswith("deepfast::") for name in found), found
-    nodes = {"boundary", "boundary_parameters", "feed_forward", "masked_weight", "pack", "unpack"}
-    for node in nodes:
+    nodes = (
+        "attention",
+        "boundary",
+        "boundary_parameters",
+        "feed_forward",
+        "masked_weight",
+        "pack",
+    )
+    for node in (*nodes, "unpack"):
         assert {f"deepfast::{node}", f"deepfast::{node}Backward"} <= found, node
 
 
