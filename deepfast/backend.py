@@ -26,8 +26,8 @@ BACKENDS = ("cuda", "triton", "varlen", "cpu", "sdpa", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
 
 SDPA = ("sdpa", "cuda")
-"""Backends that run attention by torch's SDPA. cuda has no attention kernel of its own; so it has
-every op."""
+"""Backends that run attention by torch's SDPA. cuda has no attention kernel of its own; by SDPA a
+model with this one backend has every op."""
 
 OPS = {
     op: tuple(name for name, launch in LAUNCHES.items() if launch.op == op)
