@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from bench.encoder import DEVIATION, MEAN, lengths
+from bench.encoder import DEVIATION, MEAN, lengths, parse
 from deepfast import ops
-from deepfast.measure.clock import interleave, keep_memory, ratio
+from deepfast.measure.clock import interleave, ratio
 from deepfast.measure.machine import cpu_model
 
 RAGGED = f"64 x {MEAN} +- {DEVIATION}"
@@ -49,12 +49,7 @@ def step(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--width", type=int, default=64, help="channels of a head")
-    parser.add_argument("--threads", type=int, help="default: torch's own")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    keep_memory()
+    args = parse(parser, argv, rounds=7)
     threads = torch.get_num_threads()
     print(f"{HEADS} heads of {args.width} channels, {cpu_model()}, {threads} threads, "
           f"torch {torch.__version__}\n")  # fmt: skip

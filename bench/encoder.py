@@ -86,17 +86,25 @@ def table(layers: int, dim: int, sentences: int, rounds: int) -> list[str]:
     return lines
 
 
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None, rounds: int
+) -> argparse.Namespace:
+    """Adds --threads and --rounds, and sets the process up for timing."""
+    parser.add_argument("--threads", type=int, help="default: torch's own")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    keep_memory()
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--sentences", type=int, default=64)
-    parser.add_argument("--threads", type=int, help="default: torch's own")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    keep_memory()
+    args = parse(parser, argv, rounds=9)
     print(
         f"{args.layers} layers, {args.dim} channels, {args.sentences} sentences, float32, "
         f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"

@@ -1,6 +1,6 @@
 """The text and the score of the published Multi30k results, English to German.
 
-    pip install sacremoses
+    pip install sacremoses        # part of the extra dev
     python -m bench.multi30k tokenise RAW TEXT
     deepfast train multi30k-tiny data.train_source=TEXT/train.en ...
     deepfast translate runs/multi30k-tiny/average.pt < TEXT/test_2016_flickr.en > FOUND
@@ -15,6 +15,7 @@ tokenised by the scripts of Moses, here by sacremoses, and BLEU counts those tok
 
 import argparse
 import gzip
+import sys
 from pathlib import Path
 
 import sacrebleu
@@ -40,6 +41,8 @@ def tokenise(texts: list[str], language: str) -> list[str]:
 def score(folder: Path, translations: list[str]) -> list[str]:
     """Lines of a Markdown table: BLEU of tokens, and sacrebleu's own of text."""
     reference = lines(folder / f"{TEST}.de.gz")
+    if len(translations) != len(reference):
+        sys.exit(f"translations: expected {len(reference)} lines, got {len(translations)}")
     tokens = sacrebleu.BLEU(tokenize="none", force=True)
     text = sacrebleu.BLEU(lowercase=True)
     join = MosesDetokenizer(lang="de").detokenize
@@ -55,12 +58,12 @@ def score(folder: Path, translations: list[str]) -> list[str]:
     return table
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("task", choices=("tokenise", "score"))
     parser.add_argument("folder", type=Path, help="of the gzip files")
     parser.add_argument("path", type=Path, help="where tokenised text goes, or the translations")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.task == "score":
         print("\n".join(score(args.folder, args.path.read_text("utf-8").splitlines())))
         return

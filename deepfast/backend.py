@@ -72,6 +72,13 @@ def _load_compiled():
         from deepfast import _C
     except ImportError as error:
         return None, f"deepfast._C does not load ({error}); was a C++ compiler there at install?"
+    for name, launch in LAUNCHES.items():
+        built = getattr(torch.ops.deepfast, name, None)
+        if built is None or [a.name for a in built.default._schema.arguments] != [*launch.names]:
+            raise ImportError(
+                f"deepfast: {_C.__file__} was built from other sources, its {name} is not the one "
+                f"of deepfast/launches.py; install deepfast again, or run make setup in a clone"
+            )
     return _C, None
 
 
@@ -273,6 +280,11 @@ def explain(
     }
 
 
+def asked(requested: str | None = None) -> str | None:
+    """The backend that is asked for: the argument's, else the environment's, None for neither."""
+    return os.environ.get("DEEPFAST_BACKEND") or None if requested is None else requested
+
+
 def preview(
     op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
 ):
@@ -353,9 +365,8 @@ def choose(
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot run the op.
     """
-    source = "backend"
-    if requested is None:
-        source, requested = "DEEPFAST_BACKEND", os.environ.get("DEEPFAST_BACKEND") or None
+    source = "DEEPFAST_BACKEND" if requested is None else "backend"
+    requested = asked(requested)
     if requested is not None and requested not in BACKENDS:
         raise BackendError(
             f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"

@@ -1,5 +1,6 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from deepfast import backend, ops
 from deepfast.backend import BackendError
+from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from deepfast.reference import launchers
 
@@ -34,6 +36,15 @@ def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
     before = names[: names.index(chosen)]
     assert all(isinstance(reasons[name], str) and reasons[name] for name in before)
     assert reasons[chosen] is None
+
+
+@pytest.mark.parametrize("name", ["layer_norm_forward", "layer_norm_of_tomorrow"])
+def test_a_library_of_other_sources_is_refused(monkeypatch, name):
+    launch = LAUNCHES["layer_norm_forward"]
+    later = dataclasses.replace(launch, name=name, operands=launch.operands[1:])
+    monkeypatch.setitem(LAUNCHES, name, later)
+    with pytest.raises(ImportError, match=f"built from other sources, its {name} is not the one"):
+        backend._load_compiled()
 
 
 def test_reasons_say_what_is_wrong():

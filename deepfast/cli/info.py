@@ -3,7 +3,6 @@ each other backend does not."""
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Iterator
 
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def collect(device: str, dtype: torch.dtype) -> dict:
     """Everything the command prints."""
-    override = os.environ.get("DEEPFAST_BACKEND") or None
+    override = backend.asked()
     if override not in (None, *backend.BACKENDS):
         names = ", ".join(backend.BACKENDS)
         raise ValueError(f"DEEPFAST_BACKEND: expected one of {names}, got {override!r}")

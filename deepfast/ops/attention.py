@@ -1,7 +1,6 @@
 """Scaled dot-product attention over packed sentences."""
 
 import math
-import os
 from itertools import pairwise
 
 import torch
@@ -232,8 +231,7 @@ def attention(
         scale = float(scale)
     width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
     name = backends.chosen("attention", backend, q.device, q.dtype, width)
-    asked = backend is not None or os.environ.get("DEEPFAST_BACKEND")
-    if name == "triton" and q.shape[-1] > WIDEST and not asked:
+    if name == "triton" and q.shape[-1] > WIDEST and backends.asked(backend) is None:
         name = "sdpa"
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *sides
     if name in backends.SDPA:

@@ -5,7 +5,6 @@ several ops of torch and `deepfast.nn` attends by torch's SDPA.
 """
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ def compiled(x: Tensor, backend: str | None = None) -> bool:
     """Whether the compiled ops serve x, under the backend that is asked for."""
     if x.device.type != "cpu" or not backends.compiled() or torch.is_grad_enabled() or watched(x):
         return False
-    return (backend or os.environ.get("DEEPFAST_BACKEND") or "cpu") == "cpu"
+    return backends.asked(backend) in (None, "cpu")
 
 
 def cached_attention(

@@ -283,10 +283,14 @@ def write(table: Table) -> None:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
         ) as file:
-            file.write(table.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
+            try:
+                file.write(table.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         _tell_unwritable(error)
         return

@@ -91,6 +91,20 @@ def test_a_folder_that_cannot_be_written_is_told_once(key, tmp_path, monkeypatch
     assert "DEEPFAST_CACHE names another folder" in record.getMessage()
 
 
+def test_a_write_that_fails_leaves_nothing_behind(key, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tables.os, "fsync", full)
+    table = tables.Table(key, OPS)
+    with tables.lock(key):
+        tables.write(table)
+    assert table.source is None
+    assert "No space left on device" in caplog.text
+    folder = tables.file_of(key).parent
+    assert [p.name for p in folder.iterdir()] == [tables.file_of(key).with_suffix(".lock").name]
+
+
 def test_a_packaged_table_saves_the_wait(key, tmp_path, monkeypatch):
     """The driver and the compiled library's bytes may differ, and nothing else."""
     packaged = tmp_path / "tables"

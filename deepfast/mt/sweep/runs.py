@@ -84,8 +84,14 @@ class Run:
                 f"{self.folder}: expected a run with the same settings, got {got}; choose another "
                 "folder with --output, or remove it"
             )
+        return self._found() if (self.folder / RESULT).exists() else None
+
+    def _found(self) -> Result:
         path = self.folder / RESULT
-        return read_object(path, seed=int) if path.exists() else None
+        found = read_object(path, seed=int, process_bytes=int)
+        if "diverged" not in found:
+            read_object(path, steps=int, parameters=int, curve=list)
+        return found
 
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
@@ -96,7 +102,7 @@ class Run:
     def ended(self, code: int) -> Result:
         """The result of a process that has ended; ``failed`` says why there is none."""
         if code == 0:
-            return read_object(self.folder / RESULT, seed=int)
+            return self._found()
         lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
         why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return {"seed": self.seed, "failed": f"{why}: {lines[-1] if lines else 'no output'}"}

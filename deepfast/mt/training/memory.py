@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -145,8 +144,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
 def _pads(recipe: Recipe, device: torch.device) -> bool:
     """Whether attention works on padded copies, by what is known before the first step."""
     dtype = getattr(torch, recipe.train.precision)
-    asked = os.environ.get("DEEPFAST_BACKEND") or None
-    return backends.preview("attention", asked, device, dtype)[0] in backends.SDPA
+    return backends.preview("attention", backends.asked(), device, dtype)[0] in backends.SDPA
 
 
 def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:

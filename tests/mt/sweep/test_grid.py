@@ -1,6 +1,7 @@
 """The points of a sweep, and the runs of each."""
 
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
     expected = run.recipe.to_dict() | {"resume": True, "output": recipe.output}
     assert recipe.to_dict() == expected
     assert run.result() is None
+
+
+@pytest.mark.parametrize("content", ['{"seed": 1}', '{"seed": 1, "process_bytes": 9}', "[]"])
+def test_a_result_that_lacks_what_the_table_reads_is_refused(tmp_path, content):
+    over = [parse_over("optim.lr=1e-3")]
+    ((run,),) = runs_of("phrases-small", [], points(over), 1, tmp_path).values()
+    run.write()
+    (run.folder / "result.json").write_text(content)
+    with pytest.raises(ValueError, match=r"result\.json: expected what deepfast sweep writes, got"):
+        run.result()
+    diverged = {"seed": 1, "process_bytes": 9, "diverged": "NaN"}
+    (run.folder / "result.json").write_text(json.dumps(diverged))
+    assert run.result() == diverged
 
 
 @pytest.mark.parametrize(
