@@ -153,7 +153,8 @@ def here(machine: dict) -> str:
     import torch
 
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    return gpu + "{cores} cores, {cpu}, torch {torch}".format_map(machine)
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
+    return f"{gpu}{cores}, {machine['cpu']}, torch {machine['torch']}"
 
 
 def in_words(found: dict) -> str:

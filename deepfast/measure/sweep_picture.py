@@ -96,7 +96,9 @@ def draw(
         legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
         height = 0.9 + 0.19 * legend + (
             1.75 * max(1, len(panels)) if numeric
-            else 0.13 * sum(2 + label.count("\n") + 0.7 * len(names) for label in labels)
+            # The key stands beside the values, from below to above.
+            else max(0.08 * len(over.key), 0.13 * sum(
+                2 + label.count("\n") + 0.7 * len(names) for label in labels))
         )  # fmt: skip
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         shape = (len(panels), 1) if numeric else (1, len(panels))
