@@ -170,9 +170,10 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
     weights = (getattr(m, "weight", None) for m in layer.modules() if "Norm" in type(m).__name__)
     widths = {len(w) for w in weights if isinstance(w, torch.Tensor) and w.dim() == 1}
     if len(widths) != 1:
+        found = f"norms of widths {sorted(widths)}" if widths else "no norms"
         raise ValueError(
-            f"{OP}: the width cannot be told from {type(layer).__name__}, whose norms have widths "
-            f"{sorted(widths) or 'none'}; pass dim="
+            f"{OP}: the width cannot be told from {type(layer).__name__}, which has {found}; "
+            "pass dim="
         )
     return widths.pop()
 

@@ -1,7 +1,8 @@
 """Times ops beside plain PyTorch on this machine: forward, and forward with backward.
 
 Both forms take turns in one process; times are medians. A ratio says how many times longer PyTorch
-takes. It is reliable only where nothing else runs. Without an op all are timed."""
+takes: the median over the rounds, so it can differ a little from the quotient of the two
+medians. It is reliable only where nothing else runs. Without an op all are timed."""
 
 import argparse
 import json

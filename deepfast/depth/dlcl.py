@@ -20,7 +20,9 @@ class DLCL(DepthConnection):
     pre-norm    ``x_{l+1} = sum_{k<=l} W[l,k] * LN_k(y_k)``        the LN belongs to the source
     post-norm   ``x_{l+1} = LN_l(sum_{k<=l} W[l,k] * y_k)``        the LN belongs to the consumer
 
-    y_0 is the embedding, y_k the output of layer k, x_{l+1} the input of layer l + 1::
+    y_0 is the embedding, y_k the output of layer k, x_{l+1} the input of layer l + 1. LN_0 is left
+    out, as in the authors' code, unless ``normalize_embedding`` is set: y_0 enters the sums as it
+    is in pre-norm, and ``x_1 = W[0,0] * y_0`` in post-norm::
 
         history = deepfast.nn.DepthHistory()
         x = dlcl(embedding, history)               # pushes y_0, returns x_1
@@ -45,7 +47,8 @@ class DLCL(DepthConnection):
         softmax: each row of W is passed through a softmax over the states that it reads.
         window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
             the pattern is exactly 0 and gets no gradient, and the row does not read its state.
-        normalize_embedding: whether index 0 has an LN; it has none in the authors' code.
+        normalize_embedding: True gives index 0 its LN. By default it has none, and row 0 of
+            ``norm_weight`` and ``norm_bias`` is not used.
         states: dtype of the states, and so of x, under autocast. "float32" widens 16-bit inputs, as
             torch's layer-norm does on a GPU: the residual stream of a model around it keeps its
             precision. "autocast" narrows fp32 inputs to autocast's dtype: half the memory, for

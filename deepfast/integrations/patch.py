@@ -59,7 +59,7 @@ def patch(
         lines += [f"loss: {name}, in training" for name in done]
         lines += [f"left: the loss of {reason}" for reason in left]
         if not done and not left:
-            lines.append("left: the loss; no language model of transformers with a known loss")
+            lines.append("left: the loss; the model is none of those whose loss deepfast replaces")
     print("\n  ".join((f"{OP}({type(model).__name__})", *lines)))
     return handle
 

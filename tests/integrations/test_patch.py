@@ -252,7 +252,7 @@ def test_what_is_left_is_named(capsys):
         "  norms: 1 LayerNorm",
         "  left: 1 MyRMSNorm, whose formula is not known",
         "  left: 1 LayerNorm, whose formula is not known",
-        "  left: the loss; no language model of transformers with a known loss",
+        "  left: the loss; the model is none of those whose loss deepfast replaces",
     ]
 
 
