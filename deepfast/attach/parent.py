@@ -1,6 +1,7 @@
 """Puts a depth connection into a model that loops over its layers."""
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def connect(
         layers: the attribute of ``parent`` with the list, an nn.ModuleList or nn.Sequential; None
             where it has only one.
         norm: where the layers have their norms: "pre" (before their sublayers) or "post" (after
-            each residual sum); None for a DLCL without layer-norms.
+            each residual sum); None for a DLCL without layer-norms. A warning says where a layer
+            has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
             norm="pre". "denseformer" begins as the plain model.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
@@ -81,6 +83,12 @@ def connect(
                 f"{OP}: {type(parent).__name__}.{name} is {getattr(parent, name)}; a depth "
                 "connection needs every layer, so set it to 0 first"
             )
+    first_norm = getattr(found[0], "norm_first", None)
+    if isinstance(first_norm, bool) and norm is not None and first_norm != (norm == "pre"):
+        warnings.warn(
+            f"{OP}: norm={norm!r} differs from the layers, which have norm_first={first_norm}",
+            stacklevel=2,
+        )
     dim = _width(parent, found[0]) if dim is None else dim
     made = _make(len(found), dim, norm, connection, options)
     weight = next(found.parameters(), None)

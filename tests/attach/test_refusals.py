@@ -1,11 +1,13 @@
 """What cannot be connected, and the sentence that says so."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import deepfast
-from tests.attach.models import Block, D
+from tests.attach.models import Block, D, torch_encoder
 
 
 class Loop(nn.Module):
@@ -303,3 +305,14 @@ def test_classes(options, error, message):
 
     with pytest.raises(error, match=message):
         deepfast.connected(Pretrained, **options)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_other_norm_than_the_layers_have_is_told(norm_first):
+    right, wrong = ("pre", "post") if norm_first else ("post", "pre")
+    with pytest.warns(UserWarning, match=f"norm='{wrong}' differs .* norm_first={norm_first}"):
+        deepfast.connect(torch_encoder(norm_first), norm=wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deepfast.connect(torch_encoder(norm_first), norm=right)
+        deepfast.connect(torch_encoder(norm_first), norm=None)
