@@ -12,7 +12,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from deepfast import checks
+from deepfast.cli.sweep import add_process_arguments, here, in_words, process_options
 
 EXAMPLE = "deepfast compare-growth phrases-growing --seeds 3"
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or a name from deepfast train --list")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind; default: 1")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once; default: 1")
+    add_process_arguments(parser)
     parser.add_argument(
         "--output", type=Path, help="folder; default: the recipe's output with -growth at its end"
     )
@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
-    from deepfast.cli.sweep import here, in_words
     from deepfast.measure.machine import environment
     from deepfast.mt.data.text import write_atomically
     from deepfast.mt.sweep.growth import page, runs_of_growth
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run
 
-    checks.whole("compare-growth", seeds=args.seeds, jobs=args.jobs)
+    options = process_options(args)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)
     results: dict = {}
 
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     command = ["deepfast", "compare-growth", args.recipe, *args.overrides, f"--seeds={args.seeds}"]
     folder = runs[0].folder.parents[1]
     with only_run(folder, "--output"):
-        run_all(runs, report, jobs=args.jobs)
+        run_all(runs, report, **options)
         ordered = {run: results[run] for run in runs}
         text = page(ordered, shlex.join(command), here(environment()))
         path = folder / "growth.md"

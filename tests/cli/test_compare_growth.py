@@ -109,6 +109,35 @@ def test_a_recipe_without_both_runs_is_refused(recipe, changes, tmp_path, capsys
     assert said.count("\n") == 1
 
 
+def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
+    given = {}
+
+    def stop(runs, report, **options):
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepfast.mt.sweep.runs.run_all", stop)
+    words = ["--jobs", "2", "--threads", "3", "--memory", "8GiB", "--output", str(tmp_path)]
+    assert main(["compare-growth", "phrases-growing", *words]) == 130
+    assert given == {"jobs": 2, "threads": 3, "memory": 8 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seeds", "0"], "seeds must be a whole number of at least 1"),
+        (["--threads", "0"], "threads must be a whole number from 1 to"),
+        (["--memory", "much"], "--memory: expected bytes such as"),
+    ],
+)  # fmt: skip
+def test_refused_with_a_sentence(words, sentence, tmp_path, capsys):
+    assert main(["compare-growth", "phrases-growing", *words, "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("deepfast compare-growth: ")
+    assert sentence in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_in_which_another_comparison_runs_is_refused(tmp_path, capsys):
     with only_run(tmp_path):
         assert main(["compare-growth", "phrases-growing", "--output", str(tmp_path)]) == 1

@@ -17,10 +17,10 @@ the top layers of the columns, (f, h) and (f', h'), the decoder gets a context c
 The decoder is one column whose layers all run forward. Its input is [c_t, y_{t-1}], with y_0 = 0.
 
 As in the paper, e and c hold all of f (10H, which W_p reduces to a quarter), source, target and
-softmax have separate matrices, and recurrent parameters start at 0. The paper leaves biases out of
-its notation; here they are an option, as are separate vocabularies. Unlike in the paper, the
-alignment model is as wide as a layer. The paper's columns have nine layers; in a column with an
-even number m is the first position.
+softmax have separate matrices, and recurrent parameters start at 0. The paper has biases and leaves
+them out of its notation; here they are an option, as are separate vocabularies. Unlike in the
+paper, the alignment model is as wide as a layer. The paper's columns have nine layers; in a column
+with an even number m is the first position.
 
 The ablations of its tables 2 to 6 are options. Without fast-forward connections a layer reads
 Dropout(h) alone, e and c hold no f, and there is no W_p: with one layer this is the standard
@@ -66,7 +66,8 @@ class FastForwardLSTMConfig:
     columns: int = 2
     """Columns of the encoder, 1 or 2."""
     bias: bool = False
-    """Whether the maps to f, W_p and the softmax have biases, which start at 0."""
+    """Whether the maps to f, W_p and the softmax have biases, which start at 0, as in the paper.
+    The default is that of checkpoints without this field."""
     dropout: float = 0.1
     """On each h where it enters the next layer, not on f."""
     init_std: float = 0.07

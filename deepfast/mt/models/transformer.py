@@ -124,7 +124,7 @@ class Transformer(TranslationModel):
             )  # fmt: skip
         self.fusions = Fusions(c)
         if c.init == "fan_in":
-            init_fan_in(self.encoder, self.decoder, self.fusions)
+            init_fan_in(self)
 
     def describe(self) -> str:
         """Sizes and choices in one line."""

@@ -80,7 +80,8 @@ class TransformerConfig:
     attends to its own mixture of all encoder layers."""
     init: str = "xavier"
     """How matrices begin: "xavier"; or "fan_in", from U(-b, b) with b = 1 / sqrt(inputs), biases
-    too, as in the paper on layer fusion. Embeddings begin from N(0, 1 / D) either way."""
+    and an output matrix of its own too, as in the paper on layer fusion. Embeddings begin from
+    N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
     """"pre" or "post"."""
     norm_kind: str = "layer"

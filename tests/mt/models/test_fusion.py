@@ -5,7 +5,12 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.models import (
+    DepthGrowing,
+    DepthGrowingConfig,
+    Transformer,
+    TransformerConfig,
+)
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.training.checkpoint import check_config
@@ -209,16 +214,27 @@ def test_without_the_word_embedding(kind, layer_embeddings):
     assert_steps_equal_forward(model.eval(), SOURCE, TARGET_IN)
 
 
-def test_matrices_drawn_by_their_inputs():
-    model = transformer(dim=64, ffn_dim=256, init="fan_in")
-    for module in (*model.encoder.modules(), *model.fusions.modules()):
-        if isinstance(module, torch.nn.Linear):
-            bound = module.in_features**-0.5
-            for p in module.parameters():
-                assert p.abs().max() <= bound
-            if module.weight.numel() > 1000:
-                assert module.weight.abs().max() > 0.95 * bound
-    std = model.embedding.weight[1:].std()
-    torch.testing.assert_close(std, torch.tensor(64**-0.5), rtol=0.1, atol=0)
+@pytest.mark.parametrize("grown", [False, True])
+def test_matrices_drawn_by_their_inputs(grown):
+    """In both sides, the fusions, the output, and the top of a model that grows."""
+    changes = {"vocab_size": 50, "dim": 64, "ffn_dim": 256, "init": "fan_in",
+               "share_embeddings": "none"}  # fmt: skip
+    torch.manual_seed(1)
+    model = DepthGrowing(DepthGrowingConfig(**SIZES | changes)) if grown else transformer(**changes)
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    bottom = model.bottom if grown else model
+    assert bottom.output in linears
+    for linear in linears:
+        bound = linear.in_features**-0.5
+        for p in linear.parameters():
+            assert p.abs().max() <= bound
+        if linear.weight.numel() > 1000:
+            assert linear.weight.abs().max() > 0.95 * bound
+    for embedding in (bottom.embedding, bottom.target_embedding):
+        std = embedding.weight[1:].std()
+        torch.testing.assert_close(std, torch.tensor(64**-0.5), rtol=0.1, atol=0)
+
+
+def test_an_unknown_initialisation_is_refused():
     with pytest.raises(ValueError, match="init must be one of xavier, fan_in, got 'normal'"):
         transformer(init="normal")

@@ -103,6 +103,22 @@ def test_nbest(checkpoint, source, tmp_path, model, vocabulary):
     assert [float(score) for _, score, _ in rows] == pytest.approx(scores, abs=1e-3)
 
 
+def test_the_form_of_the_length_penalty(checkpoint, source, model, vocabulary, capsys):
+    words = ["--input", str(source), "--length-penalty", "1.6", "--nbest", "2", *FAST]
+    scores = {}
+    for form in ("gnmt", "power"):
+        assert main(["translate", str(checkpoint), *words, "--length-form", form]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        scores[form] = [float(row.split("\t")[1]) for row in rows]
+        options = DecodingOptions(
+            beam=2, max_length=6, nbest=2, length_penalty=1.6, length_form=form
+        )
+        nbest = translate_nbest(model, vocabulary, LINES, options)
+        expected = [score for best in nbest for score, _ in best]
+        assert scores[form] == pytest.approx(expected, abs=1e-3)
+    assert scores["gnmt"][0] < 2 * scores["power"][0]
+
+
 def test_bfloat16_and_long_lines(checkpoint, source, capsys):
     arguments = ["--input", str(source), "--precision", "bfloat16", "--max-tokens", "3", *FAST]
     assert main(["translate", str(checkpoint), *arguments]) == 0

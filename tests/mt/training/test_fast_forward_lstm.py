@@ -82,3 +82,6 @@ def test_shipped_recipes():
     assert full.optim.lr == 5e-4
     assert full.optim.lr * full.model_config(8).lr_scale == pytest.approx(4e-5)
     assert small.model["kind"] == "fast_forward_lstm"
+    # As in the paper.
+    assert full.model["bias"]
+    assert small.model["bias"]

@@ -6,7 +6,9 @@ import torch
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.models.checkpoint import read_checkpoint
 from deepfast.mt.training import OptimSection, RecipeError, train
+from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.optim import build_optimizer, learning_rate
+from deepfast.mt.training.trainer import Trainer
 
 SIZES = {"dim": 8, "heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
 
@@ -72,6 +74,22 @@ def test_fewer_micro_batches_after_the_restart(make_recipe, tmp_path):
     resumed = train(make_recipe(broken | {"train.max_steps": 5, "resume": True}))
     one, other = (read_checkpoint(r.checkpoint)["model"] for r in (whole, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_adam_begins_anew_at_the_restart(make_recipe, tmp_path):
+    changes = {"optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.betas": [0.9, 0.98]}
+    recipe = make_recipe(changes)
+    corpus = load_corpus(recipe.data, seed=1, folder=tmp_path)
+    trainer = Trainer(recipe, corpus, torch.device("cpu"))
+    for count in (1, 2, 1, 2):
+        trainer.train_step()
+        states = trainer.optimizer.state
+        assert {int(state["step"]) for state in states.values()} == {count}
+        if count == 1:
+            # Averages of this step's gradient alone.
+            for p, state in states.items():
+                torch.testing.assert_close(state["exp_avg"], 0.1 * p.grad)
+                torch.testing.assert_close(state["exp_avg_sq"], 0.02 * p.grad**2)
 
 
 @pytest.mark.parametrize("changes", [{"optim.restart_accumulate": 2},
