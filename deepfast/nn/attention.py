@@ -227,7 +227,7 @@ class MultiheadAttention(nn.Module):
         again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
         pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
         source: Any = x_TD
-        recomputes = bool(pairs) and backward and plain(linear, nn.Linear)
+        recomputes = backward and len(pairs) > 0 and plain(linear, nn.Linear)
         if recomputes and all(one.gives(x) for x, one in pairs):
             source = recompute_x
             with not_saved(pairs):

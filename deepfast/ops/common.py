@@ -22,12 +22,21 @@ def _autocasts(x: Tensor) -> bool:
     if not torch._C._is_any_autocast_enabled():
         return False
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+# What torch.compiler.assume_constant_result does, without importing all of torch's compiler. That
+# of torch 2.10 cannot trace the question.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_device(device: torch.device) -> str:
     """The type of device whose autocast applies on ``device``: "cpu" where it has none, as meta."""
-    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+    return device.type if _has_autocast(device.type) else "cpu"
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

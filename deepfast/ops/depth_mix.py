@@ -221,13 +221,14 @@ def _is_of_tokens(first: Tensor, count: int, weight: Tensor) -> bool:
     """Whether ``weight`` has weights of each token; raises where it does not fit one form."""
     *lead, dim = first.shape
     shape, axes = tuple(weight.shape), len(lead)
-    # One by one, because a compiler cannot search a tuple for sizes that it does not know.
+    # One by one, because a compiler cannot search a tuple for sizes that it does not know. The one
+    # of torch 2.10 cannot tell whether a tuple is empty, except by its length.
     of_all = (
-        bool(shape)
+        len(shape) > 0
         and shape[0] == count
         and (len(shape) == 1 or (len(shape) == 2 and shape[1] == dim))
     )
-    of_tokens = bool(lead) and len(shape) in (axes + 1, axes + 2) and shape[axes] == count
+    of_tokens = axes > 0 and len(shape) in (axes + 1, axes + 2) and shape[axes] == count
     of_tokens = of_tokens and all(shape[i] == lead[i] for i in range(axes))
     if of_all and of_tokens:
         raise ValueError(

@@ -36,9 +36,9 @@ class Counted:
     def __enter__(self):
         self.bytes, self.plain = 0, dist.P2POp
 
-        def counted(op, tensor, *rest):
+        def counted(op, tensor, *rest, **named):
             self.bytes += tensor.nbytes if op is dist.isend else 0
-            return self.plain(op, tensor, *rest)
+            return self.plain(op, tensor, *rest, **named)
 
         dist.P2POp = counted
         return self

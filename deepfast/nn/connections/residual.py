@@ -94,10 +94,11 @@ class LayerCall(NamedTuple):
     """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
     options: dict
 
-    @property
-    def part(self) -> str | None:
-        """The part of the layer that the call runs; None for the whole layer."""
-        return self.options.get("part")
+
+def _part(call: LayerCall) -> str | None:
+    """The part of the layer that the call runs; None for the whole layer. No property, because the
+    compiler of torch 2.10 knows none of a named tuple."""
+    return call.options.get("part")
 
 
 class Connection(nn.Module):
@@ -213,7 +214,7 @@ class Connection(nn.Module):
         branch, residual, p = x, None, 0.0
         used = [(call, norm) for call, norm in zip(calls, norms, strict=False) if call]
         for row, (call, norm) in enumerate((*used, (None, norms[-1]))):
-            whole = call is not None and call.part is None
+            whole = call is not None and _part(call) is None
             shown = states is not None and row % self.reads == 0
             if history is not None:
                 if self.residuals is not None and residual is not None:
@@ -300,7 +301,7 @@ def run_layer(
         history: the pass of the depth connection; None without one.
     """
     layer, policy, options = call
-    if call.part is not None and _runs_again(call):
+    if _part(call) is not None and _runs_again(call):
         policy = "history"
 
     def run(x: Tensor, n: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -319,7 +320,7 @@ def run_layer(
         return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, run, (x, n), _from_input(x, n, norm), options)
-    if call.part is not None and states:
+    if _part(call) is not None and states:
         return _part_from_states(layer, x, norm, history, options)
     # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
     # and backward recomputes n.
@@ -331,7 +332,7 @@ def run_layer(
 def _runs_again(call: LayerCall) -> bool:
     """Whether backward runs a part again. The feed-forward block without its hidden activation
     runs from n, without its last product."""
-    return call.policy in RERUN or (call.part == "feed_forward" and call.policy != "keep")
+    return call.policy in RERUN or (_part(call) == "feed_forward" and call.policy != "keep")
 
 
 def _part_from_states(

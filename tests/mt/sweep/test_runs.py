@@ -31,7 +31,8 @@ if (folder.parent / "broken").exists():
     sys.exit(1)
 with open(folder.parent / "events", "a") as events:
     events.write(f"-{layers}\\n")
-(folder / "result.json").write_text(json.dumps({"seed": 1, "process_bytes": layers * 100}))
+found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": layers, "curve": []}
+(folder / "result.json").write_text(json.dumps(found))
 """
 
 
