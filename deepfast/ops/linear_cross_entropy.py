@@ -207,6 +207,8 @@ def _check(hidden, weight, bias, target, label_smoothing, ignore_index, reductio
     checks.parameter(op, "bias", bias, (weight.shape[0],), device)
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.layout != torch.strided:
+        raise TypeError(f"{op}: target must be a dense tensor, got a {target.layout} one")
     if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"{op}: target must be torch.int64 {tuple(hidden.shape[:-1])}, got {target.dtype} "
