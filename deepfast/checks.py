@@ -81,24 +81,31 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
 
 
+def _is_number(op: str, name: str, value: object) -> bool:
+    # torch takes no longer whole number, and a float may not hold it.
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
+    return isinstance(value, NUMBER)
+
+
 def number(op: str, least: float = 0, most: float | None = None, **values: float) -> None:
     """Finite numbers from ``least`` to ``most``, each under the name of its argument."""
     for name, value in values.items():
-        if not (isinstance(value, NUMBER) and least <= value < math.inf) or (
+        if not (_is_number(op, name, value) and least <= value < math.inf) or (
             most is not None and value > most
         ):
             span = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{op}: {name} must be a number {span}, got {value!r}")
 
 
-def eps(op: str, eps: float) -> None:
+def eps(op: str, eps: float, *, argument: str = "eps") -> None:
     # Faster than `number`, because every call of an op runs this check.
-    if not (isinstance(eps, NUMBER) and 0.0 <= eps < math.inf):
-        raise ValueError(f"{op}: eps must be a number of at least 0, got {eps!r}")
+    if not ((type(eps) is float or _is_number(op, argument, eps)) and 0.0 <= eps < math.inf):
+        raise ValueError(f"{op}: {argument} must be a number of at least 0, got {eps!r}")
 
 
 def finite(op: str, name: str, value: float) -> None:
-    if not (isinstance(value, NUMBER) and -math.inf < value < math.inf):
+    if not (_is_number(op, name, value) and -math.inf < value < math.inf):
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
 
 
@@ -141,7 +148,7 @@ def fraction(op: str, **values: float) -> None:
 def positive(op: str, **values: float) -> None:
     """Finite numbers above 0, each under the name of its argument."""
     for name, value in values.items():
-        if not (isinstance(value, NUMBER) and 0 < value < math.inf):
+        if not (_is_number(op, name, value) and 0 < value < math.inf):
             raise ValueError(f"{op}: {name} must be a number above 0, got {value!r}")
 
 

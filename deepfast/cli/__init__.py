@@ -48,29 +48,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"deepfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
+    name = f"deepfast {wanted}" if wanted else "deepfast"
     closed = _replace_closed_streams(wanted)
     try:
         if any(word == "" or re.fullmatch("--[a-z-]+=", word) for word in argv):
             raise ValueError(f"expected text in every argument, got an empty one in {argv}")
-        args = _parse(parser, commands, wanted, argv)
+        try:
+            args = _parse(parser, commands, wanted, argv)
+        except SystemExit:
+            # Argparse has printed a help text.
+            sys.stdout.flush()
+            raise
         code = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print(f"deepfast {wanted}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
         # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if closed:
-            print(f"deepfast {wanted}: standard output is closed", file=sys.stderr)
+            print(f"{name}: standard output is closed", file=sys.stderr)
         return int(closed)
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
-        print(f"deepfast {wanted}: {_sentence(error)}", file=sys.stderr)
+        print(f"{name}: {_sentence(error)}", file=sys.stderr)
         return 1
 
 

@@ -67,6 +67,7 @@ def _check_out_norm(connection, out_norm: OutNorm, y: Tensor) -> None:
             f"{op}: out_norm must be an OutNorm (LayerNorm.as_output() or RMSNorm.as_output()), "
             f"got {type(out_norm).__name__}"
         )
+    checks.eps(op, out_norm.eps, argument="out_norm.eps")
     for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
         checks.parameter(op, f"out_norm.{name}", p, (connection.dim,), y.device)
 

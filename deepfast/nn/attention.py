@@ -14,7 +14,7 @@ from deepfast.depth.initial import part
 from deepfast.nn.cache import KeyValueCache
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
-from deepfast.nn.recompute import Kept, Recompute, check_dtype, not_saved, plain
+from deepfast.nn.recompute import Kept, Recompute, check_input, not_saved, plain
 from deepfast.ops import common, decoding, torch_attention
 from deepfast.ops.attention import Window, window_sides
 
@@ -167,7 +167,7 @@ class MultiheadAttention(nn.Module):
         (B, G, S, d) where attention runs over padded sentences, as ``decoding`` does; else
         (T, G, d).
         """
-        check_dtype("MultiheadAttention", "encoded", encoded_TD, self.key_value)
+        check_input("MultiheadAttention", "encoded", encoded_TD, self.key_value)
         kv = self.key_value(encoded_TD)
         padded = decoding or self._pads(encoded_TD, packing, packing)
         key, value = self._split(packing.unpack(kv) if padded else kv, "key_value")
@@ -223,7 +223,7 @@ class MultiheadAttention(nn.Module):
         name = "query" if self.cross else "query_key_value"
         linear, shares = getattr(self, name), self._shares(name)
         for x in xs:
-            check_dtype("MultiheadAttention", "x", x, linear)
+            check_input("MultiheadAttention", "x", x, linear)
         again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
         pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
         source: Any = x_TD
@@ -239,7 +239,7 @@ class MultiheadAttention(nn.Module):
         q, *kv = self._split(qkv, name)
         if isinstance(encoded, Tensor):
             layout = encoded_packing if padded else None
-            check_dtype("MultiheadAttention", "encoded", encoded, self.key_value)
+            check_input("MultiheadAttention", "encoded", encoded, self.key_value)
             made = _projected(self.key_value, encoded, self.key_value(encoded), layout, unsaved, [])
             kv = self._split(made, "key_value")
         elif encoded is not None:
@@ -263,12 +263,12 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor:
         """The heads' results (T, D) where `_compiled`."""
         if cache is None:
-            check_dtype("MultiheadAttention", "x", x_TD, self.query)
+            check_input("MultiheadAttention", "x", x_TD, self.query)
             q, sentences = self.query(x_TD), packing.sentences(x_TD.device)
             padding = encoded_packing.padding
             keys, values = encoded
             return decoding.cached_attention(q, keys, values, sentences, padding=padding)
-        check_dtype("MultiheadAttention", "x", x_TD, self.query_key_value)
+        check_input("MultiheadAttention", "x", x_TD, self.query_key_value)
         q, k, v = self.query_key_value(x_TD).split(self._shares("query_key_value"), -1)
         return cache.attend(q, k, v, self.heads, self.window[0])
 

@@ -35,12 +35,20 @@ def plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     return type(module) is kind and not any(changed)
 
 
-def check_dtype(op: str, name: str, x: Tensor, linear: nn.Module) -> None:
-    """Refuses an input of another dtype than a linear layer has, which autocast does not cast."""
-    if type(linear) is not nn.Linear or x.dtype == linear.weight.dtype:
+def check_input(op: str, name: str, x: Tensor, linear: nn.Module) -> None:
+    """Refuses an input on another device than a linear layer is on, or of another dtype, which
+    autocast does not cast."""
+    if type(linear) is not nn.Linear:
         return
-    # A hook may cast the input.
+    weight = linear.weight
+    if x.dtype == weight.dtype and x.device == weight.device:
+        return
+    # A hook may move or cast the input.
     if plain(linear, nn.Linear):
+        if x.device != weight.device:
+            raise ValueError(
+                f"{op}: {name} must be on {weight.device} like the weights, got {x.device}"
+            )
         given, weight = common.autocast(x, linear.weight)
         if given.dtype != weight.dtype:
             raise ValueError(

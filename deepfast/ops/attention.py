@@ -18,6 +18,11 @@ WIDEST = 256
 Window = tuple[int | None, int | None] | int | None
 
 
+def _contiguous_channels(x: Tensor) -> Tensor:
+    # `contiguous` returns a tensor without elements as it is, whatever its strides.
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def _forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     o, lse = _fake(a)
@@ -36,7 +41,7 @@ def _fake(a):
 def _grad_forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     dq, dk, dv = _grad_fake(a)
-    dout = a.dout if a.dout.stride(-1) == 1 else a.dout.contiguous()
+    dout = _contiguous_channels(a.dout)
     launch.attention_backward(
         a.q, a.k, a.v, a.o, a.lse, dout, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
         a.max_seqlen_k, a.left, a.right, a.scale, a.dropout_p, a.seed, dq, dk, dv,
@@ -108,6 +113,7 @@ def window_sides(op: str, window: object, causal: bool = False) -> tuple[int, in
             f"or -1 for a side without end, got {window!r}"
         )
     left, right = (-1 if w is None else int(w) for w in sides)
+    checks.whole(op, -1, window=max(left, right))
     return left, 0 if causal else right
 
 
@@ -245,6 +251,6 @@ def attention(
     if name == "triton" and q.shape[-1] > WIDEST:
         raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_contiguous_channels, (q, k, v))
     (o,) = _attention(q, k, v, *sizes, scale, dropout_p, seed, name)
     return o

@@ -135,14 +135,16 @@ def _flops(a) -> int:
     return 2 * (1 + a.want_dhidden + a.want_dweight) * math.prod(a.hidden) * a.weight[0]
 
 
-def _may_overwrite(ctx) -> bool:
-    """Whether backward may scale the gradients that forward saved in place: no other code holds
-    them, and this is the last backward pass through the graph."""
+def _may_overwrite(ctx, factor: Tensor) -> bool:
+    """Whether backward may scale the gradients that forward saved by ``factor`` in place: no other
+    code holds them, this is the last backward pass through the graph, and it is not several at once
+    (``is_grads_batched`` of `torch.autograd.grad`)."""
     return (
         ctx.bare
         and not ctx.shared
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.is_legacy_batchedtensor(factor)
         and not torch._C._autograd._get_current_graph_task_keep_graph()
     )
 
@@ -171,7 +173,8 @@ def _setup(ctx, a, results):
 def _backward(ctx, kept, grads):
     if grads.loss is None:
         return {}
-    factor, overwrite = grads.loss * kept.pop("scale"), _may_overwrite(ctx)
+    factor = grads.loss * kept.pop("scale")
+    overwrite = _may_overwrite(ctx, factor)
     dtypes = dict(zip(ctx.needs._fields, ctx.dtypes, strict=True))
     return {
         name: _scaled(grad, factor, dtypes[name], overwrite)
@@ -207,6 +210,8 @@ def _check(hidden, weight, bias, target, label_smoothing, ignore_index, reductio
     checks.parameter(op, "bias", bias, (weight.shape[0],), device)
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.layout != torch.strided:
+        raise TypeError(f"{op}: target must be a dense tensor, got a {target.layout} one")
     if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"{op}: target must be torch.int64 {tuple(hidden.shape[:-1])}, got {target.dtype} "

@@ -66,3 +66,12 @@ def test_a_table_ends_with_its_reader_as_text_does():
     assert (done.returncode, done.stderr) == (1, "deepfast bench: standard output is closed\n")
     done = run(*command, closed="> >(true)")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("score", "--help")])
+def test_help_for_a_closed_standard_output(words):
+    done = run(*words, closed=">&-")
+    name = " ".join(("deepfast", *words[:-1]))
+    assert (done.returncode, done.stderr) == (1, f"{name}: standard output is closed\n")
+    done = run(*words, closed="> >(true)")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.backend import BackendError
-from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 from tests.depth.stack import DIM, TOKENS, Stack, history, leaf
 
 
@@ -98,6 +98,13 @@ def test_a_refused_first_push_leaves_the_history_fresh(backend):
 def test_refuses_an_output_norm_of_another_kind(out_norm):
     with pytest.raises(TypeError, match="out_norm must be an OutNorm"):
         DLCL(2, DIM)(leaf(), history(), out_norm=out_norm)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), "1e-5"])
+def test_refuses_an_output_norm_with_another_eps(eps):
+    norm = LayerNorm(DIM).as_output()._replace(eps=eps)
+    with pytest.raises(ValueError, match=r"out_norm\.eps must be a number of at least 0, got"):
+        DLCL(2, DIM)(leaf(), history(), out_norm=norm)
 
 
 def test_a_change_of_grad_mode_within_a_pass_is_an_error(backend):

@@ -69,6 +69,20 @@ def test_inputs_of_another_dtype_than_the_weights(name):
         OF_ANOTHER_DTYPE[name]()
 
 
+ON_ANOTHER_DEVICE = {
+    "x": lambda x: MultiheadAttention(8, 2)(x.flatten(0, 1), Packing(2, 3)),
+    "encoded": lambda x: TransformerDecoder(1, 8, 2, 16)(torch.ones(2, 3, 8), x),
+    "states": lambda x: LayerFusion(2, 8)([x] * 2),
+}
+
+
+@pytest.mark.parametrize("name", ON_ANOTHER_DEVICE)
+def test_inputs_on_another_device_than_the_weights(name):
+    expected = rf": {name}\S* must be on cpu like the weights, got meta"
+    with pytest.raises(ValueError, match=expected):
+        ON_ANOTHER_DEVICE[name](torch.ones(2, 3, 8, device="meta"))
+
+
 @pytest.mark.parametrize("argument", ["connection", "activation", "dropout"])
 def test_errors_name_classes_that_users_know(argument):
     with pytest.raises(ValueError, match=f"^TransformerEncoder(Layer)?: {argument} must be"):

@@ -197,6 +197,19 @@ def test_slices_of_one_projection(server):
     torch.testing.assert_close(grad, torch.stack(grads, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_no_tokens_between_other_channels(server):
+    """`contiguous` does not change the strides of an empty tensor."""
+    q, k, v = leaves = [torch.ones(0, H, 2 * D, requires_grad=True) for _ in range(3)]
+    cu = cu_seqlens([0])
+    out = attention(
+        q[..., ::2], k[..., ::2], v[..., ::2], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=0,
+        max_seqlen_k=0, backend=server,
+    )  # fmt: skip
+    assert out.shape == (0, H, D)
+    grads = torch.autograd.grad(out, leaves, torch.ones(0, H, 2 * D)[..., ::2])
+    assert [grad.shape for grad in grads] == [(0, H, 2 * D)] * 3
+
+
 def test_gradients_that_are_not_contiguous(server):
     q, k, v = (x.requires_grad_() for x in operands([5], [5]))
     o = call(q, k, v, [5], [5], False, backend=server)
@@ -328,6 +341,7 @@ def test_a_token_that_is_not_finite(name, bad, window):
         ({"window": 1.5}, ValueError, "window must be None, a whole number .*, got 1.5"),
         ({"window": (1, 2, 3)}, ValueError, r"a pair of them .*, got \(1, 2, 3\)"),
         ({"window": (1, True)}, ValueError, r"a pair of them .*, got \(1, True\)"),
+        ({"window": 2**63}, ValueError, "window must be at most 9223372036854775807, got 9"),
         ({"k": torch.ones(4, H, D).half()}, ValueError, "k must have q's dtype and device"),
         ({"v": torch.ones(3, H, D)}, ValueError, r"v must have k's shape \(4, 2, 16\)"),
         ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),

@@ -233,6 +233,7 @@ def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk)
         ({"bias": torch.ones(6)}, ValueError, r"bias must be \(7,\), got \(6,\)"),
         ({"bias": torch.ones(7).half()}, ValueError, "bias must be torch.float32, got to"),
         ({"target": [1, 2, 3]}, TypeError, "target must be a tensor, got list"),
+        ({"target": torch.tensor([0, 6, 1]).to_sparse()}, TypeError, "target must be a dense ten"),
         ({"target": torch.ones(3)}, ValueError, r"target must be torch.int64 \(3,\), got torch.fl"),
         ({"target": torch.ones(3, 1).long()}, ValueError, r"got torch.int64 \(3, 1\)"),
         ({"target": torch.tensor([0, 7, 1])}, ValueError, r"target must be in \[0, 7\).*got 7"),

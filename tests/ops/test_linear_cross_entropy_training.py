@@ -47,6 +47,20 @@ def test_second_backward_with_retain_graph(backend, dtype):
         loss.backward()
 
 
+def test_gradients_for_several_factors_at_once(backend):
+    hidden, weight, target = operands(9, 8, 33)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss():
+        return linear_cross_entropy(*leaves, target, backend=backend)
+
+    factors = torch.tensor([1.0, 2.0])
+    several = torch.autograd.grad(loss(), leaves, factors, is_grads_batched=True)
+    for i, factor in enumerate(factors):
+        one = torch.autograd.grad(loss(), leaves, factor)
+        assert all(torch.equal(a[i], b) for a, b in zip(several, one, strict=True))
+
+
 def test_gradients_accumulate(backend):
     hidden, weight, target = operands(9, 8, 33)
     leaves = hidden.requires_grad_(), weight.requires_grad_()

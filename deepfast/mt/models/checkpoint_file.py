@@ -20,8 +20,12 @@ def check_sums(file: str | os.PathLike[str] | IO[bytes], name: object) -> None:
         ValueError: a check sum differs.
         zipfile.BadZipFile, zlib.error: cut short, or not written by torch.save.
     """
-    with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    # A name that is no UTF-8, or an offset that no file has.
+    except ValueError as error:
+        raise zipfile.BadZipFile(str(error)) from error
     if damaged is not None:
         raise ValueError(f"{name}: the checkpoint is damaged in its part {damaged}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.resources
+import reprlib
 import types
 import typing
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ def _known_types() -> dict[str, Any]:
 
 
 KEYS = _known_types()
+
+MOST_BITS = 1000
+"""Of a whole number in a recipe: a float holds it, and Python prints it."""
 
 NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
 """Keys that hold further keys."""
@@ -158,7 +162,8 @@ def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node, deep=False):
             seen = set()
-            for key, _ in node.value:
+            # A tag can call anything a mapping; the safe loader refuses what is none.
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 if not isinstance(key, yaml.ScalarNode):
                     continue
                 if key.value in seen:
@@ -170,13 +175,20 @@ def _loader(yaml: Any) -> Any:
 
         def construct_object(self, node, deep=False):
             try:
-                return super().construct_object(node, deep)
+                value = super().construct_object(node, deep)
             # What the safe loader's functions for tags raise for a text that does not fit.
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 kind = node.tag.rpartition(":")[2]
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{kind} cannot be {node.value!r}", problem_mark=node.start_mark
+                    problem=f"{kind} cannot be {reprlib.repr(node.value)}",
+                    problem_mark=node.start_mark,
                 ) from error
+            if isinstance(value, int) and value.bit_length() > MOST_BITS:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{reprlib.repr(node.value)} has too many digits",
+                    problem_mark=node.start_mark,
+                )
+            return value
 
     return Loader
 

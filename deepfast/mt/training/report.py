@@ -203,7 +203,8 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text("utf-8").splitlines():
+    # A line that a crash has damaged may hold any bytes; no JSON comes of it.
+    for line in path.read_text("utf-8", "replace").splitlines():
         row = _row(line)
         if row is not None and 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
             kept.append(line + "\n")

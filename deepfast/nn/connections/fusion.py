@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deepfast import checks, ops
 from deepfast.nn.layer_norm import LayerNorm
-from deepfast.nn.recompute import check_dtype
+from deepfast.nn.recompute import check_input
 from deepfast.ops import common
 from deepfast.reference.layer_norm import compute_dtype
 
@@ -162,7 +162,7 @@ class LayerFusion(nn.Module):
             shape = tuple(states[0].shape)
             raise ValueError(f"LayerFusion: states[0] must be (..., {self.dim}), got {shape}")
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
-            check_dtype("LayerFusion", "states[0]", states[0], linear)
+            check_input("LayerFusion", "states[0]", states[0], linear)
         checks.flag("LayerFusion", return_attention=return_attention)
         if return_attention and self.kind not in WITH_ATTENTION:
             raise ValueError(f"LayerFusion: {self.kind!r} has no attention to return")

@@ -1,6 +1,7 @@
 """Latent depth: a stack that learns which of its layers each language uses."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -142,7 +143,7 @@ class LatentDepth(nn.Module):
                 raise ValueError(f"LatentDepth: {name}: expected {expected}, got {got!r}")
 
         def number(value: float, above: float = -math.inf) -> bool:
-            return isinstance(value, checks.NUMBER) and above < value < math.inf
+            return isinstance(value, checks.NUMBER) and above < value <= sys.float_info.max
 
         op = "LatentDepth"
         checks.whole(op, num_layers=self.num_layers, languages=self.languages)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.depth.check_push import check_state
 from deepfast.depth.initial import part
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
@@ -135,6 +136,8 @@ class MUDD(nn.Module):
     Multiway Dynamic Dense Connections, ICML 2025, arXiv 2502.12170.
     """
 
+    name = "MUDD"
+
     def __init__(
         self,
         num_layers: int,
@@ -155,6 +158,10 @@ class MUDD(nn.Module):
         self.down = nn.ParameterList(torch.empty(k * s, streams * k) for k, s in rows)
         self.bias = nn.ParameterList(torch.empty(k, s) for k, s in rows)
         self.reset_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        return self.up[0].device
 
     def reset_parameters(self) -> None:
         for up, down, bias in zip(self.up, self.down, self.bias, strict=True):
@@ -196,8 +203,7 @@ class MUDD(nn.Module):
         row = self._check_history(history)
         if row == 0 and (residual is not None or dropout_p != 0):
             raise ValueError("MUDD: the first push takes no residual and no dropout_p, got one")
-        if y.shape[-1:] != (self.dim,):
-            raise ValueError(f"MUDD: expected (..., {self.dim}), got {tuple(y.shape)}")
+        check_state(self, y)
         y, residual = common.autocast(y, residual)
         if row == 0:
             history.owner, history.grad_mode = self, torch.is_grad_enabled()

@@ -91,6 +91,11 @@ class TransparentAttention(nn.Module):
                 f"TransparentAttention: expected {self.encoder_layers + 1} states, got "
                 f"{len(states)}"
             )
+        checks.tensor("TransparentAttention", "output", output)
+        if output.shape[-1] != self.dim:
+            raise ValueError(
+                f"TransparentAttention: output must be (T, {self.dim}), got {tuple(output.shape)}"
+            )
         rows = F.dropout(self.weight.softmax(1), self.dropout, self.training)
         return [self._mix(list(states), output, row) for row in rows]
 

@@ -104,6 +104,18 @@ def test_damaged(content, save):
         load_model(path)
 
 
+def test_damaged_table_of_contents(content, save):
+    path = save(content)
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    # The flag that a name is UTF-8, and a first byte of it that UTF-8 does not have.
+    for place, byte in ((entry + 9, 0x08), (entry + 46, 0xFF)):
+        data[place] = byte
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"\.pt: the checkpoint is cut short or damaged$"):
+        load_model(path)
+
+
 @pytest.mark.parametrize("data", [b"", b"P", b"some text\n", b"\x80\x02]q\x00.", bytes(1000)])
 def test_another_kind_of_file(tmp_path, data):
     path = tmp_path / "other.pt"

@@ -226,6 +226,11 @@ def test_text_is_asked_for_when_training_begins(tmp_path):
         ("output: 2026-99-99", "line 1: timestamp cannot be '2026-99-99'"),
         ("seed: !!int ''", "line 1: int cannot be ''"),
         ("? [a]\n: 1", "line 1: found unhashable key"),
+        ("train: !!map [1]", "line 1: expected a mapping node, but found sequence"),
+        ("data: !!set [a]", "line 1: expected a mapping node, but found sequence"),
+        (f"optim: {{lr: {10**400}}}", "line 1: '100000000000...0000000000000' has too many digits"),
+        (f"resume: 0x{'f' * 4000}", "line 1: '0xffffffffff...fffffffffffff' has too many digits"),
+        (f"resume: {'9' * 5000}", "line 1: int cannot be '999999999999...9999999999999'"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, sentence):

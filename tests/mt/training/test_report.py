@@ -54,10 +54,11 @@ def test_lines_state_units():
     assert describe({"event": "test", "step": 3, "bleu": 12.345}).endswith("test BLEU 12.35")
 
 
-def test_resuming_removes_later_and_broken_rows(tmp_path):
+@pytest.mark.parametrize("broken", [b'{"event": "tr', b"\0\0\0", b'\xff{"event"'])
+def test_resuming_removes_later_and_broken_rows(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"event": "train", "step": step}) for step in (1, 2, 3)]
-    path.write_text("\n".join(rows) + '\n{"event": "tr')
+    path.write_bytes("\n".join(rows).encode() + b"\n" + broken)
     Report(tmp_path, total_steps=9, first_step=2, tensorboard=False, quiet=True).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 

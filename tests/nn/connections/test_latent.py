@@ -144,6 +144,7 @@ def test_weights_of_the_losses_never_fall_below_zero():
     ("options", "message"),
     [
         ({"tau": 0}, "tau: expected a number above 0, got 0"),
+        ({"tau": 10**400}, "tau: expected a number above 0, got 10+"),
         ({"tau": math.inf}, "tau: expected a number above 0, got inf"),
         ({"kl_weight": math.inf}, "kl_weight: expected a number of at least 0, got inf"),
         ({"prior": "beta", "beta": (2, math.inf)}, "beta: expected two numbers above 0"),

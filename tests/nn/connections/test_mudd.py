@@ -169,8 +169,12 @@ def test_refuses():
         with pytest.raises(ValueError, match=message):
             MUDD(2, DIM, **options)
     m, history = MUDD(1, DIM), MUDDHistory()
-    with pytest.raises(ValueError, match=rf"expected \(\.\.\., {DIM}\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=rf"input must be \(\.\.\., {DIM}\), got \(3, 4\)"):
         m(torch.randn(3, 4), history)
+    with pytest.raises(ValueError, match=r"MUDD: the input must have a floating-point dtype, got"):
+        m(torch.ones(3, DIM).int(), history)
+    with pytest.raises(ValueError, match=r"MUDD: the input must be on cpu, got meta"):
+        m(torch.ones(3, DIM, device="meta"), history)
     with pytest.raises(TypeError, match="the layer's output must be a tensor"):
         m(None, history)
     x = torch.randn(3, DIM, requires_grad=True)

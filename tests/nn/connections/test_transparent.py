@@ -96,6 +96,10 @@ def test_refuses_other_states():
         TransparentAttention(3, 2, 4)([torch.zeros(1, 4)] * 3, torch.zeros(1, 4))
     with pytest.raises(TypeError, match="states must be a list of tensors, got NoneType"):
         TransparentAttention(3, 2, 4)(None, torch.zeros(1, 4))
+    for norm in ("pre", "post"):
+        module, wide = TransparentAttention(3, 2, 4, norm=norm), torch.zeros(1, 5)
+        with pytest.raises(ValueError, match=r"output must be \(T, 4\), got \(1, 5\)"):
+            module([wide] * 4, wide)
     with pytest.raises(ValueError, match="norm must be 'pre' or 'post', got 'mid'"):
         TransparentAttention(3, 2, 4, norm="mid")
 
