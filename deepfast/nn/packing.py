@@ -68,14 +68,6 @@ class Packing:
         """T, the number of packed tokens."""
         return self.batch * self.length if self.indices is None else self.indices.shape[0]
 
-    def check(self, op: str, name: str, x_TD: Tensor, dim: int) -> None:
-        """Raises where x_TD does not have the packed tokens (T, ``dim``); errors name ``op``."""
-        checks.tensor(op, name, x_TD)
-        if tuple(x_TD.shape) != (self.tokens, dim):
-            raise ValueError(
-                f"{op}: {name} must be ({self.tokens}, {dim}), got {tuple(x_TD.shape)}"
-            )
-
     def pack(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D) to (T, D)."""
         x = x_BSD.reshape(self.batch * self.length, x_BSD.shape[-1])
@@ -116,6 +108,15 @@ class Packing:
             return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length
         lengths = (~self.padding).sum(1)
         return F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+
+
+def check_packed(op: str, name: str, x_TD: Tensor, packing: Packing, dim: int) -> None:
+    """Raises where x_TD is not the tokens (T, ``dim``) of ``packing``; errors name ``op``."""
+    checks.tensor(op, name, x_TD)
+    if not isinstance(packing, Packing):
+        raise TypeError(f"{op}: packing must be a Packing, got {type(packing).__name__}")
+    if tuple(x_TD.shape) != (packing.tokens, dim):
+        raise ValueError(f"{op}: {name} must be ({packing.tokens}, {dim}), got {tuple(x_TD.shape)}")
 
 
 def packed(

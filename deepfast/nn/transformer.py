@@ -11,7 +11,7 @@ from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
 from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from deepfast.nn.packing import Packing, packed, packed_pair
+from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
 from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window
 from deepfast.ops.decoding import compiled
@@ -211,7 +211,7 @@ class TransformerEncoder(_Stack):
         Raises:
             TypeError, ValueError: for tokens that are not those of ``packing``.
         """
-        packing.check("TransformerEncoder", "x", x_TD, self.dim)
+        check_packed("TransformerEncoder", "x", x_TD, packing, self.dim)
         options = [{"packing": packing}] * len(self.layers)
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
@@ -266,7 +266,7 @@ class TransformerDecoder(_Stack):
         Raises:
             TypeError, ValueError: for tokens that are not those of the packings.
         """
-        packing.check("TransformerDecoder", "x", x_TD, self.dim)
+        check_packed("TransformerDecoder", "x", x_TD, packing, self.dim)
         # Each layer projects it, and so decides whether keys and values are kept.
         options = [
             {"encoded": encoded, "packing": packing, "encoded_packing": encoded_packing}
@@ -277,7 +277,7 @@ class TransformerDecoder(_Stack):
     def _each(self, encoded_TD: Tensor | Sequence[Tensor], packing: Packing) -> Sequence[Tensor]:
         """What each layer attends to."""
         if isinstance(encoded_TD, Tensor):
-            packing.check("TransformerDecoder", "encoded", encoded_TD, self.dim)
+            check_packed("TransformerDecoder", "encoded", encoded_TD, packing, self.dim)
             return [encoded_TD] * len(self.layers)
         if len(encoded_TD) != len(self.layers):
             raise ValueError(
@@ -285,7 +285,7 @@ class TransformerDecoder(_Stack):
                 f"layers, got {len(encoded_TD)}"
             )
         for one in encoded_TD:
-            packing.check("TransformerDecoder", "encoded", one, self.dim)
+            check_packed("TransformerDecoder", "encoded", one, packing, self.dim)
         return encoded_TD
 
     def start(
@@ -316,8 +316,11 @@ class TransformerDecoder(_Stack):
         Raises:
             TypeError, ValueError: for an x_BD that does not fit the cache.
         """
+        if not isinstance(cache, DecoderCache):
+            got = type(cache).__name__
+            raise TypeError(f"TransformerDecoder: cache must be what start returns, got {got}")
         packing = cache.hypotheses.packing
-        packing.check("TransformerDecoder", "x", x_BD, self.dim)
+        check_packed("TransformerDecoder", "x", x_BD, packing, self.dim)
         cache.hypotheses.advance()
         options = [
             {

@@ -112,3 +112,19 @@ def test_vmap():
     assert mapped(x).equal(ops.layer_norm(x, one, one))
     with pytest.raises(NotImplementedError, match="DLCL: expected no transforms, got one"):
         torch.func.vmap(push)(x)
+
+
+@pytest.mark.parametrize("packing", [None, 5])
+def test_what_is_no_packing_and_no_cache(packing):
+    encoder, decoder = TransformerEncoder(1, 16, 2, 32), TransformerDecoder(1, 16, 2, 32)
+    x = torch.randn(5, 16)
+    kind = type(packing).__name__
+    for call in (
+        lambda: encoder.forward_packed(x, packing),
+        lambda: decoder.forward_packed(x, packing, x, packing),
+        lambda: decoder.start(x, packing),
+    ):
+        with pytest.raises(TypeError, match=rf"^Transformer\w+: packing must be .*, got {kind}$"):
+            call()
+    with pytest.raises(TypeError, match=rf"cache must be what start returns, got {kind}$"):
+        decoder.step(x, packing)

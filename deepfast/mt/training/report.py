@@ -192,7 +192,7 @@ def _row(line: str) -> dict[str, Any] | None:
     """A line of metrics; None for one cut short when the run was killed."""
     try:
         row = json.loads(line)
-        return row if {"event", "step"} <= row.keys() else None
+        return row if "event" in row and isinstance(row.get("step"), int) else None
     except (ValueError, AttributeError, RecursionError):
         return None
 

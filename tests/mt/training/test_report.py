@@ -54,7 +54,9 @@ def test_lines_state_units():
     assert describe({"event": "test", "step": 3, "bleu": 12.345}).endswith("test BLEU 12.35")
 
 
-@pytest.mark.parametrize("broken", [b'{"event": "tr', b"\0\0\0", b'\xff{"event"'])
+@pytest.mark.parametrize(
+    "broken", [b'{"event": "tr', b'{"event": "train", "step": null}', b"\0\0\0", b'\xff{"event"']
+)
 def test_resuming_removes_later_and_broken_rows(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"event": "train", "step": step}) for step in (1, 2, 3)]
