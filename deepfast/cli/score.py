@@ -5,15 +5,17 @@ Give two files, or --checkpoint with --source and --reference to translate first
 detokenised, one sentence a line, plain or gzip.
 
 --by-length 10,20 adds the cased BLEU of sentences whose source has up to 10, 11 to 20 and more
-words; for two files it needs --source. With --checkpoint a line has the BLEU of those sentences in
-whose source the vocabulary knows every piece."""
+words; for two files it needs --source. With --checkpoint a line has the BLEU of the sentences
+without unknown words: the target's vocabulary knows every piece of the reference, and no word of it
+is a mark of deepfast posunk (Zhou et al., Deep Recurrent Models with Fast-Forward Connections for
+Neural Machine Translation, 2016, section 4.5.2)."""
 
 import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from deepfast.cli.decoding import add_translation_arguments, translate
+from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
 from deepfast.mt.data import read_lines
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
@@ -52,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     elif all(model) and args.source and not any(files):
         references = read_lines(args.reference)
         sources = _sources(args.source, args.reference, references)
-        found = translate(args, sources)
-        hypotheses, known = [best[0][1] for best in found.nbest], found.known
+        translator = translator_of(args)
+        hypotheses = [best[0][1] for best in translate(args, translator, sources).nbest]
+        known = translator.knows(references)
     else:
         raise ValueError(
             "expected HYPOTHESES and REFERENCES, or --checkpoint with --source and --reference"
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if bounds:
         parts["by_length"] = bleu_by_length(sources, hypotheses, references, bounds)
     if known is not None:
-        name = "no unknown piece in the source"
+        name = "no unknown word in the reference"
         parts["known"] = [bleu_of_part(name, known, hypotheses, references)]
     if args.json:
         more = {key: [asdict(part) for part in own] for key, own in parts.items()}

@@ -1,5 +1,6 @@
 """`deepfast translate` and `deepfast score`, as a user calls them."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -11,7 +12,13 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.search import DecodingOptions, translate_lines, translate_nbest
+from deepfast.mt.data import TokenVocabulary
+from deepfast.mt.search import (
+    DecodingOptions,
+    load_translator,
+    translate_lines,
+    translate_nbest,
+)
 from deepfast.mt.search.translator import trained_lowercase
 
 TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
@@ -162,17 +169,30 @@ def test_score_by_length(tmp_path, capsys):
     assert parts[2] == {"name": "4 to 5 words", "sentences": 0, "bleu": None}
 
 
-def test_score_without_unknown_pieces(checkpoint, tmp_path, capsys):
+def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
     source, reference = tmp_path / "s", tmp_path / "t"
     source.write_text("the old bridge\nwe walk Ω home\na small house\n", encoding="utf-8")
-    reference.write_text("one\ntwo\nthree\n")
+    reference.write_text("the Ω bridge\nwe walk home\nthe Ω house\n", encoding="utf-8")
     arguments = ["score", "--checkpoint", str(checkpoint), "--source", str(source), "--reference",
                  str(reference), "--by-length", "3", *FAST]  # fmt: skip
     assert main(arguments) == 0
     *_, short, long, known = capsys.readouterr().out.splitlines()
     assert short.endswith(" 2 sentences, up to 3 words")
     assert long.endswith(" 1 sentence, over 3 words")
-    assert known.endswith(" 2 sentences, no unknown piece in the source")
+    # Those whose reference is known; the Ω of a source does not count.
+    assert known.endswith(" 1 sentence, no unknown word in the reference")
+
+
+def test_known_references(checkpoint, tmp_path, vocabulary):
+    references = ["the old bridge", "The old bridge", "the Ω bridge", ""]
+    cased = load_translator([checkpoint], "cpu")
+    assert cased.knows(references) == [True, False, False, True]
+    path = tmp_path / "model.pt"
+    recipe = {"recipe": {"data": {"lowercase": True}}}
+    torch.save(torch.load(checkpoint, weights_only=True) | recipe, path)
+    assert load_translator([path], "cpu").knows(references) == [True, True, False, True]
+    tokens = TokenVocabulary(["the", "bridge"])
+    assert dataclasses.replace(cased, vocabulary=tokens).knows(references) is None
 
 
 @pytest.mark.parametrize(
