@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a key of the recipe and its values; may be repeated",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point; default: 1")
+    add_process_arguments(parser)
+    parser.add_argument(
+        "--output", type=Path, help="folder; default: the recipe's output with -sweep at its end"
+    )
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `process_options` reads."""
     parser.add_argument("--jobs", type=int, default=1, help="processes at once; default: 1")
     parser.add_argument(
         "--threads", type=int,
@@ -48,9 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as 8GiB: start only as many processes as fit, by the peak that the largest "
         "run so far had; the run with the most parameters begins, alone. On a GPU its memory",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, help="folder; default: the recipe's output with -sweep at its end"
-    )
+
+
+def process_options(args: argparse.Namespace) -> dict[str, int | None]:
+    """The keyword arguments of `run_all`."""
+    checks.whole("sweep", jobs=args.jobs)
+    if args.threads is not None:
+        checks.whole("sweep", most=checks.MOST_THREADS, threads=args.threads)
+    memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
+    return {"jobs": args.jobs, "threads": args.threads, "memory": memory}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,10 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run
 
-    checks.whole("sweep", seeds=args.seeds, jobs=args.jobs)
-    if args.threads is not None:
-        checks.whole("sweep", most=checks.MOST_THREADS, threads=args.threads)
-    memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
+    checks.whole("sweep", seeds=args.seeds)
+    processes = process_options(args)
     require("matplotlib", "drawing a sweep")
     chosen = points([parse_over(text) for text in args.over])
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
@@ -75,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", keys)
         try:
-            run_all(in_turns, writer, jobs=args.jobs, threads=args.threads, memory=memory)
+            run_all(in_turns, writer, **processes)
         finally:
             writer.write()
     for name in ("sweep.md", "sweep.svg", "sweep.json"):
