@@ -66,6 +66,30 @@ def test_latent_mlm(load, capsys):
     assert "step 60: loss " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["latent", "static"])
+def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
+    example = load("latent_mlm.py")
+    text = tmp_path / "text"
+    text.write_text("".join(f"w{i % 7} x{i % 5} y{i % 3}\n" for i in range(80)))
+    trained = []
+
+    def train(lines, **options):
+        trained.append(real_train(lines, **options, vocab_size=40, max_tokens=200, lr=5e-3))
+        return trained[0]
+
+    real_train = example.train
+    monkeypatch.setattr(example, "train", train)
+    words = ["--layers", "3", "--keep", "2", "--dim", "16", "--steps", "40", "--text", str(text)]
+    words += ["--norm-kind", "none", *(["--static"] if static else [])]
+    monkeypatch.setattr("sys.argv", ["latent_mlm.py", *words])
+    example.main()
+    ((model, losses),) = trained
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert not [name for name, _ in model.named_parameters() if "norm" in name]
+    assert (model.latent is None) == static
+    assert ("layers stay" in capsys.readouterr().out) == (not static)
+
+
 @pytest.fixture
 def one_process():
     """A process group of this process alone."""
