@@ -7,8 +7,9 @@
 The encoder has more layers than it needs. It learns a probability for each layer, and a term of the
 loss pulls their sum to --keep. At the end the layers below the threshold are left out. Li et al.,
 Deep Transformers with Latent Depth, 2020, train 96 layers so, and say that latent depth needs no
-layer norms: --norm-kind none leaves them out. As in BERT, 15% of the pieces are to be predicted; of
-them 80% become a mask, 10% another piece, 10% stay.
+layer norms: --norm-kind none leaves them out. Then each branch begins smaller, by the square root
+of the number of branches. As in BERT, 15% of the pieces are to be predicted; of them 80% become a
+mask, 10% another piece, 10% stay.
 """
 
 import argparse
@@ -48,6 +49,13 @@ class MaskedLanguageModel(nn.Module):
             **({"connection": "residual"} if keep is None
                else {"connection": "latent", "latent": latent}),
         )  # fmt: skip
+
+        if norm_kind == "none":
+            # Otherwise the sum of the branches of 96 layers overflows before the first step.
+            with torch.no_grad():
+                for layer in self.encoder.layers:
+                    layer.attention.out.weight.mul_((2 * layers) ** -0.5)
+                    layer.feed_forward.down.weight.mul_((2 * layers) ** -0.5)
 
     @property
     def latent(self) -> deepfast.nn.LatentDepth | None:

@@ -69,6 +69,12 @@ def test_latent_mlm(load, capsys):
 @pytest.mark.parametrize("static", [False, True], ids=["latent", "static"])
 def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     example = load("latent_mlm.py")
+    torch.manual_seed(0)
+    deep = example.MaskedLanguageModel(50, 96, None if static else 48, 16, 4, 100, "none")
+    loss = deep.loss(torch.randint(4, 50, (2, 9)))
+    loss.backward()
+    assert loss < 20
+    assert all(p.grad.isfinite().all() for p in deep.parameters() if p.grad is not None)
     text = tmp_path / "text"
     text.write_text("".join(f"w{i % 7} x{i % 5} y{i % 3}\n" for i in range(80)))
     trained = []
