@@ -14,9 +14,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
+from deepfast.cli.outputs import check_picture
+from deepfast.measure import pictures
 from deepfast.mt.data import read_lines
+from deepfast.mt.data.errors import require
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
 
@@ -33,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-length", metavar="N,N", help="also BLEU by the words of a source, such as 10,20,30"
     )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="--by-length as a picture, .svg or .png"
+    )
     parser.add_argument("--source", help="text to translate; with two files, what was translated")
     group = parser.add_argument_group("translate first")
     group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
@@ -44,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     files = [args.hypotheses, args.references]
     model = [args.checkpoint, args.reference]
     bounds = None if args.by_length is None else _bounds(args.by_length)
+    if args.picture and not bounds:
+        raise ValueError("--picture: expected --by-length, which it shows")
+    check_picture("--picture", args.picture)
+    if args.picture:
+        require("matplotlib", "drawing BLEU by length")
     sources = known = None
     if all(files) and not any(model):
         hypotheses, references = map(read_lines, files)
@@ -64,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     scores = bleu(hypotheses, references)
     parts: dict[str, list[Part]] = {}
     if bounds:
-        parts["by_length"] = bleu_by_length(sources, hypotheses, references, bounds)
+        parts["by_length"] = own = bleu_by_length(sources, hypotheses, references, bounds)
+        if args.picture:
+            pictures.parts([p.name.removesuffix(" words") for p in own], [p.bleu for p in own],
+                           args.picture)  # fmt: skip
     if known is not None:
         name = "no unknown word in the reference"
         parts["known"] = [bleu_of_part(name, known, hypotheses, references)]

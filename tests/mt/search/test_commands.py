@@ -167,6 +167,12 @@ def test_score_by_length(tmp_path, capsys):
     parts = json.loads(capsys.readouterr().out)["by_length"]
     assert [part["sentences"] for part in parts] == [1, 2, 0, 1]
     assert parts[2] == {"name": "4 to 5 words", "sentences": 0, "bleu": None}
+    picture = tmp_path / "length.svg"
+    assert main([*arguments, "--picture", str(picture)]) == 0
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+    assert {"up to 2", "3", "4 to 5", "over 5", "BLEU by the words of a source"} <= set(words)
+    # The part without a sentence has no bar.
+    assert words.count("100.0") == 3
 
 
 def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
@@ -212,6 +218,11 @@ def test_known_references(checkpoint, tmp_path, vocabulary):
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
         (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
+        (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, which"),
+        (
+            ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3", "--picture", "x.pdf"],
+            "--picture: expected a file ending in .svg or .png, got x.pdf",
+        ),
         (
             ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3,x"],
             "--by-length: expected rising whole numbers such as 10,20,30, got '3,x'",
