@@ -61,11 +61,13 @@ cuda-check: setup
 report: setup
 	$(BIN)/deepfast report --output report
 
-# DATA='train.en train.de' takes two text files. Finished runs are not run again.
+# DATA='train.en train.de' takes two text files, JOBS=4 THREADS=1 MEMORY=8GiB makes several runs at
+# once. Finished runs are not made again.
 SEEDS ?= 3
 systems: setup
 	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
-	  $(if $(ROWS),--rows $(ROWS)) --write bench/results/systems.md $(SET)
+	  $(if $(ROWS),--rows $(ROWS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(THREADS),--threads $(THREADS)) \
+	  $(if $(MEMORY),--memory $(MEMORY)) --write bench/results/systems.md $(SET)
 
 gpu:
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)

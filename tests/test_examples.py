@@ -66,6 +66,36 @@ def test_latent_mlm(load, capsys):
     assert "step 60: loss " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["latent", "static"])
+def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
+    example = load("latent_mlm.py")
+    torch.manual_seed(0)
+    deep = example.MaskedLanguageModel(50, 96, None if static else 48, 16, 4, 100, "none")
+    loss = deep.loss(torch.randint(4, 50, (2, 9)))
+    loss.backward()
+    assert loss < 20
+    assert all(p.grad.isfinite().all() for p in deep.parameters() if p.grad is not None)
+    text = tmp_path / "text"
+    text.write_text("".join(f"w{i % 7} x{i % 5} y{i % 3}\n" for i in range(80)))
+    trained = []
+
+    def train(lines, **options):
+        trained.append(real_train(lines, **options, vocab_size=40, max_tokens=200, lr=5e-3))
+        return trained[0]
+
+    real_train = example.train
+    monkeypatch.setattr(example, "train", train)
+    words = ["--layers", "3", "--keep", "2", "--dim", "16", "--steps", "40", "--text", str(text)]
+    words += ["--norm-kind", "none", *(["--static"] if static else [])]
+    monkeypatch.setattr("sys.argv", ["latent_mlm.py", *words])
+    example.main()
+    ((model, losses),) = trained
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert not [name for name, _ in model.named_parameters() if "norm" in name]
+    assert (model.latent is None) == static
+    assert ("layers stay" in capsys.readouterr().out) == (not static)
+
+
 @pytest.fixture
 def one_process():
     """A process group of this process alone."""

@@ -1,8 +1,9 @@
-"""Trains every system at small size on the same sentences and writes one table.
+"""Trains every system at small size on the same sentences and writes one table and a picture.
 
 Finished runs are not run again.
 
 python -m bench.systems --seeds 3                      # or make systems SEEDS=3
+python -m bench.systems --jobs 4 --memory 8GiB         # several runs at once
 python -m bench.systems --data train.en train.de --large
 """
 
@@ -21,8 +22,12 @@ from bench.systems.rows import (
     named,
     text_files,
 )
+from deepfast.cli.sweep import add_process_arguments, process_options
 from deepfast.measure.machine import cpu_model
+from deepfast.measure.sweep_picture import draw
+from deepfast.mt.data.errors import require
 from deepfast.mt.data.text import write_atomically
+from deepfast.mt.sweep.grid import Over, Point
 from deepfast.mt.sweep.runs import Result, Run, run_all
 from deepfast.mt.training import load_recipe
 
@@ -31,6 +36,14 @@ def machine(large: bool) -> str:
     if large:
         return torch.cuda.get_device_name()
     return f"{os.cpu_count()} cores, {cpu_model()}, torch {torch.__version__}"
+
+
+def picture(results: dict[Row, list[Result]], path: Path) -> None:
+    """BLEU and dev NLL of every row that has a run, from above to below."""
+    found = {row.title: runs for row, runs in results.items() if runs}
+    over = Over("system", tuple(found))
+    points = {Point((over,), (title,)): runs for title, runs in found.items()}
+    draw(points, {point: [None] for point in points}, path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,12 +67,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         type=Path,
-        help="file for the table; default: systems.md in the folder of the runs",
+        help="file for the table; default: systems.md in the folder of the runs. The picture, an "
+        "SVG file, stands beside it",
     )
+    add_process_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every row")
     args = parser.parse_args(argv)
-    if args.seeds < 1:
-        parser.error(f"--seeds: expected at least 1, got {args.seeds}")
+    try:
+        processes = process_options("systems", args)
+    except ValueError as error:
+        parser.error(str(error))
+    require("matplotlib", "drawing the systems")
     rows = named(args.rows)
     shared = LARGE if args.large else ()
     if args.data:
@@ -75,7 +93,12 @@ def main(argv: list[str] | None = None) -> int:
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
     command += f" SET={shlex.quote(' '.join(args.overrides))}" if args.overrides else ""
+    command += "".join(
+        f" {name.upper()}={getattr(args, name)}" for name in processes
+        if getattr(args, name) != parser.get_default(name)
+    )  # fmt: skip
     path, failed = args.write or args.output / "systems.md", []
+    drawn = path.with_suffix(".svg")
 
     def report(run: Run, found: Result) -> None:
         if "failed" in found:
@@ -86,12 +109,15 @@ def main(argv: list[str] | None = None) -> int:
         scored = f"BLEU {found['bleu']:.1f}" if "bleu" in found else found["diverged"]
         took = f", {found['seconds']:.0f} s" if "seconds" in found else ""
         print(f"{run.name}, seed {run.seed}: {scored}{took}", flush=True)
-        text = page(results, args.level, command, machine(args.large))
+        text = page(results, args.level, command, machine(args.large), drawn.name)
         write_atomically(path, text.encode())
 
-    run_all(list(row_of), report)
-    if any(results.values()):
-        print(f"the table: {path}")
+    try:
+        run_all(list(row_of), report, **processes)
+    finally:
+        if any(results.values()):
+            picture(results, drawn)
+            print(f"the table: {path}\nthe picture: {drawn}")
     return 1 if failed else 0
 
 

@@ -20,8 +20,10 @@ def _cells(row: Row, runs: list[dict], level: float) -> list[str]:
     return [row.title, row.source, runs[0]["model"], parameters, to_level, *rest]
 
 
-def page(results: dict[Row, list[dict]], level: float, command: str, machine: str) -> str:
-    """The whole file."""
+def page(
+    results: dict[Row, list[dict]], level: float, command: str, machine: str, picture: str
+) -> str:
+    """The whole file; ``picture`` is the name of the one beside it."""
     parameters, *rest = COLUMNS
     columns = ["system", "paper", "model", parameters, f"steps to {level:.1f}", *rest]
     lines = table(columns, [_cells(row, runs, level) for row, runs in results.items() if runs])
@@ -51,6 +53,8 @@ The runs are short. They show how early a system begins to translate, at one set
 for all Transformers. A BLEU near 0 means that a system has not begun; it does not say how it ends.
 
 {lines}
+![BLEU and dev NLL]({picture})
+
 What each row changes of the recipe `phrases-systems`, or of its own, of which the model and the
 rates are taken:
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run
 
-    options = process_options(args)
+    options = process_options("compare-growth", args)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)
     results: dict = {}
 

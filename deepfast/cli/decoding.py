@@ -12,7 +12,13 @@ from typing import TypeVar
 import torch
 
 from deepfast import checks
-from deepfast.mt.search import DecodingOptions, Translations, load_translator, translate_all
+from deepfast.mt.search import (
+    DecodingOptions,
+    Translations,
+    Translator,
+    load_translator,
+    translate_all,
+)
 from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
 from deepfast.mt.search.options import LENGTH_FORMS
 from deepfast.mt.search.translator import PRECISIONS
@@ -103,10 +109,21 @@ def to_translate(checkpoint: object, *words: str) -> str:
     return f"to translate: deepfast translate {shlex.join([str(checkpoint), *words])} < FILE"
 
 
-def translate(args: argparse.Namespace, lines: Sequence[str]) -> Translations:
+def translator_of(args: argparse.Namespace) -> Translator:
+    """The checkpoints of the arguments, on their device; sets the CPU threads."""
+    if args.threads is not None:
+        checks.whole("decoding", most=checks.MOST_THREADS, threads=args.threads)
+        torch.set_num_threads(args.threads)
+    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
+    return load_translator(paths, args.device)
+
+
+def translate(
+    args: argparse.Namespace, translator: Translator, lines: Sequence[str]
+) -> Translations:
     """The translations of every line; reports the run on stderr."""
     options = decoding_options(args)
-    results = run_search(args, lines, translate_all, options)
+    results = run_search(args, translator, lines, translate_all, options)
     if options.deep_shallow and options.alpha is None and options.gamma is None:
         print(
             f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
@@ -118,19 +135,15 @@ def translate(args: argparse.Namespace, lines: Sequence[str]) -> Translations:
 
 def run_search(
     args: argparse.Namespace,
+    translator: Translator,
     lines: Sequence[str],
     find: Callable[..., Results],
     options: DecodingOptions,
 ) -> Results:
-    """``find(model, vocabulary, lines, options)`` with the checkpoints of the arguments.
+    """``find(model, vocabulary, lines, options)`` of a translator.
 
     Warnings and the speed go to stderr.
     """
-    if args.threads is not None:
-        checks.whole("decoding", most=checks.MOST_THREADS, threads=args.threads)
-        torch.set_num_threads(args.threads)
-    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
-    translator = load_translator(paths, args.device)
     lines = translator.prepare(lines, args.language)
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught, translator.precision(args.precision):

@@ -5,16 +5,22 @@ Give two files, or --checkpoint with --source and --reference to translate first
 detokenised, one sentence a line, plain or gzip.
 
 --by-length 10,20 adds the cased BLEU of sentences whose source has up to 10, 11 to 20 and more
-words; for two files it needs --source. With --checkpoint a line has the BLEU of those sentences in
-whose source the vocabulary knows every piece."""
+words; for two files it needs --source. With --checkpoint a line has the BLEU of the sentences
+without unknown words: the target's vocabulary knows every piece of the reference, and no word of it
+is a mark of deepfast posunk (Zhou et al., Deep Recurrent Models with Fast-Forward Connections for
+Neural Machine Translation, 2016, section 4.5.2)."""
 
 import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from deepfast.cli.decoding import add_translation_arguments, translate
+from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
+from deepfast.cli.outputs import check_picture
+from deepfast.measure import pictures
 from deepfast.mt.data import read_lines
+from deepfast.mt.data.errors import require
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
 
@@ -31,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-length", metavar="N,N", help="also BLEU by the words of a source, such as 10,20,30"
     )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="--by-length as a picture, .svg or .png"
+    )
     parser.add_argument("--source", help="text to translate; with two files, what was translated")
     group = parser.add_argument_group("translate first")
     group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
@@ -42,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     files = [args.hypotheses, args.references]
     model = [args.checkpoint, args.reference]
     bounds = None if args.by_length is None else _bounds(args.by_length)
+    if args.picture and not bounds:
+        raise ValueError("--picture: expected --by-length, which it shows")
+    check_picture("--picture", args.picture)
+    if args.picture:
+        require("matplotlib", "drawing BLEU by length")
     sources = known = None
     if all(files) and not any(model):
         hypotheses, references = map(read_lines, files)
@@ -52,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     elif all(model) and args.source and not any(files):
         references = read_lines(args.reference)
         sources = _sources(args.source, args.reference, references)
-        found = translate(args, sources)
-        hypotheses, known = [best[0][1] for best in found.nbest], found.known
+        translator = translator_of(args)
+        hypotheses = [best[0][1] for best in translate(args, translator, sources).nbest]
+        known = translator.knows(references)
     else:
         raise ValueError(
             "expected HYPOTHESES and REFERENCES, or --checkpoint with --source and --reference"
@@ -61,9 +76,12 @@ def run(args: argparse.Namespace) -> int:
     scores = bleu(hypotheses, references)
     parts: dict[str, list[Part]] = {}
     if bounds:
-        parts["by_length"] = bleu_by_length(sources, hypotheses, references, bounds)
+        parts["by_length"] = own = bleu_by_length(sources, hypotheses, references, bounds)
+        if args.picture:
+            pictures.parts([p.name.removesuffix(" words") for p in own], [p.bleu for p in own],
+                           args.picture)  # fmt: skip
     if known is not None:
-        name = "no unknown piece in the source"
+        name = "no unknown word in the reference"
         parts["known"] = [bleu_of_part(name, known, hypotheses, references)]
     if args.json:
         more = {key: [asdict(part) for part in own] for key, own in parts.items()}

@@ -59,11 +59,11 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def process_options(args: argparse.Namespace) -> dict[str, Any]:
+def process_options(op: str, args: argparse.Namespace) -> dict[str, Any]:
     """These arguments as `deepfast.mt.sweep.runs.run_all` takes them; checked, as is --seeds."""
-    checks.whole(args.command, seeds=args.seeds, jobs=args.jobs)
+    checks.whole(op, seeds=args.seeds, jobs=args.jobs)
     if args.threads is not None:
-        checks.whole(args.command, most=checks.MOST_THREADS, threads=args.threads)
+        checks.whole(op, most=checks.MOST_THREADS, threads=args.threads)
     memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     return {"jobs": args.jobs, "threads": args.threads, "memory": memory}
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run
 
-    options = process_options(args)
+    options = process_options("sweep", args)
     require("matplotlib", "drawing a sweep")
     chosen = points([parse_over(text) for text in args.over])
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepfast.cli.decoding import add_translation_arguments, translate
+from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
 from deepfast.cli.outputs import check_other
 from deepfast.mt.data import read_lines
 from deepfast.mt.data.text import check_writable, read_standard_input, write_lines
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         read = [*args.checkpoint, args.input, *([args.dictionary] if args.dictionary else [])]
         check_other(Path(args.output), read)
     lines = read_standard_input() if args.input == "-" else read_lines(args.input)
-    results = translate(args, lines).nbest
+    results = translate(args, translator_of(args), lines).nbest
     if args.nbest == 1:
         rows = [best[0][1] for best in results]
     else:

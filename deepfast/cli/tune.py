@@ -16,10 +16,10 @@ from deepfast.cli.decoding import (
     decoding_words,
     run_search,
     to_translate,
+    translator_of,
 )
 from deepfast.mt.data import read_lines
 from deepfast.mt.search import DecodingOptions, tune_deep_shallow
-from deepfast.mt.search.translator import trained_lowercase
 
 EXAMPLE = "deepfast tune model.pt --source dev.en --reference dev.de"
 
@@ -34,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     lines, references = read_lines(args.source), read_lines(args.reference)
-    if trained_lowercase(args.checkpoint):
+    translator = translator_of(args)
+    if translator.lowercase:
         references = [line.lower() for line in references]
 
     def search(model, vocabulary, lines: list[str], options: DecodingOptions):
         return tune_deep_shallow(model, vocabulary, lines, references, options)
 
-    tuned = run_search(args, lines, search, decoding_options(args))
+    tuned = run_search(args, translator, lines, search, decoding_options(args))
     if args.json:
         print(json.dumps(asdict(tuned), indent=2))
         return 0

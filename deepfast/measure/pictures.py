@@ -67,6 +67,18 @@ def save(figure, path: Path) -> None:
     write_atomically(path, picture.getvalue())
 
 
+def parts(names: Sequence[str], scores: Sequence[float | None], path: Path) -> None:
+    """BLEU of the parts of a text as bars, a gap for None; SVG or PNG, by the file's ending."""
+    figure, axes = figure_of(height=2.2)
+    known = [(at, score) for at, score in enumerate(scores) if score is not None]
+    bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
+    axes.bar_label(bars, fmt="%.1f", padding=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.12)
+    axes.set_title("BLEU by the words of a source", loc="left", fontsize=10)
+    save(figure, path)
+
+
 def inline(figure, name: str, title: str) -> str:
     """Text for use inside HTML: no prologue, its own ids, a title for screen readers."""
     import matplotlib

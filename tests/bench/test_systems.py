@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,14 @@ def test_every_kind_of_fusion_has_a_row():
         assert set(model.get("fusion", {})) <= set(OPTIONS[kind])
 
 
+@pytest.mark.parametrize("name", ["dlcl-post", "dlcl-pre"])
+def test_dlcl_connects_encoder_and_decoder(name):
+    (row,) = named(name)
+    model = load_recipe(BASE, row.settings(())).model_config(vocab_size=8)
+    assert (model.encoder_connection, model.decoder_connection) == ("dlcl", "dlcl")
+    assert model.norm == name.removeprefix("dlcl-")
+
+
 def test_names_of_rows():
     assert named(None) == list(ROWS)
     assert [row.name for row in named("pre-norm,post-norm")] == ["pre-norm", "post-norm"]
@@ -90,13 +100,51 @@ def test_the_page():
     row = ROWS[0]
     ended = ("nll", "bleu", "curve", "parameters", "target_tokens_per_second")
     failed = {k: v for k, v in run(diverged="the loss is nan").items() if k not in ended}
-    text = page({row: [run(), run(bleu=60.0, curve=[[10, 2.0]]), failed]}, 1.0, "make", "this")
+    text = page(
+        {row: [run(), run(bleu=60.0, curve=[[10, 2.0]]), failed]}, 1.0, "make", "this", "x.svg"
+    )
     (line,) = (x for x in text.splitlines() if x.startswith(f"| {row.title} "))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[3] == "2.00M"
     assert cells[4] == "20 (1 of 3)"
     assert cells[6] == "55.0 ± 7.1"
     assert cells[-2:] == ["3", "1 of 3"]
+    assert "](x.svg)" in text
+
+
+def test_the_recorded_page_tells_what_each_row_changes():
+    text = page({row: [run()] for row in ROWS}, 1.0, "make", "this", "x.svg")
+    told = [line for line in text.splitlines() if line.startswith("- ")]
+    assert len(told) == len(ROWS)
+    recorded = Path(__file__).parents[2] / "bench" / "results" / "systems.md"
+    assert set(told) <= set(recorded.read_text().splitlines())
+
+
+def test_processes_and_the_picture(tmp_path, monkeypatch, capsys):
+    given = {}
+
+    def run_all(runs, report, **options):
+        given.update(options)
+        for each in runs:
+            report(each, run(seed=each.seed, bleu=50.0 + each.seed, seconds=1.0))
+
+    monkeypatch.setattr(systems, "run_all", run_all)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert systems.main([
+        "--seeds", "2", "--rows", "mudd,pre-norm", "--output", str(tmp_path), "--jobs", "3",
+        "--threads", "1", "--memory", "2KiB",
+    ]) == 0  # fmt: skip
+    assert given == {"jobs": 3, "threads": 1, "memory": 2048}
+    text = (tmp_path / "systems.md").read_text()
+    assert "`make systems SEEDS=2 ROWS=mudd,pre-norm JOBS=3 THREADS=1 MEMORY=2KiB` on " in text
+    assert "](systems.svg)" in text
+    assert f"the picture: {tmp_path / 'systems.svg'}\n" in capsys.readouterr().out
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "systems.svg").read_text())
+    names = [word for word in words if word in ("MUDD, pre-norm", "pre-norm")]
+    assert names == ["MUDD, pre-norm", "pre-norm"]
+    assert {"BLEU", "system", "Mean of 2 seeds; bars: standard deviation."} <= set(words)
+    with pytest.raises(ValueError, match="jobs must be a whole number of at least 1"):
+        systems.main(["--jobs", "0"])
 
 
 def test_text_files_are_split(tmp_path):

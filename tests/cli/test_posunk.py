@@ -71,6 +71,17 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     ]) == 0  # fmt: skip
     assert "<unk:" not in capsys.readouterr().out
 
+    # Without unknown words on the target's side: neither a mark, which the model knows, nor a name.
+    source.write_text("one red\nzzz two\ntwo one\nname3 two\n")
+    reference = tmp_path / "reference"
+    reference.write_text("rot eins\nzwei Baum\n<unk:-1> zwei\nzwei Name3\n")
+    assert vocabulary.unk_id not in vocabulary.target.encode("<unk:-1> zwei")
+    assert main([
+        "score", "--checkpoint", str(output / "best.pt"), "--source", str(source), "--reference",
+        str(reference), "--device", "cpu", "--dictionary", str(marked / "dictionary"),
+    ]) == 0  # fmt: skip
+    assert capsys.readouterr().out.endswith(" 2 sentences, no unknown word in the reference\n")
+
 
 def test_what_it_refuses(texts, tmp_path, capsys):
     one, two = str(texts / "train.en"), str(texts / "train.de")

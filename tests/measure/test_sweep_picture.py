@@ -43,6 +43,25 @@ def test_names_have_a_line_each(tmp_path):
     assert {"residual", "dlcl", "model.encoder_connection", "One seed."} <= set(said)
 
 
+@pytest.mark.parametrize("number", [float, lambda value: None], ids=["numbers", "names"])
+def test_several_seeds_have_error_bars(tmp_path, number):
+    """matplotlib draws the bars of a curve as one collection of lines, with a path for each."""
+
+    def lengths(seeds):
+        results = results_of("model.dim=8,16,32", seeds=seeds, nll=None)
+        results[list(results)[2]][-1]["bleu"] += 2.0
+        svg = drawn(results, {point: [number(point.values[0])] for point in results}, tmp_path)
+        bars = re.findall(r'<g id="LineCollection_\d+">(.*?)</g>', svg, re.DOTALL)
+        ends = re.findall(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)\s+"', " ".join(bars))
+        return [math.dist((float(a), float(b)), (float(c), float(d))) for a, b, c, d in ends]
+
+    assert lengths(1) == []
+    first, second, last = lengths(2)
+    assert first > 1
+    # BLEU 20 and 21, and 20 and 23.
+    assert (second, last) == pytest.approx((first, 3 * first), rel=1e-3)
+
+
 def test_some_points_are_still_missing(tmp_path):
     results = results_of("model.dim=8,16,32")
     numbers = {point: [float(point.values[0])] for point in results}

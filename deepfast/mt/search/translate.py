@@ -23,8 +23,6 @@ class Translations:
     """Of every line, in the order of the lines, the best translations with their scores."""
     target_tokens: int
     """Tokens of the best translation of every line, eos included."""
-    known: list[bool]
-    """Of every line, whether none of its pieces is unknown to the vocabulary."""
 
 
 def translate_all(
@@ -72,7 +70,6 @@ def translate_all(
     return Translations(
         nbest=results,
         target_tokens=sum(len(best[0][1]) + 1 for best in found if best is not None),
-        known=[vocabulary.unk_id not in vocabulary.encode(line) for line in lines],
     )
 
 

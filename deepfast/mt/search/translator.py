@@ -16,6 +16,7 @@ from deepfast.mt.data import (
     split_tag,
     tag_of,
 )
+from deepfast.mt.data.posunk import MARK
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.ensemble import Ensemble
@@ -67,6 +68,19 @@ class Translator:
                     f"language: expected lines without a tag, got {own} in front of line {number}"
                 )
         return [f"{tag_of(language)} {line}" if line.strip() else line for line in lines]
+
+    def knows(self, references: Sequence[str]) -> list[bool] | None:
+        """Of every reference, whether the model knows all its words: none has a piece that is
+        unknown on the target's side, or is a mark of `deepfast posunk`. None for a dictionary of
+        tokens, which cannot split a text into them."""
+        if not isinstance(self.vocabulary, Vocabulary):
+            return None
+        target = self.vocabulary.target
+        lines = [line.lower() for line in references] if self.lowercase else references
+        return [
+            target.unk_id not in target.encode(line) and not any(map(MARK.fullmatch, line.split()))
+            for line in lines
+        ]
 
     @contextlib.contextmanager
     def precision(self, name: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """`deepfast translate` and `deepfast score`, as a user calls them."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -11,7 +12,13 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.search import DecodingOptions, translate_lines, translate_nbest
+from deepfast.mt.data import TokenVocabulary
+from deepfast.mt.search import (
+    DecodingOptions,
+    load_translator,
+    translate_lines,
+    translate_nbest,
+)
 from deepfast.mt.search.translator import trained_lowercase
 
 TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
@@ -176,19 +183,38 @@ def test_score_by_length(tmp_path, capsys):
     parts = json.loads(capsys.readouterr().out)["by_length"]
     assert [part["sentences"] for part in parts] == [1, 2, 0, 1]
     assert parts[2] == {"name": "4 to 5 words", "sentences": 0, "bleu": None}
+    picture = tmp_path / "length.svg"
+    assert main([*arguments, "--picture", str(picture)]) == 0
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+    assert {"up to 2", "3", "4 to 5", "over 5", "BLEU by the words of a source"} <= set(words)
+    # The part without a sentence has no bar.
+    assert [word for word in words if re.fullmatch(r"\d+\.\d", word)] == ["100.0"] * 3
 
 
-def test_score_without_unknown_pieces(checkpoint, tmp_path, capsys):
+def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
     source, reference = tmp_path / "s", tmp_path / "t"
     source.write_text("the old bridge\nwe walk Ω home\na small house\n", encoding="utf-8")
-    reference.write_text("one\ntwo\nthree\n")
+    reference.write_text("the Ω bridge\nwe walk home\nthe Ω house\n", encoding="utf-8")
     arguments = ["score", "--checkpoint", str(checkpoint), "--source", str(source), "--reference",
                  str(reference), "--by-length", "3", *FAST]  # fmt: skip
     assert main(arguments) == 0
     *_, short, long, known = capsys.readouterr().out.splitlines()
     assert short.endswith(" 2 sentences, up to 3 words")
     assert long.endswith(" 1 sentence, over 3 words")
-    assert known.endswith(" 2 sentences, no unknown piece in the source")
+    # Those whose reference is known; the Ω of a source does not count.
+    assert known.endswith(" 1 sentence, no unknown word in the reference")
+
+
+def test_known_references(checkpoint, tmp_path, vocabulary):
+    references = ["the old bridge", "The old bridge", "the Ω bridge", ""]
+    cased = load_translator([checkpoint], "cpu")
+    assert cased.knows(references) == [True, False, False, True]
+    path = tmp_path / "model.pt"
+    recipe = {"recipe": {"data": {"lowercase": True}}}
+    torch.save(torch.load(checkpoint, weights_only=True) | recipe, path)
+    assert load_translator([path], "cpu").knows(references) == [True, True, False, True]
+    tokens = TokenVocabulary(["the", "bridge"])
+    assert dataclasses.replace(cased, vocabulary=tokens).knows(references) is None
 
 
 @pytest.mark.parametrize(
@@ -208,6 +234,11 @@ def test_score_without_unknown_pieces(checkpoint, tmp_path, capsys):
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
         (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
+        (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, which"),
+        (
+            ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3", "--picture", "x.pdf"],
+            "--picture: expected a file ending in .svg or .png, got x.pdf",
+        ),
         (
             ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3,x"],
             "--by-length: expected rising whole numbers such as 10,20,30, got '3,x'",
