@@ -147,18 +147,20 @@ def installed(wheel, folder):
         / f"python{sys.version_info.major}.{sys.version_info.minor}"
         / "site-packages"
     )
-    todo, done = ["torch"], set()
+    todo, done = [Requirement("torch")], set()
     while todo:
-        name = todo.pop()
-        if name in done:
-            continue
-        done.add(name)
-        distribution = importlib.metadata.distribution(name)
-        for top in {path.parts[0] for path in distribution.files} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(distribution.locate_file(top))
-        needs = map(Requirement, distribution.requires or ())
-        todo += [r.name for r in needs if r.marker is None or r.marker.evaluate({"extra": ""})]
+        wanted = todo.pop()
+        # A requirement with extras, such as name[part], needs what the distribution has for them.
+        for extra in {"", *wanted.extras}:
+            if (wanted.name, extra) in done:
+                continue
+            done.add((wanted.name, extra))
+            distribution = importlib.metadata.distribution(wanted.name)
+            for top in {path.parts[0] for path in distribution.files} - {"..", "__pycache__"}:
+                if not (site / top).exists():
+                    (site / top).symlink_to(distribution.locate_file(top))
+            needs = map(Requirement, distribution.requires or ())
+            todo += [r for r in needs if r.marker is None or r.marker.evaluate({"extra": extra})]
     pip = (sys.executable, "-m", "pip", "-q", "--python", python, "install", "--no-index")
     run(*pip, wheel, cwd=folder)
     return python
