@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -73,6 +74,16 @@ def torchrun_killed(trainer):
     os.kill(os.getppid(), signal.SIGKILL)
 
 
+def wait_for_all(recipe, seconds=60):
+    """Waits until all ranks have ended the run. The first one would else begin the next run alone,
+    and wait there no longer than the timeout; with torch 2.15 the others notice a fault later."""
+    Path(f"{recipe}.ended{os.environ['RANK']}").touch()
+    every = [Path(f"{recipe}.ended{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in every) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     original, fsync = Trainer.train_step, os.fsync
@@ -88,4 +99,6 @@ if __name__ == "__main__":
         Trainer.train_step, os.fsync = train_step, fsync
         code = main(["train", recipe])
         print(f"{fault}: rank {os.environ['RANK']} ends with {code}", flush=True)
+        if word != sys.argv[-1]:
+            wait_for_all(recipe)
     sys.exit(code)
