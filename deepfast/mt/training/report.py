@@ -192,7 +192,7 @@ def _row(line: str) -> dict[str, Any] | None:
     """A line of metrics; None for one cut short when the run was killed."""
     try:
         row = json.loads(line)
-        return row if "event" in row and isinstance(row.get("step"), int) else None
+        return row if {"event", "step"} <= row.keys() else None
     except (ValueError, AttributeError, RecursionError):
         return None
 
@@ -206,7 +206,9 @@ def _cut_after(path: Path, step: int) -> None:
     # A line that a crash has damaged may hold any bytes; no JSON comes of it.
     for line in path.read_text("utf-8", "replace").splitlines():
         row = _row(line)
-        if row is not None and 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
+        if row is None or not isinstance(row["step"], int):
+            continue
+        if 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
             kept.append(line + "\n")
     write_atomically(path, "".join(kept).encode())
 
