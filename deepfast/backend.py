@@ -5,6 +5,9 @@ set, it takes the first of `BACKENDS` that can run the op and is a default. On a
 default where it was proved on that machine (`deepfast.proof`), and the fastest at the op's width
 comes first. There is no silent fallback: `explain` gives the reason for every backend that was not
 chosen, `deepfast info` prints the reasons, and `record` lists what ran.
+
+From above to below: which backends can run an op (`refusal`), which of them are defaults
+(`reserve`, `explain`), and the choice (`preview`, `choose`), which is kept.
 """
 
 import contextlib

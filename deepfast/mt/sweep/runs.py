@@ -90,7 +90,7 @@ class Run:
         path = self.folder / RESULT
         found = read_object(path, seed=int, process_bytes=int)
         if "diverged" not in found:
-            read_object(path, steps=int, parameters=int, curve=list)
+            check_object(path, found, steps=int, parameters=int, curve=list)
         return found
 
     def write(self) -> None:
@@ -120,6 +120,12 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
         content = None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    check_object(path, content, **keys)
+    return content
+
+
+def check_object(path: Path, content: object, **keys: type) -> None:
+    """Raises where the content of a file is not what `read_object` expects of it."""
     if not isinstance(content, dict) or any(
         not isinstance(content.get(key), kind) for key, kind in keys.items()
     ):
@@ -127,7 +133,6 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
             f"{path}: expected what deepfast sweep writes, got other content; choose another "
             "folder with --output, or remove it"
         )
-    return content
 
 
 def read_recipe(folder: Path) -> Recipe:
