@@ -7,12 +7,13 @@ SOURCES := setup.py pyproject.toml constraints.txt deepfast/launches.py $(shell 
 # The Python of `make gpu`: that of `make setup` if it exists, else PYTHON.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test test-all test-avx2 cuda-check report systems gpu docs lint clean
+.PHONY: help setup test test-all test-avx2 front-end cuda-check report systems gpu docs lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make test     run the tests: of many parameters each pair of values"
 	@echo "make test-all run the tests with every combination of parameters"
+	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
@@ -57,6 +58,12 @@ test-avx2: setup
 
 cuda-check: setup
 	$(BIN)/python tests/cuda/ptxas.py
+
+# The Triton of .venv and that of the oldest torch that is served.
+front-end: setup
+	test -d $(VENV)/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0
+	$(BIN)/python tests/kernels/front_end.py
+	PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python tests/kernels/front_end.py
 
 report: setup
 	$(BIN)/deepfast report --output report

@@ -36,14 +36,14 @@ class Operand:
     shapes: tuple[tuple[str, ...], ...] = ()
     """The shapes that a tensor may have, as products and sums of the sizes."""
 
-    def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """The first of its shapes, with the numbers in ``sizes`` for the letters."""
+    def shape(self, sizes: dict[str, int], choice: int = 0) -> tuple[int, ...]:
+        """One of its shapes, with the numbers in ``sizes`` for the letters."""
         return tuple(
             sum(
                 math.prod(int(x) if x.isdigit() else sizes[x] for x in term.split("*"))
                 for term in entry.split("+")
             )
-            for entry in self.shapes[0]
+            for entry in self.shapes[choice]
         )
 
 

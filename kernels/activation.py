@@ -123,7 +123,7 @@ def activation_forward(h, bias, kind, dropout_p, seed, out):
     programs = triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"])
     activation_fwd_kernel[(programs,)](
         h, bias, seed if dropout_p > 0 else None, out, T, threshold, scale, stride(h), stride(out),
-        F=F, RELU=kind == "relu", **sides,
+        F=F, RELU=kind == "relu", **sides, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def activation_backward(dout, saved, bias, kind, dropout_p, seed, dh, dbias):
         activation_bwd_kernel[(rows * columns,)](
             dout, saved, None if relu else bias, seed if dropout_p > 0 and not relu else None, dh,
             partial, T, threshold, scale, stride(dout), stride(saved), stride(dh), F=F, RELU=relu,
-            **sides, maxnreg=registers,
+            **sides, maxnreg=registers, enable_fp_fusion=True,
         )  # fmt: skip
     if partial is not None:
         sum_partials(partial, dbias.view(1, F))

@@ -199,7 +199,7 @@ def attend_rows(
                 states.stride(0), states.stride(1), out.stride(0), out.stride(1),
                 RELU=kind == "relu", ACCUMULATE=accumulate or i > 0,
                 UNROLL=LOADS, D=D, BB=BB, **tile._asdict(),
-                maxnreg=registers,
+                maxnreg=registers, enable_fp_fusion=True,
             )  # fmt: skip
 
 
@@ -226,6 +226,7 @@ def attend_pull(
                 out.stride(0), out.stride(1),
                 RELU=kind == "relu", ACCUMULATE=accumulate or i > 0, UNROLL=1, D=D, BB=BB,
                 **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
+                enable_fp_fusion=True,
             )  # fmt: skip
             if ds is not None and L > 0:
                 later = range(row[0], row[0] + L * row[1], row[1])
@@ -251,7 +252,7 @@ def query_grads(ds, states, sources, source_rstd, rows, dquery, dbias):
     db = None if dbias is None else ds.new_empty(chunks, 1, L, K)
     attend_query_kernel[(*grid, chunks)](
         ds, states, source_rstd, dq, db, T, *sources, K, L, states.stride(0), states.stride(1),
-        D=D, **sides, num_warps=4,
+        D=D, **sides, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     start = 0
     for count, (first, step) in progressions(list(rows), limit=len(rows)):

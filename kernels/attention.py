@@ -251,7 +251,7 @@ def attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seed if dropout_p else None, o, lse,
         TQ, H, float(scale), *dropout_factors(dropout_p),
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
-        G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right, **launch._asdict(),
+        G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def attention_backward(
         attention_bwd_dq_kernel[(N * H, triton.cdiv(max_seqlen_q, launch.BQ))](
             q, k, v, o, lse, delta, dout, *seqlens_and_seed, dq, *sizes,
             *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
-            G=G, LEFT=left, RIGHT=right, **launch._asdict(),
+            G=G, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
         launch = keys_launch(launch, BD, G, left)
     operands = q, k, v, dout, dq, dk, dv
@@ -283,5 +283,5 @@ def attention_backward(
         q, k, v, lse, delta, dout, *seqlens_and_seed, dq, dk, dv, *sizes,
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
         G=G, WHOLE_ROW=whole_row, ONE_TILE=whole_row and max_seqlen_q <= launch.BQ and G == 1,
-        LEFT=left, RIGHT=right, **launch._asdict(),
+        LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
     )  # fmt: skip

@@ -105,8 +105,11 @@ def attention_boundary_fwd_kernel(
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
     k = k.to(tl.int64)
     p_own, p_own_rstd = p_states + k * s_n, p_rstd + k * T
-    b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
-    b_r = load_tile(p_residual if p_branch is not None else None, s_residual, o_row, o_d, m)
+    # Loaded now, so that they arrive while the near states are summed.
+    if p_branch is not None:
+        b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+        if p_residual is not None:
+            b_r = load_tile(p_residual, s_residual, o_row, o_d, m)
     b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
     b_x, b_most, b_total = _far_and_near(
         b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
@@ -169,7 +172,8 @@ def attention_boundary_bwd_kernel(
         m = m_t[None, :, None] & m_d
         b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
         b_r = load_stat(p_rstd + k * T, o_t, m_t)
-        b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
+        if p_dx is not None:
+            b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
         b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
         b_v = b_n.to(tl.float32)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
@@ -192,7 +196,7 @@ def attention_boundary_bwd_kernel(
             if p_sums is not None:
                 b_dweight += b_dw
                 b_dbias += b_db
-        if b_dx is not None:
+        if p_dx is not None:
             b_g += b_dx.to(tl.float32)
         # Pulls and stores the rounded gradient, which is what other states read.
         b_g = rounded(b_g, p_grads.dtype.element_ty)
@@ -222,9 +226,8 @@ def attention_boundary_bwd_kernel(
             pulls, k, 1, 1, L, 1, T, R, begin, s_grads, s_grad, RELU, UNROLL, D, BA, BT, BC, 1,
         )  # fmt: skip
         b_y = end_pull(b_u, b_back, b_v, b_r, D)
-        b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
-        if b_pulled is not None:
-            b_y += b_pulled.to(tl.float32)
+        if p_pulled is not None:
+            b_y += load_tile(p_pulled, s_pulled, o_row, o_d, m).to(tl.float32)
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
             b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
@@ -258,6 +261,7 @@ def attention_boundary_forward(
         stride(x), stride(out),
         RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, UNROLL=LOADS,
         D=D, **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -303,7 +307,7 @@ def attention_boundary_backward(
             grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
             RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
             UNROLL=1, D=D, **tile._asdict(),
-            maxnreg=registers,
+            maxnreg=registers, enable_fp_fusion=True,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))

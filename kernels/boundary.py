@@ -98,8 +98,11 @@ def boundary_fwd_kernel(
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
     k, row = k.to(tl.int64), row.to(tl.int64)
     p_own = p_states + k * s_n
-    b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
-    b_r = load_tile(p_residual if p_branch is not None else None, s_residual, o_row, o_d, m)
+    # Loaded now, so that they arrive while the near states are summed.
+    if p_branch is not None:
+        b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+        if p_residual is not None:
+            b_r = load_tile(p_residual, s_residual, o_row, o_d, m)
     b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
     if p_partial is not None:
         b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
@@ -221,8 +224,10 @@ def boundary_bwd_kernel(
         # Used last, but loaded now, so that they arrive while the near states are summed.
         b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
         b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
-        b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
-        b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
+        if p_pulled is not None:
+            b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
+        if p_dx is not None:
+            b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None:
             b_d = load_tile(p_dout, s_dout, o_row, o_d, m)
@@ -246,13 +251,13 @@ def boundary_bwd_kernel(
                 b_dout_norm_weight += b_dw
                 b_dout_norm_bias += b_db
             b_g += b_d
-        if b_dx is not None:
+        if p_dx is not None:
             b_g += b_dx.to(tl.float32)
         # Computed again rather than kept, because until here every register is in use.
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
-        if b_pulled is not None:
+        if p_pulled is not None:
             b_u += b_pulled.to(tl.float32)
         o_grad = o_row * s_grad + o_d
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
@@ -307,7 +312,7 @@ def boundary_forward(
         stride(x), stride(out),
         NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
         VECTOR=weight.dim() == 3, UNROLL=loads_at_once(D, states.element_size()),
-        D=D, **tile._asdict(),
+        D=D, **tile._asdict(), enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -352,6 +357,7 @@ def boundary_backward(
             NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
             PULLS_OWN=pulls_own, VECTOR=vector, UNROLL=loads_at_once(D, states.element_size()),
             NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
+            enable_fp_fusion=True,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))

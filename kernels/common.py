@@ -341,5 +341,5 @@ def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None, add: bool = 
     BN = 16
     sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
         partial, *outs, P, N, partial.stride(0), s_i, s_out, ADD=add, BP=256, BN=BN,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -109,5 +109,5 @@ def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, los
         V, ignore_index, label_smoothing,
         stride(logits),
         WRITE_GRAD=write_grad, BV=min(MOST, max(16, triton.next_power_of_2(V))),
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

@@ -255,7 +255,7 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
             T, min(SOURCES.value, K - first), eps,
             row_strides(group), K * H,
             H=H, NORM=norm, FIRST=first == 0, LAST=first + SOURCES.value >= K,
-            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
+            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -274,7 +274,15 @@ def depth_attention_backward(
     if delta is not None:
         # With one hop the main kernel computes delta itself, once for all sources.
         depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
-            out, dout, dlse, delta, T * H, dout.stride(0), D=D, **tile._asdict()
+            out,
+            dout,
+            dlse,
+            delta,
+            T * H,
+            dout.stride(0),
+            D=D,
+            **tile._asdict(),
+            enable_fp_fusion=True,
         )
     # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
@@ -298,14 +306,14 @@ def depth_attention_backward(
             T, count, eps,
             strides, dout.stride(0), row_strides(dgroup) if dsources else None, K * H,
             NORM=norm, ACCUMULATE=accumulate, STAGES=stages if H == 1 else 1,
-            maxnreg=min(168, 2048 // tile.num_warps), **options,
+            maxnreg=min(168, 2048 // tile.num_warps), **options, enable_fp_fusion=True,
         )  # fmt: skip
         if slopes is not None:
             depth_attention_query_kernel[(H, hop_chunks)](
                 group, _columns(slopes, first, H), partial[i],
                 T, count,
                 strides, K * H,
-                STAGES=stages, **options,
+                STAGES=stages, **options, enable_fp_fusion=True,
             )  # fmt: skip
     if learns:
         sum_partials(partial.flatten(0, 1), dquery)

@@ -36,7 +36,8 @@ from .common import (
 def _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL: tl.constexpr):
     if PER_CHANNEL:
         return tl.load(p_weight + k * D + o_d, mask=m_d, other=0.0)
-    return tl.load(p_weight + k)
+    else:
+        return tl.load(p_weight + k)
 
 
 @triton.jit(do_not_specialize=["T", "K"])
@@ -145,7 +146,7 @@ def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, m
             row_strides(group), out.stride(0),
             PER_CHANNEL=weight.dim() == 2, FIRST=first == 0,
             LAST=first + SOURCES.value >= len(sources), STAGES=3 if D <= 2048 else 2,
-            D=D, **tile._asdict(),
+            D=D, **tile._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def depth_mix_backward(
             row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
             # Reading fp32 tiles ahead would not leave enough registers.
             PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
-            maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),
+            maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
         if want:
             sum_partials(partial, *sums[:, first : first + K])

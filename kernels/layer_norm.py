@@ -174,6 +174,7 @@ def layer_norm_forward(x, residual, weight, bias, eps, rms, dropout_p, seed, sum
         stride(x), stride(residual), stride(sum), stride(y),
         # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
         RMS=rms, D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def layer_norm_backward(
             partial,
             T, threshold, scale,
             stride(sum), stride(dy), stride(dsum), stride(dx), stride(dresidual),
-            RMS=rms, D=D, **tile._asdict(), maxnreg=registers,
+            RMS=rms, D=D, **tile._asdict(), maxnreg=registers, enable_fp_fusion=True,
         )  # fmt: skip
     if partial is not None:
         sum_partials(partial, *(None if d is None else d.view(1, D) for d in (dweight, dbias)))

@@ -154,8 +154,8 @@ def pull_rows_kernel(
         row = (first_row + i * step_row).to(tl.int64)
         b_g = tl.load(p_grads + slot * s_grad + o_x, mask=m_x, other=0.0).to(tl.float32)[None, :, :]
         if PER_CHANNEL:
-            m_kd = m_j[:, None] & m_d
-            b_w = tl.load(p_weight + (row * R + o_k)[:, None] * D + o_d, mask=m_kd, other=0.0)
+            p_w = p_weight + (row * R + o_k)[:, None] * D + o_d
+            b_w = tl.load(p_w, mask=m_j[:, None] & m_d, other=0.0)
             b_sum += b_w[:, None, :] * b_g
         else:
             b_w = tl.load(p_weight + row * R + o_k, mask=m_j, other=0.0)
@@ -164,7 +164,7 @@ def pull_rows_kernel(
             b_dw = tl.sum(b_z * b_g, axis=1)
             if PER_CHANNEL:
                 o_dw = ((tile_t * rows + i) * K + o_j)[:, None] * D + o_d
-                tl.store(p_partial + o_dw, b_dw, mask=m_kd)
+                tl.store(p_partial + o_dw, b_dw, mask=m_j[:, None] & m_d)
             else:
                 o_dw = (tl.program_id(0).to(tl.int64) * rows + i) * K + o_j
                 tl.store(p_partial + o_dw, tl.sum(b_dw, axis=1), mask=m_j)
@@ -265,7 +265,7 @@ def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_row
                 states, weight, norm_weight, norm_bias, out,
                 T, D, weight.shape[0], *k, K, *row, count, *place,
                 states.stride(0), out.stride(0),
-                ACCUMULATE=accumulate or i > 0, BR=BR, **sides,
+                ACCUMULATE=accumulate or i > 0, BR=BR, **sides, enable_fp_fusion=True,
             )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def pull_rows(
                 grads, states, weight, norm_weight, norm_bias, out, partial,
                 *shape, weight.shape[0], *slot, *row, L, *k, K, *place,
                 grads.stride(0), states.stride(0), out.stride(0),
-                ACCUMULATE=accumulate or i > 0, BK=BK, **sides,
+                ACCUMULATE=accumulate or i > 0, BK=BK, **sides, enable_fp_fusion=True,
             )  # fmt: skip
             if partial is not None:
                 sum_into(partial, dweight, L, row, K, k)

@@ -13,13 +13,13 @@ from .common import norm_backward, normalise, rounded
 
 @triton.jit
 def load_tile(p, s_row, o_row, o_d, m):
-    """The tile (BA, BT, BC) of the rows at ``p``, or None for a missing operand."""
-    return None if p is None else tl.load(p + o_row * s_row + o_d, mask=m, other=0.0)
+    """The tile (BA, BT, BC) of the rows at ``p``."""
+    return tl.load(p + o_row * s_row + o_d, mask=m, other=0.0)
 
 
 @triton.jit
 def store_tile(p, s_row, o_row, o_d, m, b_x):
-    """The inverse of `load_tile`, rounded to the dtype of ``p``."""
+    """Stores a tile rounded to the dtype of ``p``; nothing where ``p`` is None."""
     if p is not None:
         tl.store(p + o_row * s_row + o_d, rounded(b_x, p.dtype.element_ty), mask=m)
 

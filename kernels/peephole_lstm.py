@@ -209,7 +209,7 @@ def peephole_lstm_forward(
         depth = 0 if before is h and step == 0 else H
         peephole_lstm_fwd_kernel[grid](
             f, weight, peephole, before, lengths, h, h_last, c_last, c, gates, step, depth, T, B,
-            H=H, REVERSE=reverse, **sides,
+            H=H, REVERSE=reverse, **sides, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def peephole_lstm_backward(
     for step in reversed(range(T if B else 0)):
         peephole_lstm_bwd_kernel[grid](
             dh, dh_last, weight, peephole, c0, lengths, c, gates, df, dc, sums, step, T, B,
-            H=H, REVERSE=reverse, **sides,
+            H=H, REVERSE=reverse, **sides, enable_fp_fusion=True,
         )  # fmt: skip
     dpeephole.copy_(sums.sum(0))
     if dh0 is None:
