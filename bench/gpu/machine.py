@@ -130,7 +130,7 @@ def facts(dry: bool) -> dict:
 
 def child_environment(dry: bool, **more: str) -> dict[str, str]:
     """The environment of the processes that this command starts."""
-    changed = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # A variable of the shell must not change what is measured.

@@ -26,9 +26,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-# Both are read when triton is imported. The interpreter compiles nothing.
+# Read when triton is imported. The interpreter compiles nothing.
 os.environ["TRITON_INTERPRET"] = "0"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import aot_sass as sass
 import triton
