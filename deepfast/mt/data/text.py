@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,15 @@ from deepfast.mt.data.errors import DataError
 # No UTF-8 text starts with these two bytes: the second cannot follow the first.
 GZIP_MAGIC = b"\x1f\x8b"
 UTF8_MARK = b"\xef\xbb\xbf"
+
+# White space, control characters and Unicode's Default_Ignorable_Code_Point, such as the zero-width
+# space and the variation selectors, and what sentencepiece takes for a space: U+2581 and U+FFFD.
+# Normalisation leaves nothing of most of them.
+UNSEEN = (
+    r"\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    r"\u202a-\u202e\u2060-\u206f\u2581\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\ufffd"
+    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
 
 
 @dataclass
@@ -148,8 +158,15 @@ def _lines(stream: io.BufferedReader, name: str) -> list[str]:
     return lines
 
 
-def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> ParallelText:
+def read_parallel(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, tags: Sequence[str] = ()
+) -> ParallelText:
     """Read two aligned files; pairs with an empty side are dropped, counted and reported.
+
+    A side is empty if all its characters are white space or show nothing, such as U+200B.
+
+    Args:
+        tags: language tags. One of them in front of a source is no text.
 
     Returns:
         A sequence of (source, target) strings. It also holds the files, the line of each pair and
@@ -166,13 +183,17 @@ def read_parallel(source: str | os.PathLike[str], target: str | os.PathLike[str]
             f"{source} and {len(target_lines)} in {target}"
         )
     pairs, numbers, dropped = [], [], Dropped()
+    tag = "|".join(map(re.escape, tags))
+    no_source, no_target = re.compile(f"({tag})?[{UNSEEN}]*"), re.compile(f"[{UNSEEN}]*")
     for number, (left, right) in enumerate(zip(source_lines, target_lines, strict=True), 1):
         left, right = left.strip(), right.strip()
-        if left and right:
+        if no_source.fullmatch(left):
+            dropped.add("empty", f"{source}:{number}")
+        elif no_target.fullmatch(right):
+            dropped.add("empty", f"{target}:{number}")
+        else:
             pairs.append((left, right))
             numbers.append(number)
-        else:
-            dropped.add("empty", f"{target if left else source}:{number}")
     if not pairs:
         raise DataError(
             f"expected at least one sentence pair in {source} and {target}, got "

@@ -59,11 +59,10 @@ def load_corpus(
         vocabulary: that of the checkpoint that the run resumes from, or of the first rank.
     """
     parts, dropped, place = _read(section, folder)
-    tags = [tag_of(language) for language in section.tagged]
     parts = _cased(section, parts)
     train = parts["train"]
     if vocabulary is None:
-        vocabulary = _vocabulary(section, train, tags)
+        vocabulary = _vocabulary(section, train)
     languages = _languages(section, vocabulary)
     pairs = vocabulary.encode_pairs(train)
     batches = TokenBatches(
@@ -92,7 +91,7 @@ def load_corpus(
     return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
 
 
-def _vocabulary(section: DataSection, train: list[Pair], tags: list[str]) -> Vocabulary:
+def _vocabulary(section: DataSection, train: list[Pair]) -> Vocabulary:
     """Reads the vocabulary, or learns it from the training pairs."""
 
     def learned(text: Sequence[str], size: int, tags: list[str]) -> Vocabulary:
@@ -108,9 +107,10 @@ def _vocabulary(section: DataSection, train: list[Pair], tags: list[str]) -> Voc
     sources, targets = zip(*train, strict=True)
     if section.target_vocab_size is None:
         # One language after the other, as in two files.
-        return learned([*sources, *targets], section.vocab_size, tags)
+        return learned([*sources, *targets], section.vocab_size, section.tags)
     return SeparateVocabularies(
-        learned(sources, section.vocab_size, tags), learned(targets, section.target_vocab_size, [])
+        learned(sources, section.vocab_size, section.tags),
+        learned(targets, section.target_vocab_size, []),
     )
 
 
@@ -183,7 +183,7 @@ def _read(
     section.check_text()
     if section.phrases is not None:
         return _generate(section, folder), Dropped(), "example {}".format
-    train = read_parallel(section.train_source, section.train_target)
+    train = read_parallel(section.train_source, section.train_target, tags=section.tags)
     return {"train": train.pairs} | _held_out(section), train.dropped, train.place
 
 
@@ -192,7 +192,8 @@ def _held_out(section: DataSection) -> dict[str, list[Pair]]:
     parts = {}
     for part in ("dev", "test"):
         source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
-        parts[part] = [] if source is None else read_parallel(source, target).pairs
+        pairs = [] if source is None else read_parallel(source, target, tags=section.tags).pairs
+        parts[part] = pairs
     return parts
 
 
@@ -200,7 +201,7 @@ def _cased(section: DataSection, parts: dict[str, list[Pair]]) -> dict[str, list
     """The pairs in lower case where the recipe says so."""
     if not section.lowercase:
         return parts
-    tags = [tag_of(language) for language in section.tagged]
+    tags = section.tags
     return {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
 
 

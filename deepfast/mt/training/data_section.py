@@ -172,6 +172,11 @@ class DataSection:
         return languages if len(languages) > 1 else ()
 
     @property
+    def tags(self) -> list[str]:
+        """The tags of these languages."""
+        return [tag_of(language) for language in self.tagged]
+
+    @property
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
         return self.dev_size > 0 if self.phrases else self.dev_source is not None

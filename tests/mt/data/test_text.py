@@ -101,10 +101,25 @@ def test_unequal_lines_name_both_files_and_counts(files):
     assert f"2 in {target}" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
+@pytest.mark.parametrize("content", ["", "\n\n", "\u200b\n\ufeff\n"])
 def test_nothing_left(files, content):
     with pytest.raises(DataError, match="at least one sentence pair"):
-        read_parallel(*files(content, content))
+        read_parallel(*files(content.encode(), content.encode()))
+
+
+UNSEEN = ["\u200b", " \ufeff", "\ufe0f", "\U000e0100", "\u00ad\u2060", "\u2581", "\ufffd", "\x07"]
+
+
+@pytest.mark.parametrize("line", UNSEEN)
+def test_a_line_of_characters_that_show_nothing_is_empty(files, line):
+    """Beside text such characters stay, such as the variation selector of an emoji."""
+    source = f"\u2764\ufe0f\nb\n<de> {line}\nd\n<de> a\n".encode()
+    target = f"A\n{line}\nC\nD\nE\n".encode()
+    text = read_parallel(*files(source, target), tags=["<fr>", "<de>"])
+    assert text.pairs == [("\u2764\ufe0f", "A"), ("d", "D"), ("<de> a", "E")]
+    assert text.dropped.empty == 2
+    # Without tags this is text.
+    assert len(read_parallel(*files(b"<de>\n", b"A\n"))) == 1
 
 
 def test_bad_utf8_names_file_and_line(files):

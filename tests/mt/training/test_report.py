@@ -18,7 +18,7 @@ ROW = {
 
 def test_a_run_says_what_was_read_and_dropped(make_recipe, corpus, tmp_path, capsys):
     source, target = tmp_path / "a.en", tmp_path / "a.de"
-    source.write_text("one two\n\n" + (corpus / "train.en").read_text() + "red " * 50 + "\n")
+    source.write_text("one two\n\u200b\n" + (corpus / "train.en").read_text() + "red " * 50 + "\n")
     target.write_text("zwei eins\nx\n" + (corpus / "train.de").read_text("utf-8") + "rot\n")
     (tmp_path / "dev.en").write_text("one Q\n")
     (tmp_path / "dev.de").write_text("eins Q\n")
