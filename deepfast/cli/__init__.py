@@ -5,7 +5,7 @@ A subcommand's module has a docstring for its help, EXAMPLE (a command line),
 imported.
 
 Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand the command line;
-3 the model given to `plan` does not fit; 130 interrupted.
+3 nothing that `plan` was asked for fits; 130 interrupted.
 """
 
 import argparse

@@ -2,15 +2,16 @@
 
 Give three of --budget, --layers, --width and --tokens, and the fourth is solved for. Give all four
 to learn whether they fit. What each layer keeps for backward (its memory policy) is chosen so that
-the step fits with the least recomputation. Exit code 0: the step fits; 3: it does not, and a
-sentence says what would."""
+the step fits with the least recomputation. Exit code 0: the step fits; 3: it does not, or no size
+does, and a sentence says what would."""
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from deepfast.cli.outputs import check_picture
-from deepfast.memory.plan import plan
+from deepfast.memory.plan import DoesNotFitError, plan
 from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import CHOICES
 from deepfast.memory.table import lines
@@ -77,7 +78,11 @@ def _options(args: argparse.Namespace) -> dict:
 
 def run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
-    result = plan(**_options(args))
+    try:
+        result = plan(**_options(args))
+    except DoesNotFitError as error:
+        print(f"deepfast plan: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

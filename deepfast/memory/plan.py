@@ -19,6 +19,10 @@ STEP = 64
 """A width that `plan` chooses is a multiple of it; heads are this wide by default."""
 
 
+class DoesNotFitError(ValueError):
+    """The budget is too small even for the smallest size."""
+
+
 def plan(
     *,
     budget: str | int | None = None,
@@ -52,7 +56,8 @@ def plan(
 
     Raises:
         TypeError: for an option that `Sizes` does not have.
-        ValueError: for a wrong size or choice, or a budget that even the smallest model exceeds.
+        ValueError: for a wrong size or choice.
+        DoesNotFitError: a ValueError; even the smallest model exceeds the budget.
     """
     given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
@@ -130,7 +135,7 @@ def _largest(
 
     if not fits(1):
         smallest = search.smallest(sized(**{free: step}))
-        raise ValueError(
+        raise DoesNotFitError(
             f"budget: expected at least {format_bytes(smallest, up=True)} for {free} {step}, got "
             f"{format_bytes(limit)}"
         )
