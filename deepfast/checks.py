@@ -7,6 +7,7 @@ torch only when it checks a tensor, so that planning needs no torch.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
@@ -26,6 +27,14 @@ MOST: dict[str | tuple[str, ...], int] = {
 """The end of a name -> the largest value of such a size or count: far more layers than a model has,
 of which a depth connection has tables of pairs, far more hypotheses than a search keeps and runs
 than a sweep makes; a width whose tensors have a number of elements; and what torch reads."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: long text and many elements are shortened."""
+    return _SHORT.repr(value)
 
 
 def tensor(op: str, name: str, x: object) -> None:
@@ -128,7 +137,7 @@ def choice(op: str, allowed: Iterable[object], **values: object) -> None:
         # An array or a tensor compares by element.
         if not isinstance(value, str | None) or value not in allowed:
             known = ", ".join(map(str, allowed))
-            raise ValueError(f"{op}: {name} must be one of {known}, got {value!r}")
+            raise ValueError(f"{op}: {name} must be one of {known}, got {shown(value)}")
 
 
 def flag(op: str, **values: bool) -> None:

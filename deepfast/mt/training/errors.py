@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from deepfast.checks import shown
+
 
 class RecipeError(ValueError):
     """The recipe or an override cannot be used."""
@@ -26,4 +28,4 @@ class ToldError(TrainingError):
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:
     """Refuses a recipe's value if the condition does not hold."""
     if not condition:
-        raise RecipeError(f"{key}: expected {expected}, got {got!r}")
+        raise RecipeError(f"{key}: expected {expected}, got {shown(got)}")

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
-from deepfast.checks import MOST_THREADS
+from deepfast.checks import MOST_THREADS, shown
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import (
@@ -257,7 +257,9 @@ class Recipe:
                 parse_bytes(self.memory)
             except ValueError as error:
                 expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
-                raise RecipeError(f"memory: expected {expected}, got {self.memory!r}") from error
+                raise RecipeError(
+                    f"memory: expected {expected}, got {shown(self.memory)}"
+                ) from error
 
     def planned(self) -> bool:
         """Whether the planner can predict the memory of this recipe's model."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.resources
+import itertools
+import math
 import reprlib
 import types
 import typing
@@ -13,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from deepfast.checks import shown
 from deepfast.mt.data.errors import require
 from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.growing import TOP_FIELDS, check_grow
@@ -52,6 +55,9 @@ KEYS = _known_types()
 MOST_BITS = 1000
 """Of a whole number in a recipe: a float holds it, and Python prints it."""
 
+MOST_VALUES = 10_000
+"""Keys and values of a recipe, where an alias counts as all that it stands for."""
+
 NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
 """Keys that hold further keys."""
 
@@ -84,10 +90,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{where}: expected keys and values, got {type(tree).__name__}")
     flat = _flatten(tree, where)
     for override in overrides:
+        where = f"{override:.100}"
         key, equals, value = override.partition("=")
         if not equals:
-            raise RecipeError(f"{override!r}: expected key=value, such as optim.lr=2e-3")
-        changes = _flatten(_nested(key.strip(), _parse(value, override)), override)
+            raise RecipeError(f"{shown(override)}: expected key=value, such as optim.lr=2e-3")
+        changes = _flatten(_nested(key.strip(), _parse(value, where)), where)
         # An empty section removes what the file has in it.
         if not changes:
             flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
@@ -117,7 +124,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after and key != "resume":
-            lines.append(f"{prefix}{key} {before!r} -> {after!r}")
+            lines.append(f"{prefix}{key} {shown(before)} -> {shown(after)}")
     return lines
 
 
@@ -157,9 +164,18 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _loader(yaml: Any) -> Any:
-    """YAML's safe loader, which names a key that stands twice and a value that its tag refuses."""
+    """YAML's safe loader, which refuses what aliases make huge, and names a key that stands twice
+    and a value that its tag refuses."""
 
     class Loader(yaml.SafeLoader):
+        def get_single_node(self):
+            node = super().get_single_node()
+            if node is not None and _expanded(node, {}) > MOST_VALUES:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"more than {MOST_VALUES} keys and values, with those of its aliases"
+                )
+            return node
+
         def construct_mapping(self, node, deep=False):
             seen = set()
             # A tag can call anything a mapping; the safe loader refuses what is none.
@@ -193,6 +209,18 @@ def _loader(yaml: Any) -> Any:
     return Loader
 
 
+def _expanded(node: Any, sizes: dict[int, float]) -> float:
+    """Keys and values at and below a node of YAML, where an alias counts as all that it stands for;
+    infinity for a node inside itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        # The value of a scalar is text, that of a mapping has pairs.
+        below = [] if isinstance(node.value, str) else node.value
+        nodes = itertools.chain(*(each if isinstance(each, tuple) else [each] for each in below))
+        sizes[id(node)] = 1 + sum(_expanded(each, sizes) for each in nodes)
+    return sizes[id(node)]
+
+
 def _nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
@@ -206,10 +234,11 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         if key in NESTED:
             if value is not None and not isinstance(value, dict):
-                raise RecipeError(f"{where}: {key}: expected keys and values, got {value!r}")
+                raise RecipeError(f"{where}: {key}: expected keys and values, got {shown(value)}")
             if value is not None:
                 flat |= _flatten(value, where, f"{key}.") if value else {key: {}}
         elif key not in KEYS:
+            key = f"{key:.100}"
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
         else:
@@ -222,11 +251,11 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         parts = typing.get_args(kind)
         if not isinstance(value, (list, tuple)) or len(value) != len(parts):
-            raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {value!r}")
+            raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {shown(value)}")
         return tuple(_typed(key, v, part) for v, part in zip(value, parts, strict=True))
     options = typing.get_args(kind) or (kind,)
     if isinstance(value, str) and "\0" in value:
-        raise RecipeError(f"{key}: expected text without the character NUL, got {value!r}")
+        raise RecipeError(f"{key}: expected text without the character NUL, got {shown(value)}")
     # Exact types: in Python True is an int, in a recipe it is not.
     if type(value) in options:
         return value
@@ -235,7 +264,7 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         with contextlib.suppress(ValueError):
             return float(value)
     expected = " or ".join(NAMES[option] for option in options)
-    raise RecipeError(f"{key}: expected {expected}, got {value!r}")
+    raise RecipeError(f"{key}: expected {expected}, got {shown(value)}")
 
 
 def _build(flat: dict[str, Any]) -> Recipe:

@@ -241,6 +241,66 @@ def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, sentence):
     assert str(error.value) == f"{path}: expected YAML, got an error at {sentence}"
 
 
+def doubled(first, join, times=18):
+    """Anchors a0 to aN, each with twice what the one before holds."""
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{i}: &a{i} {join.format(f'*a{i - 1}, *a{i - 1}')}" for i in range(1, times + 1)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        doubled("[x, x]", "[{}]") + "\noptim: {lr: *a18}",
+        doubled("[x, x]", "[{}]") + "\ndata: {phrases: *a18}",
+        doubled("[x, x]", "[{}]") + "\nmodel: *a18",
+        doubled("{lr: 1}", "{{<<: [{}]}}") + "\noptim: {<<: [*a18, *a18]}",
+        doubled("{lr: 1}", "{{<<: [{}]}}") + "\noptim: *a18",
+        "optim: &o {betas: [*o, 1]}",
+        "optim: &o {<<: *o}",
+    ],
+)
+def test_a_recipe_that_aliases_make_huge_is_refused(tmp_path, text):
+    """Values that hold each other twice, 18 times over: real ones do it 40 times."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    for name, overrides in (
+        (path, ()),
+        ("phrases-small", [f"model={{{text}}}".replace("\n", ", ")]),
+    ):
+        with pytest.raises(RecipeError, match="more than 10000 keys and values") as error:
+            load_recipe(name, overrides)
+        assert len(str(error.value)) < 250
+
+
+def test_aliases_and_merge_keys_serve(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    same = "&same {max_steps: 9, log_every: &last 3}"
+    path.write_text(f"train: {same}\ngrow: {{train: {{<<: *same, patience: *last}}}}\n")
+    recipe = load_recipe(path, ["data.phrases=de"])
+    assert recipe.grow == {"train": {"max_steps": 9, "log_every": 3, "patience": 3}}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"optim.lr={'x' * 5000}",
+        f"optim.lr=[{'[1, 2], ' * 500}]",
+        f"optim.betas={'x' * 5000}",
+        f"optim={'x' * 5000}",
+        f"model.norm={'x' * 5000}",
+        f"data.phrases={'x' * 5000}",
+        f"memory={'x' * 5000}",
+        f"{'x' * 5000}=1",
+        "x" * 5000,
+    ],
+)
+def test_a_long_value_is_shortened_in_its_message(override):
+    with pytest.raises(RecipeError) as error:
+        load_recipe("phrases-small", [override])
+    assert len(str(error.value)) < 500
+
+
 def test_a_character_that_yaml_refuses_is_one_line(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"model: \0\n")
