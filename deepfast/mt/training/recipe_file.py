@@ -17,8 +17,8 @@ from typing import Any
 
 from deepfast.checks import shown
 from deepfast.mt.data.errors import require
-from deepfast.mt.training.errors import RecipeError
-from deepfast.mt.training.growing import TOP_FIELDS, check_grow
+from deepfast.mt.training.errors import CheckpointError, RecipeError
+from deepfast.mt.training.growing import BEST, FIRST, TOP_FIELDS, check_grow
 from deepfast.mt.training.parallel_section import ParallelSection
 from deepfast.mt.training.recipe import (
     MODEL_FIELDS,
@@ -126,6 +126,40 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
         elif before != after and key != "resume":
             lines.append(f"{prefix}{key} {shown(before)} -> {shown(after)}")
     return lines
+
+
+LEARNED = ("vocabulary", "vocab_size", "target_vocabulary", "target_vocab_size", "whole_words",
+           "vocab_at_most")  # fmt: skip
+GENERATED = ("phrases", "direction", "seed", "train_size")
+"""Keys of the section `data` that decide the vocabulary, and the generated training pairs."""
+
+
+def check_kept(recipe: Recipe, old: dict[str, Any], step: int, path: Path) -> None:
+    """Refuses to resume with another value where the run would go on with its old one.
+
+    Args:
+        old, step: the recipe of the checkpoint at ``path``, and its step.
+
+    Raises:
+        CheckpointError: the recipe has another vocabulary, seed, generated text, checkpoint to grow
+            on, or restart of Adam before ``step``.
+    """
+    new = recipe.to_dict()
+    data = LEARNED + GENERATED * (recipe.data.phrases is not None)
+    kept = [*(("data", name) for name in data), ("train", "seed"), ("optim", "restart_step")]
+    # The best checkpoint of the first of two runs moves with their folder.
+    if recipe.grow and Path(recipe.grow["from"]) != Path(recipe.output).parent / FIRST / BEST:
+        kept.append(("grow", "from"))
+    for section, name in kept:
+        after = new[section][name]
+        # A key that is newer than the checkpoint changed nothing.
+        before = (old.get(section) or {}).get(name, after)
+        ahead = name == "restart_step" and all(s is None or s >= step for s in (before, after))
+        if before != after and not ahead:
+            raise CheckpointError(
+                f"{path}: {section}.{name}: expected {shown(before)}, got {shown(after)}: resuming "
+                "cannot change it; a new run can, with output=FOLDER"
+            )
 
 
 def _read(name: str | Path) -> tuple[str, str]:

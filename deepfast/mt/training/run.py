@@ -37,7 +37,7 @@ from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
 from deepfast.mt.training.recipe import Recipe
-from deepfast.mt.training.recipe_file import differences, dump_recipe
+from deepfast.mt.training.recipe_file import check_kept, differences, dump_recipe
 from deepfast.mt.training.report import Report
 from deepfast.mt.training.result import TrainResult
 from deepfast.mt.training.saving import Saving, read_start
@@ -96,6 +96,8 @@ class _Run:
         )
         ranks.saved = self.saved
         content = read_start(self.saved, ranks) if self.saved else None
+        if content is not None:
+            check_kept(recipe, content["recipe"], content["step"], self.saved)
         # A checkpoint of this run already holds the bottom.
         bottom = None if content else read_bottom(recipe)
         self.grows_on: str | None = None

@@ -1,6 +1,7 @@
 """Two runs of one recipe: what the second starts from, and resuming anywhere in either."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -153,6 +154,13 @@ def test_an_interrupt_stops_both_and_either_resumes(
     assert_same_folders(whole_run(GROW), tmp_path / "run")
 
 
+def test_both_runs_may_move_before_they_go_on(make_recipe, whole_run, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(whole_run(GROW).output.parent, moved)
+    changes = {"output": str(moved), "resume": True, "grow.train.max_steps": 6}
+    assert train(make_recipe(GROW | changes)).step == 6
+
+
 def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, capsys):
     before = train(
         make_recipe(
@@ -172,6 +180,10 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, 
     assert "stage " not in said.replace(str(tmp_path), "")
     assert result.output == tmp_path / "run" / "stage2"
     assert not (tmp_path / "run" / "stage1").exists()
+    with pytest.raises(
+        CheckpointError, match=r"grow\.from: expected .*average\.pt', got .*best\.pt'"
+    ):
+        train(make_recipe(changes | {"grow.from": str(before.best), "resume": True}))
     for name, tensor in weights(before.average).items():
         assert torch.equal(weights(result.checkpoint)[f"bottom.{name}"], tensor)
 

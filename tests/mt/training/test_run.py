@@ -198,20 +198,32 @@ def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, capsys):
     assert rows(longer.output, "train")[-1]["lr"] == pytest.approx(6e-5)
 
 
+PHRASES = {f"data.{p}_{s}": None for p in ("train", "dev", "test") for s in ("source", "target")}
+PHRASES |= {"data.phrases": "de", "data.train_size": 60, "data.dev_size": 6, "data.test_size": 6,
+            "data.vocab_size": 120}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("start", "changes", "message"),
     [
-        ({"model.encoder_layers": 4}, "encoder_layers 3 in the checkpoint and 4 in the recipe"),
-        ({"model.norm": "post"}, "norm 'pre' in the checkpoint and 'post' in the recipe"),
-        ({"data.max_tokens": 100}, "cannot resume, the state was taken with max_tokens 120"),
-        ({"data.lowercase": True}, "other sentence pairs"),
+        ({}, {"model.encoder_layers": 4}, "encoder_layers 3 in the checkpoint and 4 in the recipe"),
+        ({}, {"model.norm": "post"}, "norm 'pre' in the checkpoint and 'post' in the recipe"),
+        ({}, {"data.max_tokens": 100}, "cannot resume, the state was taken with max_tokens 120"),
+        ({}, {"data.lowercase": True}, "other sentence pairs"),
+        ({}, {"train.seed": 2}, "train.seed: expected 1, got 2: resuming cannot change it"),
+        ({}, {"data.vocab_size": 61}, "data.vocab_size: expected 60, got 61: resuming cannot"),
+        ({}, {"data.vocabulary": "/a.model"}, "data.vocabulary: expected None, got '/a.model'"),
+        (PHRASES, {"data.seed": 2}, "data.seed: expected 1, got 2: resuming cannot change it"),
+        ({}, {"optim.restart_step": 1, "optim.restart_lr": 1e-3}, "restart_step: expected None"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(make_recipe, changes, message):
-    train(make_recipe({"train.max_steps": 2}), quiet=True)
+def test_a_checkpoint_of_another_run_is_refused(make_recipe, start, changes, message):
+    folder = train(make_recipe(start | {"train.max_steps": 2}), quiet=True).output
+    files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match=message) as caught:
-        train(make_recipe(changes | {"resume": True}), quiet=True)
+        train(make_recipe(start | changes | {"resume": True}), quiet=True)
     assert "step-00000002.pt" in str(caught.value)
+    assert files == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_an_average_cannot_be_resumed(make_recipe, whole_run, tmp_path):
@@ -280,7 +292,8 @@ def test_patience_counts_on_after_a_resume(make_recipe, monkeypatch):
 
 def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe):
     train(make_recipe({"train.max_steps": 2}), quiet=True)
-    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4}
+    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4,
+               "optim.restart_step": 2, "optim.restart_lr": 1e-3}  # fmt: skip
     result = train(make_recipe(changes | {"resume": True}), quiet=True)
     groups = load_checkpoint(result.checkpoint)["training"]["optimizer"]["param_groups"]
     assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
@@ -325,11 +338,7 @@ def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
 
 
 def test_generated_phrases_are_left_for_translation(make_recipe):
-    files = {f"data.{p}_{s}": None for p in ("train", "dev", "test") for s in ("source", "target")}
-    sizes = {"data.train_size": 60, "data.dev_size": 6, "data.test_size": 6}
-    recipe = make_recipe(files | sizes | {"data.phrases": "de", "data.vocab_size": 120,
-                                          "train.max_steps": 2})  # fmt: skip
-    result = train(recipe, quiet=True)
+    result = train(make_recipe(PHRASES | {"train.max_steps": 2}), quiet=True)
     assert len((result.output / "phrases" / "test.en").read_text("utf-8").splitlines()) == 6
 
 
