@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.recipe is None:
         raise ValueError("expected a recipe, got none: see deepfast train --list")
-    # Of the ranks of torchrun the first speaks.
-    first = os.environ.get("RANK", "0") == "0"
+    # Of the ranks of torchrun the first speaks, and before they meet the first of each machine.
+    rank = os.environ.get("RANK", "0")
     try:
         recipe = training.load_recipe(args.recipe, args.overrides)
-    except training.RecipeError:
-        if first:
-            raise
-        return 1
+    except training.RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 1
+        raise training.RecipeError(f"rank {rank}: {error}" if rank != "0" else error) from error
     if args.print:
         print(training.dump_recipe(recipe), end="")
         return 0
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         # save.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return EXIT_CODES["SIGINT"]
-    if first and result.stopped not in EXIT_CODES:
+    if rank == "0" and result.stopped not in EXIT_CODES:
         from deepfast.cli.decoding import to_translate
 
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []

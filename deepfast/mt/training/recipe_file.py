@@ -114,16 +114,16 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The changes between two recipes as dictionaries, each `key old -> new`; without resume."""
+    """The changes between two recipes as dictionaries, each `key old -> new`."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         # A section that is newer than the checkpoint changed nothing.
-        if key not in old and isinstance(after, dict):
+        if key not in old and isinstance(after, dict) and not prefix:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
-        elif before != after and key != "resume":
+        elif before != after:
             lines.append(f"{prefix}{key} {shown(before)} -> {shown(after)}")
     return lines
 

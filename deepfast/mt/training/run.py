@@ -30,7 +30,7 @@ from deepfast.mt.training.environment import (
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError
+from deepfast.mt.training.errors import CheckpointError, NotFiniteError, RecipeError, ToldError
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.lock import only_run
 from deepfast.mt.training.memory import fit_memory, set_policy
@@ -65,7 +65,8 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         run_ranks(resolve_device(recipe.train.device), recipe.parallel.timeout) as ranks,
         only_run(Path(recipe.output)) if ranks.first else nullcontext(),
     ):
-        recipe = _continued(recipe)
+        _check_same(recipe, ranks)
+        recipe = ranks.by_first(lambda: _continued(recipe))
         parts = ranks.by_first(lambda: runs(recipe))
         for part in parts:
             # Checked for the second run too, before the first begins.
@@ -76,6 +77,20 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
             if result.stopped in SIGNALS:
                 break
         return result
+
+
+def _check_same(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuses ranks with different recipes; the one with another recipe than the first says so.
+
+    Raises:
+        RecipeError: this rank's recipe is another one.
+        ToldError: that of another rank is.
+    """
+    first, *others = ranks.objects(recipe.to_dict())
+    for rank, other in enumerate(others, 1):
+        if changes := differences(first, other):
+            text = f"expected the recipe of rank 0, got another one ({', '.join(changes[:3])})"
+            raise RecipeError(text) if rank == ranks.rank else ToldError(f"rank {rank}: {text}")
 
 
 def _continued(recipe: Recipe) -> Recipe:
@@ -116,9 +131,10 @@ class _Run:
         if content is not None:
             try:
                 self.trainer.load_state_dict(content, self.saved)
-                self.changed = differences(content["recipe"], recipe.to_dict())
-                if (before := self.trainer.ranks_before) != ranks.size:
-                    self.changed.append(f"ranks {before} -> {ranks.size}, with new dropout")
+                before = content["recipe"] | {"resume": recipe.resume}
+                self.changed = differences(before, recipe.to_dict())
+                if (size := self.trainer.ranks_before) != ranks.size:
+                    self.changed.append(f"ranks {size} -> {ranks.size}, with new dropout")
             except (LookupError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"

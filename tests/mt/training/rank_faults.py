@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 rank_faults.py FAULT:RANK:STEP:RECIPE ...
 
-A fault comes only in the first start, not after torchrun has started the ranks again.
+A fault comes only in the first start, not after torchrun has started the ranks again. A fault
+key=value is one of the recipe: that rank trains another one.
 """
 
 import errno
@@ -97,7 +98,8 @@ if __name__ == "__main__":
             original(self)
 
         Trainer.train_step, os.fsync = train_step, fsync
-        code = main(["train", recipe])
+        other = [fault] if "=" in fault and os.environ["RANK"] == rank else []
+        code = main(["train", recipe, *other])
         print(f"{fault}: rank {os.environ['RANK']} ends with {code}", flush=True)
         if word != sys.argv[-1]:
             wait_for_all(recipe)

@@ -80,6 +80,26 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
     assert (tmp_path / "runs" / "first").exists() == (tmp_path / "runs").exists() == there
 
 
+@pytest.mark.parametrize(
+    ("rank", "local", "said"),
+    [
+        ("0", "0", "deepfast train: x=1: "),
+        ("2", "0", "deepfast train: rank 2: x=1: "),
+        ("1", "1", ""),
+    ],
+)
+def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(
+    recipe_path, monkeypatch, capsys, rank, local, said
+):
+    """Each machine may have another file."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    assert main(["train", str(recipe_path), "x=1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert bool(error) == bool(said)
+
+
 def test_no_recipe_is_one_sentence(capsys):
     assert main(["train"]) == 1
     assert "see deepfast train --list" in capsys.readouterr().err

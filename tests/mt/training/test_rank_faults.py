@@ -52,7 +52,8 @@ def fail(make_recipe, tmp_path):
              str(size), *options, str(program), *words],
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        seconds = time.time() - Path(f"{path}.began").stat().st_mtime
+        began = Path(f"{path}.began")
+        seconds = time.time() - began.stat().st_mtime if began.exists() else None
         return done.stdout, done.stderr, done.returncode, seconds
 
     return run
@@ -98,6 +99,21 @@ def test_each_fault_is_one_sentence_on_all_ranks(fail, tmp_path):
     assert load_checkpoint(last)["step"] == AT
     assert out.count("ends with 143") == 2
     assert code != 0
+
+
+def test_ranks_with_other_recipes_are_refused(fail, tmp_path):
+    others = {
+        "optim.lr=0.5": "optim.lr 0.005 -> 0.5",
+        "resume=true": "resume False -> True",
+        "grow.train.max_steps=3": "grow None -> {'train': {'max_steps': 3}}",
+        "model.dlcl.window=2": "model.dlcl None -> {'window': 2}",
+    }
+    out, error, code, _ = fail(2, list(others))
+    assert told(error) == [f"rank 1: expected the recipe of rank 0, got another one ({change})"
+                           for change in others.values()]  # fmt: skip
+    assert out.count("ends with 1") == 2 * len(others)
+    assert code != 0
+    assert not any((tmp_path / other).exists() for other in others)
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on(fail, tmp_path):

@@ -12,6 +12,7 @@ from deepfast.mt.training import (
     train,
 )
 from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.recipe_file import differences
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
          "data.dev_target=b.de"]  # fmt: skip
@@ -116,6 +117,12 @@ def test_a_recipe_file_by_path_and_back(tmp_path):
     assert load_recipe(path) == recipe
     assert recipe_from_dict(recipe.to_dict()) == recipe
     assert yaml.safe_load(path.read_text())["optim"]["lr"] == 1e-4
+
+
+def test_differences_of_sections():
+    """One that only the new recipe has is a difference, but not one of the sections themselves."""
+    new = {"model": {"dlcl": {"window": 2}}, "parallel": {"kind": "ddp"}}
+    assert differences({"model": {}}, new) == ["model.dlcl None -> {'window': 2}"]
 
 
 def test_sizes_are_base_and_big():
