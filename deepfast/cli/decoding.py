@@ -106,7 +106,10 @@ def decoding_words(args: argparse.Namespace) -> list[str]:
 
 def to_translate(checkpoint: object, *words: str) -> str:
     """The line that says how to use a checkpoint."""
-    return f"to translate: deepfast translate {shlex.join([str(checkpoint), *words])} < FILE"
+    path = str(checkpoint)
+    # Argparse would read -x/best.pt as an option.
+    path = f"./{path}" if path.startswith("-") else path
+    return f"to translate: deepfast translate {shlex.join([path, *words])} < FILE"
 
 
 def translator_of(args: argparse.Namespace) -> Translator:

@@ -3,7 +3,7 @@
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
 resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
 continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 130
-or 143. On several GPUs or machines: torchrun --nproc-per-node 8 -m deepfast train RECIPE."""
+or 143. On several GPUs: torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
 
 import argparse
 import os

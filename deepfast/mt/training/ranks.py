@@ -215,7 +215,15 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
         yield Ranks()
         return
     limit = timedelta(seconds=timeout)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+    except dist.DistError as error:
+        place = ":".join(os.environ[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
+        reason = str(error).partition("\n")[0].rpartition("message: ")[2]
+        raise TrainingError(
+            f"torchrun: the ranks cannot meet at {place} ({reason}); if another program has the "
+            "port, choose one with --master-port PORT, or any free one with --standalone"
+        ) from error
     # A process may train several recipes, one after the other. torchrun keeps the store when it
     # starts the ranks again.
     store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)

@@ -236,7 +236,9 @@ class Recipe:
                 "train.test_bleu: expected test pairs to translate, got none: set "
                 "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
             )
-        expect(bool(self.output), "output", "a folder", self.output)
+        # The home of no user, which is not replaced.
+        expected = "a folder, ./~NAME for one that begins with ~"
+        expect(self.output[:1] not in ("", "~"), "output", expected, self.output)
         expect(self.resume != "", "resume", "true, false or a file", self.resume)
 
     def _check_memory(self, config: Any) -> None:

@@ -7,6 +7,7 @@ import difflib
 import importlib.resources
 import itertools
 import math
+import os
 import reprlib
 import types
 import typing
@@ -32,6 +33,10 @@ from deepfast.mt.training.recipe import (
 SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection,
             "parallel": ParallelSection}  # fmt: skip
 TOP = {"memory": str | None, "output": str, "resume": bool | str}
+PATHS = {"output", "resume", "grow.from", "data.vocabulary", "data.target_vocabulary"} | {
+    f"data.{part}_{side}" for part in ("train", "dev", "test") for side in ("source", "target")
+}
+"""Keys of paths, which may begin with ~, the home."""
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
 
@@ -78,7 +83,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         name: path of a YAML file, or a name of `recipe_names()`.
         overrides: such as `"model.encoder_layers=60"`; values are YAML, keys are dotted. null for
-            a section, `"model.latent=null"`, removes what the file has in it.
+            a section, `"model.latent=null"`, removes what the file has in it. A path may begin
+            with ~, the home.
 
     Raises:
         RecipeError: there is no such recipe, its YAML cannot be read, a key is unknown, or a value
@@ -292,7 +298,7 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         raise RecipeError(f"{key}: expected text without the character NUL, got {shown(value)}")
     # Exact types: in Python True is an int, in a recipe it is not.
     if type(value) in options:
-        return value
+        return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value
     # YAML 1.1 reads 1e-3, which has no point, as text.
     if float in options and type(value) in (int, str):
         with contextlib.suppress(ValueError):

@@ -1,8 +1,11 @@
 """`deepfast train`: output, exit codes, and a real kill."""
 
+import io
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +53,32 @@ def test_overrides_may_stand_behind_options(recipe_path, capsys):
 def test_a_run_ends_with_how_to_translate(recipe_path, tmp_path, capsys):
     assert main(["train", str(recipe_path), "train.max_steps=2"]) == 0
     assert f"deepfast translate {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("output", "place"), [("~/x", "home/x"), ("-x", "-x")])
+def test_an_output_that_is_no_plain_word(recipe_path, tmp_path, monkeypatch, capsys, output, place):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(recipe_path), "train.max_steps=2", f"output={output}"]) == 0
+    assert (tmp_path / place / "best.pt").is_file()
+    command = capsys.readouterr().out.rpartition("to translate: deepfast ")[2]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    assert main(shlex.split(command.removesuffix(" < FILE\n"))) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_a_port_that_is_taken_is_one_sentence(recipe_path, monkeypatch, capsys):
+    """Of a launcher whose first rank opens the port; torchrun opens it itself."""
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "0"), ("WORLD_SIZE", "2"),
+                            ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):  # fmt: skip
+            monkeypatch.setenv(name, value)
+        assert main(["train", str(recipe_path)]) == 1
+    error = capsys.readouterr().err
+    said = f"torchrun: the ranks cannot meet at localhost:{port} (address already in use); "
+    assert error.startswith(f"deepfast train: {said}")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ def test_a_recipe_file_by_path_and_back(tmp_path):
     assert yaml.safe_load(path.read_text())["optim"]["lr"] == 1e-4
 
 
+def test_a_path_may_begin_with_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["data.vocabulary=~/v", "output=~/o", "resume=~/r", "grow.from=~/f"]
+    recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
+    assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
+    found = recipe.data.vocabulary, recipe.output, recipe.resume, recipe.grow["from"]
+    assert found == ("/home/me/v", "/home/me/o", "/home/me/r", "/home/me/f")
+
+
 def test_differences_of_sections():
     """One that only the new recipe has is a difference, but not one of the sections themselves."""
     new = {"model": {"dlcl": {"window": 2}}, "parallel": {"kind": "ddp"}}
@@ -172,6 +181,10 @@ def test_sizes_are_base_and_big():
         ("data.vocabulary=''", "data.vocabulary: expected a file or null, got ''"),
         ("data.dev_source=''", "data.dev_source: expected a file or null, got ''"),
         ("resume=''", "resume: expected true, false or a file, got ''"),
+        (
+            "output=~no-such-user/x",
+            "output: expected a folder, ./~NAME for one that begins with ~, got",
+        ),
         ('output="a\\0b"', r"output: expected text without the character NUL, got 'a\x00b'"),
         ("model.dim=1000000000000", "model.dim must be at most 2147483647, got 1000000000000"),
         ("model.encoder_layers=70000", "model.encoder_layers must be at most 65536, got 70000"),
