@@ -5,30 +5,21 @@ the loss in place of the logits. So the parameters of that layer are read inside
 sharding needs, and the logits never exist.
 """
 
+import inspect
 import threading
+import warnings
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.integrations import loss_code
 from deepfast.integrations.swap import Handle, Swapped
 
-CAUSAL = {
-    f"{name}ForCausalLM"
-    for name in (
-        "Gemma", "Glm", "Llama", "Ministral", "Mistral", "Olmo", "Olmo2", "Olmo3", "Phi", "Phi3",
-        "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Starcoder2",
-    )
-}  # fmt: skip
-"""They shift the labels, and call ``loss_function`` with the arguments of forward."""
-MASKED = {"ModernBertForMaskedLM"}
-"""They call ``loss_function`` with the arguments of forward."""
-PLAIN = {f"{name}ForMaskedLM" for name in ("Bert", "Camembert", "Roberta", "XLMRoberta")}
-"""They call torch's CrossEntropyLoss."""
-
-OTHER_LOGITS = ("logits_to_keep", "shift_labels")
+OTHER_LOGITS = ("logits_to_keep", "num_logits_to_keep", "shift_labels")
 """Arguments with which the model computes its loss itself."""
+LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_function")
 
 
 class Wanted(NamedTuple):
@@ -41,9 +32,12 @@ class Wanted(NamedTuple):
 
 
 class Open(threading.local):
-    """What is wanted in each thread. It is neither copied nor pickled."""
+    """What a model and its output layer tell each other, in each thread. It is neither copied nor
+    pickled."""
 
     wanted: Wanted | None = None
+    loss: Tensor | None = None
+    """What the output layer returned."""
 
     def __reduce__(self):
         return Open, ()
@@ -57,7 +51,8 @@ class _Head(Swapped):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        wanted = self.deepfast_open.wanted
+        opened = self.deepfast_open
+        wanted, opened.wanted = opened.wanted, None
         if wanted is None:
             return super().forward(input)  # type: ignore[misc]
         loss: Any = ops.linear_cross_entropy(
@@ -65,84 +60,98 @@ class _Head(Swapped):
             ignore_index=wanted.ignore_index, reduction="mean" if wanted.items is None else "sum",
         )  # fmt: skip
         items = wanted.items
-        if items is None:
-            return loss
-        return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        opened.loss = loss
+        return loss
 
 
 class _Model(Swapped):
     """The model around it."""
 
+    deepfast_loss: loss_code.Form
+    training: bool
+
     def forward(self, *args, labels: Tensor | None = None, **kwargs):
         plain: Any = super()
-        other = any(kwargs.get(name) is not None for name in OTHER_LOGITS)
         if labels is None:
             # They may be among args.
             return plain.forward(*args, **kwargs)
-        if other or not self.training:  # type: ignore[attr-defined]
+        head = loss_code.lookup(self, self.deepfast_loss.head)
+        if not self.training or not self._known(head, kwargs):
             return plain.forward(*args, labels=labels, **kwargs)
-        opened = self.get_output_embeddings().deepfast_open  # type: ignore[attr-defined]
-        opened.wanted = self.wanted(labels, kwargs)
+        opened = head.deepfast_open
+        opened.wanted = self._wanted(labels, kwargs)
         try:
             out = plain.forward(*args, **kwargs)
+            loss = opened.loss
         finally:
-            opened.wanted = None
+            opened.wanted = opened.loss = None
+        if loss is None or loss is not (out[0] if isinstance(out, tuple) else out.logits):
+            raise RuntimeError(
+                f"deepfast.patch: {type(self).__name__} did not return the result of its output "
+                f"layer {self.deepfast_loss.head}, so its loss is not known; patch it with "
+                "loss=False"
+            )
         if isinstance(out, tuple):
             return out
         rest = {name: value for name, value in out.items() if name not in ("loss", "logits")}
-        return type(out)(loss=out.logits, **rest)
+        return type(out)(loss=loss, **rest)
 
-    def wanted(self, labels: Tensor, kwargs: dict) -> Wanted:
-        """The loss of torch's CrossEntropyLoss."""
-        return Wanted(labels, -100, None)
+    def _known(self, head: nn.Module, kwargs: dict) -> bool:
+        """Whether this call computes the loss that was read."""
+        form = self.deepfast_loss
+        if not hasattr(head, "deepfast_open"):
+            warnings.warn(
+                f"deepfast.patch: the output layer {form.head} was replaced after patch, so the "
+                "model computes its loss itself; call patch after that",
+                stacklevel=3,
+            )
+            return False
+        return (
+            all(kwargs.get(name) is None for name in OTHER_LOGITS)
+            and not any(kwargs.get(name) for name in form.off)
+            and all(loss_code.lookup(self, path) == value for path, value in form.settings)
+            and (form.function is None or loss_code.loss_function(self) == form.function)
+        )
+
+    def _wanted(self, labels: Tensor, kwargs: dict) -> Wanted:
+        form = self.deepfast_loss
+        given = kwargs if form.options else {}
+        ignored = given.get("ignore_index", -100)
+        if form.function is not None and loss_code.SHIFTED[form.function]:
+            # Each position predicts the next token.
+            labels = F.pad(labels[..., 1:], (0, 1), value=ignored)
+        return Wanted(labels, ignored, given.get("num_items_in_batch"))
 
 
-class _MaskedModel(_Model):
-    def wanted(self, labels: Tensor, kwargs: dict) -> Wanted:
-        return Wanted(labels, kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch"))
+def has_loss(module: nn.Module) -> bool:
+    """Whether ``module`` seems to compute a cross entropy over a vocabulary."""
+    output_layer: Any = getattr(module, "get_output_embeddings", None)
+    if output_layer is not None:
+        # A model of transformers for another task than language has none.
+        return output_layer() is not None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return (
+        code is not None
+        and type(module).__module__.partition(".")[0] != "torch"
+        and (
+            not {*code.co_names}.isdisjoint(LOSSES)
+            or any(type(child) is nn.CrossEntropyLoss for child in module.children())
+        )
+    )
 
 
-class _CausalModel(_MaskedModel):
-    def wanted(self, labels: Tensor, kwargs: dict) -> Wanted:
-        found = super().wanted(labels, kwargs)
-        # Each position predicts the next token.
-        target = F.pad(labels[..., 1:], (0, 1), value=found.ignore_index)
-        return found._replace(target=target)
-
-
-KNOWN: dict[str, tuple[type[_Model], str | None]] = {
-    **dict.fromkeys(CAUSAL, (_CausalModel, "ForCausalLMLoss")),
-    **dict.fromkeys(MASKED, (_MaskedModel, "ForMaskedLMLoss")),
-    **dict.fromkeys(PLAIN, (_Model, None)),
-}
-"""Class of a model -> the class with its loss, and the name of its ``loss_function``."""
-
-
-def patch_loss(model: nn.Module, handle: Handle) -> tuple[list[str], list[str]]:
-    """Replaces the loss of each known language model in ``model``.
-
-    Returns:
-        The classes whose loss was replaced, and why those of others were not.
-    """
-    done, left = [], []
-    for module in list(model.modules()):
-        kind = type(module)
-        package = kind.__module__.partition(".")[0]
-        if package != "transformers" or kind.__name__ not in KNOWN or isinstance(module, Swapped):
-            continue
-        found: Any = module
-        own, function = KNOWN[kind.__name__]
-        head = found.get_output_embeddings()
-        if function is not None and getattr(found.loss_function, "__name__", None) != function:
-            left.append(f"{kind.__name__}: its loss_function is its own")
-        elif getattr(found.config, "sparse_prediction", False):
-            left.append(f"{kind.__name__}: sparse_prediction computes few logits already")
-        elif type(head) is not nn.Linear:
-            left.append(f"{kind.__name__}: its output layer is a {type(head).__name__}")
-        else:
-            head.deepfast_open = Open()  # type: ignore[assignment]
-            handle.on_remove(lambda head=head: delattr(head, "deepfast_open"))
-            handle.swap(head, _Head)
-            handle.swap(module, own)
-            done.append(kind.__name__)
-    return done, left
+def patch_loss(module: nn.Module, handle: Handle) -> str | None:
+    """Replaces the loss of a language model. Returns why it is left, if it is."""
+    try:
+        form = loss_code.read(module)
+    except loss_code.Unknown as why:
+        return str(why)
+    opened, head = Open(), loss_code.lookup(module, form.head)
+    for part, name, value in ((head, "deepfast_open", opened), (module, "deepfast_loss", form)):
+        setattr(part, name, value)
+        handle.on_remove(lambda part=part, name=name: delattr(part, name))
+    handle.swap(head, _Head)
+    handle.swap(module, _Model)
+    return None

@@ -1,9 +1,12 @@
 """The norms of other packages whose formula is known, by `ops.layer_norm` and `ops.rms_norm`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.integrations import source
 from deepfast.integrations.swap import Swapped
 from deepfast.ops import common
 
@@ -59,32 +62,41 @@ class _T5(_Promoted):
         return n.to(self.weight.dtype) if self.weight.dtype.itemsize == 2 else n
 
 
-_LLAMA = (
-    "Arcee", "Cwm", "DeepseekV2", "DeepseekV3", "Ernie4_5", "EuroBert", "Exaone4", "Glm", "Glm4",
-    "Granite", "Llama", "Ministral", "Mistral", "Mixtral", "Olmoe", "Phi3", "Qwen2", "Qwen2Moe",
-    "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3",
-)  # fmt: skip
-
-KNOWN: dict[tuple[str, str], type[Swapped]] = {
-    ("torch", "LayerNorm"): _LayerNorm,
-    ("torch", "RMSNorm"): _RMSNorm,
-    **{("transformers", f"{name}RMSNorm"): _Promoted for name in _LLAMA},
-    **{("transformers", f"{name}RMSNorm"): _Narrow for name in ("GptOss", "Olmo2", "Olmo3")},
-    **{("transformers", f"{name}LayerNorm"): _T5
-       for name in ("LongT5", "MT5", "SwitchTransformers", "T5", "UMT5")},
-}  # fmt: skip
-"""Package and class of a norm -> the class with the same formula."""
-
-
-def known(module: nn.Module) -> type[Swapped] | None:
-    """The class with the formula of ``module``, or None."""
-    kind = type(module)
-    if len(getattr(module, "normalized_shape", (0,))) != 1:
-        return None
-    return KNOWN.get((kind.__module__.partition(".")[0], kind.__name__))
+_RMS = """\
+input_dtype = hidden_states.dtype
+hidden_states = hidden_states.to(torch.float32)
+variance = hidden_states.pow(2).mean(-1, keepdim=True)
+hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+"""
+_RMS_T5 = """\
+variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+if self.weight.dtype in [torch.float16, torch.bfloat16]:
+    hidden_states = hidden_states.to(self.weight.dtype)
+return self.weight * hidden_states"""
+FORMULAS: dict[str, type[Swapped]] = {
+    _RMS + "return self.weight * hidden_states.to(input_dtype)": _Promoted,
+    _RMS + "return (self.weight * hidden_states).to(input_dtype)": _Narrow,
+    _RMS_T5: _T5,
+}
+"""The code of a forward -> the class with the same formula: Llama's, OLMo 2's and T5's."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module without a known formula is a layer-norm by its name."""
+    """Whether a module is a layer-norm or an RMS norm by its name."""
     name = type(module).__name__
     return ("LayerNorm" in name or "RMSNorm" in name) and next(module.children(), None) is None
+
+
+def known(module: nn.Module) -> type[Swapped] | str:
+    """The class with the formula of the norm ``module``, or why it is not known."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return "its forward is not that of its class"
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        shape: Any = module.normalized_shape
+        if len(shape) != 1:
+            return "it normalizes over more than one dimension"
+        return _LayerNorm if kind is nn.LayerNorm else _RMSNorm
+    code = source.definition(kind.forward)
+    return FORMULAS.get("" if code is None else source.text(code), "its formula is not known")

@@ -1,5 +1,6 @@
 """This package's ops in the place of a model's own."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -7,39 +8,58 @@ from torch import nn
 
 from deepfast import checks
 from deepfast.integrations import hf_attention
-from deepfast.integrations.losses import patch_loss
+from deepfast.integrations.losses import has_loss, patch_loss
 from deepfast.integrations.norms import is_norm, known
 from deepfast.integrations.swap import Handle, Swapped
 
 OP = "deepfast.patch"
 
 
+class Patch(Handle):
+    """What `deepfast.patch` did. ``remove()`` undoes it."""
+
+    replaced: Counter[str]
+    """How many of each kind were replaced: ``{"LlamaRMSNorm": 5, "loss of LlamaForCausalLM": 1}``
+    """
+    left: dict[str, str]
+    """What was left, and why: ``{"GemmaRMSNorm": "its formula is not known"}``"""
+
+    def __init__(self):
+        super().__init__()
+        self.replaced, self.left = Counter(), {}
+
+
 def patch(
     model: nn.Module, *, norms: bool = True, loss: bool = True, attention: bool = False
-) -> Handle:
-    """Replaces what a model computes by fused ops with the same result, and prints what it did.
+) -> Patch:
+    """Replaces what a model computes by fused ops with the same result.
 
     ::
 
         handle = deepfast.patch(model)
+        print(handle.replaced, handle.left)
         ...
         handle.remove()
 
     Only the classes of modules change. Parameters, their names, hooks and wrappers stay as they
-    are. Where the formula of a module is not known, the module is left, and named in the printout.
+    are. Formulas are read from the code of each class. Where one is not known, the module is left,
+    and one warning names what was left, and why.
 
     Args:
         model: any module.
         norms: LayerNorm and RMSNorm, of torch and of Hugging Face transformers.
         loss: the loss of Hugging Face's causal and masked language models, in training, by
-            `ops.linear_cross_entropy`. The logits are not computed: ``output.logits`` is None.
-            Without labels, and in evaluation, the model computes what it did.
+            `ops.linear_cross_entropy`, if it is the cross entropy of an output layer and nothing
+            more. The logits are not computed: ``output.logits`` is None. Without labels, in
+            evaluation, and with arguments or settings that change the loss, the model computes
+            what it did.
         attention: Hugging Face's attention by `ops.attention`, without the padding, with its groups
             of heads and its sliding windows. At padding the outputs of a model then differ from
             before, and nothing reads them.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` undoes it. ``replaced`` counts what was replaced, and ``left``
+        has the reason for each class that was left.
 
     Raises:
         TypeError, ValueError: for a model without the attention interface of transformers. A
@@ -49,35 +69,32 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be a module, got {type(model).__name__}")
     checks.flag(OP, norms=norms, loss=loss, attention=attention)
-    handle, lines = Handle(), []
+    handle = Patch()
     if attention:
-        lines.append(f"attention: {_patch_attention(model, handle)}")
-    if norms:
-        lines += _patch_norms(model, handle)
-    if loss:
-        done, left = patch_loss(model, handle)
-        lines += [f"loss: {name}, in training" for name in done]
-        lines += [f"left: the loss of {reason}" for reason in left]
-        if not done and not left:
-            lines.append("left: the loss; the model is none of those whose loss deepfast replaces")
-    print("\n  ".join((f"{OP}({type(model).__name__})", *lines)))
+        handle.replaced[f"attention of {_patch_attention(model, handle)}"] = 1
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            continue
+        if norms and is_norm(module):
+            own = known(module)
+            _note(handle, type(module).__name__, own if isinstance(own, str) else None)
+            if not isinstance(own, str):
+                handle.swap(module, own)
+        if loss and has_loss(module):
+            _note(handle, f"loss of {type(module).__name__}", patch_loss(module, handle))
+    if not handle.replaced and not handle.left:
+        handle.left[type(model).__name__] = "it has nothing to replace, or is patched already"
+    if handle.left:
+        left = "; ".join(f"{what}: {why}" for what, why in handle.left.items())
+        warnings.warn(f"{OP} left {left}", stacklevel=2)
     return handle
 
 
-def _patch_norms(model: nn.Module, handle: Handle) -> list[str]:
-    done: Counter[str] = Counter()
-    left: Counter[str] = Counter()
-    for module in model.modules():
-        own = known(module)
-        if own is not None and not isinstance(module, Swapped):
-            done[type(module).__name__] += 1
-            handle.swap(module, own)
-        elif own is None and is_norm(module):
-            left[type(module).__name__] += 1
-    return [
-        *(f"norms: {count} {name}" for name, count in done.items()),
-        *(f"left: {count} {name}, whose formula is not known" for name, count in left.items()),
-    ]
+def _note(handle: Patch, what: str, why: str | None) -> None:
+    if why is None:
+        handle.replaced[what] += 1
+    else:
+        handle.left[what] = why
 
 
 def _patch_attention(model: nn.Module, handle: Handle) -> str:

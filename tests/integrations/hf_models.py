@@ -23,6 +23,19 @@ OF_CLASS = {
         "residual_dropout": 0.0, "attention_dropout": 0.0, "head_dim": 8,
     },
     "MistralForCausalLM": {"sliding_window": None},
+    "GPT2LMHeadModel": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "GPTNeoXForCausalLM": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "OPTForCausalLM": {"dropout": 0.0, "word_embed_proj_dim": 32, "ffn_dim": 48},
+    "Gemma2ForCausalLM": {"head_dim": 8, "final_logit_softcapping": None},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
 }  # fmt: skip
 
 
@@ -32,7 +45,8 @@ def make(name, **more):
     kind = getattr(transformers, name, None)
     if kind is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    sizes = SIZES | (NO_DROPOUT if "bert" in name.lower() else {})
+    like_bert = "bert" in name.lower() or "Electra" in name
+    sizes = SIZES | (NO_DROPOUT if like_bert else {})
     if "Causal" in name:
         sizes = sizes | {"num_key_value_heads": 2}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

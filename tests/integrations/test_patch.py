@@ -1,21 +1,34 @@
 """deepfast.patch: a model computes the same by our ops, and again by its own after remove()."""
 
 import copy
+import functools
+import importlib
 import inspect
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import deepfast
-from deepfast.integrations import losses, norms
 from deepfast.integrations.swap import Swapped
 from tests.integrations.hf_models import assert_same, batch, make, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-LMS = sorted(losses.KNOWN)
+LMS = [
+    *(f"{name}ForCausalLM" for name in (
+        "DeepseekV3", "Gemma", "Gemma2", "Glm", "GPTNeoX", "Llama", "Ministral", "Mistral", "Olmo",
+        "Olmo2", "Olmo3", "OPT", "Phi", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3",
+        "Starcoder2",
+    )),
+    *(f"{name}ForMaskedLM" for name in (
+        "Bert", "Camembert", "DebertaV2", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+    )),
+    "GPT2LMHeadModel",
+]  # fmt: skip
+LEFT = ("GemmaRMSNorm", "Gemma2RMSNorm", "OlmoLayerNorm")
 
 
 def swapped(model):
@@ -54,44 +67,38 @@ def test_norms_of_torch(kind, affine, dtypes):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-def test_each_known_norm_of_transformers_has_its_formula():
+@pytest.mark.parametrize("name", ["Llama", "Mamba", "Mistral", "Olmo2", "Qwen3", "T5"])
+def test_norms_of_transformers(name):
     """Also in 16 bits, and with fp32 weights on 16-bit states."""
     pytest.importorskip("transformers")
-    from transformers import models
-
-    checked = 0
-    for (package, name), own in norms.KNOWN.items():
-        folder = {"T5LayerNorm": "t5", "LlamaRMSNorm": "llama", "Olmo2RMSNorm": "olmo2",
-                  "Qwen3RMSNorm": "qwen3", "MistralRMSNorm": "mistral"}.get(name)  # fmt: skip
-        if package != "transformers" or folder is None:
-            continue
-        kind = getattr(getattr(getattr(models, folder), f"modeling_{folder}"), name)
-        for x_dtype, dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
-            norm = kind(24, eps=1e-3)
-            nn.init.normal_(norm.weight)
-            norm.to(dtype)
-            x = torch.randn(5, 24).to(x_dtype)
-            want = norm(x)
-            deepfast.patch(norm, loss=False)
-            got = norm(x)
-            assert isinstance(norm, own)
-            exact = x_dtype == dtype == torch.float32
-            assert got.dtype == want.dtype, (name, x_dtype, dtype)
-            torch.testing.assert_close(got, want, **({} if exact else {"rtol": 0.02, "atol": 0.02}))
-        checked += 1
-    assert checked == 5
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    kind = getattr(module, f"{name}LayerNorm" if name == "T5" else f"{name}RMSNorm")
+    for x_dtype, dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        norm = kind(24, eps=1e-3)
+        nn.init.normal_(norm.weight)
+        norm.to(dtype)
+        x = torch.randn(5, 24).to(x_dtype)
+        want = norm(x)
+        assert deepfast.patch(norm).replaced == {kind.__name__: 1}
+        got = norm(x)
+        exact = x_dtype == dtype == torch.float32
+        assert got.dtype == want.dtype, (x_dtype, dtype)
+        torch.testing.assert_close(got, want, **({} if exact else {"rtol": 0.02, "atol": 0.02}))
 
 
-@pytest.mark.parametrize("name", [*LMS, "T5ForConditionalGeneration"])
+@pytest.mark.filterwarnings("ignore:deepfast.patch left")
+@pytest.mark.parametrize("name", [*LMS, "MambaForCausalLM", "T5ForConditionalGeneration"])
 def test_training_is_the_same(name, capsys):
     model, inputs = make(name), batch(padded=True)
     want, parameters = results(model, inputs), dict(model.named_parameters())
     keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
     handle = deepfast.patch(model)
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"deepfast.patch({name})\n")
-    assert ("norms: " in printed) == (name not in ("GemmaForCausalLM", "OlmoForCausalLM"))
-    assert (f"loss: {name}, in training" in printed) == (name in LMS)
+    assert capsys.readouterr().out == ""
+    norms = {n for n in map(type, model.modules()) if "Norm" in n.__name__}
+    assert {n.__name__ for n in norms} <= {*handle.replaced, *LEFT}
+    assert handle.left.keys() <= {*LEFT, f"loss of {name}"}
+    if name in LMS:
+        assert handle.replaced[f"loss of {name}"] == 1
     assert_same(results(model, inputs), want)
     assert dict(model.named_parameters()) == parameters
     assert list(model.state_dict()) == keys
@@ -154,17 +161,17 @@ def test_evaluation_and_calls_without_labels_are_as_before():
     )
 
 
-def test_copies_pickles_saves_and_patches_once(tmp_path, capsys):
+def test_copies_pickles_saves_and_patches_once(tmp_path):
     model, inputs = make("BertForMaskedLM"), batch()
     deepfast.patch(model)
     want, names = results(model, inputs), swapped(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert swapped(twin) == names
         assert_same(results(twin, inputs), want)
-    capsys.readouterr()
-    again = deepfast.patch(model)
-    assert "norms" not in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="BertForMaskedLM: it has nothing to replace"):
+        again = deepfast.patch(model)
     assert len(again) == 0
+    assert not again.replaced
     model.save_pretrained(tmp_path)
     plain = type(make("BertForMaskedLM")).from_pretrained(tmp_path).train()
     assert_same(results(plain, inputs), want)
@@ -241,31 +248,216 @@ def test_trainer(name, tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_left_is_named(capsys):
+def test_what_is_left_is_named():
+    """In one warning."""
+
     class MyRMSNorm(nn.Module):
         pass
 
-    model = nn.Sequential(MyRMSNorm(), nn.LayerNorm((2, 3)), nn.LayerNorm(3), nn.BatchNorm1d(3))
-    deepfast.patch(model)
-    assert capsys.readouterr().out.splitlines() == [
-        "deepfast.patch(Sequential)",
-        "  norms: 1 LayerNorm",
-        "  left: 1 MyRMSNorm, whose formula is not known",
-        "  left: 1 LayerNorm, whose formula is not known",
-        "  left: the loss; the model is none of those whose loss deepfast replaces",
+    class GPT(nn.Module):
+        def forward(self, idx, targets):
+            return nn.functional.cross_entropy(idx, targets)
+
+    own = nn.LayerNorm(3)
+    own.forward = lambda x: x
+    model = nn.Sequential(MyRMSNorm(), nn.LayerNorm((2, 3)), nn.LayerNorm(3), GPT())
+    with pytest.warns(UserWarning, match="deepfast.patch left") as found:
+        handle = deepfast.patch(model)
+    assert handle.replaced == {"LayerNorm": 1}
+    assert handle.left == {
+        "MyRMSNorm": "its formula is not known",
+        "LayerNorm": "it normalizes over more than one dimension",
+        "loss of GPT": "its forward has no argument labels",
+    }
+    assert [str(w.message) for w in found] == [
+        "deepfast.patch left MyRMSNorm: its formula is not known; LayerNorm: it normalizes over "
+        "more than one dimension; loss of GPT: its forward has no argument labels"
     ]
+    with pytest.warns(UserWarning, match="LayerNorm: its forward is not that of its class"):
+        deepfast.patch(own)
+    with pytest.warns(UserWarning, match="Linear: it has nothing to replace"):
+        deepfast.patch(nn.Linear(2, 2))
 
 
-def test_a_loss_function_of_the_user_is_left(capsys):
+def own_loss(model):
+    model.loss_function = lambda logits, *_, **__: logits.square().mean()
+
+
+def own_forward(model):
+    plain = model.forward
+    model.forward = lambda **inputs: plain(**inputs)
+
+
+def own_class(model):
+    class Doubled(type(model)):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.loss = out.loss * 2
+            return out
+
+    model.__class__ = Doubled
+
+
+def decorated(model):
+    plain = type(model).forward
+
+    @functools.wraps(plain)
+    def forward(self, *args, **kwargs):
+        out = plain(self, *args, **kwargs)
+        out.loss = out.loss * 2
+        return out
+
+    model.__class__ = type("Decorated", (type(model),), {"forward": forward})
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 2)
+
+
+def sequence(model):
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+
+
+def forward_of_the_layer(model):
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda x: plain(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("BertLMHeadModel", {"is_decoder": True, "use_cache": False}, "use_cache = False"),
+        ("CohereForCausalLM", {"logit_scale": 0.3}, "self.logit_scale"),
+        (
+            "DebertaV2ForMaskedLM",
+            {"legacy": False, "tie_word_embeddings": False},
+            "word_embeddings.weight.t()) + self.bias`",
+        ),
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": 1.0}, "final_logit_softcapping`"),
+        ("GraniteForCausalLM", {"logits_scaling": 3.0}, "`logits / self.config.logits_scaling`"),
+        (
+            "ModernBertForMaskedLM",
+            {"sparse_prediction": True},
+            "`if self.sparse_prediction and labels is not None:",
+        ),
+        ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "self.router_aux_loss_coef"),
+        ("T5ForConditionalGeneration", {}, "no cross entropy of a known form"),
+        ("LlamaForCausalLM", own_loss, "its loss_function is not one of transformers'"),
+        ("LlamaForCausalLM", own_forward, "this LlamaForCausalLM is not that of its class"),
+        ("LlamaForCausalLM", own_class, "its forward has no argument labels"),
+        ("LlamaForCausalLM", decorated, "the code of Decorated.forward cannot be read"),
+        ("LlamaForCausalLM", hook, "its lm_head has hooks"),
+        ("LlamaForCausalLM", sequence, "Sequential computes the logits as `input`"),
+        ("LlamaForCausalLM", forward_of_the_layer, "this Linear is not that of its class"),
+    ],
+)
+def test_a_loss_that_is_more_than_head_and_cross_entropy_is_left(name, change, why):
+    options, change = (change, None) if isinstance(change, dict) else ({}, change)
+    model, inputs = make(name, **options), batch(padded=True)
+    if change is not None:
+        change(model)
+    want = results(model, inputs)
+    with pytest.warns(UserWarning, match=f"left loss of .*{re.escape(why)}"):
+        handle = deepfast.patch(model, norms=False)
+    assert list(handle.left) == [f"loss of {type(model).__name__}"]
+    assert not handle.replaced
+    assert_same(results(model, inputs), want, 0)
+
+
+OWN = """
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+class Own(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, weight=None, **kwargs):
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "why"),
+    [
+        ("hidden = ", "hidden = 3 * ", None),
+        ("(hidden)", "(hidden).float().contiguous()", None),
+        ("(hidden)", "(hidden).float()", "its logits in fp64 are rounded to fp32"),
+        ("self.loss_function(logits, labels, self.vocab_size, **kwargs)",
+         "nn.CrossEntropyLoss(ignore_index=1)(logits.view(-1, 50), labels.view(-1))",
+         "no cross entropy of a known form"),
+        ("loss = self.", "loss = 2 * self.", "no cross entropy of a known form"),
+        ("(logits, labels, ", "(logits / 2, labels, ", "no cross entropy of a known form"),
+        ("**kwargs)\n        return", "**kwargs)\n            loss += 1\n        return",
+         "no cross entropy of a known form"),
+        ("**kwargs)\n        return", "**weight)\n        return", "gives its loss_function other"),
+        ("hidden = ", "kwargs.pop('num_items_in_batch', 0)\n        hidden = ", "gives its loss_f"),
+        ("weight=None", "weight=None, ignore_index=7", "gives its loss_function other arguments"),
+        ("loss = None", "logits[..., 0] = 0.0\n        loss = None", "has `logits[..., 0] = 0.0`"),
+        ("loss = None", "logits += 1 + hidden.mean()\n        loss = None", "has `logits += 1"),
+        ("loss = None", "labels = labels.clip(9)\n        loss = None", "has `labels = labels.cl"),
+        ("loss = None", "kept = [logits]\n        loss = None", "has `kept = [logits]`"),
+        ("logits = ", "for _ in '12':\n            logits = ", "has `for _ in '12': logits = "),
+        ("return ", "if weight is None:\n            loss = 2 * loss\n        return ",
+         "has `if weight is None: loss = 2 * loss`"),
+        ("return Caus", "loss = None\n        return Caus", "has `loss = None`"),
+        ("logits=logits)", "logits=logits, hidden_states=(logits,))", "has `return "),
+        ("return CausalLMOutputWithPast", "return dict", "has `return dict("),
+        ("self.lm_head(hidden)", "self.lm_head(hidden) * 2", "as `self.lm_head(hidden) * 2`"),
+        ("self.lm_head(hidden)", "nn.functional.linear(hidden, self.lm_head.weight)",
+         "computes the logits as `nn.functional.linear("),
+    ],
+)  # fmt: skip
+def test_the_code_of_a_model_of_ones_own(line, other, why, tmp_path, monkeypatch):
+    assert OWN.count(line) == 1
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(OWN.replace(line, other))
+    monkeypatch.syspath_prepend(tmp_path)
     model = make("LlamaForCausalLM")
-    model.loss_function = lambda logits, labels, **_: logits.sum()
+    model.__class__ = importlib.import_module(name).Own
+    if why is not None:
+        model.to(torch.float64 if "fp64" in why else torch.float32)
+        with pytest.warns(UserWarning, match=f"left loss of Own: .*{re.escape(why)}"):
+            deepfast.patch(model, norms=False)
+        return
+    inputs = batch()
+    want = results(model, inputs)
+    assert deepfast.patch(model).replaced["loss of Own"] == 1
+    assert_same(results(model, inputs), want)
+
+
+def test_a_loss_that_changes_after_patch_is_the_models_own():
+    """A router's loss by an argument and by the config, another loss function, another layer."""
+    model, inputs = make("Qwen3MoeForCausalLM", tie_word_embeddings=False), batch()
+    plain = copy.deepcopy(model)
     deepfast.patch(model, norms=False)
-    assert "left: the loss of LlamaForCausalLM: its loss_function is its own" in (
-        capsys.readouterr().out
-    )
-    sparse = make("ModernBertForMaskedLM", sparse_prediction=True)
-    deepfast.patch(sparse, norms=False)
-    assert "sparse_prediction computes few logits already" in capsys.readouterr().out
+    router = inputs | {"output_router_logits": True}
+    assert_same(results(model, router), results(plain, router), 0)
+    assert results(model, router)["loss"] > results(plain, inputs)["loss"] + 1e-4
+    for change in (own_loss, lambda m: setattr(m.config, "output_router_logits", True)):
+        found = [copy.deepcopy(m) for m in (model, plain)]
+        for m in found:
+            change(m)
+        assert_same(results(found[0], inputs), results(found[1], inputs), 0)
+    for m in (model, plain):
+        m.lm_head = nn.Linear(32, 50).requires_grad_(False)
+        nn.init.ones_(m.lm_head.bias)
+        nn.init.eye_(m.lm_head.weight)
+    with pytest.warns(UserWarning, match="lm_head was replaced after patch"):
+        assert_same(results(model, inputs), results(plain, inputs), 0)
+
+
+def test_a_hook_that_changes_the_loss_is_an_error():
+    model, inputs = make("LlamaForCausalLM"), batch()
+    deepfast.patch(model)
+    hook(model)
+    with pytest.raises(RuntimeError, match="did not return the result of its output layer lm_head"):
+        model(**inputs)
+    assert model(inputs["input_ids"]).logits.shape == (2, 9, 50)
 
 
 def test_refuses():
