@@ -127,10 +127,11 @@ class _Model(Swapped):
 
 def has_loss(module: nn.Module) -> bool:
     """Whether ``module`` seems to compute a cross entropy over a vocabulary."""
-    output_layer: Any = getattr(module, "get_output_embeddings", None)
-    if output_layer is not None:
-        # A model of transformers for another task than language has none.
-        return output_layer() is not None
+    model: Any = module
+    # A wrapper has the method of the model in it, but not its class.
+    if hasattr(type(module), "get_output_embeddings"):
+        # A model of transformers for another task than language has no output layer.
+        return model.get_output_embeddings() is not None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return (
         code is not None

@@ -1,5 +1,6 @@
 """deepfast.patch: a model computes the same by our ops, and again by its own after remove()."""
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -246,6 +247,30 @@ def test_trainer(name, tmp_path):
     assert len(found[0][0]) == 3
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+@pytest.mark.parametrize("first", ["patch", "lora"])
+def test_with_lora(first, target):
+    """A layer with LoRA is not the output layer that patch knows: the model computes its loss."""
+    peft = pytest.importorskip("peft")
+    model, inputs = make("LlamaForCausalLM"), batch(padded=True)
+    config = peft.LoraConfig(target_modules=[target], task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(copy.deepcopy(model), config)
+    warned = contextlib.nullcontext()
+    if target == "lm_head":
+        message = "lm_head was replaced after" if first == "patch" else "left loss of LlamaForC"
+        warned = pytest.warns(UserWarning, match=message)
+    with warned:
+        if first == "patch":
+            deepfast.patch(model)
+        wrapped = peft.get_peft_model(model, config)
+        wrapped.load_state_dict(plain.state_dict())
+        if first == "lora":
+            handle = deepfast.patch(wrapped)
+            assert len(handle.left) == (target == "lm_head")
+        assert_same(results(wrapped, inputs), results(plain, inputs))
+        assert (wrapped(**inputs).logits is None) == (target == "q_proj")
 
 
 def test_what_is_left_is_named():
