@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from deepfast import checks
-from deepfast.attach.loop import CLASSES, NAME, Attachment, Layers
+from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.memory import POLICIES
+from deepfast.attach.passes import NAME, Layers
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 
 from deepfast import checks
-from deepfast.attach.loop import NAME
 from deepfast.attach.memory import POLICIES
 from deepfast.attach.parent import connect
+from deepfast.attach.passes import NAME
 
 CONFIG = "depth_connections"
 """The attribute of a model's config that lists its connections, each by the arguments of

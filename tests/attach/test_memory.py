@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from bench.attach import bert, states_per_layer, torch_encoder
-from deepfast.attach import loop
+from deepfast.attach import passes
 from deepfast.memory import LiveBytes
 from tests.attach.models import CASES, TRANSFORMERS, Block, D, perturbed
 
@@ -26,7 +26,7 @@ def _one_thread(threads):
 @pytest.fixture
 def same_blocks(monkeypatch):
     """Every policy sums in the same order."""
-    monkeypatch.setattr(loop, "block", lambda memory, rows: 2)
+    monkeypatch.setattr(passes, "block", lambda memory, rows: 2)
 
 
 def made(name, memory, kind="dlcl"):
