@@ -51,7 +51,8 @@ def connect(
             each residual sum); None for a DLCL without layer-norms. A warning says where a layer
             has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
-            norm="pre". "denseformer" begins as the plain model.
+            norm="pre". "denseformer" begins as the plain model, and so do attention
+            residuals with ``weights="relu"``, up to rounding.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
         memory: what autograd keeps of a layer, beside its state: "keep": what the layer keeps;
             "states": its input, from which backward runs the layer again; "history": nothing, the
