@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +18,32 @@ NAME = "depth_connection"
 Layers = nn.ModuleList | nn.Sequential
 
 
+class Settings(NamedTuple):
+    """What all passes of a connection share."""
+
+    where: str
+    """The list of layers, in errors."""
+    added: bool
+    """Whether a state is what a layer adds, its output without its input."""
+    input_name: str
+    """Name of a layer's first argument."""
+    memory: str
+    """What autograd keeps of a layer."""
+    inplace: bool
+    """Whether backward may overwrite states with gradients."""
+
+
 class Pass:
     """One forward pass of the parent.
 
     Args:
         connection: receives the states.
-        added: whether a state is what a layer adds, its output without its input.
-        where: the list of layers, in errors.
-        input_name: name of a layer's first argument.
-        memory: what autograd keeps of a layer.
     """
 
-    def __init__(
-        self,
-        connection: DepthConnection,
-        added: bool,
-        where: str,
-        input_name: str,
-        memory: str,
-    ):
-        self.connection, self.added, self.memory = connection, added, memory
-        self.where, self.input_name = where, input_name
-        self.history = DepthHistory(block=block(memory, connection.rows))
+    def __init__(self, connection: DepthConnection, settings: Settings):
+        self.connection = connection
+        self.where, self.added, self.input_name, self.memory, inplace = settings
+        self.history = DepthHistory(inplace=inplace, block=block(self.memory, connection.rows))
         # The input of the next layer.
         self.row: Row | None = None
         self.learns = torch.is_grad_enabled()
@@ -49,6 +53,8 @@ class Pass:
         self.outer: Pass | None = None
         # What the last layer's call returned, and its version.
         self.returned: tuple[weakref.ref, int] | None = None
+        # Whether the parent's forward has iterated over the list, and taken layers by index.
+        self.iterated = self.indexed = False
 
     def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Runs layer k and returns its result, in which the next layer's input replaces y."""
@@ -56,7 +62,7 @@ class Pass:
         if pushed < k + (k > 0):
             raise RuntimeError(
                 f"deepfast.connect: layer {max(pushed - 1, 0)} of {self.where} did not run before "
-                f"layer {k}; a depth connection needs every layer, so set LayerDrop to 0"
+                f"layer {k}; a depth connection needs every layer in its order, without LayerDrop"
             )
         if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(

@@ -27,6 +27,7 @@ def connected(
     connection: str | None = None,
     dim: int | None = None,
     memory: str | None = None,
+    inplace: bool | None = None,
     **options,
 ) -> type:
     """The class ``base`` with a depth connection, for models of Hugging Face transformers.
@@ -46,8 +47,8 @@ def connected(
         parent: name of the submodule whose forward loops over the layers; None takes all settings
             from the config.
         layers, norm, connection, dim, options: see `connect`.
-        memory: see `connect`; of all connections of the class. The config does not have it. None:
-            that of ``base``, or "keep".
+        memory, inplace: see `connect`; of all connections of the class. The config does not have
+            them. None: that of ``base``, or the default.
 
     Raises:
         TypeError, ValueError: for settings that do not fit; others when a model is built.
@@ -73,20 +74,22 @@ def connected(
         given = {"layers": layers, "connection": connection, "dim": dim}
         given = {name: value for name, value in given.items() if value is not None}
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    return _make(_plain(base), settings, memory or getattr(base, "connection_memory", "keep"))
+    running = {"memory": memory, "inplace": inplace}
+    running = {name: value for name, value in running.items() if value is not None}
+    return _make(_plain(base), settings, getattr(base, "connection_running", {}) | running)
 
 
 def _plain(base: type) -> type:
     return base.__mro__[2] if issubclass(base, _Connected) else base
 
 
-def _make(base: type, settings: tuple[dict, ...], memory: str) -> type:
+def _make(base: type, settings: tuple[dict, ...], running: dict) -> type:
     body = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "connections": settings,
-        "connection_memory": memory,
+        "connection_running": running,
     }
     # transformers looks at the names of classes, to choose the loss for example.
     return type(base.__name__, (_Connected, base), body)
@@ -97,7 +100,8 @@ class _Connected:
 
     connections: ClassVar[tuple[dict, ...]] = ()
     """The settings of its connections; empty where the config has them."""
-    connection_memory = "keep"
+    connection_running: ClassVar[dict] = {}
+    """The arguments of `connect` that say how a pass runs; they are not in the config."""
 
     def __init__(self, config, *args, **kwargs):
         saved = getattr(config, CONFIG, None)
@@ -122,7 +126,7 @@ class _Connected:
             parent, options = settings["parent"], {**settings}
             del options["parent"]
             module = self.get_submodule(parent)  # type: ignore[attr-defined]
-            connect(module, memory=self.connection_memory, **options)
+            connect(module, **self.connection_running, **options)
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -134,7 +138,7 @@ class _Connected:
 
     def __reduce_ex__(self, protocol) -> Any:
         # The class has no name by which pickle finds it.
-        made = _plain(type(self)), self.connections, self.connection_memory
+        made = _plain(type(self)), self.connections, self.connection_running
         return _empty, made, *super().__reduce_ex__(protocol)[2:]
 
 
@@ -147,7 +151,7 @@ def _reset_missing(module: torch.nn.Module) -> None:
             p.copy_(value)
 
 
-def _empty(base: type, settings: tuple[dict, ...], memory: str):
+def _empty(base: type, settings: tuple[dict, ...], running: dict):
     """For pickle: an instance of the connected class, before its state is set."""
-    cls: Any = _make(base, settings, memory)
+    cls: Any = _make(base, settings, running)
     return cls.__new__(cls)
