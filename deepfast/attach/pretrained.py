@@ -7,7 +7,7 @@ import torch
 
 from deepfast import checks
 from deepfast.attach.memory import POLICIES
-from deepfast.attach.parent import connect
+from deepfast.attach.parent import attachment_of, connect
 from deepfast.attach.passes import NAME
 
 CONFIG = "depth_connections"
@@ -122,11 +122,14 @@ class _Connected:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         strict = getattr(self, "_keep_in_fp32_modules_strict", None) or ()
         self._keep_in_fp32_modules_strict = {*strict, NAME}
+        # Submodules may have copies of the config.
+        configs = [m.config for m in self.modules() if hasattr(m, "config")]  # type: ignore[attr-defined]
         for settings in wanted:
             parent, options = settings["parent"], {**settings}
             del options["parent"]
             module = self.get_submodule(parent)  # type: ignore[attr-defined]
             connect(module, **self.connection_running, **options)
+            attachment_of(module).handles.append(_Listed(configs, parent))
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -140,6 +143,22 @@ class _Connected:
         # The class has no name by which pickle finds it.
         made = _plain(type(self)), self.connections, self.connection_running
         return _empty, made, *super().__reduce_ex__(protocol)[2:]
+
+
+class _Listed:
+    """A connection in the configs of its model. `deepfast.disconnect` removes it as a handle."""
+
+    def __init__(self, configs: list, parent: str):
+        self.configs, self.parent = configs, parent
+
+    def remove(self) -> None:
+        for config in self.configs:
+            settings = getattr(config, CONFIG, [])
+            rest = [s for s in settings if s["parent"] != self.parent]
+            if rest:
+                setattr(config, CONFIG, rest)
+            elif settings:
+                delattr(config, CONFIG)
 
 
 def _reset_missing(module: torch.nn.Module) -> None:

@@ -80,6 +80,18 @@ def test_other_settings_than_the_checkpoint(tmp_path):
         connected_class("bert", window=2).from_pretrained(tmp_path)
 
 
+def test_disconnect_takes_the_settings_out_of_the_config(tmp_path):
+    case = CASES["bart"]
+    model = copy.deepcopy(connected_class("bart")(case.make().config))
+    for _, parent, _ in case.places(model):
+        left = model.config.depth_connections
+        deepfast.disconnect(parent)
+    assert [s["parent"] for s in left] == ["model.decoder"]
+    assert not hasattr(model.config, "depth_connections")
+    model.save_pretrained(tmp_path)
+    assert "depth_connections" not in (tmp_path / "config.json").read_text()
+
+
 def test_lora(tmp_path):
     """PEFT trains a copy of the connection, saves it, and puts it in the connection's place."""
     peft = pytest.importorskip("peft")
