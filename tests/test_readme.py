@@ -21,9 +21,12 @@ def blocks(path):
 
 @pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_examples_run(path):
-    if any("from transformers" in block for block in blocks(path)):
+    code = "".join(blocks(path))
+    if "from transformers" in code:
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
+    if "from peft" in code:
+        pytest.importorskip("peft")
     scope: dict = {}
     for block in blocks(path):
         exec(compile(block, str(path), "exec"), scope)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from deepfast import checks
-from deepfast.attach.loop import CLASSES, NAME, Attachment, Layers
+from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.memory import POLICIES
+from deepfast.attach.passes import NAME, Layers, Settings
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
@@ -28,6 +29,7 @@ def connect(
     connection: str = "dlcl",
     dim: int | None = None,
     memory: str = "keep",
+    inplace: bool = True,
     **options,
 ) -> DepthConnection:
     """Puts a depth connection between the layers that ``parent`` loops over.
@@ -44,18 +46,22 @@ def connect(
 
     Args:
         parent: has the list of layers. An nn.Sequential may be the list itself.
-        layers: the attribute of ``parent`` with the list, an nn.ModuleList or nn.Sequential; None
-            where it has only one.
+        layers: name of the list in ``parent``, an nn.ModuleList or nn.Sequential; dotted where the
+            list lies deeper, as in "transformer.h"; None where ``parent`` has only one.
         norm: where the layers have their norms: "pre" (before their sublayers) or "post" (after
             each residual sum); None for a DLCL without layer-norms. A warning says where a layer
             has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
-            norm="pre". "denseformer" begins as the plain model.
+            norm="pre". "denseformer" begins as the plain model, and so do attention
+            residuals with ``weights="relu"``, up to rounding.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
         memory: what autograd keeps of a layer, beside its state: "keep": what the layer keeps;
             "states": its input, from which backward runs the layer again; "history": nothing, the
             input is recomputed from the states. The gradients are the same. The last two replace
             activation checkpointing.
+        inplace: whether backward may overwrite states with gradients. False keeps the states, at
+            twice their memory, so that a second backward through one pass works, as in
+            ``torch.autograd.grad(..., retain_graph=True)`` for several losses.
         options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
 
     Returns:
@@ -67,13 +73,28 @@ def connect(
 
     In the forward pass a RuntimeError, ValueError or TypeError says what cannot be connected: a
     layer that is skipped (LayerDrop) or runs twice, a loop over indices, nested tensors, and a
-    layer whose output does not have the shape of its input.
+    layer whose output does not have the shape of its input. Where the first layer runs in training
+    while the forward of ``parent`` does not, a warning says so once; not inside torch.compile.
     """
     if not isinstance(parent, nn.Module):
         raise TypeError(f"{OP}: parent must be a module, got {type(parent).__name__}")
+    if getattr(parent.forward, "__func__", None) is nn.Module.forward:
+        raise ValueError(
+            f"{OP}: {type(parent).__name__} has no forward, so nothing would run the connection; "
+            "pass the module whose forward loops over the layers, and the dotted name of their "
+            "list, as in connect(model, 'transformer.h', ...)"
+        )
+    if connection == "mudd":
+        raise ValueError(
+            f"{OP}: connection='mudd' gives the queries, keys, values and residual of a layer an "
+            "input each, which only deepfast's own layers take; use "
+            "deepfast.nn.TransformerEncoder(..., connection='mudd'), or deepfast.nn.MUDD in a loop "
+            "of your own"
+        )
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, CONNECTIONS, connection=connection)
     checks.choice(OP, POLICIES, memory=memory)
+    checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
     where, found = _find_layers(parent, layers)
@@ -95,20 +116,11 @@ def connect(
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
+    parent.add_module(NAME, made.train(parent.training))
     added, first = connection in ATTENTION_RESIDUALS, _first_argument(found[0])
-    attachment = Attachment(made, found, where, added, first, memory)
+    attachment = Attachment(parent, found, Settings(where, added, first, memory, inplace))
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
-    parent.add_module(NAME, made.train(parent.training))
-    attachment.handles = [
-        parent.register_forward_pre_hook(attachment.begin, prepend=True),
-        parent.register_forward_hook(attachment.end, always_call=True),
-    ]
-    if isinstance(found, nn.Sequential) and found is not parent:
-        attachment.handles += [
-            found.register_forward_pre_hook(attachment.begin_list, prepend=True),
-            found.register_forward_hook(attachment.end_list, always_call=True),
-        ]
     return made
 
 
@@ -121,18 +133,24 @@ def disconnect(parent: nn.Module) -> None:
     """
     if not isinstance(parent, nn.Module):
         raise TypeError(f"deepfast.disconnect: expected a module, got {type(parent).__name__}")
-    for module in (parent, *parent.children()):
-        attachment = vars(module).get("attachment")
-        if isinstance(attachment, Attachment):
-            break
-    else:
+    attachment = attachment_of(parent)
+    if attachment is None:
         raise ValueError(f"deepfast.disconnect: {type(parent).__name__} is not connected")
+    attachment.watch(False)
     for handle in attachment.handles:
         handle.remove()
-    module.__class__ = next(plain for plain, own in CLASSES.items() if own is type(module))
-    del module.attachment
+    layers: Any = attachment.layers
+    layers.__class__ = next(plain for plain, own in CLASSES.items() if own is type(layers))
+    del layers.attachment
     # The user may have deleted it.
     parent._modules.pop(NAME, None)
+
+
+def attachment_of(parent: nn.Module) -> Attachment | None:
+    """What `connect` has attached to ``parent``."""
+    found = (vars(module).get("attachment") for module in parent.modules())
+    mine = (a for a in found if isinstance(a, Attachment) and a.parent is parent)
+    return next(mine, None)
 
 
 def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
@@ -143,7 +161,9 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
     if layers is not None:
         if not isinstance(layers, str):
             raise TypeError(f"{OP}: layers must be the name of a list in {kind}, got {layers!r}")
-        found = getattr(parent, layers, None)
+        found: Any = parent
+        for name in layers.split("."):
+            found = getattr(found, name, None)
         where = f"{kind}.{layers}"
     elif type(parent) is nn.Sequential:
         found, where = parent, kind
@@ -153,9 +173,12 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
             children = parent.named_children()
             lists = lists or {name: m for name, m in children if isinstance(m, list_type)}
         if len(lists) != 1:
+            deeper = [name for name, m in parent.named_modules() if type(m) in CLASSES]
+            example = f", as in layers={deeper[0]!r}" if deeper else ""
             raise ValueError(
                 f"{OP}: {kind} must have one list of layers, got {sorted(lists) or 'none'}; "
-                "pass the module whose forward loops over them, and layers= where it has several"
+                "pass the module whose forward loops over them, and where it has several, or its "
+                f"list lies deeper, the name of the list{example}"
             )
         name, found = next(iter(lists.items()))
         where = f"{kind}.{name}"

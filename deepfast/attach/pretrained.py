@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 
 from deepfast import checks
-from deepfast.attach.loop import NAME
 from deepfast.attach.memory import POLICIES
-from deepfast.attach.parent import connect
+from deepfast.attach.parent import attachment_of, connect
+from deepfast.attach.passes import NAME
 
 CONFIG = "depth_connections"
 """The attribute of a model's config that lists its connections, each by the arguments of
@@ -27,6 +27,7 @@ def connected(
     connection: str | None = None,
     dim: int | None = None,
     memory: str | None = None,
+    inplace: bool | None = None,
     **options,
 ) -> type:
     """The class ``base`` with a depth connection, for models of Hugging Face transformers.
@@ -46,8 +47,8 @@ def connected(
         parent: name of the submodule whose forward loops over the layers; None takes all settings
             from the config.
         layers, norm, connection, dim, options: see `connect`.
-        memory: see `connect`; of all connections of the class. The config does not have it. None:
-            that of ``base``, or "keep".
+        memory, inplace: see `connect`; of all connections of the class. The config does not have
+            them. None: that of ``base``, or the default.
 
     Raises:
         TypeError, ValueError: for settings that do not fit; others when a model is built.
@@ -73,20 +74,22 @@ def connected(
         given = {"layers": layers, "connection": connection, "dim": dim}
         given = {name: value for name, value in given.items() if value is not None}
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    return _make(_plain(base), settings, memory or getattr(base, "connection_memory", "keep"))
+    running = {"memory": memory, "inplace": inplace}
+    running = {name: value for name, value in running.items() if value is not None}
+    return _make(_plain(base), settings, getattr(base, "connection_running", {}) | running)
 
 
 def _plain(base: type) -> type:
     return base.__mro__[2] if issubclass(base, _Connected) else base
 
 
-def _make(base: type, settings: tuple[dict, ...], memory: str) -> type:
+def _make(base: type, settings: tuple[dict, ...], running: dict) -> type:
     body = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "connections": settings,
-        "connection_memory": memory,
+        "connection_running": running,
     }
     # transformers looks at the names of classes, to choose the loss for example.
     return type(base.__name__, (_Connected, base), body)
@@ -97,7 +100,8 @@ class _Connected:
 
     connections: ClassVar[tuple[dict, ...]] = ()
     """The settings of its connections; empty where the config has them."""
-    connection_memory = "keep"
+    connection_running: ClassVar[dict] = {}
+    """The arguments of `connect` that say how a pass runs; they are not in the config."""
 
     def __init__(self, config, *args, **kwargs):
         saved = getattr(config, CONFIG, None)
@@ -118,11 +122,14 @@ class _Connected:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         strict = getattr(self, "_keep_in_fp32_modules_strict", None) or ()
         self._keep_in_fp32_modules_strict = {*strict, NAME}
+        # Submodules may have copies of the config.
+        configs = [m.config for m in self.modules() if hasattr(m, "config")]  # type: ignore[attr-defined]
         for settings in wanted:
             parent, options = settings["parent"], {**settings}
             del options["parent"]
             module = self.get_submodule(parent)  # type: ignore[attr-defined]
-            connect(module, memory=self.connection_memory, **options)
+            connect(module, **self.connection_running, **options)
+            attachment_of(module).handles.append(_Listed(configs, parent))
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -134,8 +141,24 @@ class _Connected:
 
     def __reduce_ex__(self, protocol) -> Any:
         # The class has no name by which pickle finds it.
-        made = _plain(type(self)), self.connections, self.connection_memory
+        made = _plain(type(self)), self.connections, self.connection_running
         return _empty, made, *super().__reduce_ex__(protocol)[2:]
+
+
+class _Listed:
+    """A connection in the configs of its model. `deepfast.disconnect` removes it as a handle."""
+
+    def __init__(self, configs: list, parent: str):
+        self.configs, self.parent = configs, parent
+
+    def remove(self) -> None:
+        for config in self.configs:
+            settings = getattr(config, CONFIG, [])
+            rest = [s for s in settings if s["parent"] != self.parent]
+            if rest:
+                setattr(config, CONFIG, rest)
+            elif settings:
+                delattr(config, CONFIG)
 
 
 def _reset_missing(module: torch.nn.Module) -> None:
@@ -147,7 +170,7 @@ def _reset_missing(module: torch.nn.Module) -> None:
             p.copy_(value)
 
 
-def _empty(base: type, settings: tuple[dict, ...], memory: str):
+def _empty(base: type, settings: tuple[dict, ...], running: dict):
     """For pickle: an instance of the connected class, before its state is set."""
-    cls: Any = _make(base, settings, memory)
+    cls: Any = _make(base, settings, running)
     return cls.__new__(cls)

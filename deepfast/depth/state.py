@@ -23,8 +23,9 @@ from deepfast.depth.weights import AttentionWeights, ConstantWeights
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
-    "have overwritten them; use DepthHistory(inplace=False), or, where a stack such as "
-    "TransformerEncoder makes the history, run its forward again"
+    "have overwritten them; use DepthHistory(inplace=False) or deepfast.connect(..., "
+    "inplace=False), or, where a stack such as TransformerEncoder makes the history, run its "
+    "forward again"
 )
 
 

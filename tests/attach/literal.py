@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepfast.attach.loop import NAME
+from deepfast.attach.passes import NAME
 from deepfast.reference.attention_residuals import full
 
 

@@ -123,6 +123,31 @@ def test_two_passes_before_a_backward():
         torch.testing.assert_close(both[name], first[name] + second[name])
 
 
+@pytest.mark.parametrize("memory", ["keep", "states", "history"])
+def test_gradients_of_two_losses_from_one_pass(memory):
+    model = connected_stack(memory=memory, inplace=False)
+    parameters = list(model.parameters())
+
+    def losses():
+        out = model(X)
+        return out.square().sum(), out[..., 0].sum()
+
+    wanted = [torch.autograd.grad(losses()[i], parameters) for i in (0, 1)]
+    first, second = losses()
+    got = torch.autograd.grad(first, parameters, retain_graph=True)
+    second.backward()
+    for p, *grads in zip(parameters, got, *wanted, strict=True):
+        torch.testing.assert_close((grads[0], p.grad), (grads[1], grads[2]))
+
+
+def test_a_second_backward_names_the_option():
+    model = connected_stack()
+    out = model(X).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"deepfast\.connect\(\.\.\., inplace=False\)"):
+        out.backward()
+
+
 def test_an_exception_in_a_layer():
     model = connected_stack()
     wanted = grads(model, model(X))
@@ -206,6 +231,7 @@ def test_threads():
         assert torch.equal(found[k], out)
 
 
+@pytest.mark.filterwarnings("error:deepfast")
 @pytest.mark.parametrize("connection", ["dlcl", "denseformer", "attnres"])
 def test_checkpointed_calls(connection):
     """The loop checkpoints what it calls, so backward repeats the pushes."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from bench.attach import bert, states_per_layer, torch_encoder
-from deepfast.attach import loop
+from deepfast.attach import passes
 from deepfast.memory import LiveBytes
 from tests.attach.models import CASES, TRANSFORMERS, Block, D, perturbed
 
@@ -26,7 +26,7 @@ def _one_thread(threads):
 @pytest.fixture
 def same_blocks(monkeypatch):
     """Every policy sums in the same order."""
-    monkeypatch.setattr(loop, "block", lambda memory, rows: 2)
+    monkeypatch.setattr(passes, "block", lambda memory, rows: 2)
 
 
 def made(name, memory, kind="dlcl"):
@@ -287,17 +287,21 @@ def test_unknown_policy():
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_a_connected_class(name, tmp_path):
-    """The config does not have the policy."""
+    """The config does not say how a pass runs."""
     case = CASES[name]
     plain = case.make()
     path, _, layers = case.parents[0].partition(":")
-    cls = deepfast.connected(type(plain), path, layers, norm=case.norm, memory="history")
+    cls = deepfast.connected(
+        type(plain), path, layers, norm=case.norm, memory="history", inplace=False
+    )
     model = cls(plain.config)
     for one in (model, copy.deepcopy(model)):
-        assert getattr(one.get_submodule(path), layers).attachment.memory == "history"
+        settings = getattr(one.get_submodule(path), layers).attachment.settings
+        assert (settings.memory, settings.inplace) == ("history", False)
     model.save_pretrained(tmp_path)
     again = deepfast.connected(type(plain)).from_pretrained(tmp_path)
-    assert getattr(again.get_submodule(path), layers).attachment.memory == "keep"
+    settings = getattr(again.get_submodule(path), layers).attachment.settings
+    assert (settings.memory, settings.inplace) == ("keep", True)
     assert torch.equal(case.run(again.eval()), case.run(model.eval()))
 
 

@@ -56,6 +56,20 @@ def test_denseformer_begins_as_the_plain_model(case):
     assert torch.equal(case.run(model), before)
 
 
+@pytest.mark.parametrize("kind", ["attnres", "block_attnres"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_residuals_with_relu_begin_as_the_plain_model(case, kind, dtype):
+    """Their first sums are the residual stream, up to the rounding of one addition a layer."""
+    if case.norm == "post":
+        pytest.skip("attention residuals are for pre-norm models")
+    model = perturbed(case.make())
+    exact = case.run(copy.deepcopy(model).double())
+    plain = case.run(model.to(dtype))
+    case.connect(model, kind, weights="relu")
+    error, own = ((out - exact).norm() for out in (case.run(model), plain))
+    assert error <= 2 * own
+
+
 def test_twenty_steps(case):
     model = case.make()
     connections = case.connect(model)

@@ -1,5 +1,7 @@
 """What cannot be connected, and the sentence that says so."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -20,7 +22,7 @@ class Loop(nn.Module):
 
     def forward(self, x):
         for k, block in enumerate(self.blocks):
-            if self.how == "skip" and k == 1:
+            if self.how == "none" or (self.how == "skip" and k == 1):
                 continue
             if self.how == "skip last" and k == 2:
                 continue
@@ -51,6 +53,46 @@ class Backwards(Loop):
         return x
 
 
+class Reversed(Loop):
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class Around(Loop):
+    """Goes around the list."""
+
+    def forward(self, x):
+        return next(self.blocks.children())(x)
+
+
+class Nested(nn.Module):
+    """Loops over a list that lies deeper, as nanoGPT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.ModuleDict({"h": Loop().blocks})
+
+    def forward(self, x):
+        for block in self.transformer.h:
+            x = block(x)
+        return x
+
+
+class Outer(nn.Module):
+    """Loops over the layers of a module whose forward it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Loop()
+
+    def forward(self, x):
+        for block in self.encoder.blocks:
+            x = block(x)
+        return x
+
+
 class Other(nn.Module):
     """A layer whose result is ``result(x)``."""
 
@@ -68,14 +110,17 @@ X = torch.randn(2, 5, D)
 @pytest.mark.parametrize(
     ("parent", "message"),
     [
-        (Loop("skip"), "layer 1 of Loop.blocks did not run before layer 2.*set LayerDrop to 0"),
-        (Loop("skip last"), "2 of 3 layers ran through the loop over Loop.blocks"),
+        (Loop("skip"), "layer 1 of Loop.blocks did not run before layer 2.*LayerDrop"),
+        (Loop("skip last"), "a loop over Loop.blocks, 2 of 3 layers ran; .*LayerDrop"),
+        (Loop("none"), "a loop over Loop.blocks, 0 of 3 layers ran; .*LayerDrop"),
         (Loop("twice"), "layer 0 of Loop.blocks runs twice in one pass"),
-        (ByIndex(), "0 of 3 layers ran .* must iterate over the list, not over indices"),
+        (ByIndex(), "ByIndex took layers by index; it must iterate over ByIndex.blocks"),
+        (Around(), "the forward of Around did not iterate over Around.blocks; .* whose forward"),
         (Part(), "loops over some of the layers"),
         (Backwards(), "loops over some of the layers; .* in their order"),
+        (Reversed(), "loops over some of the layers; .* in their order"),
     ],
-    ids=["skip", "skip last", "twice", "index", "part", "backwards"],
+    ids=["skip", "skip last", "none", "twice", "index", "around", "part", "backwards", "reversed"],
 )
 def test_loops_that_leave_layers_out(parent, message):
     deepfast.connect(parent, norm="pre")
@@ -124,10 +169,55 @@ def test_twice():
     deepfast.connect(parent, norm="pre")
     with pytest.raises(ValueError, match="Loop is connected already"):
         deepfast.connect(parent, norm="pre")
-    outer = nn.Module()
-    outer.inner = parent.blocks
-    with pytest.raises(ValueError, match="connected already"):
-        deepfast.connect(outer, "inner", norm="pre")
+    outer = Outer()
+    outer.encoder = parent
+    with pytest.raises(ValueError, match=r"Outer\.encoder\.blocks is connected already"):
+        deepfast.connect(outer, "encoder.blocks", norm="pre")
+
+
+@pytest.mark.parametrize(("make", "layers"), [(Nested, "transformer.h"), (Outer, "encoder.blocks")])
+def test_a_list_below_the_module_that_loops(make, layers):
+    torch.manual_seed(0)
+    parent, flat = make(), Loop()
+    plain = parent(X)
+    flat.blocks.load_state_dict(parent.get_submodule(layers).state_dict())
+    for module, name in ((parent, layers), (flat, None)):
+        deepfast.connect(module, name, norm="pre")
+        module(X).sum().backward()
+    assert torch.equal(parent(X), flat(X))
+    assert torch.equal(parent.depth_connection.weight.grad, flat.depth_connection.weight.grad)
+    deepfast.disconnect(parent)
+    assert torch.equal(parent(X), plain)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in parent.modules())
+
+
+def test_disconnect_leaves_the_connection_of_a_module_inside():
+    outer = Outer()
+    deepfast.connect(outer.encoder, norm="pre")
+    with pytest.raises(ValueError, match="Outer is not connected"):
+        deepfast.disconnect(outer)
+    deepfast.disconnect(outer.encoder)
+
+
+def test_layers_that_run_without_their_parent_are_warned_of_once():
+    outer = Outer()
+    deepfast.connect(outer.encoder, norm="pre")
+    told = "layers of Loop.blocks run in training .* forward of Loop does not"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outer.encoder(X).sum().backward()
+        outer.eval()(X)
+    # The copies warn too, but the copy of a layer, which may run on its own, does not.
+    copies = [copy.deepcopy(outer), pickle.loads(pickle.dumps(outer)), outer]
+    layer = copy.deepcopy(outer.encoder.blocks[0]).train()
+    assert len(pickle.dumps(layer)) < len(pickle.dumps(outer)) / 2
+    for model in copies:
+        with pytest.warns(UserWarning, match=told):
+            model.train()(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outer(X).sum().backward()
+        layer(X)
 
 
 def test_layers_added_later():
@@ -154,6 +244,14 @@ def _layerdrop():
     ("parent", "options", "error", "message"),
     [
         (nn.Linear(D, D), {}, ValueError, "Linear must have one list of layers, got none"),
+        (Nested(), {}, ValueError, r"got none; .* layers='transformer.h'"),
+        (
+            Nested(),
+            {"layers": "transformer.g"},
+            TypeError,
+            "Nested.transformer.g must be an nn.Mod",
+        ),
+        (Nested().transformer, {}, ValueError, r"ModuleDict has no forward.* 'transformer\.h'"),
         (_several(), {}, ValueError, r"one list of layers, got \['blocks', 'others'\]"),
         (Loop(), {"layers": "nothing"}, TypeError, "Loop.nothing must be an nn.ModuleList"),
         (Loop(), {"layers": 3}, TypeError, "layers must be the name"),
@@ -161,7 +259,9 @@ def _layerdrop():
         (_layerdrop(), {}, ValueError, "Loop.layerdrop is 0.1"),
         (nn.Sequential(nn.Linear(D, D)), {}, ValueError, "cannot be told from Linear.*pass dim="),
         (Loop(), {"norm": "both"}, ValueError, "norm must be"),
-        (Loop(), {"connection": "mudd"}, ValueError, "connection must be"),
+        (Loop(), {"connection": "nothing"}, ValueError, "connection must be"),
+        (Loop(), {"connection": "mudd"}, ValueError, r"nn\.TransformerEncoder.*connection='mudd'"),
+        (Loop(), {"inplace": None}, ValueError, "inplace must be True or False"),
         (Loop(), {"connection": "attnres", "norm": "post"}, ValueError, "needs norm='pre'"),
         (Loop(), {"connection": "attnres", "reads": 2}, ValueError, "reads must be 1"),
         (Loop(), {"window": 0}, ValueError, "window"),

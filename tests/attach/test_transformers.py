@@ -80,6 +80,44 @@ def test_other_settings_than_the_checkpoint(tmp_path):
         connected_class("bert", window=2).from_pretrained(tmp_path)
 
 
+def test_disconnect_takes_the_settings_out_of_the_config(tmp_path):
+    case = CASES["bart"]
+    model = copy.deepcopy(connected_class("bart")(case.make().config))
+    for _, parent, _ in case.places(model):
+        left = model.config.depth_connections
+        deepfast.disconnect(parent)
+    assert [s["parent"] for s in left] == ["model.decoder"]
+    assert not hasattr(model.config, "depth_connections")
+    model.save_pretrained(tmp_path)
+    assert "depth_connections" not in (tmp_path / "config.json").read_text()
+
+
+def test_lora(tmp_path):
+    """PEFT trains a copy of the connection, saves it, and puts it in the connection's place."""
+    peft = pytest.importorskip("peft")
+    case = CASES["llama"]
+    base = plain("llama")
+    wanted = case.run(base)
+    case.connect(base, "denseformer")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["depth_connection"]
+    )  # fmt: skip
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    assert torch.equal(case.run(model), wanted)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    case.run(model).square().mean().backward()
+    optimizer.step()
+    tuned = case.run(model.eval())
+    with model.disable_adapter():
+        assert torch.equal(case.run(model), wanted)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(case.run(loaded), tuned)
+    merged = loaded.merge_and_unload()
+    assert not torch.equal(merged.model.depth_connection.weight.diag(), torch.ones(L + 1))
+    torch.testing.assert_close(case.run(merged), tuned)
+
+
 def test_nothing_to_connect():
     with pytest.raises(ValueError, match="the config has no depth connections"):
         deepfast.connected(transformers.BertModel)(CASES["bert"].make().config)
@@ -245,5 +283,7 @@ def test_layerdrop():
     CASES["bart"].connect(model)
     model.train()
     model.model.encoder.layerdrop = 1.0
-    with pytest.raises(RuntimeError, match=r"0 of 3 layers ran .*LayerDrop"):
+    with pytest.raises(
+        RuntimeError, match=r"loop over BartEncoder.layers, 0 of 3 layers ran; .*LayerDrop"
+    ):
         CASES["bart"].run(model)

@@ -1,0 +1,187 @@
+"""One forward pass of a connected parent, and what stands in the place of each layer during it."""
+
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepfast.attach.memory import Row, block, run_again
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.history import DepthHistory
+from deepfast.ops import common
+
+NAME = "depth_connection"
+"""The connection's name among the children of its parent."""
+
+Layers = nn.ModuleList | nn.Sequential
+
+
+class Settings(NamedTuple):
+    """What all passes of a connection share."""
+
+    where: str
+    """The list of layers, in errors."""
+    added: bool
+    """Whether a state is what a layer adds, its output without its input."""
+    input_name: str
+    """Name of a layer's first argument."""
+    memory: str
+    """What autograd keeps of a layer."""
+    inplace: bool
+    """Whether backward may overwrite states with gradients."""
+
+
+class Pass:
+    """One forward pass of the parent.
+
+    Args:
+        connection: receives the states.
+    """
+
+    def __init__(self, connection: DepthConnection, settings: Settings):
+        self.connection = connection
+        self.where, self.added, self.input_name, self.memory, inplace = settings
+        self.history = DepthHistory(inplace=inplace, block=block(self.memory, connection.rows))
+        # The input of the next layer.
+        self.row: Row | None = None
+        self.learns = torch.is_grad_enabled()
+        # Opened by the list itself, not by the parent.
+        self.inner = False
+        # The pass of the call from which the parent has called itself.
+        self.outer: Pass | None = None
+        # What the last layer's call returned, and its version.
+        self.returned: tuple[weakref.ref, int] | None = None
+        # Whether the parent's forward has iterated over the list, and taken layers by index.
+        self.iterated = self.indexed = False
+
+    def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs layer k and returns its result, in which the next layer's input replaces y."""
+        pushed = len(self.history)
+        if pushed < k + (k > 0):
+            raise RuntimeError(
+                f"deepfast.connect: layer {max(pushed - 1, 0)} of {self.where} did not run before "
+                f"layer {k}; a depth connection needs every layer in its order, without LayerDrop"
+            )
+        if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} runs twice in one pass; a depth "
+                "connection needs every layer once"
+            )
+        if self.learns and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} runs without gradients in a pass "
+                "with gradients; where the loop checkpoints its layers, use use_reentrant=False"
+            )
+        name = self.input_name
+        if not args and name not in kwargs:
+            raise TypeError(
+                f"deepfast.connect: layer {k} of {self.where} was called without {name}"
+            )
+        x = args[0] if args else kwargs[name]
+        self._check(k, "input", x)
+        if k == 0:
+            x = self._push(x, 0)
+            args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
+        eager = not torch.compiler.is_compiling() and not x.is_inference()
+        if eager and pushed == k + 1:
+            self._check_passed_on(k, x)
+        version = x._version if eager else 0
+        result = self._run(k, layer, x, args, kwargs)
+        if eager and self.added and x._version != version:
+            raise RuntimeError(
+                f"deepfast.connect: layer {k} of {self.where} modifies its input in place, so what "
+                "it adds is not known; attention residuals need layers that do not"
+            )
+        y = result[0] if isinstance(result, tuple) and result else result
+        self._check(k, "output", y)
+        if y.shape != x.shape:
+            raise ValueError(
+                f"deepfast.connect: layer {k} of {self.where} must return a tensor of its input's "
+                f"shape {tuple(x.shape)}, got {tuple(y.shape)}"
+            )
+        following = self._push(y - x if self.added else y, k + 1)
+        self.returned = (weakref.ref(following), following._version) if eager else None
+        if not isinstance(result, tuple):
+            return following
+        rest = (following, *result[1:])
+        return type(result)(*rest) if hasattr(result, "_fields") else rest
+
+    def _run(self, k: int, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Any:
+        """Layer k's result, under the memory policy."""
+        if self.memory == "keep" or not torch.is_grad_enabled():
+            return layer(*args, **kwargs)
+        rest, others = args[1:], dict(kwargs)
+        first = None if args else self.input_name
+        if first is not None:
+            del others[first]
+
+        def call(x: Tensor) -> Any:
+            return layer(x, *rest, **others) if first is None else layer(**{first: x}, **others)
+
+        every = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
+        where = f"deepfast.connect: layer {k} of {self.where}"
+        return run_again(layer, where, x, self.row, call, every)
+
+    def _check_passed_on(self, k: int, x: Tensor) -> None:
+        """Warns where x, the input of layer k, is not what the call of layer k - 1 returned."""
+        if self.returned is None:
+            return
+        returned, version = self.returned
+        if returned() is not x or x._version != version:
+            warnings.warn(
+                f"deepfast.connect: the loop over {self.where} changes what layer {k - 1} returned "
+                f"before it calls layer {k}; a depth connection expects layers that return their "
+                "whole output, residual included, and a loop that passes it on",
+                stacklevel=4,
+            )
+
+    def _check(self, k: int, what: str, y: object) -> None:
+        where = f"deepfast.connect: the {what} of layer {k} of {self.where}"
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"{where} must be a tensor, or a tuple whose first entry is one, got "
+                f"{type(y).__name__}"
+            )
+        if y.is_nested:
+            raise TypeError(
+                f"{where} is a nested tensor, which is not supported; build the encoder with "
+                "enable_nested_tensor=False"
+            )
+        if y.dim() == 0 or y.shape[-1] != self.connection.dim:
+            raise ValueError(f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}")
+
+    def _push(self, y: Tensor, k: int) -> Tensor:
+        # With its index, because a loop may checkpoint what it calls.
+        kind = common.autocast_device(y.device)
+        if not torch.is_autocast_enabled(kind):
+            x = self.connection(y, self.history, index=k)
+        else:
+            # The states keep the dtype that the layers pass on.
+            # torch's fast path of evaluation returns 16 bits from its first layer on.
+            y = y if self.history.kind is None else y.to(self.history.kind[1])
+            with torch.autocast(kind, enabled=False):
+                x = self.connection(y, self.history, index=k)
+        if self.memory == "history" and self.learns and not torch.compiler.is_compiling():
+            self.row = Row(self.history.state, k, x)
+        return x
+
+
+class LayerCall:
+    """Stands in for layer k while its parent's forward runs; its attributes are the layer's."""
+
+    def __init__(self, run: Pass, k: int, layer: nn.Module):
+        self._run, self._k, self._layer = run, k, layer
+
+    def __call__(self, *args, **kwargs):
+        return self._run.call(self._k, self._layer, args, kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in ("_run", "_k", "_layer"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._layer, name, value)
