@@ -106,6 +106,14 @@ def syncing(loss: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def shard_again(loss: nn.Module) -> None:
+    """Frees the parameters that FSDP gathered for a forward pass without a backward pass: until
+    then they stand in the model in place of those that the optimizer has."""
+    for module in loss.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
 @contextlib.contextmanager
 def logits_gathered(model: nn.Module) -> Iterator[None]:
     """The logits of latent depth are whole inside the block, so that its metrics can be read."""

@@ -32,6 +32,7 @@ from deepfast.mt.training.parallel import (
     like,
     local_bytes,
     logits_gathered,
+    shard_again,
     share_model,
     syncing,
     whole,
@@ -268,6 +269,7 @@ class Trainer:
                 _, nll, correct = self.batch_loss(part, 0.0, accuracy=True)
                 if counts:
                     total += torch.stack((nll, correct))
+        shard_again(self.loss)
         sums = zip(*self.ranks.rows(*total.tolist()), strict=True)
         tokens = sum(batch.target_tokens for batch in self.corpus.dev_batches)
         return Validation(*(sum(column) / tokens for column in sums))

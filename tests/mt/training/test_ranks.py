@@ -94,7 +94,9 @@ def two_ranks(torchrun, folder, done):
         done.add("two")
         recipes = {}
         for kind in KINDS:
-            dropout = {"parallel.kind": kind, "optim.accumulate": 3, "train.save_every": 6}
+            # The second validation, right before the save at step 10, is worse than the first.
+            worse = {"optim.restart_step": 6, "optim.restart_lr": 3.0}
+            dropout = {"parallel.kind": kind, "optim.accumulate": 3, "train.save_every": 6} | worse
             # An average would take a tenth of the time, and nothing reads it.
             begun = {"train.max_steps": 10, "train.average_last": 0}
             recipes[f"{kind}-half"] = PLAIN | begun | {"parallel.kind": kind}
@@ -109,6 +111,8 @@ def two_ranks(torchrun, folder, done):
 def test_two_ranks_resume_to_the_bit(two_ranks, kind):
     whole, again = two_ranks / f"{kind}-whole", two_ranks / f"{kind}-again"
     assert rows(again) == rows(whole)
+    best = [row["best"] for row in rows(whole) if row["event"] == "valid"]
+    assert best[:2] == [True, False]
     one, two = (load_checkpoint(path / "step-00000012") for path in (whole, again))
     for name, tensor in one["model"].items():
         assert torch.equal(tensor, two["model"][name]), name
