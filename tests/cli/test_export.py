@@ -7,16 +7,16 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary
 from deepfast.mt.models import TransformerConfig, build
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
-from deepfast.mt.models.checkpoint_folder import check_sum
+from deepfast.mt.models.checkpoint_folder import Reader
 from deepfast.mt.training.checkpoint import save_checkpoint
+from deepfast.mt.training.checkpoint_folder import save_folder
+from deepfast.mt.training.ranks import Ranks
 
 CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
                            decoder_layers=1, encoder_connection="latent")  # fmt: skip
@@ -24,9 +24,9 @@ ONES = torch.ones(8).numpy().tobytes()
 """The weights of a new layer norm."""
 
 
-@pytest.fixture(params=["file", "folder"])
+@pytest.fixture(params=["file", "folder", "old folder"])
 def checkpoint(request, tmp_path):
-    """A checkpoint of either form, and its weights."""
+    """A checkpoint of either form, and its weights. An old folder has no check sum of .metadata."""
     model = build(CONFIG)
     vocabulary = TokenVocabulary(["a", "b", "c", "d", "e"]).to_bytes()
     content = {"step": 3, "kind": "transformer", "config": vars(CONFIG), "recipe": {},
@@ -40,9 +40,10 @@ def checkpoint(request, tmp_path):
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save(tensors, checkpoint_id=path, no_dist=True)
-        files = {file.name: check_sum(file) for file in path.glob("*.distcp")}
-        content |= {"format": FORMAT, "version": VERSION, "files": files}
+            save_folder(path, content, tensors, Ranks())
+    if request.param == "old folder":
+        content = torch.load(path / "run.pt", weights_only=True)
+        del content["files"][".metadata"]
         torch.save(content, path / "run.pt")
     return path, weights
 
@@ -76,19 +77,24 @@ def flip(path, known):
     path.write_bytes(data)
 
 
+def shorten(path):
+    """Makes a tensor's part on disk one row shorter in .metadata, as one bit there can."""
+    metadata = Reader(path).read_metadata()
+    metadata.state_dict_metadata["model.embedding.weight"].chunks[0].sizes = torch.Size((8, 8))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda p: (p / "run.pt").unlink(), "expected a checkpoint, got a folder without run.pt"),
         (lambda p: (p / ".metadata").unlink(), "got a folder without .metadata"),
-        (lambda p: (p / ".metadata").write_bytes(b"no"), "cut short or damaged"),
+        (shorten, "damaged in its file .metadata"),
         (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read (No such file"),
         (lambda p: (p / "__0_0.distcp").write_bytes(b"short"), "damaged in its file __0_0.distcp"),
         (lambda p: flip(p / "__0_0.distcp", ONES), "damaged in its file __0_0.distcp"),
         (lambda p: torch.save({"format": "x"}, p / "run.pt"), "got other torch.save content"),
         (lambda p: torch.save([1], p / "run.pt"), "got other torch.save content"),
-        (lambda p: (p / ".metadata").write_bytes(pickle.dumps({"a": 1})), "cut short or damaged"),
-        (lambda p: (p / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), "cut short or damaged"),
         (lambda p: flip(p / "run.pt", b"deepfast-checkpoint"), "damaged in its part"),
     ],
 )
@@ -102,14 +108,18 @@ def test_a_damaged_folder_is_one_sentence(checkpoint, tmp_path, capsys, break_it
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("checkpoint", ["folder"], indirect=True)
-def test_metadata_cannot_run_code(checkpoint, tmp_path, capsys):
-    class Evil:
-        def __reduce__(self):
-            return print, ("ran",)
+class Evil:
+    def __reduce__(self):
+        return print, ("ran",)
 
+
+@pytest.mark.parametrize(
+    "data", [b"no", b"\x80\x04\x8c\x01\xff.", pickle.dumps({"a": 1}), pickle.dumps(Evil())]
+)
+@pytest.mark.parametrize("checkpoint", ["old folder"], indirect=True)
+def test_metadata_without_a_check_sum_cannot_run_code(checkpoint, tmp_path, capsys, data):
     path, _ = checkpoint
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (path / ".metadata").write_bytes(data)
     assert main(["export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
     captured = capsys.readouterr()
     assert "ran" not in captured.out

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from deepfast.mt.models.checkpoint_file import read_file
 
-RUN = "run.pt"
+RUN, METADATA = "run.pt", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 SAFE = {
@@ -58,7 +58,7 @@ class Reader(dcp.FileSystemReader):
     """Reads the metadata without running code of the file, and compares the tensors' check sums."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        content = Path(self.path, ".metadata").read_bytes()
+        content = Path(self.path, METADATA).read_bytes()
         try:
             metadata = _Unpickler(io.BytesIO(content)).load()
         # Damaged data can raise anything: pickle lists only some of it.
@@ -77,10 +77,12 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: the folder is not such a checkpoint, or it is damaged.
     """
-    for name in (RUN, ".metadata"):
+    for name in (RUN, METADATA):
         if not Path(path, name).exists():
             raise ValueError(f"{path}: expected a checkpoint, got a folder without {name}")
     content = read_file(Path(path, RUN))
+    # Folders of earlier versions have no check sum of it.
+    check_files(Path(path), {k: v for k, v in content.get("files", {}).items() if k == METADATA})
     try:
         shapes(path)
     except (OSError, pickle.UnpicklingError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.checkpoint_folder import (
+    METADATA,
     MODEL,
     OPTIMIZER,
     RUN,
@@ -47,7 +48,7 @@ def save_folder(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=ranks.slow)
         mine = {file.name: check_sum(file) for file in temporary.glob(f"__{ranks.rank}_*.distcp")}
         files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
-        ranks.by_first(lambda: _finish(temporary, path, content | {"files": files}))
+        ranks.by_first(lambda: _finish(temporary, path, content, files))
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         if isinstance(error, (ToldError, dist.DistError)):
             raise
@@ -65,9 +66,10 @@ def _begin(temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _finish(temporary: Path, path: Path, content: dict[str, Any]) -> None:
+def _finish(temporary: Path, path: Path, content: dict[str, Any], files: dict[str, int]) -> None:
+    files = files | {METADATA: check_sum(temporary / METADATA)}
     with open(temporary / RUN, "wb") as stream:
-        torch.save({"format": FORMAT, "version": VERSION} | content, stream)
+        torch.save({"format": FORMAT, "version": VERSION, "files": files} | content, stream)
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(temporary)
