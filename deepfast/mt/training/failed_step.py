@@ -1,4 +1,5 @@
-"""A step whose loss or gradient is not finite: where it went wrong first, and on which rank."""
+"""A step whose loss, gradient or weights are not finite: where it went wrong first, and on which
+rank."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from deepfast.mt.training.nonfinite import (
     first_nonfinite_gradient,
     first_nonfinite_module,
     first_nonfinite_output_gradient,
+    first_nonfinite_parameter,
 )
 from deepfast.mt.training.parallel import is_sharded, syncing
 from deepfast.mt.training.shares import Share
@@ -47,6 +49,21 @@ def not_finite(
     return NotFiniteError(
         f"step {step}: the loss is {losses[rank]}; the first value that is not finite is {where}"
     )
+
+
+def check_weights(trainer: Trainer) -> None:
+    """Refuses weights that the last step has made NaN or infinite; all ranks call it.
+
+    The loss of the next step would tell, but they may be validated or saved before it.
+
+    Raises:
+        NotFiniteError: a parameter is not finite.
+        ToldError: it is one of another rank's share.
+    """
+    name = first_nonfinite_parameter(trainer.model)
+    if any(bad for (bad,) in trainer.ranks.rows(name is not None)):
+        text = f"step {trainer.step}: the parameter {name} is not finite after the update"
+        raise NotFiniteError(text) if name else ToldError(text)
 
 
 def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int) -> TrainingError:

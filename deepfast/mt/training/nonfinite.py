@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepfast.mt.training.parallel import local
+
 
 class _Found(Exception):
     """Ends the forward pass at the first output that is not finite."""
@@ -81,3 +83,8 @@ def first_nonfinite_gradient(model: nn.Module) -> str | None:
     bad = [name for name, p in model.named_parameters() if p.grad is not None
            and not _finite(p.grad)]  # fmt: skip
     return bad[-1] if bad else None
+
+
+def first_nonfinite_parameter(model: nn.Module) -> str | None:
+    """The first parameter, in the model's order, that is not finite on this rank."""
+    return next((name for name, p in model.named_parameters() if not _finite(local(p))), None)

@@ -142,8 +142,12 @@ def like(full: Tensor, own: Any) -> Tensor:
     return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def local_bytes(tensor: Any) -> int:
+def local(tensor: Any) -> Tensor:
+    """This rank's share of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_bytes(tensor: Tensor) -> int:
     """Bytes of this rank's share."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
+    tensor = local(tensor)
     return tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ is `Trainer.train_step`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from deepfast.mt.training.environment import (
     settings,
 )
 from deepfast.mt.training.errors import CheckpointError, NotFiniteError, RecipeError, ToldError
+from deepfast.mt.training.failed_step import check_weights
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.lock import only_run
 from deepfast.mt.training.memory import fit_memory, set_policy
@@ -243,13 +245,7 @@ class _Run:
         """Trains until a limit or a signal stops it, and returns which."""
         trainer, section = self.trainer, self.section
         while (stopped := self._stopped(signal)) is None:
-            try:
-                trainer.train_step()
-            except NotFiniteError as error:
-                if not self.ranks.alone:
-                    raise
-                last = self.saved or "none"
-                raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
+            self._finite(trainer.train_step)
             if self.recipe.memory is not None and trainer.device.type == "cpu":
                 release_freed_memory()
             if trainer.step % section.log_every == 0:
@@ -259,6 +255,15 @@ class _Run:
             if trainer.step % section.save_every == 0:
                 self._save()
         return stopped
+
+    def _finite(self, work: Callable[[], None]) -> None:
+        """Does the work; where it meets a value that is not finite, names the last checkpoint."""
+        try:
+            work()
+        except NotFiniteError as error:
+            if not self.ranks.alone:
+                raise
+            raise NotFiniteError(f"{error}; last checkpoint: {self.saved or 'none'}") from error
 
     def _stopped(self, signal: StopSignal) -> str | None:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
@@ -298,6 +303,7 @@ class _Run:
         trainer = self.trainer
         if not trainer.corpus.dev_batches:
             return
+        self._finite(lambda: check_weights(trainer))
         found = trainer.validate()
         best = trainer.record(found.nll)
         row: dict[str, Any] = {"step": trainer.step} | found.row
@@ -309,6 +315,7 @@ class _Run:
             self.saving.best()
 
     def _save(self) -> None:
+        self._finite(lambda: check_weights(self.trainer))
         self.trainer.seconds = self.seconds
         self.saved = self.ranks.saved = self.saving.step()
 
