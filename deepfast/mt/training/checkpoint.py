@@ -33,6 +33,7 @@ from deepfast.mt.models.checkpoint import read_checkpoint, vocabulary_bytes
 from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.transformer_config import without_unread
 from deepfast.mt.training.errors import CheckpointError
+from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.report import METRICS
 
 KEYS = {"step": int, "config": dict, "model": dict, "vocabulary": bytes, "recipe": dict}
@@ -196,9 +197,13 @@ def recover(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(old, path)
-    for part in (*folder.glob(".step-*.part"), *folder.glob(".step-*.gone")):
+    # What ranks began is a folder, what one process began is a file.
+    begun = (".step-*.part", ".step-*.gone", f".{BEST}.*.part", f".{AVERAGE}.*.part")
+    for part in (path for pattern in begun for path in folder.glob(pattern)):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink()
 
 
 def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
@@ -216,22 +221,44 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     present = step_checkpoints(folder)
     if resume is True:
         return present[-1] if present else None
-    if resume is False:
+    path = Path(resume) if resume else None
+    if path is None or path.resolve().parent != folder.resolve():
         ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
-        if ours:
+        # Ranks that torchrun starts again before their first checkpoint find their own metrics.
+        if present or (ours and not restarts()):
             raise CheckpointError(
                 f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
                 "continue it with resume=true, or choose another with output=FOLDER"
             )
-        return None
-    path = Path(resume)
-    later = [p for p in present if not path.exists() or not p.samefile(path)]
-    if later and (path.parent.resolve() != folder.resolve() or later[-1].name > path.name):
+        return path
+    # A copy may have any name.
+    step = load_checkpoint(path, optimizer=False)["step"] if present else 0
+    if present and _step(present[-1]) > step:
         raise CheckpointError(
             f"{folder}: expected a folder without later checkpoints than {path}, got "
-            f"{later[-1].name}: choose another with output=FOLDER"
+            f"{present[-1].name}: choose another with output=FOLDER"
         )
     return path
+
+
+def intact_instead(folder: Path) -> str:
+    """What to do where a run's newest checkpoint is damaged, as the end of a sentence that says so;
+    empty where it is intact."""
+    damaged: list[str] = []
+    for path in (*reversed(step_checkpoints(folder)), *folder.glob(BEST)):
+        try:
+            resumable = "training" in load_checkpoint(path, optimizer=False)
+        except CheckpointError:
+            damaged.append(path.name)
+            continue
+        if resumable and damaged:
+            return (
+                f"; the newest intact one is {path}: move {', '.join(damaged)} out of the folder "
+                f"and continue with resume={path}"
+            )
+        if resumable:
+            return ""
+    return "; no other one is intact" if damaged else ""
 
 
 def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:

@@ -219,8 +219,9 @@ class Recipe:
     """Folder for checkpoints and metrics. It must be empty or new, unless the run resumes."""
     resume: bool | str = False
     """True: continue from the newest checkpoint in `output`, or start where there is none. A path:
-    continue from that file. The recipe may have changed, but not in what the run began with: its
-    text, vocabulary, seed and model."""
+    continue from that checkpoint, in a new folder or, if no later one is there, in its own. The
+    recipe may have changed, but not in what the run began with: its text, vocabulary, seed and
+    model."""
 
     def __post_init__(self):
         # Refuses a model that cannot be built, before any data is read.

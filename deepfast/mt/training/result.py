@@ -21,7 +21,7 @@ class TrainResult:
     checkpoint: Path | None
     """The newest checkpoint, from which a run resumes."""
     best: Path | None
-    """The checkpoint with the lowest dev NLL."""
+    """The checkpoint with the lowest dev NLL of all validations in this folder."""
     best_nll: float | None
     """Its dev NLL, nats per target token."""
     average: Path | None

@@ -20,7 +20,12 @@ from deepfast.mt.data import subwords
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.training.checkpoint import BEST, checkpoint_to_resume, step_checkpoints
+from deepfast.mt.training.checkpoint import (
+    BEST,
+    checkpoint_to_resume,
+    intact_instead,
+    step_checkpoints,
+)
 from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
 from deepfast.mt.training.environment import (
     StopSignal,
@@ -75,7 +80,12 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
             resolve_device(part.train.device)
         for part in parts:
             with settings(part.train):
-                result = _Run(part, quiet, stage(recipe, part), ranks).go()
+                try:
+                    run = _Run(part, quiet, stage(recipe, part), ranks)
+                except CheckpointError as error:
+                    more = intact_instead(Path(part.output)) if part.resume is True else ""
+                    raise CheckpointError(f"{error}{more}") from error
+                result = run.go()
             if result.stopped in SIGNALS:
                 break
         return result
@@ -111,7 +121,6 @@ class _Run:
         self.saved: Path | None = ranks.by_first(
             lambda: checkpoint_to_resume(recipe.output, recipe.resume)
         )
-        ranks.saved = self.saved
         content = read_start(self.saved, ranks) if self.saved else None
         if content is not None:
             check_kept(recipe, content["recipe"], content["step"], self.saved)
@@ -137,10 +146,13 @@ class _Run:
                 self.changed = differences(before, recipe.to_dict())
                 if (size := self.trainer.ranks_before) != ranks.size:
                     self.changed.append(f"ranks {size} -> {ranks.size}, with new dropout")
+                self.saving.find_best(self.saved)
             except (LookupError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
                 ) from error
+        # Not before it was read: it may be damaged.
+        ranks.saved = self.saved
         self.report = Report(
             self.folder,
             total_steps=self.section.max_steps,

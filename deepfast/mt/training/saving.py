@@ -6,6 +6,7 @@ first of them writes the best and the average as files without what resuming nee
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ class Saving:
     def step_path(self) -> Path:
         name = STEP_FILE.format(self.trainer.step)
         return self.folder / (name if self.ranks.alone else name.removesuffix(".pt"))
+
+    def find_best(self, start: Path) -> None:
+        """Forgets the best so far where it is not in this folder: where the run resumes from a
+        file of another one, or where it was removed. The next validation is then the best."""
+
+        def here() -> bool:
+            return start.resolve().parent == self.folder.resolve() and (self.folder / BEST).exists()
+
+        if not self.ranks.by_first(here):
+            self.trainer.best_nll, self.trainer.best_step = math.inf, 0
 
     def step(self) -> Path:
         """Saves what the run resumes from, and removes what is older than the recipe keeps."""
