@@ -226,9 +226,11 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
         ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
         # Ranks that torchrun starts again before their first checkpoint find their own metrics.
         if present or (ours and not restarts()):
+            # Without a checkpoint resume=true would begin anew.
+            again = "continue it with resume=true, or " if present else ""
             raise CheckpointError(
                 f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
-                "continue it with resume=true, or choose another with output=FOLDER"
+                f"{again}choose another with output=FOLDER"
             )
         return path
     # A copy may have any name.
