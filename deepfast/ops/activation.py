@@ -7,6 +7,7 @@ from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.activation import KINDS
+from deepfast.reference.activation import activation as reference
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -93,6 +94,7 @@ _activation = register(
     flops=no_flops,
     setup=_setup,
     backward=_backward,
+    plain=lambda a: reference(a.h, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed),
 )
 
 

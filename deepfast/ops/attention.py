@@ -78,6 +78,15 @@ _attention_grad = register(
 )
 
 
+def _plain(a):
+    # The reference reads the lengths, which a graph cannot. Torch draws the dropout mask itself.
+    o = torch_attention.sdpa(
+        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.left,
+        a.right, a.scale, a.dropout_p,
+    )  # fmt: skip
+    return (o,)
+
+
 def _setup(ctx, a, results):
     return a._asdict() | results._asdict()
 
@@ -100,6 +109,7 @@ _attention = register(
     cast=("q", "k", "v"),
     setup=_setup,
     backward=_backward,
+    plain=_plain,
     public=1,
 )
 

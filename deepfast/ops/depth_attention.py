@@ -10,6 +10,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register
+from deepfast.reference.depth_attention import depth_attention as reference
 from deepfast.reference.layer_norm import compute_dtype
 
 NORMS = ("rms", None)
@@ -112,6 +113,9 @@ _depth_attention = register(
     flops=_flops,
     setup=_setup,
     backward=_backward,
+    plain=lambda a: reference(
+        a.sources, a.query, scores=a.scores, norm="rms" if a.norm else None, eps=a.eps
+    ),
     public=2,
 )
 

@@ -14,6 +14,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register
+from deepfast.reference.depth_mix import depth_mix as reference
 from deepfast.reference.layer_norm import compute_dtype
 
 
@@ -112,6 +113,9 @@ _depth_mix = register(
     flops=_flops,
     setup=_setup,
     backward=_backward,
+    plain=lambda a: (
+        reference(a.sources, a.weight, norm_weight=a.norm_weight, norm_bias=a.norm_bias, eps=a.eps),
+    ),
     public=1,
 )
 
@@ -214,6 +218,7 @@ _depth_mix_tokens = register(
     flops=lambda a: a.weight[-1] * _flops(a),
     setup=lambda ctx, a, results: a._asdict(),
     backward=_token_backward,
+    plain=lambda a: reference(a.sources, a.weight),
 )
 
 

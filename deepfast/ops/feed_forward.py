@@ -18,9 +18,10 @@ from deepfast.ops.layer_norm import (
     empty_results,
     kept_sum,
     norm_gradients,
+    plain_norm,
 )
 from deepfast.ops.register import register
-from deepfast.reference.activation import KINDS
+from deepfast.reference.activation import KINDS, activation
 
 
 def _forward(a):
@@ -142,6 +143,15 @@ _feed_forward_grad = register(
 )
 
 
+def _plain(a):
+    n, s = plain_norm(a, a.norm_weight, a.norm_bias)
+    h = F.linear(n, a.up)
+    h = activation(
+        h, a.activation, bias=a.up_bias, dropout_p=a.activation_p, seed=a.activation_seed
+    )
+    return F.linear(h, a.down, a.down_bias), s, n
+
+
 def _setup(ctx, a, results):
     ctx.want_norm = a.want_norm
     return {
@@ -174,6 +184,7 @@ _feed_forward = register(
     cast=("x", "residual", "up", "down", "down_bias"),
     setup=_setup,
     backward=_backward,
+    plain=_plain,
     public=3,
 )
 

@@ -10,6 +10,7 @@ from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.layer_norm import compute_dtype
+from deepfast.reference.layer_norm import layer_norm as reference
 
 
 def compute(x, residual, weight, bias, eps, rms, dropout_p, seed, backend):
@@ -94,6 +95,13 @@ def norm_gradients(op, ctx, kept: dict, **grads: Tensor | None) -> dict[str, Ten
     return found
 
 
+def plain_norm(a, weight, bias) -> tuple[Tensor, Tensor]:
+    """y and sum of an op that begins with a layer-norm, in plain torch."""
+    return reference(
+        a.x, weight, bias, a.eps, residual=a.residual, dropout_p=a.dropout_p, seed=a.seed, rms=a.rms
+    )
+
+
 def _setup(ctx, a, results):
     return {
         "sum": kept_sum(ctx, a, results), "weight": a.weight, "rms": a.rms,
@@ -118,6 +126,7 @@ _layer_norm = register(
     flops=no_flops,
     setup=_setup,
     backward=_backward,
+    plain=lambda a: plain_norm(a, a.weight, a.bias),
     public=2,
 )
 

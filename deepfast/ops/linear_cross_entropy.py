@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import backend as backends
@@ -11,6 +12,7 @@ from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import register
 from deepfast.reference.layer_norm import compute_dtype
+from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 
 REDUCTIONS = ("mean", "sum")
 
@@ -118,6 +120,15 @@ def _forward(a):
     return loss, nll, correct, dhidden, dweight, dbias, scale
 
 
+def _plain(a):
+    weight, bias = (None if p is None else p.to(a.hidden.dtype) for p in (a.weight, a.bias))
+    loss, nll = reference(
+        a.hidden, weight, a.target, bias=bias, label_smoothing=a.label_smoothing,
+        ignore_index=a.ignore_index, reduction="mean" if a.mean else "sum",
+    )  # fmt: skip
+    return loss, nll, (F.linear(a.hidden, weight, bias).argmax(-1) == a.target).sum()
+
+
 def _fake(a):
     dtype = compute_dtype(a.hidden.dtype)
     loss = a.hidden.new_empty((), dtype=dtype)
@@ -196,6 +207,7 @@ _linear_cross_entropy = register(
     cast=("hidden",),
     setup=_setup,
     backward=_backward,
+    plain=_plain,
     public=3,
 )
 

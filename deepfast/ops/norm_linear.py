@@ -15,6 +15,7 @@ from deepfast.ops.layer_norm import (
     empty_results,
     kept_sum,
     norm_gradients,
+    plain_norm,
 )
 from deepfast.ops.register import register
 
@@ -73,6 +74,11 @@ _norm_linear_grad = register(
 )
 
 
+def _plain(a):
+    n, s = plain_norm(a, a.norm_weight, a.norm_bias)
+    return F.linear(n, a.weight, a.bias), s
+
+
 def _setup(ctx, a, results):
     return {
         "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
@@ -100,6 +106,7 @@ _norm_linear = register(
     cast=("x", "residual", "weight", "bias"),
     setup=_setup,
     backward=_backward,
+    plain=_plain,
     public=2,
 )
 

@@ -10,6 +10,7 @@ from deepfast import checks
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register, watched
 from deepfast.reference.layer_norm import compute_dtype
+from deepfast.reference.peephole_lstm import peephole_lstm as reference
 
 
 def _launches(like: Tensor, backend: str | None):
@@ -108,6 +109,17 @@ _peephole_lstm_grad = register(
 )
 
 
+def _plain(a):
+    if isinstance(a.f.shape[0], torch.SymInt):
+        raise ValueError(
+            "peephole_lstm: a decomposition has one block of ops for each of f's positions, so "
+            "their number T must be fixed, got a dynamic one"
+        )
+    return reference(
+        a.f, a.weight, a.peephole, h0=a.h0, c0=a.c0, lengths=a.lengths, reverse=a.reverse
+    )
+
+
 def _setup(ctx, a, results):
     return {
         "weight": a.weight, "peephole": a.peephole, "h0": a.h0, "c0": a.c0, "lengths": a.lengths,
@@ -136,6 +148,7 @@ _peephole_lstm = register(
     cast=("f", "weight", "h0"),
     setup=_setup,
     backward=_backward,
+    plain=_plain,
     public=3,
 )
 

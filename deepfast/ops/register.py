@@ -1,6 +1,7 @@
 """Registers ops with torch, so that torch's tools work on them.
 
-A registered op has a schema, a fake implementation, autograd, an autocast rule and a FLOP formula.
+A registered op has a schema, a fake implementation, autograd, an autocast rule, a FLOP formula and
+a decomposition into torch's ops.
 `torch.compile`, selective checkpointing, FLOP counters and export then see one op and no Python.
 The dispatcher's Python wrappers cost tens of microseconds per call. So plain eager code calls a
 bare `torch.autograd.Function` over the same functions; modes and tracers get the registered op.
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from deepfast import backend
 from deepfast.launches import LAUNCHES, Launch
 from deepfast.ops import common
+from deepfast.ops.decompose import register_decomposition
 
 LIBRARY = torch.library.Library("deepfast", "FRAGMENT")
 
@@ -194,6 +196,7 @@ def register(
     cast: tuple[str, ...] = (),
     setup: Callable | None = None,
     backward: Callable | None = None,
+    plain: Callable | None = None,
     public: int | None = None,
     raw_flops: bool = False,
 ) -> Op:
@@ -216,6 +219,8 @@ def register(
         backward: (ctx, kept, grads) -> the gradients, by the operands' names; a missing one is
             None. ``kept`` is what setup returned, ``grads`` has the results' gradients by name, and
             ``ctx.needs`` says by name which operands need one. None for an op without autograd.
+        plain: (operands) -> the public results, by torch's ops alone, for exported programs that
+            are decomposed; needed with backward.
         public: how many results the returned function returns; the others are for backward only.
     """
     packet, operands, results = _define(schema)
@@ -234,8 +239,8 @@ def register(
         # Also where nothing is cast: inside the op autocast must not change the products.
         for device_type in ("cpu", "cuda"):
             _autocast_rule(op, operands, cast, device_type)
-    if autograd:
         _register_autograd(autograd, public)
+        register_decomposition(op, operands, plain, fake, LIBRARY)
     call = _caller(op, operands, forward, autograd, cast, public)
     call.operands, call.results = operands, results
     return call

@@ -101,7 +101,7 @@ def case(name, backend, p, tokens=T, dim=D):
 
     def linear_cross_entropy(hidden, w, b):
         return ops.linear_cross_entropy(
-            hidden, w, labels(len(hidden)), bias=b, label_smoothing=SMOOTHING, return_nll=True,
+            hidden, w, labels(hidden.shape[0]), bias=b, label_smoothing=SMOOTHING, return_nll=True,
             backend=backend,
         )  # fmt: skip
 
