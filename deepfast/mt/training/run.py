@@ -28,6 +28,7 @@ from deepfast.mt.training.checkpoint import (
 )
 from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
 from deepfast.mt.training.environment import (
+    SIGNALS,
     StopSignal,
     give_back_large_blocks,
     new_folder,
@@ -49,8 +50,6 @@ from deepfast.mt.training.report import Report
 from deepfast.mt.training.result import TrainResult
 from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer
-
-SIGNALS = ("SIGINT", "SIGTERM")
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
@@ -281,12 +280,13 @@ class _Run:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
         if self.ranks.alone:
             return signal.name or self._due(self.seconds)
-        mine = SIGNALS.index(signal.name) if signal.name else -1
+        names = list(SIGNALS)
+        mine = names.index(signal.name) if signal.name else -1
         rows = self.ranks.rows(mine, self.seconds)
         for rank, (number, _) in enumerate(rows):
             if number >= 0:
                 self.signalled = rank
-                return SIGNALS[int(number)]
+                return names[int(number)]
         return self._due(rows[0][1])
 
     def _complete(self) -> None:
