@@ -249,9 +249,7 @@ def _ending(active: dict[Run, subprocess.Popen]):
 
     main = threading.current_thread() is threading.main_thread()
     before = {
-        number: signal.signal(number, interrupt)
-        for number in heeded("SIGTERM", "SIGHUP")
-        if main
+        number: signal.signal(number, interrupt) for number in heeded("SIGTERM", "SIGHUP") if main
     }
     try:
         yield

@@ -37,8 +37,10 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
         try:
             yield
         finally:
-            if _is_at(stream, path):
-                path.unlink()
+            # An error would hide that of the run. A file that stays is not locked.
+            with contextlib.suppress(OSError):
+                if _is_at(stream, path):
+                    path.unlink()
             stream.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,13 @@ from deepfast.mt.training.environment import (
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError, RecipeError, ToldError
+from deepfast.mt.training.errors import (
+    CheckpointError,
+    NotFiniteError,
+    RecipeError,
+    ToldError,
+    TrainingError,
+)
 from deepfast.mt.training.failed_step import check_weights
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.lock import only_run
@@ -204,7 +210,9 @@ class _Run:
             self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
             return self._finish(stopped)
         except BaseException as error:
-            self.report.note(f"{type(error).__name__}: {error}")
+            # What stopped the run, such as a full disk, may stop its log too.
+            with suppress(TrainingError):
+                self.report.note(f"{type(error).__name__}: {error}")
             raise
         finally:
             self.report.close()

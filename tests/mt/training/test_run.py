@@ -13,10 +13,12 @@ from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import (
     CheckpointError,
     NotFiniteError,
+    TrainingError,
     load_checkpoint,
     train,
 )
 from deepfast.mt.training import checkpoint as checkpoint_module
+from deepfast.mt.training.report import Report
 from deepfast.mt.training.trainer import Trainer, Validation
 
 TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
@@ -265,6 +267,19 @@ def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path,
     assert not list((tmp_path / "run").glob(".*part"))
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert rows(resumed.output) == rows(whole.output)
+
+
+def test_a_log_that_cannot_be_written_hides_no_error(make_recipe, monkeypatch):
+    def full(self, line):
+        raise TrainingError("the log cannot be written")
+
+    def die(trainer):
+        monkeypatch.setattr(Report, "note", full)
+        raise Killed("own error")
+
+    at_step(monkeypatch, 2, die)
+    with pytest.raises(Killed, match="own error"):
+        train(make_recipe(), quiet=True)
 
 
 def test_patience_stops(make_recipe, monkeypatch):
