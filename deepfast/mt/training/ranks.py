@@ -141,7 +141,7 @@ class Ranks:
         try:
             if _connection_lost(error):
                 text = self._roll_call() or text
-            text += f"; last checkpoint: {self.saved}" if self.saved else ""
+            text += self._last()
             if self.store.add("failures", 1) > 1:
                 return ToldError(text)
             self.store.set("failure", text)
@@ -149,9 +149,13 @@ class Ranks:
             # The store went down with torchrun: there is nobody to agree with.
             if _connection_lost(error):
                 text = f"rank {self.rank}: torchrun does not answer, killed from outside"
-                text += f"; last checkpoint: {self.saved}" if self.saved else ""
+                text += self._last()
         kinds = (CheckpointError, NotFiniteError, RecipeError)
         return (type(error) if isinstance(error, kinds) else TrainingError)(text)
+
+    def _last(self) -> str:
+        """The last checkpoint in words, if its folder is still there."""
+        return f"; last checkpoint: {self.saved}" if self.saved and self.saved.exists() else ""
 
     def _raise_if_told(self) -> None:
         if self.store.check(["failure"]):

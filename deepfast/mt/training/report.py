@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.training.errors import TrainingError
+from deepfast.mt.training.lock import is_at
 from deepfast.mt.training.ranks import Ranks
 
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -84,12 +85,26 @@ class Report:
                     f"{self._own.name}: cannot be written ({error.strerror})"
                 ) from error
 
+    def check(self) -> None:
+        """Ends a run whose folder or metrics are no longer there, before it writes more.
+
+        Raises:
+            TrainingError: the file of metrics was removed or replaced.
+        """
+        if self._stream is not None and not is_at(self._stream, self.path):
+            raise TrainingError(
+                f"{self.path}: expected the file that this run writes, got "
+                f"{'another one' if self.path.exists() else 'none'}: it or its folder was removed "
+                "or replaced during the run"
+            )
+
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
         row = {"event": event, "seconds": round(seconds, 3)} | row
         # JSON has neither NaN nor infinity, which a perplexity may reach.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in row.items()}  # fmt: skip
+        self.check()
         try:
             if self._stream is not None:
                 self._stream.write(json.dumps(plain, allow_nan=False) + "\n")

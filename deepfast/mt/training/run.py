@@ -335,6 +335,7 @@ class _Run:
             self.saving.best()
 
     def _save(self) -> None:
+        self.report.check()
         self._finite(lambda: check_weights(self.trainer))
         self.trainer.seconds = self.seconds
         self.saved = self.ranks.saved = self.saving.step()
