@@ -7,11 +7,12 @@ with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
 torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 
-from deepfast.cli.outputs import replaces
+from deepfast.cli.outputs import flush_output, replaces
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
 
@@ -25,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from deepfast.mt import training
-    from deepfast.mt.training.environment import SIGNALS
-    from deepfast.mt.training.errors import ToldError
 
     if args.list:
         names = training.recipe_names()
@@ -52,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
             "resume=true continues its run"
         )
     try:
+        return _train(recipe, first=rank == "0")
+    finally:
+        # A run goes on without its standard output, and its exit code tells how it ended.
+        flush_output()
+
+
+def _train(recipe, first: bool) -> int:
+    """Trains; returns the exit code."""
+    from deepfast.cli.decoding import to_translate
+    from deepfast.mt import training
+    from deepfast.mt.training.environment import SIGNALS
+    from deepfast.mt.training.errors import ToldError
+
+    try:
         result = training.train(recipe)
     except ToldError:
         return 1
@@ -60,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
         # save.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
         return SIGNALS["SIGINT"]
-    if rank == "0" and result.stopped not in SIGNALS:
-        from deepfast.cli.decoding import to_translate
-
+    if first and result.stopped not in SIGNALS:
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []
-        print(to_translate(result.for_translation, *language))
+        with contextlib.suppress(OSError):
+            print(to_translate(result.for_translation, *language))
     return SIGNALS.get(result.stopped, 0)

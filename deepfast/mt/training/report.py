@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -65,14 +66,19 @@ class Report:
     def say(self, line: str) -> None:
         """One line for people."""
         self.note(line)
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-        elif not self.quiet:
-            try:
+        if self.quiet:
+            return
+        try:
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False)
+            else:
                 print(line, flush=True)
-            except BrokenPipeError:
-                # The reader, such as `| head`, has closed the pipe: training continues.
-                self.quiet = True
+        except OSError as error:
+            # A pipe or a terminal was closed, or a disk is full. The results are files.
+            self.quiet = True
+            if not isinstance(error, BrokenPipeError):
+                text = "standard output: cannot be written (%s); training goes on without it"
+                logging.getLogger("deepfast").warning(text, error.strerror)
 
     def note(self, line: str) -> None:
         """One line for this rank's log alone."""
@@ -125,7 +131,7 @@ class Report:
 
     def close(self) -> None:
         """Ends the bar and closes the files; may be called more than once."""
-        # On a full disk closing fails again and would hide the first error.
+        # On a full disk or a closed terminal this fails again and would hide the first error.
         for stream in (self._stream, self._own):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -134,7 +140,8 @@ class Report:
             with contextlib.suppress(OSError):
                 self._board.close()
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
 

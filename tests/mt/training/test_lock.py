@@ -71,9 +71,14 @@ def test_a_lock_that_cannot_be_removed_is_no_error_and_hides_none(tmp_path, monk
 
     with monkeypatch.context() as patch, only_run(tmp_path):
         patch.setattr(Path, method, read_only)
-    with pytest.raises(TrainingError, match="own error"), only_run(tmp_path):
-        monkeypatch.setattr(Path, method, read_only)
-        raise TrainingError("own error")
+
+    def fail():
+        with only_run(tmp_path):
+            monkeypatch.setattr(Path, method, read_only)
+            raise TrainingError("own error")
+
+    with pytest.raises(TrainingError, match="own error"):
+        fail()
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
