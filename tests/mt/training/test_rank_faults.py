@@ -148,6 +148,15 @@ def test_every_fault_ends_all_ranks_within_a_minute(fail, tmp_path, fault, kind,
 
 
 @pytest.mark.exhaustive
+def test_a_first_rank_that_is_stopped_while_it_works_for_all_is_named(fail, tmp_path):
+    _, error, code, seconds = fail(2, ["stopped_before_save"], rank=0)
+    assert code != 0
+    assert seconds < 60
+    (sentence,) = told(error)
+    check(tmp_path / "stopped_before_save", "stopped", [sentence], rank=0)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_scheduler_stops_all_ranks_with_a_checkpoint(fail, tmp_path, kind):
     out, _, code, seconds = fail(2, ["scheduler"], kind=kind)
