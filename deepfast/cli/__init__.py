@@ -15,6 +15,7 @@ import re
 import sys
 from typing import Any
 
+from deepfast.cli.outputs import flush_output
 from deepfast.version import __version__
 
 COMMANDS = {
@@ -66,9 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has closed the pipe. Python flushes stdout once more at exit, which must not
-        # fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has closed the pipe.
         if closed:
             print(f"{name}: standard output is closed", file=sys.stderr)
         return int(closed)
@@ -76,8 +75,13 @@ def main(argv: list[str] | None = None) -> int:
         # The user gets one sentence; DEEPFAST_DEBUG=1 shows the traceback.
         if os.environ.get("DEEPFAST_DEBUG"):
             raise
+        lost = flush_output()
+        if isinstance(error, OSError) and error.filename is None and lost is not None:
+            error.filename = "standard output"
         print(f"{name}: {_sentence(error)}", file=sys.stderr)
         return 1
+    finally:
+        flush_output()
 
 
 def _sentence(error: Exception) -> str:

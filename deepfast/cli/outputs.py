@@ -1,9 +1,22 @@
 """What commands check of their outputs before they work."""
 
+import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 PICTURES = (".svg", ".png")
+
+
+def flush_output() -> OSError | None:
+    """Flushes standard output, or returns why it cannot be written. What is left is then dropped:
+    Python flushes it once more at exit, which must not fail."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def replaces(output: Path, source: str | Path) -> bool:

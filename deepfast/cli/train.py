@@ -2,19 +2,19 @@
 
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
 resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
-continues from a file. Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 130
-or 143. On several GPUs: torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
+continues from a file. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
+with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
+torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 
-from deepfast.cli.outputs import replaces
+from deepfast.cli.outputs import flush_output, replaces
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
-
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from deepfast.mt import training
-    from deepfast.mt.training.errors import ToldError
 
     if args.list:
         names = training.recipe_names()
@@ -52,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
             "resume=true continues its run"
         )
     try:
+        return _train(recipe, first=rank == "0")
+    finally:
+        # A run goes on without its standard output, and its exit code tells how it ended.
+        flush_output()
+
+
+def _train(recipe, first: bool) -> int:
+    """Trains; returns the exit code."""
+    from deepfast.cli.decoding import to_translate
+    from deepfast.mt import training
+    from deepfast.mt.training.environment import SIGNALS
+    from deepfast.mt.training.errors import ToldError
+
+    try:
         result = training.train(recipe)
     except ToldError:
         return 1
@@ -59,10 +72,9 @@ def run(args: argparse.Namespace) -> int:
         # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a
         # save.
         print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
-        return EXIT_CODES["SIGINT"]
-    if rank == "0" and result.stopped not in EXIT_CODES:
-        from deepfast.cli.decoding import to_translate
-
+        return SIGNALS["SIGINT"]
+    if first and result.stopped not in SIGNALS:
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []
-        print(to_translate(result.for_translation, *language))
-    return EXIT_CODES.get(result.stopped, 0)
+        with contextlib.suppress(OSError):
+            print(to_translate(result.for_translation, *language))
+    return SIGNALS.get(result.stopped, 0)

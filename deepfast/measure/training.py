@@ -17,6 +17,7 @@ from deepfast.mt.models import Transformer
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, translate_lines
 from deepfast.mt.training import Recipe, TrainResult, load_recipe, train
+from deepfast.mt.training.environment import SIGNALS
 from deepfast.mt.training.report import read_metrics
 
 SAMPLES = 8
@@ -59,7 +60,7 @@ class Training:
             ],
         )  # fmt: skip
         result = train(recipe, quiet=True)
-        if result.stopped in ("SIGINT", "SIGTERM"):
+        if result.stopped in SIGNALS:
             # On Ctrl-C the trainer stops cleanly. Here the whole report must stop.
             raise KeyboardInterrupt
         rows = read_metrics(folder)

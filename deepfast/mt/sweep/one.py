@@ -21,7 +21,7 @@ from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.sweep.runs import INTERRUPTED, RESULT, read_recipe
 from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train
 from deepfast.mt.training.corpus import load_corpus
-from deepfast.mt.training.environment import peak_bytes, resolve_device, settings
+from deepfast.mt.training.environment import SIGNALS, peak_bytes, resolve_device, settings
 from deepfast.mt.training.growing import second_run
 from deepfast.mt.training.memory import set_policy
 from deepfast.mt.training.report import read_metrics
@@ -112,7 +112,7 @@ def main(folder: Path) -> int:
     except NotFiniteError as error:
         found["diverged"] = str(error)
     else:
-        if result.stopped in ("SIGINT", "SIGTERM"):
+        if result.stopped in SIGNALS:
             return INTERRUPTED
         found |= after(result)
     found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))

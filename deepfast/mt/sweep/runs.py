@@ -26,6 +26,7 @@ from deepfast.memory.units import format_bytes
 from deepfast.mt.data.text import make_folder, write_atomically
 from deepfast.mt.models import build
 from deepfast.mt.training import Recipe, recipe_from_dict
+from deepfast.mt.training.environment import heeded
 from deepfast.mt.training.recipe_file import differences
 
 RESULT, SETTINGS, LOG = "result.json", "settings.json", "log.txt"
@@ -248,9 +249,7 @@ def _ending(active: dict[Run, subprocess.Popen]):
 
     main = threading.current_thread() is threading.main_thread()
     before = {
-        number: signal.signal(number, interrupt)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if main
+        number: signal.signal(number, interrupt) for number in heeded("SIGTERM", "SIGHUP") if main
     }
     try:
         yield

@@ -62,9 +62,9 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
     # After a failed write, torch's writer raises a RuntimeError when it closes.
     cause = error if isinstance(error, OSError) else error.__context__ or error
     reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
-    return CheckpointError(
-        f"{path}: the checkpoint cannot be written ({reason}); earlier ones are intact"
-    )
+    # A folder that is gone took the earlier checkpoints with it.
+    kept = "; earlier ones are intact" if path.parent.is_dir() else ""
+    return CheckpointError(f"{path}: the checkpoint cannot be written ({reason}){kept}")
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from deepfast.mt.data.text import make_folder
 from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.recipe import TrainSection
 
+SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+"""The signals that stop a run with a checkpoint, and the exit codes of the command line."""
+
 
 def resolve_device(name: str | None) -> torch.device:
     """The device that a recipe names; None stands for cuda, or cpu where there is no GPU.
@@ -96,8 +99,20 @@ def new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
+def heeded(*names: str) -> list[int]:
+    """The numbers of signals, without those that the system lacks and without a SIGHUP that this
+    process ignores, as under nohup."""
+    return [
+        getattr(signal, name)
+        for name in names
+        if hasattr(signal, name)
+        and not (name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+    ]
+
+
 class StopSignal:
-    """Notes the first Ctrl-C or SIGTERM, for the run to stop; a second one ends the process.
+    """Notes the first of `SIGNALS`, for the run to stop; a second Ctrl-C or SIGTERM ends the
+    process.
 
     Only the main thread may handle signals: in others this does nothing.
 
@@ -109,26 +124,29 @@ class StopSignal:
     def __init__(self, *, stays: bool = False) -> None:
         self.stays = stays
         self.name: str | None = None
-        """"SIGINT" or "SIGTERM" once it has arrived."""
+        """One of `SIGNALS` once it has arrived."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in heeded(*SIGNALS):
                 self._before[number] = signal.signal(number, self._arrived)
         return self
 
     def _arrived(self, number: int, frame: Any) -> None:
         self.name = self.name or signal.Signals(number).name
         if not self.stays:
-            self._restore()
+            # A closed terminal sends SIGHUP twice: its shell does, and the kernel.
+            self._restore("SIGINT", "SIGTERM")
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
+        self._restore(*SIGNALS)
 
-    def _restore(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+    def _restore(self, *names: str) -> None:
+        for number in [n for n in self._before if signal.Signals(n).name in names]:
+            # A signal that arrives here restores some of them first.
+            if (before := self._before.pop(number, None)) is not None:
+                signal.signal(number, before)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -37,8 +37,10 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
         try:
             yield
         finally:
-            if _is_at(stream, path):
-                path.unlink()
+            # An error would hide that of the run. A file that stays is not locked.
+            with contextlib.suppress(OSError):
+                if is_at(stream, path):
+                    path.unlink()
             stream.close()
 
 
@@ -64,7 +66,7 @@ def _locked(path: Path, argument: str) -> TextIO:
             # Some file systems have no locks.
             return stream
         # The run before may have removed the file after it was opened here.
-        if _is_at(stream, path):
+        if is_at(stream, path):
             stream.truncate(0)
             stream.write(f"process {os.getpid()} on {socket.gethostname()}")
             stream.flush()
@@ -72,9 +74,9 @@ def _locked(path: Path, argument: str) -> TextIO:
         stream.close()
 
 
-def _is_at(stream: TextIO, path: Path) -> bool:
+def is_at(stream: TextIO, path: Path) -> bool:
     """Whether the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

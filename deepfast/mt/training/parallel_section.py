@@ -20,7 +20,9 @@ class ParallelSection:
     reshard: bool = True
     """With fsdp: free a gathered layer after forward, and gather it again in backward."""
     timeout: float = 45.0
-    """Seconds that a rank waits in a common call. A rank that has not come by then has failed."""
+    """Seconds that a rank waits in a common call. A rank that has not come by then has failed, and
+    so has a first rank that gives no sign of life for so long while the others wait for its
+    work."""
 
     def __post_init__(self):
         expect(self.kind in KINDS, "parallel.kind", f"one of {', '.join(KINDS)}", self.kind)

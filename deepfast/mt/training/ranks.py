@@ -33,6 +33,10 @@ Value = TypeVar("Value")
 
 ANSWER_EVERY, ANSWER_WITHIN = 0.5, 4.0
 """Seconds between two looks for a roll call, and seconds after which a rank counts as silent."""
+LOOK_EVERY = 0.02
+"""Seconds between two looks of a rank that waits for the first one."""
+ALIVE = "alive"
+"""The store's count of the first rank's signs of life."""
 RUNS = itertools.count()
 """Numbers of the runs of this process."""
 LONG = timedelta(hours=1)
@@ -61,8 +65,10 @@ def restarts() -> int:
 class Ranks:
     """This process among those of the run."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None):
-        self.rank, self.size, self.store = rank, size, store
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: dist.Store | None = None, timeout: float = 45.0
+    ):
+        self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
         self.alone = store is None
         """Whether torchrun did not start this process."""
         self.signal: StopSignal | None = None
@@ -105,10 +111,12 @@ class Ranks:
         return found
 
     def by_first(self, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns on the first rank, for all ranks. The others wait without a limit.
+        """What ``work`` returns on the first rank, for all ranks. The others wait as long as the
+        first one gives signs of life, because a vocabulary or a checkpoint may take long.
 
         Raises:
             ToldError: another rank has failed in the meantime.
+            DistNetworkError: the first rank has given no sign of life for the timeout.
         """
         if self.alone:
             return work()
@@ -118,7 +126,7 @@ class Ranks:
             # The type of torch's stub leaves bytes out, which a store takes and gives back.
             self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
             return result
-        called = False
+        called, signs, silent = False, 0, 0.0
         while not self.store.check([name]):
             self._raise_if_told()
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
@@ -126,7 +134,12 @@ class Ranks:
                 called = True
                 if self._roll_call() and not self.store.check([name]):
                     raise dist.DistNetworkError("the first rank does not answer")
-            time.sleep(0.02)
+            before, signs = signs, self.store.add(ALIVE, 0)
+            # Not by the clock: a machine or a job that is suspended stops all ranks together.
+            silent = silent + LOOK_EVERY if signs == before else 0.0
+            if silent > max(self.timeout, ANSWER_WITHIN):
+                raise dist.DistNetworkError("the first rank gives no sign of life")
+            time.sleep(LOOK_EVERY)
         return pickle.loads(self.store.get(name))
 
     def blame(self, error: BaseException) -> BaseException:
@@ -141,7 +154,7 @@ class Ranks:
         try:
             if _connection_lost(error):
                 text = self._roll_call() or text
-            text += f"; last checkpoint: {self.saved}" if self.saved else ""
+            text += self._last()
             if self.store.add("failures", 1) > 1:
                 return ToldError(text)
             self.store.set("failure", text)
@@ -149,9 +162,13 @@ class Ranks:
             # The store went down with torchrun: there is nobody to agree with.
             if _connection_lost(error):
                 text = f"rank {self.rank}: torchrun does not answer, killed from outside"
-                text += f"; last checkpoint: {self.saved}" if self.saved else ""
+                text += self._last()
         kinds = (CheckpointError, NotFiniteError, RecipeError)
         return (type(error) if isinstance(error, kinds) else TrainingError)(text)
+
+    def _last(self) -> str:
+        """The last checkpoint in words, if its folder is still there."""
+        return f"; last checkpoint: {self.saved}" if self.saved and self.saved.exists() else ""
 
     def _raise_if_told(self) -> None:
         if self.store.check(["failure"]):
@@ -178,14 +195,16 @@ class Ranks:
         return [r for r in range(self.size) if not self.store.check([f"here/{r}"])]
 
     def answer_roll_calls(self) -> None:
-        """Starts a thread that answers while the process lives, also when it waits for others."""
+        """Starts a thread that answers while the process lives, also when it waits for others. On
+        the first rank it gives the signs of life."""
 
         def answer() -> None:
             with contextlib.suppress(dist.DistError):
                 while not self._left.wait(ANSWER_EVERY):
+                    if self.first:
+                        self.store.add(ALIVE, 1)
                     if self.store.check(["roll call"]):
                         self.here()
-                        return
 
         self._answering = threading.Thread(target=answer, name="roll calls", daemon=True)
         self._answering.start()
@@ -205,7 +224,8 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
 
     Args:
         device: of this rank. Small numbers always travel through the CPU.
-        timeout: seconds after which a rank that does not come to a common call has failed.
+        timeout: seconds after which a rank that does not come to a common call has failed, and a
+            first rank without a sign of life.
 
     Raises:
         ToldError: another rank has failed, and has said so.
@@ -227,7 +247,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
     # A process may train several recipes, one after the other. torchrun keeps the store when it
     # starts the ranks again.
     store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)
-    ranks = Ranks(rank, size, store)
+    ranks = Ranks(rank, size, store, timeout)
     ranks.answer_roll_calls()
     with StopSignal(stays=True) as ranks.signal:
         try:

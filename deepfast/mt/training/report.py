@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data.text import write_atomically
 from deepfast.mt.training.errors import TrainingError
+from deepfast.mt.training.lock import is_at
 from deepfast.mt.training.ranks import Ranks
 
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -64,14 +66,19 @@ class Report:
     def say(self, line: str) -> None:
         """One line for people."""
         self.note(line)
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-        elif not self.quiet:
-            try:
+        if self.quiet:
+            return
+        try:
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False)
+            else:
                 print(line, flush=True)
-            except BrokenPipeError:
-                # The reader, such as `| head`, has closed the pipe: training continues.
-                self.quiet = True
+        except OSError as error:
+            # A pipe or a terminal was closed, or a disk is full. The results are files.
+            self.quiet = True
+            if not isinstance(error, BrokenPipeError):
+                text = "standard output: cannot be written (%s); training goes on without it"
+                logging.getLogger("deepfast").warning(text, error.strerror)
 
     def note(self, line: str) -> None:
         """One line for this rank's log alone."""
@@ -84,12 +91,26 @@ class Report:
                     f"{self._own.name}: cannot be written ({error.strerror})"
                 ) from error
 
+    def check(self) -> None:
+        """Ends a run whose folder or metrics are no longer there, before it writes more.
+
+        Raises:
+            TrainingError: the file of metrics was removed or replaced.
+        """
+        if self._stream is not None and not is_at(self._stream, self.path):
+            raise TrainingError(
+                f"{self.path}: expected the file that this run writes, got "
+                f"{'another one' if self.path.exists() else 'none'}: it or its folder was removed "
+                "or replaced during the run"
+            )
+
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
         row = {"event": event, "seconds": round(seconds, 3)} | row
         # JSON has neither NaN nor infinity, which a perplexity may reach.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in row.items()}  # fmt: skip
+        self.check()
         try:
             if self._stream is not None:
                 self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
@@ -110,7 +131,7 @@ class Report:
 
     def close(self) -> None:
         """Ends the bar and closes the files; may be called more than once."""
-        # On a full disk closing fails again and would hide the first error.
+        # On a full disk or a closed terminal this fails again and would hide the first error.
         for stream in (self._stream, self._own):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -119,7 +140,8 @@ class Report:
             with contextlib.suppress(OSError):
                 self._board.close()
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
 

@@ -15,7 +15,7 @@ class TrainResult:
     step: int
     """Optimizer steps done."""
     stopped: str
-    """"max_steps", "max_minutes", "patience", "SIGINT" or "SIGTERM"."""
+    """"max_steps", "max_minutes", "patience", or one of `SIGNALS`."""
     seconds: float
     """Wall time, including the time before resuming."""
     checkpoint: Path | None

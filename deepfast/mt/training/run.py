@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from deepfast.mt.training.checkpoint import (
 )
 from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
 from deepfast.mt.training.environment import (
+    SIGNALS,
     StopSignal,
     give_back_large_blocks,
     new_folder,
@@ -36,7 +37,13 @@ from deepfast.mt.training.environment import (
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError, RecipeError, ToldError
+from deepfast.mt.training.errors import (
+    CheckpointError,
+    NotFiniteError,
+    RecipeError,
+    ToldError,
+    TrainingError,
+)
 from deepfast.mt.training.failed_step import check_weights
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.lock import only_run
@@ -49,8 +56,6 @@ from deepfast.mt.training.report import Report
 from deepfast.mt.training.result import TrainResult
 from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer
-
-SIGNALS = ("SIGINT", "SIGTERM")
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
@@ -205,7 +210,9 @@ class _Run:
             self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
             return self._finish(stopped)
         except BaseException as error:
-            self.report.note(f"{type(error).__name__}: {error}")
+            # What stopped the run, such as a full disk, may stop its log too.
+            with suppress(TrainingError):
+                self.report.note(f"{type(error).__name__}: {error}")
             raise
         finally:
             self.report.close()
@@ -281,12 +288,13 @@ class _Run:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
         if self.ranks.alone:
             return signal.name or self._due(self.seconds)
-        mine = SIGNALS.index(signal.name) if signal.name else -1
+        names = list(SIGNALS)
+        mine = names.index(signal.name) if signal.name else -1
         rows = self.ranks.rows(mine, self.seconds)
         for rank, (number, _) in enumerate(rows):
             if number >= 0:
                 self.signalled = rank
-                return SIGNALS[int(number)]
+                return names[int(number)]
         return self._due(rows[0][1])
 
     def _complete(self) -> None:
@@ -327,6 +335,7 @@ class _Run:
             self.saving.best()
 
     def _save(self) -> None:
+        self.report.check()
         self._finite(lambda: check_weights(self.trainer))
         self.trainer.seconds = self.seconds
         self.saved = self.ranks.saved = self.saving.step()

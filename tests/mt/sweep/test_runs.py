@@ -150,6 +150,21 @@ def test_ctrl_c_ends_all_processes(make, tmp_path, number):
     assert not any((run.folder / "result.json").exists() for run in runs)
 
 
+def test_runs_under_nohup_ignore_a_closed_terminal(make):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    reported = []
+
+    def report(run, found):
+        os.kill(os.getpid(), signal.SIGHUP)
+        reported.append(found)
+
+    try:
+        run_all(make(1, 2), report)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(reported) == 2
+
+
 def test_an_error_while_reporting_leaves_no_process(make, tmp_path):
     def report(run, found):
         raise OSError("no space left")

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from deepfast.cli import main
+from deepfast.mt.training import checkpoint_folder
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.trainer import Trainer
 
@@ -60,6 +61,11 @@ def vanished(trainer):
 
 def killed_in_save(trainer):
     os.fsync = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped_before_save(trainer):
+    """In what the first rank does while the others wait for it."""
+    checkpoint_folder._begin = lambda path: stopped(trainer)
 
 
 def told_to_stop(trainer):

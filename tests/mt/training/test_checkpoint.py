@@ -76,6 +76,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, fails_in):
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
+def test_a_missing_folder_has_no_earlier_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be written \(No such file or directory\)$"):
+        save_checkpoint(tmp_path / "gone" / "a.pt", content(1.0))
+
+
 def test_truncated_at_any_length(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, content())

@@ -134,28 +134,54 @@ def test_no_recipe_is_one_sentence(capsys):
     assert "see deepfast train --list" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_have_their_exit_codes(recipe_path, monkeypatch, capsys, number, code):
+@pytest.fixture
+def send(monkeypatch):
+    """send(number, ...): the process gets these signals in every step."""
     original = Trainer.train_step
 
-    def train_step(self):
-        os.kill(os.getpid(), number)
-        original(self)
+    def signals(*numbers):
+        def train_step(self):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            original(self)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+        monkeypatch.setattr(Trainer, "train_step", train_step)
+
+    return signals
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        # A closed terminal sends it twice: its shell does, and the kernel.
+        ([signal.SIGHUP, signal.SIGHUP], 129),
+        ([signal.SIGINT, signal.SIGHUP], 130),
+    ],
+)
+def test_signals_have_their_exit_codes(recipe_path, send, capsys, tmp_path, numbers, code):
+    before = list(map(signal.getsignal, numbers))
+    send(*numbers)
     assert main(["train", str(recipe_path)]) == code
     out = capsys.readouterr().out
-    assert f"{number.name}: stopped after step 1; continue from" in out
+    assert f"{numbers[0].name}: stopped after step 1; continue from" in out
     assert "resume=true" in out
+    assert not (tmp_path / "run" / ".lock").exists()
+    assert list(map(signal.getsignal, numbers)) == before
 
 
-def test_a_second_interrupt_acts_at_once(recipe_path, tmp_path, monkeypatch, capsys):
-    def train_step(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        send(signal.SIGHUP)
+        assert main(["train", str(recipe_path), "train.max_steps=2"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+def test_a_second_interrupt_acts_at_once(recipe_path, tmp_path, send, capsys):
+    send(signal.SIGINT, signal.SIGINT)
     assert main(["train", str(recipe_path)]) == 130
     assert "no further checkpoint was written" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("*.pt"))

@@ -1,9 +1,11 @@
 """One run at a time in a folder."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,23 @@ def test_a_file_that_its_owner_has_removed_is_opened_again(tmp_path, monkeypatch
     monkeypatch.setattr(fcntl, "flock", flock)
     with only_run(tmp_path):
         assert path.exists()
+
+
+@pytest.mark.parametrize("method", ["unlink", "stat"])
+def test_a_lock_that_cannot_be_removed_is_no_error_and_hides_none(tmp_path, monkeypatch, method):
+    def read_only(*args):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch, only_run(tmp_path):
+        patch.setattr(Path, method, read_only)
+
+    def fail():
+        with only_run(tmp_path):
+            monkeypatch.setattr(Path, method, read_only)
+            raise TrainingError("own error")
+
+    with pytest.raises(TrainingError, match="own error"):
+        fail()
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):

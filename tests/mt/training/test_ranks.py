@@ -4,14 +4,24 @@ Starting ranks takes seconds, so one start trains several recipes."""
 
 import json
 import math
+import pickle
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepfast.mt.training import RecipeError, TrainingError, dump_recipe, load_checkpoint, train
-from deepfast.mt.training.ranks import restarts
+from deepfast.mt.training import (
+    RecipeError,
+    TrainingError,
+    dump_recipe,
+    load_checkpoint,
+    ranks,
+    train,
+)
+from deepfast.mt.training.environment import StopSignal
+from deepfast.mt.training.ranks import Ranks, restarts
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -207,6 +217,59 @@ def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
 def test_a_section_that_is_none_is_refused(make_recipe, changes, message):
     with pytest.raises(RecipeError, match=message):
         make_recipe(changes)
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """waiting(lives, works): what the second rank gets where the first one works for some seconds,
+    and gives signs of life for some."""
+
+    def run(lives, works):
+        store, now = torch.distributed.HashStore(), 0.0
+        second = Ranks(1, 2, store, timeout=45.0)
+        second.signal = StopSignal()
+
+        def sleep(seconds):
+            nonlocal now
+            if int(now) < int(now + seconds) <= lives:
+                store.add(ranks.ALIVE, 1)
+            now += seconds
+            if now > works:
+                store.set("first/0", pickle.dumps("the result"))
+
+        monkeypatch.setattr(ranks.time, "sleep", sleep)
+        return second.by_first(lambda: None)
+
+    return run
+
+
+def test_a_first_rank_that_lives_may_work_long(waiting):
+    assert waiting(lives=4000, works=4000) == "the result"
+
+
+@pytest.mark.parametrize("lives", [0, 100])
+def test_a_first_rank_without_a_sign_of_life_is_no_longer_waited_for(waiting, lives):
+    with pytest.raises(torch.distributed.DistNetworkError, match="no sign of life"):
+        waiting(lives, lives + 50)
+    assert waiting(lives, lives + 40) == "the result"
+
+
+def test_the_first_rank_gives_signs_of_life_also_after_a_roll_call():
+    store = torch.distributed.HashStore()
+    first = Ranks(0, 2, store)
+    first.answer_roll_calls()
+    try:
+        deadline = time.monotonic() + 60
+        store.set("roll call", "")
+        while not store.check(["here/0"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        before = store.add(ranks.ALIVE, 0)
+        while store.add(ranks.ALIVE, 0) < before + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        first.leave()
 
 
 @pytest.mark.parametrize("count", ["", "-1", "1.0", "two"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
+from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import (
     CheckpointError,
     NotFiniteError,
+    TrainingError,
     load_checkpoint,
     train,
 )
 from deepfast.mt.training import checkpoint as checkpoint_module
+from deepfast.mt.training.report import Report
 from deepfast.mt.training.trainer import Trainer, Validation
 
 TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
@@ -265,6 +269,48 @@ def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path,
     assert not list((tmp_path / "run").glob(".*part"))
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert rows(resumed.output) == rows(whole.output)
+
+
+def replaced(folder):
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("happens", "got"),
+    [(replaced, "none"), (shutil.rmtree, "none"),
+     (lambda folder: (folder / "metrics.jsonl").unlink(), "none"),
+     (lambda folder: write_atomically(folder / "metrics.jsonl", b""), "another one")],
+)  # fmt: skip
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_folder_that_is_replaced_is_noticed_at_the_next_write(
+    make_recipe, tmp_path, monkeypatch, happens, got, log_every
+):
+    """The next write is a line of metrics or a checkpoint."""
+    folder, seen = tmp_path / "run", []
+
+    def change(trainer):
+        happens(folder)
+        seen.extend(path.name for path in folder.rglob("*"))
+
+    at_step(monkeypatch, 7, change)
+    message = f"{folder}/metrics.jsonl: expected the file that this run writes, got {got}: "
+    with pytest.raises(TrainingError, match=message):
+        train(make_recipe({"train.log_every": log_every, "train.validate_every": 100}), quiet=True)
+    assert {path.name for path in folder.rglob("*")} == set(seen) - {".lock"}
+
+
+def test_a_log_that_cannot_be_written_hides_no_error(make_recipe, monkeypatch):
+    def full(self, line):
+        raise TrainingError("the log cannot be written")
+
+    def die(trainer):
+        monkeypatch.setattr(Report, "note", full)
+        raise Killed("own error")
+
+    at_step(monkeypatch, 2, die)
+    with pytest.raises(Killed, match="own error"):
+        train(make_recipe(), quiet=True)
 
 
 def test_patience_stops(make_recipe, monkeypatch):
