@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepfast.attach.passes import NAME, LayerCall, Layers, Pass, Settings
+from deepfast.attach.passes import NAME, EagerCall, LayerCall, Layers, Pass, Settings
 
 
 class Open(threading.local):
@@ -105,6 +105,11 @@ class Attachment:
                 f"deepfast.connect: {self.settings.where} had {connection.num_layers} layers when "
                 f"it was connected, and has {len(self.layers)} now"
             )
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                f"deepfast.connect: torch.jit.trace cannot trace the connected {self.name}; use "
+                "torch.export"
+            )
         if not torch.compiler.is_compiling():
             self.watch(False)
         run = Pass(connection, self.settings)
@@ -130,13 +135,13 @@ class Attachment:
             text = f"the forward of {kind} took layers by index; it must iterate over {where}"
         elif run.iterated:
             text = (
-                f"in a loop over {where}, {max(found - 1, 0)} of {rows - 1} layers ran; a depth "
-                "connection needs every layer, without LayerDrop"
+                f"in a loop over {where}, {max(found - 1, 0)} of {rows - 1} layers ran; the loop "
+                "must call every layer itself, as layer(x), without LayerDrop or an early end"
             )
         else:
             text = (
                 f"the forward of {kind} did not iterate over {where}; connect the module whose "
-                "forward does"
+                "forward does, and again where the list was replaced"
             )
         raise RuntimeError(f"deepfast.connect: {text}")
 
@@ -206,7 +211,8 @@ class _Loop(nn.Module):
         if run is None:
             return layers
         run.iterated = True
-        return [LayerCall(run, k, layer) for k, layer in enumerate(layers)]
+        stand_in = LayerCall if torch.compiler.is_compiling() else EagerCall
+        return [stand_in(run, k, layer) for k, layer in enumerate(layers)]
 
     def __len__(self) -> int:
         return len(self._layers())

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.depth.boundary import recompute_row
@@ -81,11 +80,7 @@ def run_again(
         def inputs() -> tuple[Tensor]:
             return (kept(),)
 
-    tensors = {
-        name: tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-        for name, value in others.items()
-    }
-    result = rerun(layer, call, (x,), inputs, tensors)
+    result = rerun(layer, call, (x,), inputs, others)
     if x._version != version:
         raise RuntimeError(
             f"{where} modifies its input in place, so backward cannot run it again; connect with "

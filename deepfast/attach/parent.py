@@ -53,7 +53,7 @@ def connect(
             has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
             norm="pre". "denseformer" begins as the plain model, and so do attention
-            residuals with ``weights="relu"``, up to rounding.
+            residuals with ``weights="relu"`` and without a window, up to rounding.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
         memory: what autograd keeps of a layer, beside its state: "keep": what the layer keeps;
             "states": its input, from which backward runs the layer again; "history": nothing, the
@@ -135,7 +135,11 @@ def disconnect(parent: nn.Module) -> None:
         raise TypeError(f"deepfast.disconnect: expected a module, got {type(parent).__name__}")
     attachment = attachment_of(parent)
     if attachment is None:
-        raise ValueError(f"deepfast.disconnect: {type(parent).__name__} is not connected")
+        below = [name for name, m in parent.named_modules() if NAME in m._modules]
+        raise ValueError(
+            f"deepfast.disconnect: {type(parent).__name__} is not connected"
+            + (f"; disconnect its {', '.join(below)}" if below else "")
+        )
     attachment.watch(False)
     for handle in attachment.handles:
         handle.remove()
@@ -186,10 +190,16 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
         raise ValueError(f"{OP}: {where} is connected already")
     if type(found) not in CLASSES:
         raise TypeError(
-            f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, got {type(found).__name__}"
+            f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, and none of a subclass, got "
+            f"{type(found).__name__}"
         )
     if len(found) == 0:
         raise ValueError(f"{OP}: {where} has no layers")
+    if getattr(found[0].forward, "__func__", None) is nn.Module.forward:
+        raise ValueError(
+            f"{OP}: {where} must be a list of layers, got one of {type(found[0]).__name__}s, which "
+            "have no forward"
+        )
     return where, found
 
 
@@ -212,6 +222,11 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
 def _make(layers: int, dim: int, norm: str | None, connection: str, options: dict):
     """The connection."""
     if connection in PRESETS:
+        useless = {"norm_kind", "normalize_embedding"} & options.keys()
+        if useless and dlcl_options(connection, norm, options)["norm"] is None:
+            raise ValueError(
+                f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="
+            )
         return DLCL(layers, dim, **dlcl_options(connection, norm, options))
     if norm != "pre":
         raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")

@@ -33,6 +33,11 @@ class Settings(NamedTuple):
     """Whether backward may overwrite states with gradients."""
 
 
+def _version(x: Tensor) -> int:
+    """How often x was modified in place; inference mode does not count it."""
+    return 0 if x.is_inference() else x._version
+
+
 class Pass:
     """One forward pass of the parent.
 
@@ -53,6 +58,8 @@ class Pass:
         self.outer: Pass | None = None
         # What the last layer's call returned, and its version.
         self.returned: tuple[weakref.ref, int] | None = None
+        # The tensors of the input's shape that the last layer returned beside its output.
+        self.beside: list[Tensor] = []
         # Whether the parent's forward has iterated over the list, and taken layers by index.
         self.iterated = self.indexed = False
 
@@ -77,19 +84,21 @@ class Pass:
         name = self.input_name
         if not args and name not in kwargs:
             raise TypeError(
-                f"deepfast.connect: layer {k} of {self.where} was called without {name}"
+                f"deepfast.connect: layer {k} of {self.where} was called without {name}, its first "
+                "argument, which must be the layer's input"
             )
         x = args[0] if args else kwargs[name]
         self._check(k, "input", x)
         if k == 0:
             x = self._push(x, 0)
             args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
-        eager = not torch.compiler.is_compiling() and not x.is_inference()
+        eager = not torch.compiler.is_compiling()
+        given = [*args, *kwargs.values()]
         if eager and pushed == k + 1:
-            self._check_passed_on(k, x)
-        version = x._version if eager else 0
+            self._check_passed_on(k, x, given)
+        version = _version(x) if eager else 0
         result = self._run(k, layer, x, args, kwargs)
-        if eager and self.added and x._version != version:
+        if eager and self.added and _version(x) != version:
             raise RuntimeError(
                 f"deepfast.connect: layer {k} of {self.where} modifies its input in place, so what "
                 "it adds is not known; attention residuals need layers that do not"
@@ -102,9 +111,13 @@ class Pass:
                 f"shape {tuple(x.shape)}, got {tuple(y.shape)}"
             )
         following = self._push(y - x if self.added else y, k + 1)
-        self.returned = (weakref.ref(following), following._version) if eager else None
+        self.returned = (weakref.ref(following), _version(following)) if eager else None
         if not isinstance(result, tuple):
             return following
+        self.beside = [
+            t for t in result[1:]
+            if isinstance(t, Tensor) and t.shape == x.shape and not any(t is g for g in given)
+        ]  # fmt: skip
         rest = (following, *result[1:])
         return type(result)(*rest) if hasattr(result, "_fields") else rest
 
@@ -124,12 +137,20 @@ class Pass:
         where = f"deepfast.connect: layer {k} of {self.where}"
         return run_again(layer, where, x, self.row, call, every)
 
-    def _check_passed_on(self, k: int, x: Tensor) -> None:
-        """Warns where x, the input of layer k, is not what the call of layer k - 1 returned."""
+    def _check_passed_on(self, k: int, x: Tensor, given: list) -> None:
+        """Warns where x, the input of layer k, is not what the call of layer k - 1 returned, or
+        where the layers pass on a second stream."""
+        if any(t is g for t in self.beside for g in given):
+            warnings.warn(
+                f"deepfast.connect: layer {k} of {self.where} gets a second tensor that layer "
+                f"{k - 1} returned beside its output; if it is a part of the residual stream, the "
+                "connection does not see it: layers must return their whole output",
+                stacklevel=4,
+            )
         if self.returned is None:
             return
         returned, version = self.returned
-        if returned() is not x or x._version != version:
+        if returned() is not x or _version(x) != version:
             warnings.warn(
                 f"deepfast.connect: the loop over {self.where} changes what layer {k - 1} returned "
                 f"before it calls layer {k}; a depth connection expects layers that return their "
@@ -150,7 +171,10 @@ class Pass:
                 "enable_nested_tensor=False"
             )
         if y.dim() == 0 or y.shape[-1] != self.connection.dim:
-            raise ValueError(f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}")
+            raise ValueError(
+                f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}; connect with "
+                "dim= where that is another width than the layers'"
+            )
 
     def _push(self, y: Tensor, k: int) -> Tensor:
         # With its index, because a loop may checkpoint what it calls.
@@ -185,3 +209,18 @@ class LayerCall:
             object.__setattr__(self, name, value)
         else:
             setattr(self._layer, name, value)
+
+
+class EagerCall(LayerCall):
+    """The same outside of torch.compile, which cannot trace an object with another class: here
+    `isinstance`, ``==`` and sets of layers find the layer."""
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        return type(self._layer)
+
+    def __eq__(self, other: object) -> bool:
+        return self._layer is getattr(other, "_layer", other)
+
+    def __hash__(self) -> int:
+        return hash(self._layer)

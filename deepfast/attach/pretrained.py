@@ -127,7 +127,13 @@ class _Connected:
         for settings in wanted:
             parent, options = settings["parent"], {**settings}
             del options["parent"]
-            module = self.get_submodule(parent)  # type: ignore[attr-defined]
+            try:
+                module = self.get_submodule(parent)  # type: ignore[attr-defined]
+            except AttributeError as error:
+                raise ValueError(
+                    f"deepfast.connected: parent must be the name of a submodule of "
+                    f"{type(self).__name__}, got {parent!r} ({error})"
+                ) from error
             connect(module, **self.connection_running, **options)
             attachment_of(module).handles.append(_Listed(configs, parent))
 

@@ -94,7 +94,8 @@ class _Model(Swapped):
                 "loss=False"
             )
         if isinstance(out, tuple):
-            return out
+            # Without return_dict; what follows keeps its place.
+            return loss, None, *out[1:]
         rest = {name: value for name, value in out.items() if name not in ("loss", "logits")}
         return type(out)(loss=loss, **rest)
 

@@ -65,15 +65,15 @@ class Kept:
         # Detached: a saved output would otherwise refer to its own node in the graph.
         self.tensor, self.version = tensor.detach(), tensor._version
 
-    def __call__(self) -> Tensor:
-        check_version(self.tensor, self.version)
+    def __call__(self, what: str = "a tensor") -> Tensor:
+        check_version(self.tensor, self.version, what)
         return self.tensor
 
 
-def check_version(tensor: Tensor, version: int) -> None:
+def check_version(tensor: Tensor, version: int, what: str = "a tensor") -> None:
     if tensor._version != version:
         raise RuntimeError(
-            "memory policy: a tensor that backward needs has been modified by an inplace operation "
+            f"memory policy: {what} that backward needs has been modified by an inplace operation "
             f"since forward: {tuple(tensor.shape)} is at version {tensor._version}, expected "
             f"version {version}"
         )

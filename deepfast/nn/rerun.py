@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, check_version
@@ -41,7 +42,8 @@ class LayerState:
     """What a layer reads beside its inputs, with the values at the time of construction.
 
     These are parameters and whether they learn, buffers, hooks, submodules, attributes that are
-    tensors or of a `SIMPLE` type, and the tensors among the layer's keyword arguments.
+    tensors or of a `SIMPLE` type, the tensors among the layer's other arguments, and what a dict or
+    an object among them has of these types: a loop may change it before the next layer.
     """
 
     def __init__(self, layer: nn.Module, options: dict):
@@ -73,11 +75,18 @@ class LayerState:
                 if type(value) in SIMPLE
             ]
             self.entries += [(attributes, name, attributes[name].copy()) for name in HOOKS]
+        for table in _tables(options):
+            for name, value in table.items():
+                if isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
+                    self.tensors.append((name, value, Kept(value)))
+                elif type(value) not in SIMPLE:
+                    continue
+                self.entries.append((table, name, value))
 
     def check(self) -> None:
         """Raises where a value that forward read cannot be restored."""
         for name, tensor, kept in self.tensors:
-            kept()
+            kept(f"{name} of a layer or its arguments")
             if type(tensor) in ORDINARY and tensor.data_ptr() != kept.tensor.data_ptr():
                 raise RuntimeError(
                     f"memory policy: backward needs {name} {tuple(tensor.shape)} as it was in "
@@ -122,13 +131,31 @@ class LayerState:
 
 
 def _tensors(options: dict) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among a layer's keyword arguments, by name."""
+    """The tensors among a layer's other arguments, by name."""
     for name, value in options.items():
         if isinstance(value, Packing):
             value = value.indices, value.padding
-        for tensor in value if isinstance(value, tuple) else (value,):
+        for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor) and not tensor.is_inference():
                 yield name, tensor
+
+
+def _tables(options: dict) -> list[dict]:
+    """The dicts among a layer's other arguments, in dicts and sequences too, and the attributes of
+    objects that are no tensors and no modules."""
+    found: dict[int, dict] = {}
+    left = [*options.values()]
+    while left:
+        value = left.pop()
+        if isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, dict):
+            if id(value) not in found:
+                left += value.values()
+            found[id(value)] = value
+        elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
+            found[id(vars(value))] = vars(value)
+    return [*found.values()]
 
 
 class _AllSaved(BaseException):
@@ -280,7 +307,8 @@ def rerun(
         call: holds none of the inputs.
         inputs: the first one is a tensor.
         recompute_inputs: () -> the inputs, without gradient.
-        options: what ``call`` passes to the layer beside them, by name.
+        options: what ``call`` passes to the layer beside them, by name. The layer may not change
+            what is in them.
     """
     needs = [t is not None and t.requires_grad for t in inputs]
 

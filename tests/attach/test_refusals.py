@@ -67,6 +67,13 @@ class Around(Loop):
         return next(self.blocks.children())(x)
 
 
+class Forward(Loop):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
 class Nested(nn.Module):
     """Loops over a list that lies deeper, as nanoGPT does."""
 
@@ -115,12 +122,16 @@ X = torch.randn(2, 5, D)
         (Loop("none"), "a loop over Loop.blocks, 0 of 3 layers ran; .*LayerDrop"),
         (Loop("twice"), "layer 0 of Loop.blocks runs twice in one pass"),
         (ByIndex(), "ByIndex took layers by index; it must iterate over ByIndex.blocks"),
-        (Around(), "the forward of Around did not iterate over Around.blocks; .* whose forward"),
+        (
+            Around(),
+            "the forward of Around did not iterate over Around.blocks; .* was replaced",
+        ),
+        (Forward(), "a loop over Forward.blocks, 0 of 3 layers ran; .* as layer"),
         (Part(), "loops over some of the layers"),
         (Backwards(), "loops over some of the layers; .* in their order"),
         (Reversed(), "loops over some of the layers; .* in their order"),
     ],
-    ids=["skip", "skip last", "none", "twice", "index", "around", "part", "backwards", "reversed"],
+    ids=lambda value: value if isinstance(value, str) else value.how + type(value).__name__,
 )
 def test_loops_that_leave_layers_out(parent, message):
     deepfast.connect(parent, norm="pre")
@@ -150,7 +161,7 @@ def test_layers_that_return_something_else(result, error, message):
 def test_input_of_another_width():
     parent = Loop()
     deepfast.connect(parent, norm="pre", dim=8)
-    with pytest.raises(ValueError, match=r"input of layer 0 of Loop.blocks must be \(..., 8\)"):
+    with pytest.raises(ValueError, match=r"layer 0 of Loop.blocks must be \(..., 8\).* with dim="):
         parent(X)
 
 
@@ -194,7 +205,7 @@ def test_a_list_below_the_module_that_loops(make, layers):
 def test_disconnect_leaves_the_connection_of_a_module_inside():
     outer = Outer()
     deepfast.connect(outer.encoder, norm="pre")
-    with pytest.raises(ValueError, match="Outer is not connected"):
+    with pytest.raises(ValueError, match="Outer is not connected; disconnect its encoder"):
         deepfast.disconnect(outer)
     deepfast.disconnect(outer.encoder)
 
@@ -240,6 +251,22 @@ def _layerdrop():
     return parent
 
 
+def _lists():
+    parent = Loop()
+    parent.blocks = nn.ModuleList([parent.blocks])
+    return parent
+
+
+class Stack(nn.Sequential):
+    """A list of a class of its own."""
+
+
+def _subclass():
+    parent = Loop()
+    parent.blocks = Stack(*parent.blocks)
+    return parent
+
+
 @pytest.mark.parametrize(
     ("parent", "options", "error", "message"),
     [
@@ -265,6 +292,14 @@ def _layerdrop():
         (Loop(), {"connection": "attnres", "norm": "post"}, ValueError, "needs norm='pre'"),
         (Loop(), {"connection": "attnres", "reads": 2}, ValueError, "reads must be 1"),
         (Loop(), {"window": 0}, ValueError, "window"),
+        (
+            Loop(),
+            {"connection": "denseformer", "norm_kind": "rms"},
+            ValueError,
+            "'denseformer' has no layer-norms, got norm_kind=",
+        ),
+        (_lists(), {}, ValueError, "Loop.blocks must be a list of layers, got one of ModuleLists"),
+        (_subclass(), {"layers": "blocks"}, TypeError, "none of a subclass, got Stack"),
         ("encoder", {}, TypeError, "parent must be a module, got str"),
     ],
 )
@@ -292,6 +327,74 @@ def test_a_loop_that_changes_what_a_layer_returned_is_warned_of():
     deepfast.connect(parent, norm="pre")
     with pytest.warns(UserWarning, match="changes what layer 0 returned before it calls layer 1"):
         parent(X)
+    with torch.inference_mode(), pytest.warns(UserWarning, match="changes what layer 0 returned"):
+        parent(X)
+
+
+class Streams(Loop):
+    """Keeps the residual stream beside what the layers return, or passes on what it got."""
+
+    def forward(self, x):
+        residual = self.start = torch.zeros_like(x)
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return x + residual
+
+
+class Stream(Block):
+    def forward(self, x, residual):
+        if self.linear.bias is None:
+            return x + self.linear(x), residual
+        return self.linear(x), residual + x
+
+
+def test_a_second_stream_is_warned_of():
+    parent = Streams()
+    parent.blocks = nn.ModuleList(Stream() for _ in range(3))
+    deepfast.connect(parent, norm="pre")
+    with pytest.warns(UserWarning, match=r"layer 1 of Streams.blocks gets a second tensor"):
+        parent(X)
+    for block in parent.blocks:
+        block.linear.bias = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parent(X)
+
+
+class Wide(Block):
+    """A layer of another class."""
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x * scale)
+
+
+class ByClass(Loop):
+    """Calls its layers by their class."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            assert block != object()
+            special = isinstance(block, Wide) and block in self.special
+            x = block(x, scale=3.0) if special else block(x)
+        return x
+
+
+def test_stand_ins_have_the_class_of_their_layers():
+    parent = ByClass()
+    parent.blocks[1] = Wide()
+    parent.special = {parent.blocks[1]}
+    plain = parent(X)
+    deepfast.connect(parent, norm="pre", connection="denseformer")
+    assert torch.equal(parent(X), plain)
+    parent.forward = lambda x: nn.Sequential(*parent.blocks)(x)
+    assert parent(X).shape == X.shape
+
+
+def test_torch_jit_trace():
+    parent = Loop()
+    deepfast.connect(parent, norm="pre")
+    with pytest.raises(RuntimeError, match=r"cannot trace the connected Loop; use torch\.export"):
+        torch.jit.trace(parent, (X,))
 
 
 @pytest.mark.filterwarnings("error")

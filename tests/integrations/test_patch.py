@@ -107,7 +107,9 @@ def test_training_is_the_same(name, capsys):
         out = model(**inputs)
         assert out.logits is None
         assert "logits" not in out
-        assert torch.equal(model(**inputs, return_dict=False)[0], out.loss)
+        loss, logits, *_ = model(**inputs, return_dict=False)
+        assert torch.equal(loss, out.loss)
+        assert logits is None
         assert inspect.signature(model.forward) == inspect.signature(
             kinds[0].forward.__get__(model)
         )
