@@ -22,7 +22,7 @@ void activation_forward(Tensor h, OptionalTensor bias, std::string kind, double 
   op.bias = parameter(bias, storage, dim);
   op.out = matrix(out, storage, tokens, dim);
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().activation_forward(op, begin, end, chunk);
+    kernels(op.storage).activation_forward(op, begin, end, chunk);
   });
 }
 
@@ -46,7 +46,7 @@ void activation_backward(Tensor dout, Tensor saved, OptionalTensor bias, std::st
   op.dh = matrix(dh, storage, tokens, dim);
   op.dbias = bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().activation_backward(op, begin, end, chunk);
+    kernels(op.storage).activation_backward(op, begin, end, chunk);
   });
   bias_sums.sum_into(parameter(dbias, storage, dim));
 }

@@ -59,7 +59,7 @@ DEEPFAST_INLINE void weigh(A* scores, int64_t stride, const Online<A>& state) {
   }
 }
 
-template <class T, bool Softmax>
+template <class T>
 class AttendTile {
   using A = compute_t<T>;
 
@@ -84,7 +84,7 @@ class AttendTile {
     for (int64_t t = tile.t0; t < tile.t1; ++t)
       for (int64_t r = 0; r < stride_; ++r) {
         const int64_t i = (t - tile.t0) * stride_ + r;
-        const bool joins = Softmax && op_.accumulate && r < op_.rows;
+        const bool joins = op_.softmax && op_.accumulate && r < op_.rows;
         most_[i] = joins ? *at<A>(op_.most[r], t) : (r < op_.rows ? kNone : A(0));
         total_[i] = joins ? *at<A>(op_.total[r], t) : A(0);
         if (r >= op_.rows) continue;
@@ -94,7 +94,7 @@ class AttendTile {
           continue;
         }
         const T* out = row_of<T>(op_.out[r], t);
-        const A factor = Softmax ? total_[i] : A(1);
+        const A factor = op_.softmax ? total_[i] : A(1);
         for_lanes<A>(op_.dim, [&](auto lanes, int64_t d) {
           store(lanes, sum + d, load(lanes, out + d) * factor);
         });
@@ -119,7 +119,9 @@ class AttendTile {
         }
       }
       const int64_t i = (t - tile.t0) * stride_;
-      weigh<A, C, Softmax>(scores_, stride_, {most_ + i, total_ + i, kept_});
+      const Online<A> state{most_ + i, total_ + i, kept_};
+      op_.softmax ? weigh<A, C, true>(scores_, stride_, state)
+                  : weigh<A, C, false>(scores_, stride_, state);
       for_groups<kAcross>(op_.rows, [&](auto across, int64_t r) {
         add_weighted<T, C, across.n>(v, scores_ + r, stride_, kept_ + r,
                                      sums_ + tile_index(shape_, r, t - tile.t0, 0),
@@ -134,11 +136,11 @@ class AttendTile {
         const int64_t i = (t - tile.t0) * stride_ + r;
         const A* sum = sums_ + tile_index(shape_, r, t - tile.t0, 0);
         T* out = row_of<T>(op_.out[r], t);
-        const A factor = Softmax ? A(1) / total_[i] : A(1);
+        const A factor = op_.softmax ? A(1) / total_[i] : A(1);
         for_lanes<A>(op_.dim, [&](auto lanes, int64_t d) {
           store(lanes, out + d, load(lanes, sum + d) * factor);
         });
-        if (!Softmax) continue;
+        if (!op_.softmax) continue;
         *at<A>(op_.most[r], t) = most_[i];
         *at<A>(op_.total[r], t) = total_[i];
       }
@@ -152,10 +154,10 @@ class AttendTile {
   Scratch<const A*> query_;
 };
 
-template <class T, bool Softmax>
+template <class T>
 void attend_all(const Attend& op, int64_t begin, int64_t end) {
   const TileShape shape = TileShape::whole_rows(op.dim);
-  AttendTile<T, Softmax> sums(op, shape);
+  AttendTile<T> sums(op, shape);
   for_tiles(begin, end, op.dim, shape, [&](const Tile& tile) {
     sums.begin(tile);
     for_groups<kGroup>(op.sources,
@@ -166,7 +168,7 @@ void attend_all(const Attend& op, int64_t begin, int64_t end) {
 
 // ---- pull --------------------------------------------------------------------------------------
 
-template <class T, bool Softmax>
+template <class T>
 class PullTile {
   using A = compute_t<T>;
 
@@ -224,7 +226,8 @@ class PullTile {
         multiply_rows<A, L, across.n>(q, v + j, op_.dim, scores_ + j, stride_);
         multiply_rows<A, L, across.n>(g, v + j, op_.dim, dots_ + j, stride_);
       });
-      for (int i = 0; i < L; ++i) weights(tile, t, l, i);
+      for (int i = 0; i < L; ++i)
+        op_.softmax ? weights<true>(tile, t, l + i, i) : weights<false>(tile, t, l + i, i);
       for_groups<kGroup>(op_.sources, [&](auto across, int64_t j) {
         pull_weighted<T, L, across.n>(g, q, dquery_ == nullptr ? nullptr : dquery_ + l * op_.dim,
                                       v + j, scores_ + j, dots_ + j, stride_,
@@ -256,11 +259,12 @@ class PullTile {
   }
 
  private:
-  // Turns <q, v_j> and <g, v_j> of row l + i into p_j and c_j = ds_j rstd_j.
-  DEEPFAST_INLINE void weights(const Tile& tile, int64_t t, int64_t l, int i) {
+  // Turns <q, v_j> and <g, v_j> of a row, the i-th of its group, into p_j and c_j = ds_j rstd_j.
+  template <bool Softmax>
+  DEEPFAST_INLINE void weights(const Tile& tile, int64_t t, int64_t row, int i) {
     constexpr int N = kLanes<A>;
     constexpr Lanes<N> lanes;
-    const int64_t row = l + i, token = (t - tile.t0) * stride_;
+    const int64_t token = (t - tile.t0) * stride_;
     const A most = Softmax ? *at<A>(op_.most[row], t) : A(0);
     const A scale = Softmax ? A(1) / *at<A>(op_.total[row], t) : A(1);
     const A delta = Softmax ? *at<A>(op_.delta[row], t) : A(0);
@@ -298,10 +302,10 @@ class PullTile {
   A *dquery_, *dbias_out_;
 };
 
-template <class T, bool Softmax>
+template <class T>
 void pull_all(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
   const TileShape shape = TileShape::whole_rows(op.dim);
-  PullTile<T, Softmax> sums(op, shape, chunk);
+  PullTile<T> sums(op, shape, chunk);
   for_tiles(begin, end, op.dim, shape, [&](const Tile& tile) {
     sums.begin(tile);
     for_groups<kAcross>(op.rows,
@@ -314,18 +318,11 @@ void pull_all(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
 }  // namespace
 
 void attend(const Attend& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) {
-    using T = decltype(type);
-    op.softmax ? attend_all<T, true>(op, begin, end) : attend_all<T, false>(op, begin, end);
-  });
+  with_storage(op.storage, [&](auto type) { attend_all<decltype(type)>(op, begin, end); });
 }
 
 void attend_pull(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto type) {
-    using T = decltype(type);
-    op.softmax ? pull_all<T, true>(op, begin, end, chunk)
-               : pull_all<T, false>(op, begin, end, chunk);
-  });
+  with_storage(op.storage, [&](auto type) { pull_all<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

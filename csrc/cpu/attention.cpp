@@ -63,7 +63,7 @@ void attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor
   const Attention op =
       attention(q, k, v, cu_seqlens_q, cu_seqlens_k, left, right, scale, dropout_p, seed, o, lse);
   pairs(op, cu_seqlens_q).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().attention_forward(op, begin, end, chunk);
+    kernels(op.storage).attention_forward(op, begin, end, chunk);
   });
 }
 
@@ -78,7 +78,7 @@ void attention_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tens
   op.dk = heads(dk, q, k.size(0), op.kv_heads);
   op.dv = heads(dv, q, k.size(0), op.kv_heads);
   pairs(op, cu_seqlens_q).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().attention_backward(op, begin, end, chunk);
+    kernels(op.storage).attention_backward(op, begin, end, chunk);
   });
 }
 

@@ -98,8 +98,9 @@ void attend_rows(Tensor states, Indices sources, Tensor query, OptionalTensor bi
   op.out = target.data();
   op.most = most.data();
   op.total = total.data();
-  Chunks(r.tokens).run(
-      [&](int64_t begin, int64_t end, int64_t chunk) { kernels().attend(op, begin, end, chunk); });
+  Chunks(r.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels(op.storage).attend(op, begin, end, chunk);
+  });
 }
 
 // Adds the gradients of queries and sets those of biases.
@@ -160,7 +161,7 @@ void attend_pull(Tensor grads, Indices grad_slots, Indices rows, Tensor states, 
   op.dquery = query_sums.get();
   op.dbias = bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().attend_pull(op, begin, end, chunk);
+    kernels(op.storage).attend_pull(op, begin, end, chunk);
   });
   store_gradients(r, rows, sources, query_sums, bias_sums, dquery, dbias);
 }
@@ -227,7 +228,7 @@ void attention_boundary_forward(OptionalTensor branch, OptionalTensor residual, 
   DEEPFAST_CHECK(!out.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
                  "attention_boundary: expected out_rstd, and out_mean or out_rms");
   Chunks(r.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().attention_boundary_forward(op, begin, end, chunk);
+    kernels(op.base.storage).attention_boundary_forward(op, begin, end, chunk);
   });
 }
 
@@ -288,7 +289,7 @@ void attention_boundary_backward(
   op.dquery = query_sums.get();
   op.dbias = bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().attention_boundary_backward(op, begin, end, chunk);
+    kernels(op.base.forward.storage).attention_boundary_backward(op, begin, end, chunk);
   });
   out_norm_weight_sums.sum_into(parameter(dout_norm_weight, r.storage, r.dim));
   out_norm_bias_sums.sum_into(parameter(dout_norm_bias, r.storage, r.dim));

@@ -69,7 +69,7 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
   DEEPFAST_CHECK(!out.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
                  "boundary: expected out_rstd, and out_mean or out_rms");
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().boundary_forward(op, begin, end, chunk);
+    kernels(op.storage).boundary_forward(op, begin, end, chunk);
   });
 }
 
@@ -135,7 +135,7 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   op.dout_norm_weight = out_norm_weight_sums.get();
   op.dout_norm_bias = out_norm_bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().boundary_backward(op, begin, end, chunk);
+    kernels(op.forward.storage).boundary_backward(op, begin, end, chunk);
   });
 
   norm_weight_sums.sum_into(parameter(dnorm_weight, storage, dim));

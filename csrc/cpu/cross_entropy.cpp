@@ -20,7 +20,7 @@ void cross_entropy(Tensor logits, Tensor target, double label_smoothing, int64_t
   op.nll = parameter(nll, storage, tokens);
   // Rows are long, so a few rows are enough work for a thread.
   Chunks(tokens, 32, 4).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().cross_entropy(op, begin, end, chunk);
+    kernels(op.storage).cross_entropy(op, begin, end, chunk);
   });
 }
 

@@ -64,7 +64,7 @@ void cached_attention(Tensor q, OptionalTensor key, OptionalTensor value, Tensor
     op.padding = static_cast<const uint8_t*>(padding->mutable_data_ptr());
   }
   Chunks(rows, 32, 4).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().cached_attention(op, begin, end, chunk);
+    kernels(op.storage).cached_attention(op, begin, end, chunk);
   });
 }
 
@@ -88,7 +88,7 @@ void best_tokens(Tensor logits, Indices banned, int64_t eos, Tensor values, Tens
   op.values = parameter(values, op.storage, rows * op.count);
   op.of_eos = parameter(of_eos, op.storage, rows);
   Chunks(rows, 32, 4).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().best_tokens(op, begin, end, chunk);
+    kernels(op.storage).best_tokens(op, begin, end, chunk);
   });
 }
 

@@ -41,7 +41,7 @@ void depth_attention_forward(std::vector<Tensor> sources, OptionalTensor query,
   DepthAttention op = attention(sources, query, scores, norm, eps, out, most, total, source);
   op.lse = parameter(lse, op.storage, sources[0].size(0) * op.hops);
   Chunks(sources[0].size(0)).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().depth_attention_forward(op, begin, end, chunk);
+    kernels(op.storage).depth_attention_forward(op, begin, end, chunk);
   });
 }
 
@@ -66,7 +66,7 @@ void depth_attention_backward(std::vector<Tensor> sources, OptionalTensor query,
   Partial sums(dquery.has_value(), chunks, count, op.storage);
   op.dquery = sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().depth_attention_backward(op, begin, end, chunk);
+    kernels(op.storage).depth_attention_backward(op, begin, end, chunk);
   });
   sums.sum_into(parameter(dquery, op.storage, count));
 }

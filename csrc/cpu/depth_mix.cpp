@@ -51,8 +51,9 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
   op.norm_bias = norm_biases.data();
   op.weight = weights.data();
   op.out = target.data();
-  Chunks(tokens).run(
-      [&](int64_t begin, int64_t end, int64_t chunk) { kernels().mix(op, begin, end, chunk); });
+  Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels(op.storage).mix(op, begin, end, chunk);
+  });
 }
 
 void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, Indices sources,
@@ -93,8 +94,9 @@ void pull_rows(Tensor grads, Indices grad_slots, Indices rows, Tensor states, In
   op.weight = weights.data();
   op.out = target.data();
   op.dweight = sums.get();
-  chunks.run(
-      [&](int64_t begin, int64_t end, int64_t chunk) { kernels().pull(op, begin, end, chunk); });
+  chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
+    kernels(op.storage).pull(op, begin, end, chunk);
+  });
   if (!dweight.has_value()) return;
   std::vector<int64_t> offsets;
   for (int64_t r : rows)
@@ -136,7 +138,7 @@ void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTenso
   op.eps = eps;
   op.out = matrix(out, op.storage, op.tokens, op.dim);
   Chunks(op.tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().depth_mix_forward(op, begin, end, chunk);
+    kernels(op.storage).depth_mix_forward(op, begin, end, chunk);
   });
 }
 
@@ -162,7 +164,7 @@ void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTens
   op.dnorm_weight = norm_weight_sums.get();
   op.dnorm_bias = norm_bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().depth_mix_backward(op, begin, end, chunk);
+    kernels(op.storage).depth_mix_backward(op, begin, end, chunk);
   });
   weight_sums.sum_into(parameter(dweight, op.storage, count));
   norm_weight_sums.sum_into(parameter(dnorm_weight, op.storage, op.sources * op.dim));

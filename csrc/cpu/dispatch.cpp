@@ -58,8 +58,11 @@ const Kernels& choose() {
 
 }  // namespace
 
-const Kernels& kernels() {
+const Kernels& kernels(Storage storage) {
   static const Kernels& chosen = choose();
+#if defined(DEEPFAST_X86)
+  if (&chosen == &avx512bf16::table && storage != Storage::bf16) return avx512::table;
+#endif
   return chosen;
 }
 

@@ -330,7 +330,8 @@ struct Kernels {
 #undef DEEPFAST_MEMBER
 };
 
-// The best instruction set of this processor, chosen once.
-const Kernels& kernels();
+// The kernels for a storage type, of the best instruction set of this processor, which is chosen
+// once.
+const Kernels& kernels(Storage storage = Storage::bf16);
 
 }  // namespace deepfast

@@ -35,7 +35,7 @@ void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight
   op.mean = parameter(mean, storage, tokens);
   op.rstd = parameter(rstd, storage, tokens);
   Chunks(tokens).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().layer_norm_forward(op, begin, end, chunk);
+    kernels(op.storage).layer_norm_forward(op, begin, end, chunk);
   });
 }
 
@@ -66,7 +66,7 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   op.dweight = weight_sums.get();
   op.dbias = bias_sums.get();
   chunks.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().layer_norm_backward(op, begin, end, chunk);
+    kernels(op.storage).layer_norm_backward(op, begin, end, chunk);
   });
   weight_sums.sum_into(parameter(dweight, storage, dim));
   bias_sums.sum_into(parameter(dbias, storage, dim));

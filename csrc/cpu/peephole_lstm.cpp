@@ -105,9 +105,9 @@ void peephole_lstm_forward(Tensor f, Tensor weight, Tensor peephole, OptionalTen
   op.c = parameter(c, op.storage, all);
   op.gates = values(gates, op.storage, 4 * all);
   DEEPFAST_CHECK(c.has_value() == gates.has_value(), "expected both c and gates or neither");
-  const Packed packed(op, op.dim, 4 * op.dim, kernels().peephole_lstm_pack);
+  const Packed packed(op, op.dim, 4 * op.dim, kernels(op.storage).peephole_lstm_pack);
   sentences.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().peephole_lstm_forward(op, begin, end, chunk);
+    kernels(op.storage).peephole_lstm_forward(op, begin, end, chunk);
   });
 }
 
@@ -131,9 +131,9 @@ void peephole_lstm_backward(OptionalTensor dh, OptionalTensor dh_last, OptionalT
   // One sum for each sentence, so the result does not depend on the threads.
   Partial sums(true, op.batch, 3 * op.dim, op.storage);
   op.dpeephole = sums.get();
-  const Packed packed(op, 4 * op.dim, op.dim, kernels().peephole_lstm_pack_transposed);
+  const Packed packed(op, 4 * op.dim, op.dim, kernels(op.storage).peephole_lstm_pack_transposed);
   sentences.run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels().peephole_lstm_backward(op, begin, end, chunk);
+    kernels(op.storage).peephole_lstm_backward(op, begin, end, chunk);
   });
   sums.sum_into(parameter(dpeephole, op.storage, 3 * op.dim));
 }

@@ -207,6 +207,11 @@ DEEPFAST_INLINE const A* at(const void* p, int64_t i) {
 // Calls f with a value of the storage type.
 template <class F>
 DEEPFAST_INLINE void with_storage(Storage storage, const F& f) {
+#if defined(__AVX512BF16__)
+  // For the other types these kernels would be those of avx512, and dispatch.cpp takes them there.
+  (void)storage;
+  return f(bf16{});
+#else
   switch (storage) {
     case Storage::f32:
       return f(float{});
@@ -217,6 +222,7 @@ DEEPFAST_INLINE void with_storage(Storage storage, const F& f) {
     case Storage::f16:
       return f(f16{});
   }
+#endif
 }
 
 }  // namespace DEEPFAST_ISA
