@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from deepfast.cli.interrupt import importing
 from deepfast.cli.outputs import flush_output, replaces
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.mt import training
+    with importing("deepfast train"):
+        from deepfast.mt import training
 
     if args.list:
         names = training.recipe_names()

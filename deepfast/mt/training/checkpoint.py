@@ -18,6 +18,7 @@ Under torchrun a checkpoint to resume from is a folder, see `checkpoint_folder`.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, fields
@@ -62,8 +63,7 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
     # After a failed write, torch's writer raises a RuntimeError when it closes.
     cause = error if isinstance(error, OSError) else error.__context__ or error
     reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
-    # A folder that is gone took the earlier checkpoints with it.
-    kept = "; earlier ones are intact" if path.parent.is_dir() else ""
+    kept = "; earlier ones are intact" if step_checkpoints(path.parent) else ""
     return CheckpointError(f"{path}: the checkpoint cannot be written ({reason}){kept}")
 
 
@@ -83,6 +83,9 @@ def load_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     check_keys(content, path)
+    name, step = Path(path).name.removesuffix(".pt"), content["step"]
+    if re.fullmatch(r"step-\d{8}", name) and name != f"step-{step:08}":
+        raise CheckpointError(f"{path}: expected a checkpoint of that step, got one of step {step}")
     return content
 
 
@@ -152,7 +155,7 @@ def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     # no suffix.
     digits = "[0-9]" * 8
     found = [*Path(folder).glob(f"step-{digits}.pt"), *Path(folder).glob(f"step-{digits}")]
-    return sorted(found, key=lambda path: (_step(path), path.name))
+    return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
 def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
@@ -162,16 +165,18 @@ def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -
     resumed run keeps and averages the same checkpoints as an uninterrupted one.
     """
     paths = step_checkpoints(folder)
-    planned = [path for path in paths[:-1] if _step(path) % every == 0]
-    return [*planned, *paths[-1:]][-count:]
+    planned = [path for path in paths[:-1] if step_of(path) % every == 0]
+    # A file and a folder may be of one step.
+    by_step = {step_of(path): path for path in (*planned, *paths[-1:])}
+    return [*by_step.values()][-count:]
 
 
 def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
     """Remove checkpoints that neither resuming nor `newest_checkpoints` of `keep` will need."""
     paths = step_checkpoints(folder)
-    planned = [path for path in paths if _step(path) % every == 0]
+    planned = sorted({step for path in paths if (step := step_of(path)) % every == 0})
     for path in paths[:-1]:
-        if path not in planned[-keep:]:
+        if step_of(path) not in planned[-keep:]:
             _remove(path)
 
 
@@ -184,7 +189,8 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -198,8 +204,7 @@ def recover(folder: Path) -> None:
         else:
             os.replace(old, path)
     # What ranks began is a folder, what one process began is a file.
-    begun = (".step-*.part", ".step-*.gone", f".{BEST}.*.part", f".{AVERAGE}.*.part")
-    for part in (path for pattern in begun for path in folder.glob(pattern)):
+    for part in (*folder.glob(".*.part"), *folder.glob(".step-*.gone")):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
@@ -224,6 +229,8 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     path = Path(resume) if resume else None
     if path is None or path.resolve().parent != folder.resolve():
         ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
+        # A run that failed before its first step leaves metrics without a line.
+        ours = [file for file in ours if file.name != METRICS or file.stat().st_size]
         # Ranks that torchrun starts again before their first checkpoint find their own metrics.
         if present or (ours and not restarts()):
             # Without a checkpoint resume=true would begin anew.
@@ -235,7 +242,7 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
         return path
     # A copy may have any name.
     step = load_checkpoint(path, optimizer=False)["step"] if present else 0
-    if present and _step(present[-1]) > step:
+    if present and step_of(present[-1]) > step:
         raise CheckpointError(
             f"{folder}: expected a folder without later checkpoints than {path}, got "
             f"{present[-1].name}: choose another with output=FOLDER"

@@ -37,6 +37,10 @@ LOOK_EVERY = 0.02
 """Seconds between two looks of a rank that waits for the first one."""
 ALIVE = "alive"
 """The store's count of the first rank's signs of life."""
+PARENT = os.getppid()
+"""The process of torchrun. Another parent means that it is gone."""
+MEET_WITHIN = timedelta(minutes=5)
+"""How long a rank waits for the others at the start."""
 RUNS = itertools.count()
 """Numbers of the runs of this process."""
 LONG = timedelta(hours=1)
@@ -218,6 +222,25 @@ class Ranks:
         self._answering.join(ANSWER_WITHIN)
 
 
+def _meet() -> tuple[dist.Store, int, int]:
+    """The store of the ranks, this rank and their number. Under torchrun a rank looks every few
+    seconds whether torchrun still lives."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return next(dist.rendezvous("env://", timeout=MEET_WITHIN))
+    end = time.monotonic() + MEET_WITHIN.total_seconds()
+    while True:
+        try:
+            return next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        except dist.DistError:
+            if os.getppid() != PARENT:
+                rank = os.environ.get("RANK", "0")
+                raise TrainingError(
+                    f"rank {rank}: torchrun does not answer, killed from outside"
+                ) from None
+            if time.monotonic() > end:
+                raise
+
+
 @contextlib.contextmanager
 def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
     """The ranks that torchrun started, connected; one rank without torchrun.
@@ -236,7 +259,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
         return
     limit = timedelta(seconds=timeout)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        store, rank, size = _meet()
     except dist.DistError as error:
         place = ":".join(os.environ[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
         reason = str(error).partition("\n")[0].rpartition("message: ")[2]

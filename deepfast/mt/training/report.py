@@ -56,10 +56,12 @@ class Report:
         self._own = None if ranks.alone else _opened(folder / LOGS / f"rank-{ranks.rank}.log")
         self._stream = None
         if ranks.first:
-            _cut_after(self.path, first_step)
+            lost = _cut_after(self.path, first_step)
             self._stream = _opened(self.path)
         self._board = _tensorboard(folder, first_step) if tensorboard else None
         self._bar = None if quiet or not sys.stdout.isatty() else _bar(total_steps, first_step)
+        if ranks.first and lost:
+            self.say(f"{self.path}: {lost}")
         if tensorboard and self._board is None:
             self.say("tensorboard is not installed: metrics go to metrics.jsonl alone")
 
@@ -103,6 +105,19 @@ class Report:
                 f"{'another one' if self.path.exists() else 'none'}: it or its folder was removed "
                 "or replaced during the run"
             )
+
+    def sync(self) -> None:
+        """Like `check`, and brings the metrics to the disk, before a checkpoint that follows them.
+
+        Raises:
+            TrainingError: see `check`; or the file cannot be written.
+        """
+        self.check()
+        if self._stream is not None:
+            try:
+                os.fsync(self._stream.fileno())
+            except OSError as error:
+                raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
@@ -219,20 +234,26 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
 
 
-def _cut_after(path: Path, step: int) -> None:
+def _cut_after(path: Path, step: int) -> str | None:
     """Removes rows that will be logged again: those after `step`, and the last ones of a finished
-    run."""
+    run. Returns what is missing before them, in words."""
     if not path.exists():
-        return
-    kept = []
+        # A run that resumes in a new folder has none.
+        again = step and any(path.parent.glob("step-*"))
+        return f"the file was removed, and the rows of steps 1 to {step} with it" if again else None
+    kept, damaged = [], 0
     # A line that a crash has damaged may hold any bytes; no JSON comes of it.
-    for line in path.read_text("utf-8", "replace").splitlines():
+    lines = path.read_text("utf-8", "replace").splitlines()
+    for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is None or not isinstance(row["step"], int):
+            # The last line may be one that a killed run has begun.
+            damaged += number < len(lines)
             continue
         if 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
             kept.append(line + "\n")
     write_atomically(path, "".join(kept).encode())
+    return f"{damaged} damaged lines were removed" if damaged else None
 
 
 def _tensorboard(folder: Path, first_step: int):

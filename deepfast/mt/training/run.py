@@ -151,7 +151,8 @@ class _Run:
                 self.changed = differences(before, recipe.to_dict())
                 if (size := self.trainer.ranks_before) != ranks.size:
                     self.changed.append(f"ranks {size} -> {ranks.size}, with new dropout")
-                self.saving.find_best(self.saved)
+                if why := self.saving.find_best(self.saved, content["training"]):
+                    self.changed.append(why)
             except (LookupError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
@@ -195,7 +196,7 @@ class _Run:
                 stopped = self._loop(signal)
                 if stopped not in SIGNALS:
                     self._complete()
-                if self.saved != self.saving.step_path():
+                if not self.saving.has_step():
                     self._save()
             if stopped in SIGNALS:
                 on = "" if self.signalled is None else f" on rank {self.signalled}"
@@ -335,7 +336,7 @@ class _Run:
             self.saving.best()
 
     def _save(self) -> None:
-        self.report.check()
+        self.report.sync()
         self._finite(lambda: check_weights(self.trainer))
         self.trainer.seconds = self.seconds
         self.saved = self.ranks.saved = self.saving.step()

@@ -21,6 +21,8 @@ from deepfast.mt.training.checkpoint import (
     newest_checkpoints,
     prune,
     save_checkpoint,
+    step_checkpoints,
+    step_of,
 )
 from deepfast.mt.training.environment import random_state
 from deepfast.mt.training.errors import CheckpointError
@@ -66,15 +68,34 @@ class Saving:
         name = STEP_FILE.format(self.trainer.step)
         return self.folder / (name if self.ranks.alone else name.removesuffix(".pt"))
 
-    def find_best(self, start: Path) -> None:
-        """Forgets the best so far where it is not in this folder: where the run resumes from a
-        file of another one, or where it was removed. The next validation is then the best."""
+    def find_best(self, start: Path, state: dict[str, Any]) -> str | None:
+        """Forgets the best so far where `best.pt` is not that of the state that the run resumes
+        with, or where the dev text is another. The next validation is then the best. Returns why,
+        in words."""
+        trainer, path = self.trainer, self.folder / BEST
 
-        def here() -> bool:
-            return start.resolve().parent == self.folder.resolve() and (self.folder / BEST).exists()
+        def other() -> str | None:
+            if state.get("dev", trainer.dev) != trainer.dev:
+                return "the dev text"
+            if start.resolve().parent != self.folder.resolve() or not path.exists():
+                return f"no {BEST} in this folder"
+            try:
+                found = load_checkpoint(path, optimizer=False)["step"]
+            except CheckpointError:
+                return f"{BEST} is damaged"
+            # A run that was killed may have written it after its last checkpoint.
+            return None if found == trainer.best_step else f"{BEST} is of step {found}"
 
-        if not self.ranks.by_first(here):
-            self.trainer.best_nll, self.trainer.best_step = math.inf, 0
+        why = self.ranks.by_first(other)
+        if why is None or trainer.best_step == 0:
+            return None
+        trainer.best_nll, trainer.best_step = math.inf, 0
+        return f"{why}; the next validation is the best so far"
+
+    def has_step(self) -> bool:
+        """Whether the folder has a checkpoint of this step, of any number of ranks."""
+        step = self.trainer.step
+        return self.ranks.by_first(lambda: step in map(step_of, step_checkpoints(self.folder)))
 
     def step(self) -> Path:
         """Saves what the run resumes from, and removes what is older than the recipe keeps."""
@@ -116,7 +137,14 @@ class Saving:
         paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
 
         def write() -> None:
-            save_checkpoint(path, self.trainer.model_state(average_checkpoints(paths)))
+            try:
+                weights = average_checkpoints(paths)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}; all steps are done, and only the average is missing: move this one "
+                    "out of the folder and continue with resume=true"
+                ) from error
+            save_checkpoint(path, self.trainer.model_state(weights))
 
         self.ranks.by_first(write)
         self.trainer.load_weights(load_checkpoint(path)["model"], path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import math
 import time
@@ -114,6 +115,8 @@ class Trainer:
         self.seconds = 0.0
         """Wall time of the run up to its last checkpoint."""
         self.best_nll, self.best_step, self.since_best = math.inf, 0, 0
+        # A digest of the dev text: a best of another text is none.
+        self.dev = hashlib.sha256(repr(corpus.dev).encode()).hexdigest()[:16]
         self.validated_at = 0
         """Step of the last validation."""
         self.window = Window()
@@ -308,6 +311,7 @@ class Trainer:
             "batches": self.corpus.batches.state_dict(),
             "random": random,
             "validation": {name: getattr(self, name) for name in VALIDATION},
+            "dev": self.dev,
             "window": asdict(self.window),
             "seconds": self.seconds,
         }

@@ -11,9 +11,10 @@ import sys
 import time
 
 import pytest
+import torch
 
 from deepfast.cli import main
-from deepfast.mt.training import dump_recipe, recipe_names, train
+from deepfast.mt.training import TrainingError, dump_recipe, ranks, recipe_names, train
 from deepfast.mt.training.trainer import Trainer
 
 
@@ -79,6 +80,36 @@ def test_a_port_that_is_taken_is_one_sentence(recipe_path, monkeypatch, capsys):
     said = f"torchrun: the ranks cannot meet at localhost:{port} (address already in use); "
     assert error.startswith(f"deepfast train: {said}")
     assert error.count("\n") == 1
+
+
+def test_a_rank_whose_torchrun_is_gone_does_not_wait(monkeypatch):
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "1"), ("WORLD_SIZE", "2"),
+                        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port),
+                        ("TORCHELASTIC_USE_AGENT_STORE", "True")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "PARENT", -1)
+    with (
+        pytest.raises(TrainingError, match=r"^rank 1: torchrun does not answer, killed from outs"),
+        ranks.run_ranks(torch.device("cpu"), 10),
+    ):
+        pass
+
+
+def test_an_interrupt_inside_an_import_ends_the_command(python):
+    program = """if True:
+        import os, signal
+        from deepfast.cli.interrupt import importing
+        with importing("deepfast train"):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass  # as an import may do
+        print("went on")"""
+    done = python("-c", program, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "deepfast train: interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from deepfast.mt.data import text
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
+from deepfast.mt.training.checkpoint import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
 
 FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))
@@ -72,16 +73,18 @@ def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe
     assert load_checkpoint(damaged[0])["step"] == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "later"), [("step-good.pt", SECOND), ("step-00000099.pt", "step-00000099.pt")]
-)
-def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe, name, later):
+def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe):
     folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
-    copy = folder / name
-    shutil.copy(folder / FIRST, copy)
-    with pytest.raises(CheckpointError, match=f"later checkpoints than {copy}, got {later}"):
+    copy = shutil.copy(folder / FIRST, folder / "step-good.pt")
+    with pytest.raises(CheckpointError, match=f"later checkpoints than {copy}, got {SECOND}"):
         train(make_recipe({"resume": str(copy)}), quiet=True)
-    copy.unlink()
+    false = shutil.copy(folder / FIRST, folder / "step-00000099.pt")
+    told = f"^{false}: expected a checkpoint of that step, got one of step 4"
+    with pytest.raises(CheckpointError, match=told):
+        train(make_recipe({"resume": str(false)}), quiet=True)
+    with pytest.raises(CheckpointError, match=f"{told}; the newest intact one is .*{SECOND}"):
+        train(make_recipe({"resume": True}), quiet=True)
+    false.unlink()
     good = shutil.copy(folder / SECOND, folder / "step-good.pt")
     assert train(make_recipe({"resume": str(good)}), quiet=True).step == 12
 
@@ -105,7 +108,79 @@ def test_in_a_new_folder_the_best_is_the_best_of_that_folder(make_recipe, tmp_pa
     assert load_checkpoint(result.best)["step"] == 10
 
 
-@pytest.mark.parametrize(("step", "name"), [(8, SECOND), (10, "best.pt")])
+def _of_another_step(folder):
+    shutil.copy(folder / FIRST, folder / "best.pt")
+
+
+def _cut_short(folder):
+    (folder / "best.pt").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"), [(_of_another_step, "best.pt is of step 4"), (_cut_short, "is damaged"),
+                       (None, "the dev text")],
+)  # fmt: skip
+def test_a_best_that_is_not_that_of_the_run_is_forgotten(
+    make_recipe, monkeypatch, capsys, corpus, tmp_path, spoil, why
+):
+    """As where a run was killed between a best and the next checkpoint."""
+    curve = {5: 1.0, 8: 2.5, 10: 3.0, 12: 4.0}
+    monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
+    folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
+    changes = {"resume": True}
+    if spoil:
+        spoil(folder)
+    else:
+        for side, suffix in (("source", "en"), ("target", "de")):
+            lines = (corpus / f"dev.{suffix}").read_text("utf-8").splitlines(keepends=True)
+            (tmp_path / suffix).write_text("".join(lines[:7]), "utf-8")
+            changes[f"data.dev_{side}"] = str(tmp_path / suffix)
+    result = train(make_recipe(changes))
+    assert f"{why}; the next validation is the best so far\n" in capsys.readouterr().out
+    assert (result.best_nll, load_checkpoint(result.best)["step"]) == (3.0, 10)
+
+
+def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe):
+    folder = train(make_recipe(), quiet=True).output
+    damage(folder / SECOND)
+    with pytest.raises(CheckpointError, match=rf"^{folder / SECOND}: .*; all steps are done"):
+        train(make_recipe({"resume": True}), quiet=True)
+    (folder / SECOND).unlink()
+    assert train(make_recipe({"resume": True}), quiet=True).average == folder / "average.pt"
+
+
+def test_metrics_that_are_missing_are_told(make_recipe, capsys):
+    folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
+    metrics = folder / "metrics.jsonl"
+    first, _, *rest = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([first, "\0\0\n", *rest]))
+    train(make_recipe({"resume": True, "train.max_steps": 9}))
+    assert f"{metrics}: 1 damaged lines were removed\n" in capsys.readouterr().out
+    metrics.unlink()
+    train(make_recipe({"resume": True}))
+    told = f"{metrics}: the file was removed, and the rows of steps 1 to 9 with it\n"
+    assert told in capsys.readouterr().out
+
+
+def test_a_finished_run_of_another_number_of_ranks_saves_no_step_twice(make_recipe):
+    """Its last checkpoint is a folder where one process writes a file."""
+    folder = train(make_recipe(), quiet=True).output
+    names = sorted(path.name for path in folder.glob("step-*"))
+    twin = folder / "step-00000012"
+    (folder / THIRD).rename(twin)
+    assert newest_checkpoints(folder, 2, 4) == [folder / SECOND, twin]
+    twin.rename(folder / THIRD)
+    shutil.copy(folder / THIRD, twin)
+    assert newest_checkpoints(folder, 2, 4) == [folder / SECOND, folder / THIRD]
+    prune(folder, 2, 4)
+    assert (folder / SECOND).exists()
+    twin.unlink()
+    (folder / FIRST).unlink(missing_ok=True)
+    train(make_recipe({"resume": True}), quiet=True)
+    assert sorted(path.name for path in folder.glob("step-*")) == names[1:]
+
+
+@pytest.mark.parametrize(("step", "name"), [(8, SECOND), (10, "best.pt"), (0, "recipe.yaml")])
 def test_what_a_killed_run_left_half_written_is_removed(
     make_recipe, killed_at, tmp_path, step, name
 ):
@@ -115,7 +190,12 @@ def test_what_a_killed_run_left_half_written_is_removed(
         patch.setattr(text.os, "replace", die)
         patch.setattr(text.Path, "unlink", lambda *args, **options: None)
 
-    killed_at(step, prepare)
+    if step:
+        killed_at(step, prepare)
+    else:
+        # Written before the first step.
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / f".{name}.7.part").touch()
     (part,) = (tmp_path / "run").glob("*.part")
     assert part.name == f".{name}.7.part"
     train(make_recipe({"resume": True}), quiet=True)
