@@ -223,14 +223,16 @@ class Ranks:
 
 
 def _meet() -> tuple[dist.Store, int, int]:
-    """The store of the ranks, this rank and their number. Under torchrun a rank looks every few
-    seconds whether torchrun still lives."""
+    """The store of the ranks, this rank and their number. Under torchrun a rank that cannot connect
+    looks from time to time whether torchrun still lives."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return next(dist.rendezvous("env://", timeout=MEET_WITHIN))
     end = time.monotonic() + MEET_WITHIN.total_seconds()
     while True:
         try:
-            return next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+            store, *place = next(dist.rendezvous("env://", timeout=timedelta(seconds=20)))
+            store.set_timeout(MEET_WITHIN)
+            return store, *place
         except dist.DistError:
             if os.getppid() != PARENT:
                 rank = os.environ.get("RANK", "0")

@@ -48,11 +48,22 @@ def memory(trainer):
     trainer.model.decoder.layers[0].register_forward_pre_hook(exhausted)
 
 
+def in_save(trainer, act):
+    """Calls ``act`` when a checkpoint is written, after the metrics before it."""
+    metrics = os.stat(os.path.join(trainer.recipe.output, "metrics.jsonl"))
+
+    def fsync(descriptor):
+        if not os.path.samestat(os.fstat(descriptor), metrics):
+            act()
+
+    os.fsync = fsync
+
+
 def disk(trainer):
-    def full(*args):
+    def full():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    os.fsync = full
+    in_save(trainer, full)
 
 
 def vanished(trainer):
@@ -60,7 +71,7 @@ def vanished(trainer):
 
 
 def killed_in_save(trainer):
-    os.fsync = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    in_save(trainer, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stopped_before_save(trainer):
