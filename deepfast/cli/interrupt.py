@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 
@@ -20,17 +21,15 @@ def importing(name: str) -> Iterator[None]:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
-    before = signal.getsignal(signal.SIGINT)
-    # It may be ignored, and only the main thread has handlers.
-    if before is not signal.default_int_handler:
-        yield
-        return
-    try:
+    # Ctrl-C may be ignored or handled, and only the main thread has handlers.
+    ours = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
+    if ours:
         signal.signal(signal.SIGINT, leave)
-    except ValueError:
-        yield
-        return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
