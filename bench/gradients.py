@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepfast.files import require, write_atomically
 from deepfast.measure.pictures import (
     COLORS,
     STYLE,
@@ -22,8 +23,6 @@ from deepfast.measure.pictures import (
     label_ends,
     save,
 )
-from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import write_atomically
 from deepfast.nn import TransformerEncoder
 from deepfast.ops import linear_cross_entropy
 

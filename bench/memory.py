@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from deepfast.files import write_atomically
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, STACK
-from deepfast.mt.data.text import write_atomically
 from deepfast.nn import TransformerEncoder
 
 GIB = 1 << 30

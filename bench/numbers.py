@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from bench import depth_mix, layer_norm, transformer
+from deepfast.files import write_atomically
 from deepfast.measure.clock import copy_bandwidth, interleave, keep_memory, ratio
 from deepfast.measure.machine import environment
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
-from deepfast.mt.data.text import write_atomically
 
 
 def times(

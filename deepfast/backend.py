@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
+from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.launches import LAUNCHES
 from deepfast.proof import known
 from deepfast.proof import table as tables
@@ -62,7 +63,6 @@ CAPABILITY = (8, 0)
 PROVABLE = {"cuda": ("cuda", "triton")}
 """By type of device the backends that become a default where they were proved on the machine."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Device = torch.device | str
 
 
@@ -224,10 +224,6 @@ def refusal(
     return f"expected one of {', '.join(BACKENDS)}"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def cuda_build() -> str | None:
     """What the kernels of backend cuda were compiled for; None where there are none."""
     if emulated is not None:
@@ -241,7 +237,7 @@ def provable(op: str, device: torch.device) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in PROVABLE.get(device.type, ()):
         if not (op == "attention" and name in SDPA):
-            dtypes = [_name(d) for d in DTYPES if refusal(op, name, device, d) is None]
+            dtypes = [dtype_name(d) for d in DTYPES if refusal(op, name, device, d) is None]
             if dtypes:
                 found[name] = dtypes
     return found
@@ -253,7 +249,7 @@ def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     if backend == "cuda" and op == "attention":
         return "it is torch's sdpa under another name"
     if backend in PROVABLE.get(device.type, ()):
-        found = known.entry(op, device, _name(dtype), cuda_build())
+        found = known.entry(op, device, dtype_name(dtype), cuda_build())
         if found is None or backend not in found["errors"]:
             return f"{known.missing(device)}; {ask}"
         error = found["errors"][backend]
@@ -300,7 +296,7 @@ def preview(
     else:
         reasons = explain(op, device, dtype, width)
         if device.type in PROVABLE:
-            found = known.entry(op, device, _name(dtype), cuda_build())
+            found = known.entry(op, device, dtype_name(dtype), cuda_build())
             # Of several defaults the one that was fastest at this width comes first.
             first = found and tables.fastest(found, width)
             reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
@@ -326,7 +322,9 @@ def _resolve(op: str, requested: str | None, device, dtype: torch.dtype, width: 
     """The choice; kept unless a later call may know more. Proves an op at its first use."""
     at, settled = torch.device(device), True
     if requested is None and at.type in PROVABLE and dtype != torch.float64:
-        settled, changed, wrong = known.settle(op, at, _name(dtype), provable(op, at), cuda_build())
+        settled, changed, wrong = known.settle(
+            op, at, dtype_name(dtype), provable(op, at), cuda_build()
+        )
         if changed:
             _choices.clear()
         if wrong is not None:

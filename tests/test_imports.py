@@ -13,8 +13,9 @@ PACKAGE = ROOT / "deepfast"
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
 #   backend -> proof.known -> proof.prove, which starts proof.worker -> proof.cases -> nn
-# checks and memory lie at the bottom. Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "memory", "version"}
+# checks, dtypes, files and memory lie at the bottom.
+# Inside mt: sweep -> training -> search -> models, data.
+BOTTOM = {"checks", "dtypes", "files", "memory", "version"}
 PROOF = {"proof.known", "proof.show", "proof.table"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth"} | OPS
@@ -22,8 +23,10 @@ MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
     "checks": set(),
+    "dtypes": set(),
+    "files": set(),
     "memory": {"checks", "version"},
-    "reference": {"version"},
+    "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
     # The parent of the workers lies below backend; what a worker runs lies above nn.
@@ -36,7 +39,7 @@ ALLOWED = {
     "proof.check": OPS,
     "proof.cases": {"proof.check", "proof.table"} | NN,
     "proof.worker": {"proof", "proof.cases", "proof.check"},
-    "backend": {"launches", "reference", "kernels", "_C", "version", "proof", *PROOF},
+    "backend": {"dtypes", "launches", "reference", "kernels", "_C", "version", "proof", *PROOF},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "nn": NN,

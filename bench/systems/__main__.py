@@ -23,10 +23,9 @@ from bench.systems.rows import (
     text_files,
 )
 from deepfast.cli.sweep import add_process_arguments, process_options
+from deepfast.files import require, write_atomically
 from deepfast.measure.machine import cpu_model
 from deepfast.measure.sweep_picture import draw
-from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import write_atomically
 from deepfast.mt.sweep.grid import Over, Point
 from deepfast.mt.sweep.runs import Result, Run, run_all
 from deepfast.mt.training import load_recipe

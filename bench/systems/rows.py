@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepfast.mt.data.text import read_parallel, write_atomically
+from deepfast.files import write_atomically
+from deepfast.mt.data.text import read_parallel
 from deepfast.mt.training import load_recipe
 
 BASE = "phrases-systems"

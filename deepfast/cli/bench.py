@@ -25,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from deepfast import checks
+    from deepfast.files import require
     from deepfast.measure import bench_ops
     from deepfast.measure.clock import keep_memory
     from deepfast.measure.machine import cpu_model
     from deepfast.measure.op_forms import CASES, Sizes
-    from deepfast.mt.data.errors import require
 
     for op in args.ops:
         if op not in CASES:

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
+    from deepfast.files import write_atomically
     from deepfast.measure.machine import environment
-    from deepfast.mt.data.text import write_atomically
     from deepfast.mt.sweep.growth import page, runs_of_growth
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from deepfast.cli.decoding import to_translate
 from deepfast.cli.outputs import check_keeps_run, checkpoint_output
-from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import write_atomically
+from deepfast.files import require, write_atomically
 
 EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from deepfast import backend
+from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.proof import known
 from deepfast.proof.show import lines as proof_lines
 from deepfast.version import __version__
@@ -46,7 +47,7 @@ def collect(device: str, dtype: torch.dtype) -> dict:
         if device == "cuda"
         else f"cpu ({platform.processor() or platform.machine()})",
         "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "build": backend.build_info(),
         "override": override,
         "proof": _proof(torch.device(device)),
@@ -123,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: expected a device of this machine, got 'cuda': no GPU found")
     dtype = getattr(torch, args.dtype, None)
-    if dtype not in backend.DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in backend.DTYPES)
+    if dtype not in DTYPES:
+        names = ", ".join(map(dtype_name, DTYPES))
         raise ValueError(f"--dtype: expected one of {names}, got {args.dtype!r}")
     info = collect(device, dtype)
     if args.json:

@@ -46,7 +46,7 @@ def check_keeps_run(output: Path, checkpoint: str, content: dict) -> None:
 
 def checkpoint_output(path: str) -> Path:
     """The file to write a checkpoint to: what a link points to; the link stays."""
-    from deepfast.mt.data.text import check_writable
+    from deepfast.files import check_writable
 
     output = Path(path).resolve()
     check_writable(output)
@@ -62,6 +62,6 @@ def check_picture(option: str, path: Path | None) -> None:
     if path.suffix not in PICTURES:
         raise ValueError(f"{option}: expected a file ending in .svg or .png, got {path}")
     # torch takes a second to import.
-    from deepfast.mt.data.text import check_writable
+    from deepfast.files import check_writable
 
     check_writable(path)

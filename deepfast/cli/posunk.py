@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from deepfast import checks
+    from deepfast.files import make_folder
     from deepfast.mt.data.align import Aligner
     from deepfast.mt.data.posunk import (
         annotated,
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         word_translations,
         write_translations,
     )
-    from deepfast.mt.data.text import make_folder, write_lines
+    from deepfast.mt.data.text import write_lines
 
     checks.whole("posunk", words=args.words)
     sources, targets = args.files[::2], args.files[1::2]

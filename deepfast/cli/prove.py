@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from deepfast import backend
-from deepfast.mt.data.text import check_writable, write_atomically
+from deepfast.files import check_writable, write_atomically
 from deepfast.proof import known
 from deepfast.proof import table as tables
 from deepfast.proof.show import lines

@@ -24,18 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.mt.data.errors import require
+    from deepfast.files import require
 
     # Missing packages are reported now, not after minutes of measurements.
     for package in ("matplotlib", "jinja2", "rich"):
         require(package, "deepfast report")
     from dataclasses import replace
 
+    from deepfast.files import check_writable, make_folder
     from deepfast.measure import page, results, trace
     from deepfast.measure.progress import Progress
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
-    from deepfast.mt.data.text import check_writable, make_folder
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
     settings = replace(settings, training=not args.no_training)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
 from deepfast.cli.outputs import check_picture
+from deepfast.files import require
 from deepfast.measure import pictures
 from deepfast.mt.data import read_lines
-from deepfast.mt.data.errors import require
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from deepfast.cli.outputs import check_picture
+from deepfast.files import require
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.data.errors import require
 from deepfast.mt.data.vocabulary import BOS, EOS, SPACE
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search import load_translator, translate_lines

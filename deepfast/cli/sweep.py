@@ -70,7 +70,7 @@ def process_options(op: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
-    from deepfast.mt.data.errors import require
+    from deepfast.files import require
     from deepfast.mt.sweep.grid import parse_over, points, runs_of
     from deepfast.mt.sweep.runs import run_all
     from deepfast.mt.training.lock import only_run
@@ -136,8 +136,8 @@ class _Writer:
             self.write()
 
     def write(self) -> None:
+        from deepfast.files import write_atomically
         from deepfast.measure.sweep_picture import draw
-        from deepfast.mt.data.text import write_atomically
         from deepfast.mt.sweep.table import page
 
         known = {point: found for point, found in self.results.items() if found}

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
 from deepfast.cli.outputs import check_other
+from deepfast.files import check_writable
 from deepfast.mt.data import read_lines
-from deepfast.mt.data.text import check_writable, read_standard_input, write_lines
+from deepfast.mt.data.text import read_standard_input, write_lines
 
 EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
 

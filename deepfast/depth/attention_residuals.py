@@ -11,9 +11,9 @@ from deepfast.depth.check_push import check_state
 from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.weights import AttentionWeights
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.attention_residual import residual_score
-from deepfast.reference.layer_norm import compute_dtype
 
 
 class AttentionResiduals(DepthConnection):

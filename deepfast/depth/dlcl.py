@@ -11,7 +11,7 @@ from deepfast.depth.connection import DepthConnection, PassWeights
 from deepfast.depth.initial import part
 from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
 from deepfast.depth.weights import ConstantWeights
-from deepfast.reference.layer_norm import compute_dtype
+from deepfast.dtypes import compute_dtype
 
 
 class DLCL(DepthConnection):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepfast.files import require
 from deepfast.measure.pictures import WIDTH
-from deepfast.mt.data.errors import require
 from deepfast.mt.models.interface import SearchModel
 
 COLUMNS = 5

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
+from deepfast.files import require, write_atomically
 from deepfast.measure import connection_pictures, connections, memory_pictures, pictures, results
-from deepfast.mt.data.errors import require
-from deepfast.mt.data.text import write_atomically
 
 TEMPLATE = "report.html"
 PAGE = "index.html"

@@ -54,7 +54,7 @@ def save(figure, path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending."""
     import matplotlib
 
-    from deepfast.mt.data.text import write_atomically
+    from deepfast.files import write_atomically
 
     # Without a date, the same command writes the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepfast.files import require
 from deepfast.measure.pictures import COLORS, STYLE, WIDTH, Curve, save
-from deepfast.mt.data.errors import require
 
 PANELS = {"nll": "NLL, nats per target token", "accuracy": "token accuracy"}
 """A key of a line of metrics -> the title of its panel."""

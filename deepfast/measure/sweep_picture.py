@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepfast.files import require
 from deepfast.measure.pictures import STYLE, WIDTH, save
-from deepfast.mt.data.errors import require
 from deepfast.mt.sweep.grid import Point
 from deepfast.mt.sweep.runs import Result
 from deepfast.mt.sweep.table import diverged, known

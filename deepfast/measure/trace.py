@@ -6,9 +6,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from deepfast.files import write_atomically
 from deepfast.measure.encoders import StepCase
 from deepfast.measure.settings import Settings
-from deepfast.mt.data.text import write_atomically
 
 
 def write(settings: Settings, path: Path) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepfast.files import require
 from deepfast.measure.choice_picture import SideChoices, draw_choices
 from deepfast.measure.pictures import (
     COLORS,
@@ -22,7 +23,6 @@ from deepfast.measure.pictures import (
     heat_map,
     save,
 )
-from deepfast.mt.data.errors import require
 from deepfast.mt.models.interface import SearchModel
 from deepfast.nn import AttentionResiduals
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import backend as backends
+from deepfast.dtypes import compute_dtype
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.layer_norm import plain_norm
 from deepfast.nn.layers import FeedForward, TransformerDecoderLayer
@@ -18,7 +19,6 @@ from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import plain
 from deepfast.ops import common
 from deepfast.ops.decoding import cached_attention
-from deepfast.reference.layer_norm import compute_dtype
 
 
 def layer_steps(

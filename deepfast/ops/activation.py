@@ -4,11 +4,11 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.activation import KINDS
 from deepfast.reference.activation import activation as reference
-from deepfast.reference.layer_norm import compute_dtype
 
 
 def compute(

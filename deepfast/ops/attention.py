@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common, torch_attention
 from deepfast.ops.register import register, watched
-from deepfast.reference.layer_norm import compute_dtype
 
 WIDEST = 256
 """Channels of a head that Triton's kernels hold."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.depth_attention import depth_attention
 from deepfast.ops.layer_norm import rms_norm
-from deepfast.reference.layer_norm import compute_dtype
 
 
 def residual_score(v: Tensor, query: Tensor, eps: float) -> Tensor:

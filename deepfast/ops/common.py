@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deepfast import checks
-from deepfast.reference.layer_norm import compute_dtype
+from deepfast.dtypes import compute_dtype
 
 STATES = ("float32", "autocast")
 """What a depth connection keeps its states in under autocast."""

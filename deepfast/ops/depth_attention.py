@@ -8,10 +8,10 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register
 from deepfast.reference.depth_attention import depth_attention as reference
-from deepfast.reference.layer_norm import compute_dtype
 
 NORMS = ("rms", None)
 

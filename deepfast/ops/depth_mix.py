@@ -12,10 +12,10 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register
 from deepfast.reference.depth_mix import depth_mix as reference
-from deepfast.reference.layer_norm import compute_dtype
 
 
 def _launch_operands(a):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import register
-from deepfast.reference.layer_norm import compute_dtype
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 
 REDUCTIONS = ("mean", "sum")

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from deepfast import backend as backends
 from deepfast import checks
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import gradients, register, watched
-from deepfast.reference.layer_norm import compute_dtype
 from deepfast.reference.peephole_lstm import peephole_lstm as reference
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor.device_mesh import DeviceMesh
 from deepfast import checks, ops
 from deepfast.depth.boundary import OutNorm
 from deepfast.depth.connection import DepthConnection
+from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.reference.dropout import dropout_scale
-from deepfast.reference.layer_norm import compute_dtype
 
 OP = "deepfast.parallel.shard_tokens"
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from deepfast import backend
+from deepfast.dtypes import compute_dtype
 from deepfast.reference import accuracy
-from deepfast.reference.layer_norm import compute_dtype
 
 
 @dataclass

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from deepfast.dtypes import compute_dtype
 from deepfast.reference.dropout import dropout, dropout_scale
-from deepfast.reference.layer_norm import compute_dtype
 
 KINDS = ("relu", "gelu")
 

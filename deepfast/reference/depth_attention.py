@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype, rms_norm
+from deepfast.dtypes import compute_dtype
+from deepfast.reference.layer_norm import rms_norm
 
 
 def depth_attention(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype, normalise
+from deepfast.dtypes import compute_dtype
+from deepfast.reference.layer_norm import normalise
 
 
 def depth_mix(

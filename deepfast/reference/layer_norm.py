@@ -1,15 +1,10 @@
 """Layer normalisation (Ba, Kiros, Hinton 2016) and RMS normalisation (Zhang, Sennrich 2019), after
 dropout and a residual sum."""
 
-import torch
 from torch import Tensor
 
+from deepfast.dtypes import compute_dtype
 from deepfast.reference.dropout import dropout
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: fp64 for fp64, fp32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def normalise(x: Tensor, eps: float, rms: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype
+from deepfast.dtypes import compute_dtype
 
 
 def cross_entropy(

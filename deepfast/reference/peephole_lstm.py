@@ -12,7 +12,7 @@ this order, c is the state (r in the paper), and sigma is the logistic function:
 import torch
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype
+from deepfast.dtypes import compute_dtype
 
 
 def cell(z: Tensor, c: Tensor, peephole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from deepfast.reference.layer_norm import compute_dtype
+from deepfast.dtypes import compute_dtype
 
 
 def load(x: Tensor) -> Tensor:

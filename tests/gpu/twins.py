@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deepfast import backend
 from deepfast.depth.state import empty_slots
+from deepfast.dtypes import compute_dtype
 from deepfast.launches import LAUNCHES
 from deepfast.proof.check import Case, Computed, Stored, differentiate
-from deepfast.reference.layer_norm import compute_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.figure import Figure
 
+from deepfast.files import DataError
 from deepfast.measure.pictures import figure_of, save
-from deepfast.mt.data import DataError
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

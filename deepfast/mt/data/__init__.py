@@ -8,6 +8,7 @@ This package imports neither models nor training. sentencepiece, num2words and B
 when they are needed.
 """
 
+from deepfast.files import DataError, MissingPackage
 from deepfast.mt.data.batches import (
     Batch,
     TokenBatches,
@@ -16,7 +17,6 @@ from deepfast.mt.data.batches import (
     restore_order,
     take,
 )
-from deepfast.mt.data.errors import DataError, MissingPackage
 from deepfast.mt.data.phrases import Corpus, phrases, write
 from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import (

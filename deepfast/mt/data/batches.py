@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepfast import checks
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError
 from deepfast.mt.data.text import Dropped
 from deepfast.mt.data.vocabulary import BOS, EOS, PAD
 

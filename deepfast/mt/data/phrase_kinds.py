@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from random import Random
 
-from deepfast.mt.data.errors import require
+from deepfast.files import require
 
 Pair = tuple[str, str]
 

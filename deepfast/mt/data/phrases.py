@@ -14,9 +14,8 @@ from pathlib import Path
 from random import Random
 
 from deepfast import checks
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError, make_folder, write_atomically
 from deepfast.mt.data.phrase_kinds import KINDS, Pair
-from deepfast.mt.data.text import make_folder, write_atomically
 
 LANGUAGES = ("de", "fr", "es")
 SPLITS = ("train", "dev", "test")

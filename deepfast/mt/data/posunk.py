@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from os import PathLike
 
+from deepfast.files import DataError
 from deepfast.mt.data.align import Links, Words
-from deepfast.mt.data.errors import DataError
 from deepfast.mt.data.text import read_lines, write_lines
 
 FAR = 7

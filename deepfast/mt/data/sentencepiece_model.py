@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError
 
 # Top-level fields of sentencepiece's ModelProto, in the order in which they are written.
 PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3

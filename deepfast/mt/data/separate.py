@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError
 from deepfast.mt.data.vocabulary import Vocabulary
 
 KIND = "deepfast-separate"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, overload
+from typing import overload
 
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError, write_atomically
 
 # No UTF-8 text starts with these two bytes: the second cannot follow the first.
 GZIP_MAGIC = b"\x1f\x8b"
@@ -202,49 +201,6 @@ def read_parallel(
     return ParallelText(source, target, pairs, numbers, len(source_lines), dropped)
 
 
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose content becomes the file at the end of the block. If the block fails, the file
-    stays as it was.
-
-    Raises:
-        OSError: the folder is missing or not writable, or the disk is full.
-    """
-    # In the same folder: a rename across file systems is a copy, which is not atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    stream = open(temporary, "wb")  # noqa: SIM115 -- a file that was not made is not removed
-    try:
-        with stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part.
-
-    Raises:
-        DataError: the folder is missing or not writable.
-    """
-    # Write what a link points to; the link stays.
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
-        # A pipe or a device must not be replaced by a file.
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-        return
-    try:
-        with replaced(path) as stream:
-            stream.write(content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     """Write a UTF-8 text file atomically, one line each; gzip where the name ends in .gz.
 
@@ -256,30 +212,3 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
         # Without a time stamp the same text gives the same file.
         content = gzip.compress(content, mtime=0)
     write_atomically(path, content)
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuses an output file that could not be written, before the work for it is done.
-
-    Raises:
-        DataError: the folder is missing or not writable, or the path is a folder.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise DataError(f"{path}: expected a folder that exists, got {path.parent}")
-    if path.is_dir():
-        raise DataError(f"{path}: expected a file, got a folder")
-    if not os.access(path.parent, os.W_OK):
-        raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")
-
-
-def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder, and those that it is in; one that exists stays.
-
-    Raises:
-        DataError: it cannot be made.
-    """
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be made ({error.strerror or error})") from error

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from deepfast.mt.data.errors import DataError
+from deepfast.files import DataError
 from deepfast.mt.data.separate import KIND as SEPARATE
 from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import read_lines

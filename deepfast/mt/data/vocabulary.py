@@ -14,9 +14,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from deepfast.mt.data.errors import DataError, require
+from deepfast.files import DataError, require, write_atomically
 from deepfast.mt.data.sentencepiece_model import check_complete, has_whole_words, user_defined
-from deepfast.mt.data.text import write_atomically
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 # Sentencepiece's sign for the space before a word.

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from deepfast.files import require
 from deepfast.mt.data import split_tag
-from deepfast.mt.data.errors import require
 
 
 @dataclass(frozen=True)

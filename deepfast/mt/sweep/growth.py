@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepfast.mt.data.text import write_atomically
+from deepfast.files import write_atomically
 from deepfast.mt.search import DecodingOptions, bleu, load_translator, translate_all
 from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.runs import Result, Run, read_object

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from deepfast.mt.data.text import write_atomically
+from deepfast.files import write_atomically
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.sweep.runs import INTERRUPTED, RESULT, read_recipe
 from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from deepfast.files import make_folder, write_atomically
 from deepfast.memory.units import format_bytes
-from deepfast.mt.data.text import make_folder, write_atomically
 from deepfast.mt.models import build
 from deepfast.mt.training import Recipe, recipe_from_dict
 from deepfast.mt.training.environment import heeded

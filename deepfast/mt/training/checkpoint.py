@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.mt.data.text import replaced
+from deepfast.files import replaced
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import read_checkpoint, vocabulary_bytes
 from deepfast.mt.models.checkpoint_file import FORMAT, VERSION

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepfast.files import DataError
 from deepfast.mt.data import (
     Batch,
-    DataError,
     Dropped,
     SeparateVocabularies,
     TokenBatches,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepfast.mt.data.text import make_folder
+from deepfast.files import make_folder
 from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.recipe import TrainSection
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepfast.checks import shown
-from deepfast.mt.data.errors import require
+from deepfast.files import require
 from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.growing import BEST, FIRST, TOP_FIELDS, check_grow
 from deepfast.mt.training.parallel_section import ParallelSection

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from deepfast.files import write_atomically
 from deepfast.memory.units import format_bytes
-from deepfast.mt.data.text import write_atomically
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.lock import is_at
 from deepfast.mt.training.ranks import Ranks

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from deepfast.files import write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data import subwords
-from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training.checkpoint import (

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.dtypes import compute_dtype
 from deepfast.nn.layer_norm import LayerNorm
 from deepfast.nn.recompute import check_input
 from deepfast.ops import common
-from deepfast.reference.layer_norm import compute_dtype
 
 OPTIONS = {
     "average": (),

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.check_push import check_state
 from deepfast.depth.initial import part
+from deepfast.dtypes import compute_dtype
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 from deepfast.ops.depth_mix import mix_tokens, mix_tokens_backward
-from deepfast.reference.layer_norm import compute_dtype
 
 
 class _Gradients:

@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepfast.mt.data import (
-    DataError,
-    TokenBatches,
-    evaluation_batches,
-    make_batch,
-    restore_order,
-    take,
-)
+from deepfast.files import DataError
+from deepfast.mt.data import TokenBatches, evaluation_batches, make_batch, restore_order, take
 
 
 def make_pairs(count, seed=0, longest=20):

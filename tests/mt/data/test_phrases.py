@@ -8,14 +8,9 @@ from random import Random
 
 import pytest
 
-from deepfast.mt.data import (
-    DataError,
-    MissingPackage,
-    phrases,
-    read_parallel,
-    write,
-)
+from deepfast.files import DataError, MissingPackage
 from deepfast.mt.data import phrase_kinds as kinds
+from deepfast.mt.data import phrases, read_parallel, write
 from deepfast.mt.data.phrases import LANGUAGES, SPLITS, folded
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepfast.mt.data import DataError
+from deepfast.files import DataError
 from deepfast.mt.data.posunk import (
     annotated,
     mark,

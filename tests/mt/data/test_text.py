@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.mt.data import (
-    DataError,
-    Dropped,
-    read_lines,
-    read_parallel,
-)
-from deepfast.mt.data.text import read_standard_input, write_atomically, write_lines
+from deepfast.files import DataError, write_atomically
+from deepfast.mt.data import Dropped, read_lines, read_parallel
+from deepfast.mt.data.text import read_standard_input, write_lines
 
 MULTI30K = Path(__file__).resolve().parents[4] / "shared" / "data" / "multi30k"
 

@@ -10,14 +10,8 @@ import time
 import pytest
 import torch
 
-from deepfast.mt.data import (
-    DataError,
-    MissingPackage,
-    Vocabulary,
-    phrases,
-    split_tag,
-    tag_of,
-)
+from deepfast.files import DataError, MissingPackage
+from deepfast.mt.data import Vocabulary, phrases, split_tag, tag_of
 from deepfast.mt.data.sentencepiece_model import NORMALIZER_SPEC, TRAINER_SPEC, _varint
 
 SENTENCES = [

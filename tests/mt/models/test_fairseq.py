@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.data import (
-    DataError,
-    TokenVocabulary,
-    read_dictionary,
-    read_vocabulary,
-)
+from deepfast.files import DataError
+from deepfast.mt.data import TokenVocabulary, read_dictionary, read_vocabulary
 from deepfast.mt.models import Transformer, fairseq
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, translate_lines

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from deepfast.mt.data import text
+from deepfast import files
 from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
 from deepfast.mt.training import CheckpointError, average_checkpoints, load_checkpoint
 from deepfast.mt.training import checkpoint as module
@@ -67,9 +67,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, fails_in):
 
     with monkeypatch.context() as patch:
         if fails_in == "write":
-            patch.setattr(text, "open", lambda p, mode: FullDisk(p, mode), raising=False)
+            patch.setattr(files, "open", lambda p, mode: FullDisk(p, mode), raising=False)
         else:
-            patch.setattr(text.os, "fsync", full)
+            patch.setattr(files.os, "fsync", full)
         with pytest.raises(CheckpointError, match=r"a\.pt: the checkpoint cannot be written \(No"):
             save_checkpoint(path, content(2.0))
     assert load_checkpoint(path)["model"]["w"][0] == 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.data import DataError, lower
+from deepfast.files import DataError
+from deepfast.mt.data import lower
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import (
     RecipeError,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.mt.data import text
+from deepfast import files
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
 from deepfast.mt.training.checkpoint import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
@@ -186,9 +186,9 @@ def test_what_a_killed_run_left_half_written_is_removed(
 ):
     def prepare(patch):
         # As after SIGKILL of another process: the file does not get its name, nothing removes it.
-        patch.setattr(text.os, "getpid", lambda: 7)
-        patch.setattr(text.os, "replace", die)
-        patch.setattr(text.Path, "unlink", lambda *args, **options: None)
+        patch.setattr(files.os, "getpid", lambda: 7)
+        patch.setattr(files.os, "replace", die)
+        patch.setattr(files.Path, "unlink", lambda *args, **options: None)
 
     if step:
         killed_at(step, prepare)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepfast.files import write_atomically
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.data.text import write_atomically
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import (
     CheckpointError,

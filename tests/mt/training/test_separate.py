@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepfast.cli import main
+from deepfast.files import DataError
 from deepfast.mt.data import (
-    DataError,
     SeparateVocabularies,
     TokenVocabulary,
     Vocabulary,

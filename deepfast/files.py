@@ -1,0 +1,109 @@
+"""Files that are written whole or not at all, and packages that are imported when they are needed.
+
+Their errors are one sentence each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO
+
+
+class DataError(ValueError):
+    """Text, a vocabulary or batches that cannot be used; one sentence says why."""
+
+
+class MissingPackage(DataError, ImportError):
+    """An optional package is not installed; the sentence names the extra that installs it."""
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import an optional module by its dotted name.
+
+    Raises:
+        MissingPackage: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        extra = "report" if package in ("matplotlib", "jinja2") else "train"
+        raise MissingPackage(
+            f"{purpose} needs the package {package}, which cannot be imported ({error}): "
+            f"pip install 'deepfast[{extra}]'"
+        ) from error
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A stream whose content becomes the file at the end of the block. If the block fails, the file
+    stays as it was.
+
+    Raises:
+        OSError: the folder is missing or not writable, or the disk is full.
+    """
+    # In the same folder: a rename across file systems is a copy, which is not atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    stream = open(temporary, "wb")  # noqa: SIM115 -- a file that was not made is not removed
+    try:
+        with stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part.
+
+    Raises:
+        DataError: the folder is missing or not writable.
+    """
+    # Write what a link points to; the link stays.
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        # A pipe or a device must not be replaced by a file.
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        return
+    try:
+        with replaced(path) as stream:
+            stream.write(content)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuses an output file that could not be written, before the work for it is done.
+
+    Raises:
+        DataError: the folder is missing or not writable, or the path is a folder.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise DataError(f"{path}: expected a folder that exists, got {path.parent}")
+    if path.is_dir():
+        raise DataError(f"{path}: expected a file, got a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those that it is in; one that exists stays.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be made ({error.strerror or error})") from error
