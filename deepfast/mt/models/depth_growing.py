@@ -11,16 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.mt.models.interface import Part, TranslationModel
-from deepfast.mt.models.transformer import DecodeState, Transformer, init_fan_in, last_attention
+from deepfast.mt.models.interface import Part
+from deepfast.mt.models.transformer import DecodeState, PackedModel, Transformer, init_fan_in
 from deepfast.mt.models.transformer_config import TransformerConfig
-from deepfast.nn import (
-    DecoderCache,
-    LayerNorm,
-    Packing,
-    TransformerDecoder,
-    TransformerEncoder,
-)
+from deepfast.nn import LayerNorm, Packing, TransformerDecoder, TransformerEncoder
 from deepfast.nn.connections.residual import CONNECTIONS
 
 
@@ -78,20 +72,7 @@ class DepthGrowingConfig(TransformerConfig):
         return TransformerConfig(**{name: getattr(self, name) for name in names})
 
 
-@dataclass
-class GrowingState:
-    """A batch of hypotheses while it is being decoded; each decoder has its own cache."""
-
-    bottom: DecodeState
-    top: DecoderCache
-
-    def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
-        """Keeps hypotheses ``index``; see `DecodeState.reorder`."""
-        self.bottom.reorder(index, encoded=encoded)
-        self.top.reorder(index)
-
-
-class DepthGrowing(TranslationModel):
+class DepthGrowing(PackedModel):
     """A frozen `Transformer`, the bottom, with an encoder and a decoder on top that learn.
 
     With x and y the embedded source and target, positions included,
@@ -175,40 +156,22 @@ class DepthGrowing(TranslationModel):
         y = self._entering(y, self.target_norm)
         return self.decoder.forward_packed(y + s1, packing, h2, source_packing), packing
 
-    def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """Logits (N, V) for the real positions of ``target_in_BT``; see `Transformer.forward`."""
-        return self.bottom.project(self.decode(source_BS, target_in_BT)[0])
+    def logit_map(self) -> tuple[Tensor, None]:
+        """The bottom's."""
+        return self.bottom.logit_map()
 
-    def loss(
-        self,
-        source_BS: Tensor,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float = 0.0,
-        accuracy: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """Loss and negative log-likelihood of the deep model; see `Transformer.loss`."""
-        x, packing = self.decode(source_BS, target_in_BT)
-        given = target_in_BT, target_out_BT, label_smoothing, accuracy
-        return self.bottom.loss_of(x, packing, *given)
-
-    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """(B, T, S): the cross attention of the top's last decoder layer; see
-        `Transformer.alignment`."""
-        return last_attention(self.decoder, lambda: self.decode(source_BS, target_in_BT))
-
-    def start(self, source_BS: Tensor) -> GrowingState:
+    def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source by both encoders; `step` then decodes one position at a time."""
         h1, h2, packing = self.encode(source_BS)
-        bottom = DecodeState(self.bottom.decoder.start(h1, packing))
-        return GrowingState(bottom, self.decoder.start(h2, packing))
+        return DecodeState(
+            [self.bottom.decoder.start(h1, packing), self.decoder.start(h2, packing)]
+        )
 
-    def step(self, tokens_B: Tensor, state: GrowingState) -> Tensor:
+    def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
-        below = state.bottom
+        below, above = state.caches
         with torch.no_grad():
-            y = self.bottom.embed_at(tokens_B, below.position)
-            s1 = self.bottom.decoder.step(y, below.cache)
-        below.position += 1
-        s2 = self.decoder.step(self._entering(y, self.target_norm) + s1, state.top)
-        return self.bottom.project(s2)
+            y = self.bottom.embed_at(tokens_B, state.position)
+            s1 = self.bottom.decoder.step(y, below)
+        state.position += 1
+        return self.project(self.decoder.step(self._entering(y, self.target_norm) + s1, above))

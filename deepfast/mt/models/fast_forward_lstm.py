@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from deepfast import checks, ops
 from deepfast.mt.models.interface import ParameterGroup, Part, TranslationModel
-from deepfast.mt.models.transformer import IGNORED
 
 
 @dataclass(kw_only=True)
@@ -342,29 +341,16 @@ class FastForwardLSTM(TranslationModel):
         h_BT = self._decode(source_BS, target_in_BT).transpose(0, 1)
         return self.softmax(h_BT[target_in_BT != self.config.padding_idx])
 
-    def loss(
-        self,
-        source_BS: Tensor,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float = 0.0,
-        accuracy: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """Loss and negative log-likelihood, each summed over the real positions, in nats.
-
-        The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
-        loss is label-smoothed; the likelihood is not, and has no gradient.
-
-        With ``accuracy`` also the number of positions whose label has the largest logit, int64.
-        """
+    def labelled(
+        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """h (N, H) of the real positions, position by position, and their labels (N,)."""
         real_TB = (target_in_BT != self.config.padding_idx).T
-        loss, *more = ops.linear_cross_entropy(
-            self._decode(source_BS, target_in_BT)[real_TB], self.softmax.weight,
-            target_out_BT.T[real_TB], bias=self.softmax.bias, label_smoothing=label_smoothing,
-            ignore_index=IGNORED, reduction="sum", return_nll=True, return_correct=accuracy,
-            backend=self.config.backend,
-        )  # fmt: skip
-        return loss, *more
+        return self._decode(source_BS, target_in_BT)[real_TB], target_out_BT.T[real_TB]
+
+    def logit_map(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (V, H) and bias of the softmax."""
+        return self.softmax.weight, self.softmax.bias
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""

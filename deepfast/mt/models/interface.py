@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from deepfast import ops
+
+IGNORED = -100
+"""The label of a position that has none."""
 
 
 class ParameterGroup(TypedDict, total=False):
@@ -40,9 +46,10 @@ class TranslationModel(SearchModel):
 
         config                                        the dataclass it was built from, with
                                                       vocab_size, padding_idx and backend
-        loss(source_BS, target_in_BT, target_out_BT, label_smoothing, accuracy) -> (loss, nll)
-                                                      each summed over the target's tokens; with
-                                                      accuracy a third, the number of right tokens
+        labelled(source_BS, target_in_BT, target_out_BT) -> (x, labels)
+                                                      hidden states (N, D) and labels (N,)
+        logit_map() -> (weight, bias)                 maps hidden states to logits: (V, D), and (V,)
+                                                      or None
         start(source_BS) -> state                     encodes a batch of sentences
         step(tokens_B, state) -> logits (B, V)        decodes one position more
         state.reorder(index, encoded=...)             keeps some hypotheses of the batch
@@ -61,7 +68,42 @@ class TranslationModel(SearchModel):
 
     Config: type
     """The dataclass of its sizes and choices."""
-    loss: Callable[..., tuple[Tensor, ...]]
+    labelled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    logit_map: Callable[[], tuple[Tensor, Tensor | None]]
+
+    def project(self, x: Tensor) -> Tensor:
+        """Hidden states (..., D) to logits (..., V)."""
+        return F.linear(x, *self.logit_map())
+
+    def loss(
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float = 0.0,
+        accuracy: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Loss and negative log-likelihood, each summed over the real positions, in nats.
+
+        The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
+        loss is label-smoothed; the likelihood is not, and has no gradient. The `penalties` are part
+        of the loss of each position.
+
+        With ``accuracy`` also the number of positions whose label has the largest logit, int64.
+        """
+        x, labels = self.labelled(source_BS, target_in_BT, target_out_BT)
+        weight, bias = self.logit_map()
+        loss, *more = ops.linear_cross_entropy(
+            x, weight, labels, bias=bias, label_smoothing=label_smoothing, ignore_index=IGNORED,
+            reduction="sum", return_nll=True, return_correct=accuracy, backend=self.config.backend,
+        )  # fmt: skip
+        for penalty in self.penalties():
+            loss = loss + penalty * (target_in_BT != self.config.padding_idx).sum()
+        return loss, *more
+
+    def penalties(self) -> list[Tensor]:
+        """Scalars that each position adds to the loss."""
+        return []
 
     def set_step(self, step: int) -> None:
         """Called before each training step; steps are counted from 1."""

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import ops
 from deepfast.mt.models.fusions import Fusions
-from deepfast.mt.models.interface import ParameterGroup, Part, TranslationModel
+from deepfast.mt.models.interface import IGNORED, ParameterGroup, Part, TranslationModel
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import (
     DecoderCache,
@@ -27,9 +26,6 @@ from deepfast.nn import (
     TransparentAttention,
 )
 from deepfast.nn.connections.fusion import WITH_ATTENTION
-
-IGNORED = -100
-"""The label of a position that has none."""
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -48,15 +44,17 @@ def sinusoids(positions: Tensor, dim: int) -> Tensor:
 class DecodeState:
     """A batch of hypotheses while it is being decoded."""
 
-    cache: DecoderCache
+    caches: list[DecoderCache]
+    """One for each decoder, from the bottom."""
     position: int = 0
 
     def reorder(self, index: Tensor, *, encoded: bool = True) -> None:
         """Keeps hypotheses ``index`` (B',), int64, repeats allowed.
 
-        ``encoded`` is not needed: the cache knows the sentence of every row.
+        ``encoded`` is not needed: a cache knows the sentence of every row.
         """
-        self.cache.reorder(index)
+        for cache in self.caches:
+            cache.reorder(index)
 
 
 def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple | None:
@@ -73,19 +71,6 @@ def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple 
     return calls[-1] if calls else None
 
 
-def last_attention(decoder: TransformerDecoder, run: Callable[[], object]) -> Tensor:
-    """(B, T, S): the attention to the source in the last decoder layer that ``run()`` uses, the
-    mean over its heads."""
-    call = last_call([layer.cross_attention for layer in decoder.layers], run)
-    if call is None:
-        raise ValueError(
-            "alignment: expected a decoder layer that is used, got none: latent depth leaves out "
-            f"all {len(decoder.layers)}"
-        )
-    attention, (x, packing), given = call
-    return attention.weights(x, packing, given["encoded"], given["encoded_packing"])
-
-
 def init_fan_in(*modules: nn.Module) -> None:
     """Draws all matrices and their biases from U(-b, b) with b = 1 / sqrt(inputs)."""
     for module in modules:
@@ -94,7 +79,45 @@ def init_fan_in(*modules: nn.Module) -> None:
                 linear.reset_parameters()  # torch's own rule is this one
 
 
-class Transformer(TranslationModel):
+class PackedModel(TranslationModel):
+    """A model whose decoder's output is packed: `Transformer` and `DepthGrowing`."""
+
+    decoder: TransformerDecoder
+    decode: Callable[[Tensor, Tensor], tuple[Tensor, Packing]]
+    """Source (B, S) and target (B, T) to hidden states (N, D) and the packing of the target."""
+
+    def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
+
+        Their labels are ``target_out[target_in != padding_idx]``.
+        """
+        return self.project(self.decode(source_BS, target_in_BT)[0])
+
+    def labelled(
+        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The decoder's output (N, D) and its labels (N,)."""
+        x, packing = self.decode(source_BS, target_in_BT)
+        # A compiled model does not pack: it also computes padding, which must not count.
+        padding_BT = target_in_BT == self.config.padding_idx
+        labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
+        return x, labels if packing.indices is None else labels[packing.indices]
+
+    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
+        """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
+        heads."""
+        attentions = [layer.cross_attention for layer in self.decoder.layers]
+        call = last_call(attentions, lambda: self.decode(source_BS, target_in_BT))
+        if call is None:
+            raise ValueError(
+                "alignment: expected a decoder layer that is used, got none: latent depth leaves "
+                f"out all {len(self.decoder.layers)}"
+            )
+        attention, (x, packing), given = call
+        return attention.weights(x, packing, given["encoded"], given["encoded_packing"])
+
+
+class Transformer(PackedModel):
     """Encoder, decoder, and by default one embedding that source, target and output share.
 
     Padding may stand anywhere in the source, and on the right of the target.
@@ -234,10 +257,6 @@ class Transformer(TranslationModel):
     def _target(self) -> nn.Embedding:
         return self.embedding if self.target_embedding is None else self.target_embedding
 
-    @property
-    def _output_weight(self) -> Tensor:
-        return (self._target if self.output is None else self.output).weight
-
     def _embed(self, tokens: Tensor, positions: Tensor, embedding: nn.Embedding) -> Tensor:
         """Packed tokens (T,) and their positions, (T,) or (1,) for all, to (T, D)."""
         x = embedding(tokens) * math.sqrt(self.config.dim)
@@ -322,75 +341,25 @@ class Transformer(TranslationModel):
         _, operands, _ = last_call([fusion], lambda: run(*given))
         return fusion(*operands, return_attention=True)[1]
 
-    def project(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) to logits (..., V)."""
-        return F.linear(x, self._output_weight)
+    def logit_map(self) -> tuple[Tensor, None]:
+        """The matrix that maps hidden states to logits."""
+        return (self._target if self.output is None else self.output).weight, None
 
-    def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
-
-        Their labels are ``target_out[target_in != padding_idx]``.
-        """
-        return self.project(self.decode(source_BS, target_in_BT)[0])
-
-    def loss(
-        self,
-        source_BS: Tensor,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float = 0.0,
-        accuracy: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """Loss and negative log-likelihood, each summed over the real positions, in nats.
-
-        The positions are those of ``target_in_BT``. The logits are never in memory all at once. The
-        loss is label-smoothed; the likelihood is not, and has no gradient. Latent depth adds its
-        penalty to the loss of each position.
-
-        With ``accuracy`` also the number of positions whose label has the largest logit, int64.
-        """
-        x, packing = self.decode(source_BS, target_in_BT)
-        return self.loss_of(x, packing, target_in_BT, target_out_BT, label_smoothing, accuracy)
-
-    def loss_of(
-        self,
-        x: Tensor,
-        packing: Packing,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float,
-        accuracy: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """What `loss` returns, from packed decoder output (N, D) and its packing."""
-        # A compiled model does not pack: it also computes padding, which must not count.
-        padding_BT = target_in_BT == self.config.padding_idx
-        labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
-        if packing.indices is not None:
-            labels = labels[packing.indices]
-        loss, *more = ops.linear_cross_entropy(
-            x, self._output_weight, labels, label_smoothing=label_smoothing,
-            ignore_index=IGNORED, reduction="sum", return_nll=True, return_correct=accuracy,
-            backend=self.config.backend,
-        )  # fmt: skip
-        for latent in self._latent.values():
-            loss = loss + latent.penalty() * (~padding_BT).sum()
-        return loss, *more
-
-    def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
-        """(B, T, S): the cross attention of the last decoder layer that runs, the mean over its
-        heads."""
-        return last_attention(self.decoder, lambda: self.decode(source_BS, target_in_BT))
+    def penalties(self) -> list[Tensor]:
+        """Those of latent depth."""
+        return [latent.penalty() for latent in self._latent.values()]
 
     def start(self, source_BS: Tensor) -> DecodeState:
         """Encodes the source; `step` then decodes one position at a time."""
         language = self._language(source_BS)
-        return DecodeState(self.decoder.start(*self.encode(source_BS, language), language=language))
+        encoded = self.encode(source_BS, language)
+        return DecodeState([self.decoder.start(*encoded, language=language)])
 
     def step(self, tokens_B: Tensor, state: DecodeState) -> Tensor:
         """The last token of each hypothesis (B,) to logits (B, V) of the next; moves state on."""
         x = self.embed_at(tokens_B, state.position)
         states: list[Tensor] | None = None if self.fusions.decoder is None else []
-        x = self.decoder.step(x, state.cache, states=states)
+        x = self.decoder.step(x, *state.caches, states=states)
         if states is not None:
             x = self.fusions("decoder", states, x)
         state.position += 1
