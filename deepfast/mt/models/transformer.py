@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast.mt.models.fusions import Fusions
 from deepfast.mt.models.interface import IGNORED, ParameterGroup, Part, TranslationModel
-from deepfast.mt.models.transformer_config import TransformerConfig
+from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 from deepfast.nn import (
     DecoderCache,
     LatentDepth,
+    LayerFusion,
     Packing,
     TransformerDecoder,
     TransformerEncoder,
     TransparentAttention,
 )
-from deepfast.nn.connections.fusion import WITH_ATTENTION
+from deepfast.nn.connections.fusion import WITH_ATTENTION, layer_embedding
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
@@ -69,6 +69,36 @@ def last_call(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple 
             hooks.enter_context(hook)
         run()
     return calls[-1] if calls else None
+
+
+class Fusions(nn.Module):
+    """`LayerFusion` over the layers of the encoder, the decoder or both.
+
+    Attributes:
+        encoder, decoder: the side's `LayerFusion`, or None.
+        layer_embedding: E of the fusions that have layer embeddings, or None. Layer l of either
+            side has the same embedding.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        c, states = config, []
+        for side in SIDES:
+            kind, fusion = getattr(c, f"{side}_fusion"), None
+            if kind is not None:
+                fusion = LayerFusion(
+                    getattr(c, f"{side}_layers") + 1, c.dim, kind, own_embedding=False,
+                    source_norm=c.norm == "pre", backend=c.backend, **c.fusion,
+                )  # fmt: skip
+                states += [fusion.num_states] * fusion.with_embeddings
+            setattr(self, side, fusion)
+        self.layer_embedding = layer_embedding(max(states), c.dim) if states else None
+
+    def forward(self, side: str, states: list[Tensor], output: Tensor) -> Tensor:
+        """The fusion of a stack's ``states``, the last of which is its ``output``."""
+        fusion = getattr(self, side)
+        embedding = self.layer_embedding if fusion.with_embeddings else None
+        return fusion([*states[:-1], output], embedding)
 
 
 def init_fan_in(*modules: nn.Module) -> None:
