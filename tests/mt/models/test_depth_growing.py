@@ -1,63 +1,16 @@
-"""Depth growing: the equations, a frozen bottom that keeps nothing, and decoding step by step."""
-
-from dataclasses import asdict
+"""Depth growing: the equations, and a frozen bottom that keeps nothing."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.mt.models import (
-    DepthGrowing,
-    DepthGrowingConfig,
-    Transformer,
-    TransformerConfig,
-)
-from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models import Transformer
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.reference.depth_growing import depth_growing
-from tests.mt.models.decoding import (
-    NEAR,
-    SOURCE,
-    TARGET,
-    assert_hypotheses_reorder,
-    assert_steps_equal_forward,
-)
+from tests.mt.models.kinds import GROWING, LABELS, REAL, SOURCE, TARGET, learning, make
 
-SIZES = {"dim": 12, "heads": 3, "ffn_dim": 20, "encoder_layers": 3, "decoder_layers": 2,
-         "top_encoder_layers": 2, "top_decoder_layers": 3}  # fmt: skip
-LABELS = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
-
-CASES = {
-    "as the paper": {"norm": "post", "encoder_connection": "residual"},
-    "as the code": {"norm": "post", "encoder_connection": "residual", "embedding_norm": True},
-    "pre, dlcl below": {},
-    "pre, dlcl on top": {
-        "encoder_connection": "residual", "top_encoder_connection": "dlcl",
-        "top_decoder_connection": "dlcl", "top_dlcl": {"weight": "vector", "init": "one"}},
-    "pre, dlcl everywhere": {
-        "decoder_connection": "dlcl", "top_encoder_connection": "dlcl", "dlcl": {"window": 2},
-        "top_decoder_connection": "dlcl", "embedding_norm": True},
-}  # fmt: skip
-OTHERS = {
-    "three embeddings below": {
-        "share_embeddings": "none", "first_position": 2, "target_vocab_size": 11,
-        "top_encoder_connection": "denseformer"},
-}  # fmt: skip
-EVERY = pytest.mark.parametrize("case", CASES | OTHERS)
-
-
-def build(case="pre, dlcl below", **changes):
-    """A small model. Its parameters are moved from initial values that could hide a mistake."""
-    torch.manual_seed(3)
-    model = DepthGrowing(
-        DepthGrowingConfig(vocab_size=11, **SIZES | (CASES | OTHERS)[case] | changes)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        model.bottom.embedding.weight[0].zero_()
-    return model.eval()
+SHARED = [name for name in GROWING if name != "three embeddings below"]
 
 
 def specified(model, written_out, source, target):
@@ -87,10 +40,10 @@ def specified(model, written_out, source, target):
     return [s[0] @ bottom.embedding.weight.T for s in states]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_both_networks_are_the_papers_in_float64(case, written_out):
+@pytest.mark.parametrize("name", SHARED)
+def test_both_networks_are_the_papers(name, written_out):
     """Outputs and all gradients of a padded batch equal those of its sentences one by one."""
-    model = build(case).double()
+    model = make(name)
     rows = [
         specified(model, written_out, source[source != 0], target[target != 0])
         for source, target in zip(SOURCE, TARGET, strict=True)
@@ -99,23 +52,20 @@ def test_both_networks_are_the_papers_in_float64(case, written_out):
     torch.testing.assert_close(model.bottom(SOURCE, TARGET), shallow, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(model(SOURCE, TARGET), deep, rtol=1e-9, atol=1e-9)
 
-    labels = LABELS[TARGET != 0]
-    expected = F.cross_entropy(deep, labels, label_smoothing=0.1, reduction="sum")
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert not [name for name in learning if name.startswith("bottom.")]
-    gradients = torch.autograd.grad(expected, list(learning.values()), materialize_grads=True)
-    loss, nll = model.loss(SOURCE, TARGET, LABELS, 0.1)
+    expected = F.cross_entropy(deep, LABELS[REAL], label_smoothing=0.1, reduction="sum")
+    parameters = learning(model)
+    assert not [key for key in parameters if key.startswith("bottom.")]
+    gradients = torch.autograd.grad(expected, list(parameters.values()), materialize_grads=True)
+    loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-    assert nll.item() == pytest.approx(F.cross_entropy(deep, labels, reduction="sum").item())
-    for (name, p), gradient in zip(learning.items(), gradients, strict=True):
-        got = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.testing.assert_close(got, gradient, rtol=1e-8, atol=1e-9, msg=name)
+    for (key, p), gradient in zip(parameters.items(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-8, atol=1e-9, msg=key)
     assert all(p.grad is None for p in model.bottom.parameters())
 
 
 def test_the_bottoms_own_projection_gives_the_logits():
-    model = build(next(iter(OTHERS)))
+    model = make("three embeddings below")
     bottom = model.bottom
     with torch.no_grad():
         x, packing = bottom.embed_source(SOURCE)
@@ -127,47 +77,11 @@ def test_the_bottoms_own_projection_gives_the_logits():
         assert torch.equal(model(SOURCE, TARGET), s2 @ bottom.output.weight.T)
 
 
-def test_gradcheck_of_the_tops_parameters():
-    model = build("as the code").double()
-    names = ["source_norm.weight", "target_norm.bias", "encoder.layers.0.attention.out.bias",
-             "decoder.layers.0.cross_attention.query.bias"]  # fmt: skip
-    values = [model.get_parameter(name).detach().clone().requires_grad_() for name in names]
-
-    def loss(*values):
-        parameters = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(model, parameters, (SOURCE, TARGET)).square().mean()
-
-    assert torch.autograd.gradcheck(loss, values)
-
-
-def test_blocks_of_attention_residuals_are_each_network_s_own():
-    own = {"encoder_connection": "block_attnres", "top_decoder_connection": "block_attnres"}
-    for below, above, expected in ((2, None, 2), (2, 3, 3), (None, 1, 1)):
-        config = DepthGrowingConfig(
-            vocab_size=11, **SIZES | own, attnres_block=below, top_attnres_block=above
-        )
-        model = DepthGrowing(config)
-        assert model.decoder.connection.residuals.block == expected
-        assert model.decoder.connection.reads == 3
-        assert model.bottom.encoder.connection.residuals.block == (below or 1)
-
-
-@EVERY
-def test_decoding_step_by_step_equals_forward(case):
-    assert_steps_equal_forward(build(case), **NEAR)
-
-
-@EVERY
-def test_reordered_hypotheses_keep_both_encoders(case):
-    assert_hypotheses_reorder(build(case), **NEAR)
-
-
-@EVERY
-def test_the_bottom_is_the_transformer_that_was_trained(case):
-    model = build(case)
+@pytest.mark.parametrize("name", GROWING)
+def test_the_bottom_is_the_transformer_that_was_trained(name):
+    model = make(name, torch.float32)
     before = Transformer(model.config.bottom).eval()
     before.load_state_dict(model.bottom.state_dict())
-    assert type(before.config) is TransformerConfig
     with torch.no_grad():
         assert torch.equal(before(SOURCE, TARGET), model.bottom(SOURCE, TARGET))
 
@@ -177,7 +91,7 @@ def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
     """Bytes that live between forward and backward, with a bottom of 1 and of 12 layers."""
 
     def kept(**changes):
-        model = build(bottom_dropout=bottom_dropout, **changes).train()
+        model = make("dlcl below", torch.float32, bottom_dropout=bottom_dropout, **changes).train()
         # DLCL makes its pattern in the first forward.
         model.loss(SOURCE, TARGET, LABELS, 0.1)
         with meter() as found:
@@ -192,7 +106,7 @@ def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
 
 
 def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
-    model = build(dropout=0.4)
+    model = make("dlcl below", dropout=0.4)
     for mode, below in ((True, False), (False, False)):
         model.train(mode)
         assert {m.training for m in model.bottom.modules()} == {below}
@@ -206,7 +120,7 @@ def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
         one, two = (model.train()(SOURCE, TARGET) for _ in range(2))
     assert torch.equal(seen["h1"], deterministic)
     assert not torch.equal(one, two)
-    wanted = build(dropout=0.4, bottom_dropout=True).train()
+    wanted = make("dlcl below", dropout=0.4, bottom_dropout=True).train()
     assert {m.training for m in wanted.bottom.modules()} == {True}
     with torch.no_grad():
         assert not torch.equal(wanted.encode(SOURCE)[0], wanted.encode(SOURCE)[0])
@@ -216,7 +130,7 @@ def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
 @pytest.mark.parametrize("bottom_dropout", [False, True])
 def test_one_mask_of_the_embedding(bottom_dropout):
     """With dropout in the bottom, the top reads the embedding with the same dropout mask."""
-    model = build("as the paper", dropout=0.5, bottom_dropout=bottom_dropout).train()
+    model = make("as the paper", dropout=0.5, bottom_dropout=bottom_dropout).train()
     inputs = {}
     for name, stack in (("below", model.bottom.encoder), ("top", model.encoder)):
         run = stack.forward_packed
@@ -236,66 +150,9 @@ def test_one_mask_of_the_embedding(bottom_dropout):
         assert not inputs["below"].eq(0).any()
 
 
-def gradients(model, **options):
-    torch.manual_seed(5)
-    with torch.autocast("cpu", torch.bfloat16, **options):
-        loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
-    model.zero_grad()
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize("policy", ["lean", "leaner", "states", "history"])
-def test_memory_policies_of_the_top_give_the_same_bits(policy):
-    model = build("pre, dlcl everywhere", dropout=0.3).train()
-    expected = gradients(model, enabled=False)
-    model.encoder.set_memory(policy)
-    model.decoder.set_memory(policy)
-    got = gradients(model, enabled=False)
-    assert got[0] == expected[0]
-    for name, gradient in expected[1].items():
-        assert torch.equal(got[1][name], gradient), name
-
-
-def test_autocast_learns_in_float32():
-    model = build("pre, dlcl everywhere").train()
-    exact, mixed = (gradients(model, enabled=enabled) for enabled in (False, True))
-    assert mixed[0] == pytest.approx(exact[0], rel=0.05)
-    assert {g.dtype for g in mixed[1].values()} == {torch.float32}
-
-
-def test_a_checkpoint_gives_the_same_model(tmp_path):
-    model = build("pre, dlcl everywhere")
-    content = {"format": "deepfast-checkpoint", "version": 1, "kind": "depth_growing",
-               "config": asdict(model.config), "model": model.state_dict(),
-               "vocabulary": b"pieces"}  # fmt: skip
-    torch.save(content, tmp_path / "model.pt")
-    loaded, _ = load_model(tmp_path / "model.pt")
-    assert not any(m.training for m in loaded.modules())
-    assert not any(p.requires_grad for p in loaded.bottom.parameters())
-    with torch.no_grad():
-        assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"top_encoder_layers": 0}, "top_encoder_layers must be a whole number of at least 1"),
-        ({"top_decoder_layers": 1.5}, "top_decoder_layers must be a whole number of at least 1"),
-        ({"top_encoder_connection": "dense"}, "top_encoder_connection must be one of dlcl, resi"),
-        ({"top_dlcl": {"window": 2}}, "top_dlcl needs a side with connection 'dlcl'"),
-        ({"top_dlcl": {"wide": 2}, "top_encoder_connection": "dlcl"}, "got wide"),
-        ({"dim": 15}, "dim must be an even multiple of heads 3, got 15"),
-    ],
-)
-def test_config_refuses(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        DepthGrowingConfig(**{"vocab_size": 11} | SIZES | changes)
-
-
 def test_gradient_norms_count_the_layers_of_the_bottom():
     """They are frozen and have none."""
-    model = build().train()
+    model = make("dlcl below", torch.float32).train()
     norms = GradientNorms(model)
     model.loss(SOURCE, TARGET, LABELS, 0.1)[0].backward()
     norms.measure(list(model.parameters()))

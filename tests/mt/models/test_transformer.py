@@ -1,4 +1,4 @@
-"""The whole model: its config, decoding step by step, padding, and parameter counts."""
+"""The Transformer's own: positions, norms, embeddings, transparent attention, fused layers."""
 
 import math
 
@@ -6,122 +6,41 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.mt.models import (
-    Transformer,
-    TransformerConfig,
-    base,
-    big,
-)
+from deepfast.mt.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
 from deepfast.mt.models.transformer import sinusoids
+from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerNorm, RMSNorm
-from tests.mt.models.decoding import (
-    NEAR,
+from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
+from deepfast.reference.transparent_attention import transparent_attention
+from tests.mt.models.kinds import (
+    LABELS,
+    REAL,
+    SIZES,
     SOURCE,
     TARGET,
-    assert_close,
-    assert_hypotheses_reorder,
     assert_steps_equal_forward,
-)
-
-SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 2}
-
-VARIANTS = pytest.mark.parametrize(
-    ("norm", "encoder", "decoder", "dlcl"),
-    [
-        ("pre", "dlcl", "dlcl", {}),
-        ("post", "dlcl", "dlcl", {}),
-        ("pre", "residual", "residual", {}),
-        ("post", "residual", "residual", {}),
-        ("pre", "dlcl", "residual", {"weight": "vector", "init": "one", "window": 2}),
-        ("post", "residual", "dlcl", {"weight": "group", "groups": 3, "softmax": True}),
-    ],
+    config,
+    fused,
+    make,
 )
 
 
-def build(norm="pre", encoder="dlcl", decoder="residual", dlcl=None, **changes):
-    """A small model. Its parameters are moved from initial values that could hide a mistake."""
-    config = TransformerConfig(
-        vocab_size=11,
-        norm=norm,
-        encoder_connection=encoder,
-        decoder_connection=decoder,
-        dlcl=dlcl or {},
-        **SIZES | changes,
-    )
-    model = Transformer(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        model.embedding.weight[0].zero_()
-    return model.eval()
-
-
-def left_padded(tokens):
-    return torch.stack([torch.cat((row[row == 0], row[row != 0])) for row in tokens])
-
-
-@VARIANTS
-def test_decoding_step_by_step_equals_forward(norm, encoder, decoder, dlcl):
-    assert_steps_equal_forward(build(norm, encoder, decoder, dlcl), **NEAR)
-
-
-@VARIANTS
-def test_reordered_hypotheses(norm, encoder, decoder, dlcl):
-    assert_hypotheses_reorder(build(norm, encoder, decoder, dlcl), **NEAR)
-
-
-@VARIANTS
-def test_padding_changes_nothing(norm, encoder, decoder, dlcl):
-    model = build(norm, encoder, decoder, dlcl)
-    more = lambda tokens: F.pad(tokens, (0, 3))  # noqa: E731
-    with torch.no_grad():
-        expected = model(SOURCE, TARGET)
-        assert expected.shape == ((TARGET != 0).sum(), 11)
-        assert_close(model(more(SOURCE), TARGET), expected)
-        assert_close(model(SOURCE, more(TARGET)), expected)
-        assert_close(model(left_padded(SOURCE), TARGET), expected)
-        assert_close(model(left_padded(more(SOURCE)), more(TARGET)), expected)
-        alone = [
-            model(source[source != 0][None], target[target != 0][None])
-            for source, target in zip(SOURCE, TARGET, strict=True)
-        ]
-        assert_close(torch.cat(alone), expected)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_rms_norms(norm):
+@pytest.mark.parametrize("name", ["rms", "rms, post"])
+def test_rms_norms(name):
     """All norms are RMS norms, those inside the mixture too."""
-    model = build(norm, norm_kind="rms")
+    model = make(name)
     assert "RMS norm" in model.describe()
     assert model.encoder.connection.dlcl.norm_kind == "rms"
     assert not any(type(module) is LayerNorm for module in model.modules())
     norms = [module for module in model.modules() if type(module) is RMSNorm]
-    layers = 3 * 2 + 2 * 3
     # In pre-norm each stack has one more, after its last layer.
-    assert len(norms) == layers + (2 if norm == "pre" else 0)
-    assert_steps_equal_forward(model, **NEAR)
-    F.cross_entropy(model(SOURCE, TARGET), TARGET[TARGET != 0]).backward()
-    assert all(module.weight.grad.abs().sum() > 0 for module in norms)
-
-
-def test_padding_does_not_change_gradients():
-    model = build("pre", "dlcl", "dlcl").train()
-    for module in model.modules():
-        if hasattr(module, "dropout"):
-            module.dropout = 0.0
-    model.config.dropout = 0.0
-    gradients = []
-    for source in (SOURCE, left_padded(F.pad(SOURCE, (0, 2)))):
-        model.zero_grad()
-        F.cross_entropy(model(source, TARGET), TARGET[TARGET != 0]).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    assert len(norms) == 3 * 2 + 2 * 3 + (2 if name == "rms" else 0)
 
 
 def test_the_future_is_not_seen():
-    model = build("pre", "dlcl", "dlcl")
-    changed = TARGET.clone()
+    model, changed = make("dlcl"), TARGET.clone()
     changed[0, 3] = 10
     with torch.no_grad():
         before, after = model(SOURCE, TARGET), model(SOURCE, changed)
@@ -130,7 +49,7 @@ def test_the_future_is_not_seen():
 
 
 def test_embedding_is_tied():
-    model = build()
+    model = make("dlcl")
     assert sum("embed" in name for name, _ in model.named_parameters()) == 1
     model(SOURCE, TARGET).square().sum().backward()
     tied = model.embedding.weight.grad.clone()
@@ -139,84 +58,31 @@ def test_embedding_is_tied():
     output = model.embedding.weight.detach().clone().requires_grad_()
     model.project = lambda x: F.linear(x, output)
     model(SOURCE, TARGET).square().sum().backward()
-    assert_close(model.embedding.weight.grad + output.grad, tied)
+    torch.testing.assert_close(model.embedding.weight.grad + output.grad, tied)
     assert output.grad.abs().sum() > 0
     assert model.embedding.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
-    ("share", "names"),
-    [("decoder", ["embedding", "target_embedding"]),
-     ("none", ["embedding", "output", "target_embedding"])],
+    ("name", "names"),
+    [("decoder's embedding", ["embedding", "target_embedding"]),
+     ("own embeddings", ["embedding", "output", "target_embedding"])],
 )  # fmt: skip
-def test_embeddings_that_are_not_shared(share, names):
-    model = build(share_embeddings=share, target_vocab_size=13, first_position=2)
-    found = {name.partition(".")[0] for name, _ in model.named_parameters()}
+def test_embeddings_that_are_not_shared(name, names):
+    model = make(name)
+    found = {key.partition(".")[0] for key, _ in model.named_parameters()}
     assert sorted(found - {"encoder", "decoder"}) == names
-    assert model.embedding.weight.shape == (11, 16)
-    loss, _ = model.loss(SOURCE, TARGET + 2 * (TARGET > 8), TARGET)
-    logits = model(SOURCE, TARGET + 2 * (TARGET > 8))
-    assert logits.shape == (9, 13)
-    assert_close(loss, F.cross_entropy(logits, TARGET[TARGET != 0], reduction="sum"))
-    loss.backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.dim() == 2)
-    with torch.no_grad():
-        state = model.start(SOURCE)
-        for position in range(2):
-            step = model.step(TARGET[:, position], state)
-        rows = model(SOURCE[:1], TARGET[:1])
-    assert_close(step[0], rows[1])
+    assert model.embedding.weight.shape == (11, 12)
+    assert model(SOURCE, TARGET + 2 * (TARGET > 8)).shape == (REAL.sum(), 13)
 
 
 def test_the_first_position_shifts_the_sinusoids():
-    shifted, plain = build(first_position=2), build()
-    plain.load_state_dict(shifted.state_dict())
-    seen = []
-    for model in (shifted, plain):
+    for name, first in (("own embeddings", 2), ("dlcl", 0)):
+        model, seen = make(name, torch.float32), []
         model.embedding.weight.data.zero_()
-        hook = model.encoder.connection.register_forward_pre_hook(lambda _, a: seen.append(a[0]))
+        model.encoder.connection.register_forward_pre_hook(lambda _, a, seen=seen: seen.append(a))
         model.encode(SOURCE[:1])
-        hook.remove()
-    assert_close(seen[0], sinusoids(torch.arange(2, 7), 16))
-    assert_close(seen[1], sinusoids(torch.arange(5), 16))
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
-def test_loss_is_torchs_on_the_logits(smoothing):
-    model = build()
-    labels = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
-    loss, nll = model.loss(SOURCE, TARGET, labels, smoothing)
-    loss.backward()
-    got = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    logits, real = model(SOURCE, TARGET), labels[TARGET != 0]
-    expected = F.cross_entropy(logits, real, label_smoothing=smoothing, reduction="sum")
-    expected.backward()
-    assert_close(loss, expected)
-    assert_close(nll, F.cross_entropy(logits, real, reduction="sum").detach())
-    assert not nll.requires_grad
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(got[name], p.grad, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_loss_under_autocast():
-    """The same as on logits in bf16; parameters and gradients stay in fp32."""
-    model = build()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, nll = model.loss(SOURCE, TARGET, TARGET, 0.1)
-        logits = model(SOURCE, TARGET).float()
-    assert loss.dtype == nll.dtype == torch.float32
-    expected = F.cross_entropy(logits, TARGET[TARGET != 0], label_smoothing=0.1, reduction="sum")
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-    loss.backward()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_init_of_the_embedding():
-    model = Transformer(TransformerConfig(vocab_size=400, padding_idx=1, **SIZES))
-    weight = model.embedding.weight.detach()
-    assert not weight[1].any()
-    assert float(weight[2:].std()) == pytest.approx(16**-0.5, rel=0.05)
+        torch.testing.assert_close(seen[0][0], sinusoids(torch.arange(first, first + 5), 12))
 
 
 def test_sinusoids():
@@ -230,94 +96,155 @@ def test_sinusoids():
     assert sinusoids(torch.arange(3), 2).isfinite().all()
 
 
-@VARIANTS
-def test_state_dict_round_trip(norm, encoder, decoder, dlcl, tmp_path):
-    model = build(norm, encoder, decoder, dlcl)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    again = Transformer(model.config).eval()
-    again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+def test_init_of_the_embedding():
+    model = Transformer(TransformerConfig(**SIZES | {"vocab_size": 400, "padding_idx": 1}))
+    weight = model.embedding.weight.detach()
+    assert not weight[1].any()
+    assert float(weight[2:].std()) == pytest.approx(12**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_matrices_drawn_by_their_inputs(grown):
+    """In both sides, the fusions, the output, and the top of a model that grows."""
+    sizes = SIZES | {"vocab_size": 50, "dim": 48, "ffn_dim": 192, "init": "fan_in",
+                     "share_embeddings": "none"}  # fmt: skip
+    torch.manual_seed(1)
+    if grown:
+        model = DepthGrowing(DepthGrowingConfig(**sizes))
+    else:
+        model = Transformer(TransformerConfig(**sizes, **fused("attention")))
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    bottom = model.bottom if grown else model
+    assert bottom.output in linears
+    for linear in linears:
+        bound = linear.in_features**-0.5
+        for p in linear.parameters():
+            assert p.abs().max() <= bound
+        if linear.weight.numel() > 1000:
+            assert linear.weight.abs().max() > 0.95 * bound
+    for embedding in (bottom.embedding, bottom.target_embedding):
+        std = embedding.weight[1:].std()
+        torch.testing.assert_close(std, torch.tensor(48**-0.5), rtol=0.1, atol=0)
+
+
+# ---- transparent attention -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["transparent", "transparent, post",
+                                  "transparent, dlcl", "transparent, dlcl, post",
+                                  "transparent, denseformer"])  # fmt: skip
+def test_transparent_logits_and_gradients_are_those_of_the_specification(name):
+    model = make(name)
+    mix, final = model.transparent, None
+    if model.config.norm == "pre":
+        final = model.encoder.connection.norms[-1]
+
+    def literal(states, output):
+        if final is None:
+            return transparent_attention(states, mix.weight)
+        gain = torch.cat((mix.norm_weight, final.weight[None]))
+        shift = torch.cat((mix.norm_bias, final.bias[None]))
+        return transparent_attention(states, mix.weight, norm_weight=gain, norm_bias=shift)
+
+    results = []
+    for form in (mix.forward, literal):
+        mix.forward = form
+        model.zero_grad()
+        logits = model(SOURCE, TARGET)
+        logits.square().sum().backward()
+        results.append((logits, {key: p.grad for key, p in model.named_parameters()}))
+    (got, grads), (want, expected) = results
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert grads["transparent.weight"].abs().min() > 0
+    for key, gradient in expected.items():
+        torch.testing.assert_close(grads[key], gradient, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_decoder_layers_attend_to_memories_of_their_own():
+    model = make("transparent")
     with torch.no_grad():
-        assert torch.equal(again(SOURCE, TARGET), model(SOURCE, TARGET))
+        memories, packing = model.encode(SOURCE)
+    assert len(memories) == 2
+    assert not torch.allclose(*memories)
+    assert "transparent attention" in model.describe()
+    assert packing.indices.numel() == (SOURCE != 0).sum()
 
 
-def expected_parameters(c):
-    """By formula, for scalar DLCL."""
-    d, f = c.dim, c.ffn_dim
-    attention, norm = 4 * d * d + 4 * d, 2 * d
-    feed_forward = 2 * d * f + f + d
-    pre = c.norm == "pre"
-    stacks = 0
-    for layers, branches, connection in (
-        (c.encoder_layers, 1, c.encoder_connection),
-        (c.decoder_layers, 2, c.decoder_connection),
-    ):
-        # Each branch has an LN; in pre-norm there is a final one too.
-        stacks += layers * (branches * attention + feed_forward + (branches + 1) * norm)
-        stacks += norm if pre else 0
-        if connection == "dlcl":
-            stacks += (layers + 1) * (layers + 1 + norm)
-    return c.vocab_size * d + stacks
+# ---- fusions of layers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [base, big])
 @pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("connection", ["dlcl", "residual"])
-def test_parameter_counts(size, norm, connection):
-    config = size(32_000, norm=norm, encoder_layers=30, encoder_connection=connection)
-    with torch.device("meta"):
-        model = Transformer(config)
-    assert sum(p.numel() for p in model.parameters()) == expected_parameters(config)
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_the_output_is_that_of_the_fusion(kind, norm):
+    """The stacks' states are fused here and not by the model."""
+    model = make(f"{kind} fusion, {norm}")
+
+    def fused_output(stack, fusion, *args):
+        states = []
+        y = stack.forward_packed(*args, states=states)
+        embedding = (model.fusions.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
+        return fusion([*states[:-1], y], *embedding)
+
+    x, packing = model.embed_source(SOURCE)
+    memory = fused_output(model.encoder, model.fusions.encoder, x, packing)
+    y, target_packing = model.embed_target(TARGET)
+    args = y, target_packing, memory, packing
+    expected = model.project(fused_output(model.decoder, model.fusions.decoder, *args))
+    torch.testing.assert_close(model(SOURCE, TARGET), expected)
 
 
-def test_sizes_of_the_paper():
-    assert (base(9).dim, base(9).heads, base(9).ffn_dim, base(9).dropout) == (512, 8, 2048, 0.1)
-    assert (big(9).dim, big(9).heads, big(9).ffn_dim, big(9).dropout) == (1024, 16, 4096, 0.3)
-    changed = big(9, dim=256, dropout=0.0)
-    assert (changed.vocab_size, changed.dim, changed.heads, changed.dropout) == (9, 256, 16, 0.0)
-    # Vaswani et al. 2017, table 3: 65 million with a shared vocabulary of 37,000.
-    with torch.device("meta"):
-        vaswani = Transformer(base(37_000, norm="post", encoder_connection="residual"))
-    assert sum(p.numel() for p in vaswani.parameters()) / 1e6 == pytest.approx(63.1, abs=0.1)
+def test_a_fusion_of_one_side_alone():
+    model = make("fusion of the encoder")
+    assert model.fusions.decoder is None
+    assert model.fusions.layer_embedding.shape == (4, 12)
+    assert "3 encoder layers (dlcl, attention fusion), 2 decoder layers (residual)" in (
+        model.describe()
+    )
+    assert not [key for key, _ in make("dlcl").named_parameters() if "fusion" in key]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, got 0"),
-        ({"encoder_layers": 0}, "encoder_layers must be a whole number of at least 1, got 0"),
-        ({"decoder_layers": 2.5}, "decoder_layers must be a whole number of at least 1, got 2.5"),
-        ({"heads": True}, "heads must be a whole number of at least 1, got True"),
-        ({"dim": 18, "heads": 4}, "dim must be an even multiple of heads 4, got 18"),
-        ({"dim": 15, "heads": 3}, "dim must be an even multiple of heads 3, got 15"),
-        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
-        ({"attention_dropout": -0.1}, r"attention_dropout must be a number in \[0, 1\)"),
-        ({"activation_dropout": "x"}, r"activation_dropout must be a number in \[0, 1\)"),
-        ({"dropout": math.nan}, r"dropout must be a number in \[0, 1\), got nan"),
-        ({"norm": "mid"}, "norm must be one of pre, post, got 'mid'"),
-        ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
-        ({"encoder_connection": "dense"}, "encoder_connection must be one of dlcl, residual"),
-        ({"decoder_connection": None}, "decoder_connection must be one of dlcl, residual"),
-        ({"share_embeddings": "some"}, "share_embeddings must be one of all, decoder, none"),
-        ({"target_vocab_size": 12}, "target_vocab_size must be the source's 11 where share_emb"),
-        ({"target_vocab_size": 0}, "target_vocab_size must be a whole number of at least 1"),
-        ({"dlcl": {"window": 2.5}}, "dlcl: window must be a whole number of at least 1, got 2.5"),
-        ({"dlcl": {1: 2, "a": 3}}, "dlcl must have keys among .*, got 1, a"),
-        ({"first_position": -1}, "first_position must be a whole number of at least 0, got -1"),
-    ],
-)
-def test_config_refuses(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        TransformerConfig(**{"vocab_size": 11} | SIZES | changes)
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
+def test_attention_over_layers(kind):
+    model = make(f"{kind} fusion, post")
+    hops = 2 if kind == "attention" else 2 * 12
+    for operands, shape in (((SOURCE,), (10, hops, 4)), ((SOURCE, TARGET), (9, hops, 3))):
+        weights = model.layer_attention(*operands)
+        assert weights.shape == shape
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
-def test_model_refuses_what_its_parts_refuse():
-    with pytest.raises(TypeError, match="takes 1 positional argument"):
-        TransformerConfig(11)
-    with pytest.raises(ValueError, match="weight must be one of"):
-        build(dlcl={"weight": "matrix"})
-    with pytest.raises(ValueError, match=r"dlcl must have keys among .*weight.*, got wieght"):
-        build(dlcl={"wieght": "scalar"})
-    with pytest.raises(ValueError, match="dlcl needs a side with connection 'dlcl'"):
-        TransformerConfig(vocab_size=11, encoder_connection="residual", dlcl={"window": 2})
-    with pytest.raises(ValueError, match="padding_idx must be a whole number from 0 to 10"):
-        TransformerConfig(vocab_size=11, padding_idx=11)
+def test_no_attention_to_show():
+    with pytest.raises(ValueError, match=r"decoder_fusion: expected one of .*got None"):
+        make("fusion of the encoder").layer_attention(SOURCE, TARGET)
+    with pytest.raises(ValueError, match=r"encoder_fusion: expected one of .*got 'average'"):
+        make("average fusion, pre").layer_attention(SOURCE)
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+@pytest.mark.parametrize("layer_embeddings", [False, True])
+def test_fusion_without_the_word_embedding(kind, layer_embeddings):
+    """The fusions of both sides share E, in every kind; all that is left learns."""
+    name = f"{kind} fusion, pre"
+    own = {"word_embedding": False, "layer_embeddings": layer_embeddings}
+    model = make(name, fusion=config(name).fusion | own)
+    assert (model.fusions.layer_embedding is not None) == layer_embeddings
+    model.loss(SOURCE, TARGET, LABELS)[0].backward()
+    assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
+    assert_steps_equal_forward(model)
+
+
+def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
+    """Older configs accept it; the weights are those of the model without it."""
+    model = make("average fusion, post", torch.float32)
+    saved = vars(model.config) | {"fusion": {"hops": 8}}
+    content = {"format": FORMAT, "version": VERSION, "config": saved, "model": model.state_dict(),
+               "vocabulary": b"v"}  # fmt: skip
+    torch.save(content, tmp_path / "a.pt")
+    loaded, _ = load_model(tmp_path / "a.pt")
+    assert loaded.config.fusion == {}
+    assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
+    check_config("a.pt", content, model.config)
+    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"heads": 1}}):
+        torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
+            load_model(tmp_path / "a.pt")

@@ -1,0 +1,137 @@
+"""Small models of every kind and option, and a batch for them."""
+
+import torch
+
+from deepfast.mt.models import DepthGrowingConfig, FastForwardLSTMConfig, TransformerConfig, build
+from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
+
+# The second source is padded on the left, the third on the right. Ids 4 and 10 are real words.
+SOURCE = torch.tensor([[5, 6, 7, 9, 3], [0, 0, 8, 4, 3], [7, 3, 0, 0, 0]])
+TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
+LABELS = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
+REAL = TARGET != 0
+
+SIZES = {"vocab_size": 11, "dim": 12, "heads": 3, "ffn_dim": 20, "encoder_layers": 3,
+         "decoder_layers": 2}  # fmt: skip
+RECURRENT = {"vocab_size": 11, "dim": 6, "embedding_dim": 5, "encoder_layers": 3,
+             "decoder_layers": 2}  # fmt: skip
+FUSION = {"hidden_dim": 6, "hops": 2, "attention_dim": 5}
+"""Each kind of fusion gets those of these options that it reads."""
+
+
+def both(connection, **changes):
+    return {"encoder_connection": connection, "decoder_connection": connection} | changes
+
+
+def fused(kind, **changes):
+    options = {name: x for name, x in FUSION.items() if name in OPTIONS[kind]}
+    return {"encoder_fusion": kind, "decoder_fusion": kind, "fusion": options} | changes
+
+
+TRANSFORMERS = {
+    "dlcl": both("dlcl"),
+    "dlcl, post": both("dlcl", norm="post"),
+    "residual": both("residual"),
+    "residual, post": both("residual", norm="post"),
+    "vector": {"dlcl": {"weight": "vector", "init": "one", "window": 2}},
+    "group, post": {"norm": "post", "encoder_connection": "residual", "decoder_connection": "dlcl",
+                    "dlcl": {"weight": "group", "groups": 3, "softmax": True}},
+    "denseformer": both("denseformer"),
+    "attnres": both("attnres"),
+    "block_attnres": both("block_attnres", attnres_block=2),
+    "mudd": both("mudd"),
+    "rms": {"norm_kind": "rms"},
+    "rms, post": {"norm_kind": "rms", "norm": "post"},
+    "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13, "first_position": 2},
+    "decoder's embedding": {"share_embeddings": "decoder", "target_vocab_size": 13},
+    "latent": both("latent"),
+    "transparent": {"cross_attention": "transparent", "encoder_connection": "residual"},
+    "transparent, post": {"cross_attention": "transparent", "encoder_connection": "residual",
+                          "norm": "post"},
+    "transparent, dlcl": {"cross_attention": "transparent"},
+    "transparent, dlcl, post": {"cross_attention": "transparent", "norm": "post"},
+    "transparent, denseformer": {"cross_attention": "transparent",
+                                 "encoder_connection": "denseformer"},
+    "fusion of the encoder": fused("attention", decoder_fusion=None),
+} | {
+    f"{kind} fusion, {norm}": fused(kind, norm=norm, decoder_connection="dlcl")
+    for kind in FUSIONS for norm in ("pre", "post")
+}  # fmt: skip
+GROWING = {
+    "as the paper": {"norm": "post", "encoder_connection": "residual"},
+    "as the code": {"norm": "post", "encoder_connection": "residual", "embedding_norm": True},
+    "dlcl below": {},
+    "dlcl on top": {"encoder_connection": "residual", "top_encoder_connection": "dlcl",
+                    "top_decoder_connection": "dlcl",
+                    "top_dlcl": {"weight": "vector", "init": "one"}},
+    "dlcl everywhere": {"decoder_connection": "dlcl", "top_encoder_connection": "dlcl",
+                        "dlcl": {"window": 2}, "top_decoder_connection": "dlcl",
+                        "embedding_norm": True},
+    "three embeddings below": {"share_embeddings": "none", "first_position": 2,
+                               "target_vocab_size": 11, "top_encoder_connection": "denseformer"},
+}  # fmt: skip
+ABLATIONS = {
+    "": {}, ", one layer": {"encoder_layers": 1, "decoder_layers": 1},
+    ", two layers": {"encoder_layers": 2}, ", no f": {"fast_forward": False},
+    ", forward": {"bidirectional": False}, ", one column": {"columns": 1}, ", bias": {"bias": True},
+    ", plain": {"fast_forward": False, "columns": 1, "bidirectional": False, "bias": True},
+}  # fmt: skip
+LSTMS = {
+    f"{name}{change}": {"attention": name == "Deep-Att"} | options
+    for name in ("Deep-Att", "Deep-ED") for change, options in ABLATIONS.items()
+}  # fmt: skip
+
+TOPS = {"top_encoder_layers": 2, "top_decoder_layers": 3}
+CONFIGS = {
+    name: (kind, sizes | given)
+    for kind, sizes, cases in (
+        (TransformerConfig, SIZES, TRANSFORMERS),
+        (DepthGrowingConfig, SIZES | TOPS, GROWING),
+        (FastForwardLSTMConfig, RECURRENT, LSTMS),
+    )
+    for name, given in cases.items()
+}
+"""Name -> the class of a config, and its fields."""
+
+
+def config(name, **changes):
+    kind, given = CONFIGS[name]
+    return kind(**given | changes)
+
+
+def make(name, dtype=torch.float64, **changes):
+    """In evaluation mode. Its parameters are moved from values that could hide a mistake."""
+    torch.manual_seed(3)
+    model = build(config(name, **changes)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight[module.padding_idx] = 0
+    return model
+
+
+def learning(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def gradients(model):
+    """Loss and gradients after the same seed."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = model.loss(SOURCE, TARGET, LABELS, 0.1)[0]
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in learning(model).items()}
+
+
+@torch.no_grad()
+def assert_steps_equal_forward(model, source=SOURCE, target=TARGET, **tolerance):
+    """At every real position; padding is 0."""
+    rows = model(source, target)
+    logits = rows.new_zeros(*target.shape, rows.shape[-1])
+    logits[target != 0] = rows
+    state = model.start(source)
+    for position in range(target.shape[1]):
+        step, real = model.step(target[:, position], state), target[:, position] != 0
+        torch.testing.assert_close(step[real], logits[real, position], **tolerance)

@@ -1,0 +1,140 @@
+"""What every model of the toolkit does, for all kinds and options."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepfast.memory import POLICIES
+from deepfast.mt.models import kind_of
+from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.search import DecodingOptions, beam_search
+from tests.mt.models.kinds import (
+    CONFIGS,
+    LABELS,
+    REAL,
+    SOURCE,
+    TARGET,
+    assert_steps_equal_forward,
+    gradients,
+    learning,
+    make,
+)
+
+EVERY = pytest.mark.parametrize("name", CONFIGS)
+SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
+        "Deep-Att", "Deep-ED")  # fmt: skip
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def left_padded(tokens):
+    return torch.stack([torch.cat((row[row == 0], row[row != 0])) for row in tokens])
+
+
+@EVERY
+def test_decoding_step_by_step_equals_forward(name):
+    assert_steps_equal_forward(make(name))
+    assert_steps_equal_forward(make(name, torch.float32), **NEAR)
+
+
+@EVERY
+@torch.no_grad()
+def test_hypotheses_may_be_repeated_dropped_and_exchanged(name):
+    model = make(name)
+    state = model.start(SOURCE)
+    model.step(torch.tensor([2, 2, 2]), state)
+    # Sentence 1 twice, sentence 0 once, sentence 2 gone.
+    state.reorder(torch.tensor([1, 1, 0]))
+    model.step(torch.tensor([5, 6, 7]), state)
+    state.reorder(torch.tensor([1, 0, 2]), encoded=False)
+    state.reorder(torch.tensor([2, 0]))
+    got = model.step(torch.tensor([9, 4]), state)
+    expected = model(SOURCE[[0, 1]], torch.tensor([[2, 7, 9], [2, 6, 4]]))
+    torch.testing.assert_close(got, expected.view(2, 3, -1)[:, -1])
+
+
+@EVERY
+@torch.no_grad()
+def test_padding_changes_nothing(name):
+    model = make(name)
+    expected = model(SOURCE, TARGET)
+    assert expected.shape[0] == REAL.sum()
+    source, target = F.pad(SOURCE, (0, 3)), F.pad(TARGET, (0, 3))
+    for operands in ((source, target), (left_padded(source), TARGET)):
+        torch.testing.assert_close(model(*operands), expected)
+    alone = [model(s[s != 0][None], t[t != 0][None]) for s, t in zip(SOURCE, TARGET, strict=True)]
+    torch.testing.assert_close(torch.cat(alone), expected)
+
+
+@EVERY
+def test_loss_and_gradients_are_torchs_on_the_logits(name):
+    """Every parameter of a layer that runs has a gradient that is not zero."""
+    model = make(name)
+    loss, nll, correct = model.loss(SOURCE, TARGET, LABELS, 0.1, True)
+    loss.backward()
+    got = {key: p.grad for key, p in learning(model).items()}
+    model.zero_grad()
+    logits, labels = model(SOURCE, TARGET), LABELS[REAL]
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(nll, F.cross_entropy(logits, labels, reduction="sum").detach())
+    assert correct == (logits.argmax(1) == labels).sum()
+    assert not nll.requires_grad
+    for key, p in learning(model).items():
+        torch.testing.assert_close(got[key], p.grad, msg=key)
+        # In evaluation latent depth leaves layers out.
+        assert name == "latent" or got[key].ne(0).any(), key
+
+
+@EVERY
+def test_a_checkpoint_gives_the_same_model(name, tmp_path):
+    model = make(name, torch.float32)
+    content = {"format": "deepfast-checkpoint", "version": 1, "kind": kind_of(model.config),
+               "config": asdict(model.config), "model": model.state_dict(),
+               "vocabulary": b"pieces"}  # fmt: skip
+    torch.save(content, tmp_path / "model.pt")
+    loaded, _ = load_model(tmp_path / "model.pt")
+    assert not any(module.training for module in loaded.modules())
+    assert learning(loaded).keys() == learning(model).keys()
+    with torch.no_grad():
+        assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_autocast_learns_in_float32(name):
+    model = make(name, torch.float32)
+    exact, _ = gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, found = gradients(model)
+        state = model.start(SOURCE)
+        logits = [model.step(torch.full((3,), token), state) for token in (2, 4)]
+    assert mixed == pytest.approx(exact, rel=0.05)
+    assert {g.dtype for g in found.values() if g is not None} == {torch.float32}
+    assert torch.stack(logits).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["transparent, dlcl", "transparent, denseformer",
+                                  "average fusion, post", "dlcl everywhere"])  # fmt: skip
+def test_memory_policies_give_the_same_gradients(name):
+    model = make(name, dropout=0.3).train()
+    expected = gradients(model)
+    for policy in POLICIES:
+        model.encoder.set_memory(policy)
+        # A decoder of plain residual layers has no history to keep.
+        plain = model.config.decoder_connection == "residual" and policy == "history"
+        model.decoder.set_memory("states" if plain else policy)
+        loss, found = gradients(model)
+        assert loss == expected[0], policy
+        for key, gradient in expected[1].items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_beam_search_of_a_batch_is_that_of_its_sentences(name):
+    options = DecodingOptions(beam=3, nbest=2, max_length=6)
+    model = make(name)
+    for row, hypotheses in zip(SOURCE, beam_search(model, SOURCE, options), strict=True):
+        (alone,) = beam_search(model, row[None], options)
+        assert [h.tokens for h in alone] == [h.tokens for h in hypotheses]
