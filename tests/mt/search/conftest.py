@@ -7,9 +7,13 @@ from deepfast.mt.data import Vocabulary
 from deepfast.mt.models import (
     DepthGrowing,
     DepthGrowingConfig,
+    FastForwardLSTM,
+    FastForwardLSTMConfig,
     Transformer,
     TransformerConfig,
+    kind_of,
 )
+from deepfast.mt.training.checkpoint import save_checkpoint
 
 SENTENCES = [
     "a small house stands by the river",
@@ -33,6 +37,18 @@ def grown(vocab_size=9, seed=0, **changes):
     """The same model, grown: with a top."""
     options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size} | changes
     return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
+
+
+def recurrent(vocab_size, attention=True):
+    config = FastForwardLSTMConfig(
+        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2,
+        attention=attention,
+    )  # fmt: skip
+    model = FastForwardLSTM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    return model.eval()
 
 
 def shaken(model, seed):
@@ -114,15 +130,36 @@ def model(vocabulary):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory, vocabulary, model):
+def write(tmp_path_factory, vocabulary):
+    """write(model, **changes): the path of a new checkpoint file."""
+
+    def run(model, **changes):
+        path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
+        content = {"kind": kind_of(model.config), "config": vars(model.config),
+                   "model": model.state_dict(), "vocabulary": vocabulary.to_bytes()}  # fmt: skip
+        save_checkpoint(path, content | changes)
+        return str(path)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(write, model):
     """A checkpoint file of `model`."""
-    path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
-    content = {
-        "format": "deepfast-checkpoint",
-        "version": 1,
-        "config": vars(model.config),
-        "model": model.state_dict(),
-        "vocabulary": vocabulary.to_bytes(),
-    }
-    torch.save(content, path)
-    return path
+    return write(model)
+
+
+@pytest.fixture(scope="session")
+def grown_model(vocabulary):
+    return grown(len(vocabulary)).eval()
+
+
+@pytest.fixture(scope="session")
+def grown_checkpoint(write, grown_model):
+    return write(grown_model)
+
+
+@pytest.fixture(scope="session")
+def lstm(vocabulary):
+    """A tiny model of another kind, whose predictions are not uniform."""
+    return recurrent(len(vocabulary))

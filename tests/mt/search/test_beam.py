@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -81,29 +82,14 @@ def forward_log_probs(model, source):
     return log_probs
 
 
-def assert_same(got, expected, tolerance=1e-4):
+def assert_same(got, expected, tolerance):
     assert [h.tokens for h in got] == [h.tokens for h in expected]
     for g, e in zip(got, expected, strict=True):
         assert g.score == pytest.approx(e.score, abs=tolerance)
         assert g.log_prob == pytest.approx(e.log_prob, abs=tolerance)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
-def test_wide_beam_finds_what_enumeration_finds(make_model, alpha):
-    model = make_model(vocab_size=7).eval()
-    sources = SOURCE.clamp(max=6)
-    # 64 hypotheses hold all 1 + 3 + 9 + 27 there are: the search is exhaustive.
-    got = beam_search(
-        model,
-        sources,
-        DecodingOptions(beam=64, length_penalty=alpha, max_length=3, nbest=12, no_unknown=True),
-    )
-    for source, hypotheses in zip(sources, got, strict=True):
-        log_probs = forward_log_probs(model, source[None])
-        assert_same(hypotheses, enumerate_all(log_probs, (4, 5, 6), 3, alpha)[:12])
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.5]),
@@ -123,7 +109,7 @@ def test_stopping_early_loses_nothing(make_table, seed, alpha, form, nbest, max_
     assert_same(got[0], expected[:nbest], 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     beam=st.integers(1, 6),
@@ -148,70 +134,15 @@ def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length
         assert len(hypotheses) == nbest
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("connection", ["dlcl", "residual"])
-def test_scores_are_those_of_the_uncached_model(make_model, norm, connection):
-    model = make_model(
-        norm=norm, encoder_connection=connection, decoder_connection=connection
-    ).eval()
-    for source, hypotheses in zip(
-        SOURCE, beam_search(model, SOURCE, DecodingOptions(nbest=4)), strict=True
-    ):
-        log_probs = forward_log_probs(model, source[None])
-        assert len(hypotheses) == 4
-        assert len({h.tokens for h in hypotheses}) == 4
-        assert sorted((h.score for h in hypotheses), reverse=True) == [h.score for h in hypotheses]
-        for h in hypotheses:
-            assert h.log_prob == pytest.approx(log_prob(log_probs, (*h.tokens, EOS)), abs=2e-4)
-            divisor = ((5 + len(h.tokens) + 1) / 6) ** 0.6
-            assert h.score == pytest.approx(h.log_prob / divisor, abs=1e-9)
-            assert not {PAD, BOS, EOS} & set(h.tokens)
-
-
-@pytest.mark.parametrize("beam", [1, 2, 5])
-def test_cached_search_equals_the_plain_search_without_cache(make_model, beam):
-    model = make_model(seed=3).eval()
-    got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=9))
+@pytest.mark.parametrize("beam", [1, 5])
+def test_cached_search_equals_the_plain_search_without_cache(any_model, beam):
+    """Each sentence alone, without padding."""
+    model = any_model.double().eval()
+    got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=6))
     for source, hypotheses in zip(SOURCE, got, strict=True):
-        log_probs = forward_log_probs(model, source[None])
-        assert_same(hypotheses, plain_search(log_probs, (1, 4, 5, 6, 7, 8), beam, 9, 0.6)[:beam])
-
-
-def test_beam_of_one_is_greedy(make_model):
-    for seed in range(2):
-        model = make_model(seed=seed).eval()
-        for source, (best,) in zip(
-            SOURCE, beam_search(model, SOURCE, DecodingOptions(beam=1)), strict=True
-        ):
-            log_probs = forward_log_probs(model, source[None])
-            limit = 2 * int((source != PAD).sum()) + 10
-            tokens = ()
-            while len(tokens) < limit:
-                row = log_probs(tokens).clone()
-                row[[PAD, BOS]] = -math.inf
-                token = int(row.argmax())
-                if token == EOS:
-                    break
-                tokens += (token,)
-            assert best.tokens == tokens
-
-
-def test_a_sentence_does_not_depend_on_its_batch(make_model):
-    model = make_model(seed=1).eval()
-    wide = torch.cat((SOURCE, torch.zeros(3, 5, dtype=torch.int64)), dim=1)
-    left = torch.stack([torch.cat((row[row == PAD], row[row != PAD])) for row in wide])
-    together = beam_search(model, SOURCE, DecodingOptions(nbest=3))
-    for other in (
-        beam_search(model, wide, DecodingOptions(nbest=3)),
-        beam_search(model, left, DecodingOptions(nbest=3)),
-    ):
-        for a, b in zip(together, other, strict=True):
-            assert [h.score for h in a] == pytest.approx([h.score for h in b], abs=1e-4)
-    for a, source in zip(together, SOURCE, strict=True):
-        alone = beam_search(
-            model, source[None][:, : int((source != PAD).sum())], DecodingOptions(nbest=3)
-        )[0]
-        assert [h.score for h in a] == pytest.approx([h.score for h in alone], abs=1e-4)
+        log_probs = forward_log_probs(model, source[source != PAD][None])
+        expected = plain_search(log_probs, (1, 4, 5, 6, 7, 8), beam, 6, 0.6)[:beam]
+        assert_same(hypotheses, expected, 1e-9)
 
 
 def test_finished_sentences_leave_the_batch(make_table):
@@ -261,20 +192,11 @@ def test_length_limits(make_table):
     assert limited[0][0].log_prob == pytest.approx(float(4 * row[4] + row[EOS]), abs=1e-5)
 
 
-def test_higher_penalty_prefers_longer(make_model):
-    model = make_model(seed=2).eval()
-    options = {"beam": 64, "max_length": 6}
-    short, long = (
-        beam_search(model, SOURCE, DecodingOptions(length_penalty=alpha, **options))
-        for alpha in (0.0, 3.0)
-    )
-    assert sum(len(b.tokens) for (b,) in long) >= sum(len(b.tokens) for (b,) in short)
+def test_what_divides_a_log_probability():
     assert length_divisor(1, DecodingOptions()) == 1.0
     assert length_divisor(7, DecodingOptions(length_penalty=2.0)) == pytest.approx(4.0)
     power = DecodingOptions(length_penalty=2.0, length_form="power")
     assert length_divisor(7, power) == 49
-    with pytest.raises(ValueError, match="length_form must be one of gnmt, power, got 'wu'"):
-        DecodingOptions(length_form="wu")
 
 
 def test_special_tokens_are_not_generated(make_table):
@@ -298,15 +220,6 @@ def test_other_special_ids(make_table):
     # fairseq's ids: decoding starts with eos, which may be generated all the same.
     (best,) = beam_search(make_table(rule, padding_idx=1), SOURCE[:1], options, **ids)[0]
     assert best.tokens == (4, 4)
-
-
-def test_bfloat16_autocast(make_model):
-    model = make_model(seed=1).eval()
-    expected = beam_search(model, SOURCE)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = beam_search(model, SOURCE)
-    for (g,), (e,) in zip(got, expected, strict=True):
-        assert g.score == pytest.approx(e.score, abs=0.1 * abs(e.score) + 0.1)
 
 
 @pytest.mark.gpu
@@ -341,34 +254,36 @@ def test_no_sentences(make_model):
     assert beam_search(make_model(), torch.zeros(0, 4, dtype=torch.int64)) == []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, EOS, 8])
-def test_logits_that_are_not_finite(make_table, bad, place):
-    def rule(sentence, prefix):
-        logits = torch.zeros(9)
-        logits[place] = bad if len(prefix) == 2 else 0.0
-        return logits
-
-    with pytest.raises(RuntimeError, match=r"expected finite logits from the model, got NaN"):
-        beam_search(make_table(rule), SOURCE)
+def third_step(bad, place, sentence, prefix):
+    logits = torch.zeros(9)
+    logits[place] = bad if len(prefix) == 2 else 0.0
+    return logits
 
 
-def test_nothing_left_to_generate(make_table):
-    rule = lambda s, p: torch.tensor([0.0, 0, 0, -math.inf, -math.inf])  # noqa: E731
-    with pytest.raises(RuntimeError, match="position 1, got probability 0 for all"):
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        *((partial(third_step, bad, place), "expected finite logits from the model, got NaN")
+          for bad in (math.nan, math.inf) for place in (0, EOS, 8)),
+        (lambda s, p: torch.tensor([0.0, 0, 0, -math.inf, -math.inf]),
+         "position 1, got probability 0 for all"),
+    ],
+)  # fmt: skip
+def test_logits_without_a_next_token(make_table, rule, sentence):
+    with pytest.raises(RuntimeError, match=sentence):
         beam_search(make_table(rule), SOURCE, DecodingOptions(no_unknown=True))
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("source", "sentence"),
     [
-        ({"source_BS": SOURCE[0]}, r"source must be int64 \(B, S\), got torch.int64 \(4,\)"),
-        ({"source_BS": [[5, 3]]}, r"source must be int64 \(B, S\), got list"),
-        ({"source_BS": SOURCE.int()}, r"source must be int64 \(B, S\), got torch.int32"),
-        ({"source_BS": SOURCE * (SOURCE != 7)[:, :1]}, "got only padding in sentence 2"),
-        ({"source_BS": SOURCE[:, :0]}, "got only padding in sentence 0"),
+        (SOURCE[0], r"source must be int64 \(B, S\), got torch.int64 \(4,\)"),
+        ([[5, 3]], r"source must be int64 \(B, S\), got list"),
+        (SOURCE.int(), r"source must be int64 \(B, S\), got torch.int32"),
+        (SOURCE * (SOURCE != 7)[:, :1], "got only padding in sentence 2"),
+        (SOURCE[:, :0], "got only padding in sentence 0"),
     ],
 )
-def test_bad_arguments(make_model, changes, sentence):
+def test_bad_sources(make_model, source, sentence):
     with pytest.raises(ValueError, match=sentence):
-        beam_search(**{"model": make_model(), "source_BS": SOURCE} | changes)
+        beam_search(make_model(), source)

@@ -9,7 +9,6 @@ import re
 import sys
 
 import pytest
-import torch
 
 from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary
@@ -38,43 +37,32 @@ def source(tmp_path):
     return path
 
 
-def test_file_to_file(checkpoint, source, tmp_path, expected, capsys):
-    output = tmp_path / "test.de"
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_file_to_file(checkpoint, tmp_path, expected, capsys, end):
+    pack, unpack = (gzip.compress, gzip.decompress) if end else (bytes, bytes)
+    source, output = tmp_path / f"test.en{end}", tmp_path / f"test.de{end}"
+    source.write_bytes(pack(TEXT.encode()))
     arguments = ["--input", str(source), "--output", str(output), *FAST]
-    assert main(["translate", str(checkpoint), *arguments]) == 0
-    assert output.read_text(encoding="utf-8").split("\n") == [*expected, ""]
+    assert main(["translate", checkpoint, *arguments]) == 0
+    assert unpack(output.read_bytes()).decode().split("\n") == [*expected, ""]
     said = capsys.readouterr()
     assert said.out == ""
     assert "deepfast translate: 4 lines in" in said.err
-    # The empty line has no token, the others at most 6 and eos.
     assert re.search(r" lines/s, \d+\.\d target tokens/s\n$", said.err)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["test.de", "test.en"]
+    assert sorted(tmp_path.iterdir()) == [output, source]
 
 
-@pytest.mark.parametrize("recipe", [None, 3, {}, {"data": None}, {"data": "x"}])
-def test_a_checkpoint_whose_recipe_says_nothing_of_case(checkpoint, tmp_path, recipe):
-    path = tmp_path / "model.pt"
-    torch.save(torch.load(checkpoint, weights_only=True) | {"recipe": recipe}, path)
-    assert not trained_lowercase(path)
-
-
-def test_gzip_to_gzip(checkpoint, tmp_path, expected):
-    source, output = tmp_path / "test.en.gz", tmp_path / "test.de.gz"
-    source.write_bytes(gzip.compress(TEXT.encode()))
-    arguments = ["--input", str(source), "--output", str(output), *FAST]
-    assert main(["translate", str(checkpoint), *arguments]) == 0
-    assert gzip.decompress(output.read_bytes()).decode() == "".join(f"{x}\n" for x in expected)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_standard_input_to_standard_output(checkpoint, expected, capfdbinary, monkeypatch, pack):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pack(TEXT.encode()))))
+    assert main(["translate", checkpoint, *FAST]) == 0
+    assert capfdbinary.readouterr().out.decode() == "".join(f"{x}\n" for x in expected)
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (gzip.compress(TEXT.encode(), mtime=0)[:-6], "the gzip data is damaged or cut short"),
-        (
-            gzip.compress(TEXT.encode() * 99, mtime=0)[:30] + b"\0" * 20,
-            "the gzip data is damaged or cut",
-        ),
-        (b"\x1f\x8bno gzip", "the gzip data is damaged or cut short"),
         (b"good\nb\xe4d\n", "standard input:2: expected UTF-8, got byte 0xe4 at column 2"),
     ],
 )
@@ -82,53 +70,39 @@ def test_bad_standard_input_is_refused_with_a_sentence(
     checkpoint, capsys, monkeypatch, content, sentence
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    assert main(["translate", str(checkpoint), *FAST]) == 1
+    assert main(["translate", checkpoint, *FAST]) == 1
     said = capsys.readouterr().err
     assert said.startswith("deepfast translate: standard input")
     assert said.count("\n") == 1
     assert sentence in said
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_standard_input_to_standard_output(checkpoint, expected, capfdbinary, monkeypatch, pack):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pack(TEXT.encode()))))
-    assert main(["translate", str(checkpoint), *FAST]) == 0
-    assert capfdbinary.readouterr().out.decode() == "".join(f"{x}\n" for x in expected)
+@pytest.mark.parametrize("recipe", [None, 3, {}, {"data": None}, {"data": "x"}])
+def test_a_checkpoint_whose_recipe_says_nothing_of_case(write, model, recipe):
+    assert not trained_lowercase(write(model, recipe=recipe))
 
 
-def test_nbest(checkpoint, source, tmp_path, model, vocabulary):
-    output = tmp_path / "nbest.tsv"
-    arguments = ["--input", str(source), "--output", str(output), "--nbest", "2", *FAST]
-    assert main(["translate", str(checkpoint), *arguments]) == 0
-    rows = [row.split("\t") for row in output.read_text(encoding="utf-8").split("\n")[:-1]]
-    expected = translate_nbest(
-        model, vocabulary, LINES, DecodingOptions(beam=2, max_length=6, nbest=2)
-    )
-    assert [int(number) for number, _, _ in rows] == [1, 1, 2, 3, 3, 4, 4]
-    assert [text for _, _, text in rows] == [text for best in expected for _, text in best]
-    scores = [score for best in expected for score, _ in best]
-    assert [float(score) for _, score, _ in rows] == pytest.approx(scores, abs=1e-3)
-
-
-def test_the_form_of_the_length_penalty(checkpoint, source, model, vocabulary, capsys):
+def test_nbest_by_both_forms_of_the_length_penalty(checkpoint, source, model, vocabulary, capsys):
     words = ["--input", str(source), "--length-penalty", "1.6", "--nbest", "2", *FAST]
-    scores = {}
+    first = []
     for form in ("gnmt", "power"):
-        assert main(["translate", str(checkpoint), *words, "--length-form", form]) == 0
-        rows = capsys.readouterr().out.splitlines()
-        scores[form] = [float(row.split("\t")[1]) for row in rows]
+        assert main(["translate", checkpoint, *words, "--length-form", form]) == 0
+        rows = [row.split("\t") for row in capsys.readouterr().out.splitlines()]
         options = DecodingOptions(
             beam=2, max_length=6, nbest=2, length_penalty=1.6, length_form=form
         )
-        nbest = translate_nbest(model, vocabulary, LINES, options)
-        expected = [score for best in nbest for score, _ in best]
-        assert scores[form] == pytest.approx(expected, abs=1e-3)
-    assert scores["gnmt"][0] < 2 * scores["power"][0]
+        nbest = [x for best in translate_nbest(model, vocabulary, LINES, options) for x in best]
+        assert [int(number) for number, _, _ in rows] == [1, 1, 2, 3, 3, 4, 4]
+        assert [text for _, _, text in rows] == [text for _, text in nbest]
+        scores = [float(score) for _, score, _ in rows]
+        assert scores == pytest.approx([score for score, _ in nbest], abs=1e-3)
+        first.append(scores[0])
+    assert first[0] < 2 * first[1]
 
 
 def test_bfloat16_and_long_lines(checkpoint, source, capsys):
     arguments = ["--input", str(source), "--precision", "bfloat16", "--max-tokens", "3", *FAST]
-    assert main(["translate", str(checkpoint), *arguments]) == 0
+    assert main(["translate", checkpoint, *arguments]) == 0
     said = capsys.readouterr()
     assert len(said.out.split("\n")) == 5
     assert "deepfast translate: line 1 has" in said.err
@@ -141,7 +115,7 @@ def test_a_reader_that_leaves(checkpoint, source, capsys, monkeypatch):
     # Closing flushes what is left, as Python does at exit.
     with open(writer, "w") as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        assert main(["translate", str(checkpoint), "--input", str(source), *FAST]) == 0
+        assert main(["translate", checkpoint, "--input", str(source), *FAST]) == 0
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -161,7 +135,7 @@ def test_score_of_a_checkpoint(checkpoint, source, tmp_path, expected, capsys):
     reference = tmp_path / "test.de"
     reference.write_text("".join(f"{x}\n" for x in expected), encoding="utf-8")
     arguments = ["--source", str(source), "--reference", str(reference), "--json", *FAST]
-    assert main(["score", "--checkpoint", str(checkpoint), *arguments]) == 0
+    assert main(["score", "--checkpoint", checkpoint, *arguments]) == 0
     # Not BLEU: it is 0 where no sentence has four tokens.
     assert json.loads(capsys.readouterr().out)["chrf"] == pytest.approx(100)
 
@@ -195,7 +169,7 @@ def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
     source, reference = tmp_path / "s", tmp_path / "t"
     source.write_text("the old bridge\nwe walk Ω home\na small house\n", encoding="utf-8")
     reference.write_text("the Ω bridge\nwe walk home\nthe Ω house\n", encoding="utf-8")
-    arguments = ["score", "--checkpoint", str(checkpoint), "--source", str(source), "--reference",
+    arguments = ["score", "--checkpoint", checkpoint, "--source", str(source), "--reference",
                  str(reference), "--by-length", "3", *FAST]  # fmt: skip
     assert main(arguments) == 0
     *_, short, long, known = capsys.readouterr().out.splitlines()
@@ -205,14 +179,12 @@ def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
     assert known.endswith(" 1 sentence, no unknown word in the reference")
 
 
-def test_known_references(checkpoint, tmp_path, vocabulary):
+def test_known_references(checkpoint, write, model):
     references = ["the old bridge", "The old bridge", "the Ω bridge", ""]
     cased = load_translator([checkpoint], "cpu")
     assert cased.knows(references) == [True, False, False, True]
-    path = tmp_path / "model.pt"
-    recipe = {"recipe": {"data": {"lowercase": True}}}
-    torch.save(torch.load(checkpoint, weights_only=True) | recipe, path)
-    assert load_translator([path], "cpu").knows(references) == [True, True, False, True]
+    lower = load_translator([write(model, recipe={"data": {"lowercase": True}})], "cpu")
+    assert lower.knows(references) == [True, True, False, True]
     tokens = TokenVocabulary(["the", "bridge"])
     assert dataclasses.replace(cased, vocabulary=tokens).knows(references) is None
 

@@ -22,23 +22,9 @@ from deepfast.mt.search import (
 )
 from deepfast.mt.search.deep_shallow import Candidate, Candidates
 
-LINES = ["the old bridge", "", "a small house stands by the river", "boats", "we walk home"]
-REFERENCES = ["the long bridge is closed", "", "house by river", "12 boats", "we read home"]
-OPTIONS = {"beam": 3, "max_length": 8}
-
-
-@pytest.fixture(scope="module")
-def grown(make_grown, vocabulary):
-    return make_grown(len(vocabulary)).eval()
-
-
-@pytest.fixture
-def grown_checkpoint(tmp_path, grown, vocabulary):
-    content = {"format": "deepfast-checkpoint", "version": 1, "kind": "depth_growing",
-               "config": vars(grown.config), "model": grown.state_dict(),
-               "vocabulary": vocabulary.to_bytes()}  # fmt: skip
-    torch.save(content, tmp_path / "grown.pt")
-    return tmp_path / "grown.pt"
+LINES = ["the old bridge", "", "boats", "we walk home"]
+REFERENCES = ["the long bridge is closed", "", "12 boats", "we read home"]
+OPTIONS = {"beam": 3, "max_length": 6}
 
 
 def test_ranked_by_the_formula():
@@ -71,9 +57,9 @@ def test_of_equals_the_deep_networks_is_first():
     assert [tokens for _, tokens in found.ranked(0.5, 1.0)] == [(5,), (4,)]
 
 
-def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
+def test_each_judges_the_others_in_the_order_of_lines(grown_model, vocabulary):
     got = translate_nbest(
-        grown,
+        grown_model,
         vocabulary,
         LINES,
         DecodingOptions(deep_shallow=True, alpha=0.3, gamma=0.8, nbest=2, max_tokens=20, **OPTIONS),
@@ -85,7 +71,7 @@ def test_each_judges_the_others_in_the_order_of_lines(grown, vocabulary):
             continue
         source = torch.tensor([[*vocabulary.encode(line), 3]])
         scores = {}
-        for own, other in ((grown, grown.bottom), (grown.bottom, grown)):
+        for own, other in ((grown_model, grown_model.bottom), (grown_model.bottom, grown_model)):
             found = beam_search(own, source, DecodingOptions(nbest=3, **OPTIONS))[0]
             for h in found:
                 mixed = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
@@ -106,7 +92,7 @@ def right(references):
     return lambda lines: 100 * sum(map(operator.eq, lines, references)) / len(references)
 
 
-def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
+def test_tuned_weights_are_the_best_of_all(grown_model, vocabulary, monkeypatch):
     monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
     grid = {"alphas": (0.0, 0.5, 1.0), "gammas": (0.0, 2.0)}
     options = {"beam": 4, "max_length": 12}
@@ -114,7 +100,7 @@ def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
     for pair in itertools.product(*grid.values()):
         weights = dict(zip(("alpha", "gamma"), pair, strict=True))
         best = translate_nbest(
-            grown, vocabulary, LINES, DecodingOptions(deep_shallow=True, **weights, **options)
+            grown_model, vocabulary, LINES, DecodingOptions(deep_shallow=True, **weights, **options)
         )
         texts[pair] = [text[0][1] for text in best]
     assert len({tuple(lines) for lines in texts.values()}) > 2
@@ -122,28 +108,28 @@ def test_tuned_weights_are_the_best_of_all(grown, vocabulary, monkeypatch):
     for wanted in texts:
         references = texts[wanted]
         tuned = tune_deep_shallow(
-            grown, vocabulary, LINES, references, DecodingOptions(**options), **grid
+            grown_model, vocabulary, LINES, references, DecodingOptions(**options), **grid
         )
         assert tuned.bleu == 100
         assert texts[tuned.alpha, tuned.gamma] == references
-        for model, alone in ((grown, tuned.deep), (grown.bottom, tuned.shallow)):
+        for model, alone in ((grown_model, tuned.deep), (grown_model.bottom, tuned.shallow)):
             lines = translate_lines(model, vocabulary, LINES, DecodingOptions(**options))
             assert alone == right(references)(lines)
 
 
-def test_what_cannot_be_tuned(grown, model, vocabulary):
-    with pytest.raises(ValueError, match="got 5 lines and 4 references"):
-        tune_deep_shallow(grown, vocabulary, LINES, REFERENCES[1:])
+def test_what_cannot_be_tuned(grown_model, model, vocabulary):
+    with pytest.raises(ValueError, match="got 4 lines and 3 references"):
+        tune_deep_shallow(grown_model, vocabulary, LINES, REFERENCES[1:])
     with pytest.raises(ValueError, match="at least one, got 0 lines"):
-        tune_deep_shallow(grown, vocabulary, [], [])
+        tune_deep_shallow(grown_model, vocabulary, [], [])
     with pytest.raises(ValueError, match="of the kind depth_growing, got transformer"):
         tune_deep_shallow(model, vocabulary, LINES, REFERENCES)
 
 
-FAST = ["--beam", "3", "--max-length", "8", "--device", "cpu", "--threads", "1"]
+FAST = ["--beam", "3", "--max-length", "6", "--device", "cpu", "--threads", "1"]
 
 
-def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
+def test_commands(grown_model, vocabulary, grown_checkpoint, tmp_path, capsys):
     (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
     (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in REFERENCES))
     text = [str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
@@ -154,7 +140,7 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
     arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
     assert main(["translate", str(grown_checkpoint), *arguments]) == 0
     best = translate_nbest(
-        grown,
+        grown_model,
         vocabulary,
         LINES,
         DecodingOptions(deep_shallow=True, alpha=tuned["alpha"], gamma=tuned["gamma"], **OPTIONS),
@@ -169,13 +155,13 @@ def test_commands(grown, vocabulary, grown_checkpoint, tmp_path, capsys):
 
 
 def test_tuned_flags_are_ready_to_paste_where_they_help(
-    grown, vocabulary, grown_checkpoint, tmp_path, capsys, monkeypatch
+    grown_model, vocabulary, grown_checkpoint, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
     (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
-    deep = translate_lines(grown, vocabulary, LINES, DecodingOptions(**OPTIONS))
+    deep = translate_lines(grown_model, vocabulary, LINES, DecodingOptions(**OPTIONS))
     best = translate_nbest(
-        grown,
+        grown_model,
         vocabulary,
         LINES,
         DecodingOptions(deep_shallow=True, alpha=0.0, gamma=2.0, **OPTIONS),

@@ -5,7 +5,6 @@ import torch
 
 from deepfast.cli import main
 from deepfast.mt.data import TokenVocabulary, Vocabulary
-from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
 from deepfast.mt.search import (
     DecodingOptions,
     Ensemble,
@@ -13,27 +12,14 @@ from deepfast.mt.search import (
     translate_lines,
     translate_nbest,
 )
-from deepfast.mt.training.checkpoint import save_checkpoint
 
 LINES = ["the old bridge", "", "we walk home"]
 FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 
 
-def recurrent(vocab_size):
-    """A tiny model of another kind, whose predictions are not uniform."""
-    config = FastForwardLSTMConfig(
-        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2
-    )
-    model = FastForwardLSTM(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(8)
-    return model.eval()
-
-
 @pytest.fixture
-def models(model, vocabulary, make_model):
-    return [model, make_model(len(vocabulary), seed=5).eval(), recurrent(len(vocabulary))]
+def models(model, vocabulary, make_model, lstm):
+    return [model, make_model(len(vocabulary), seed=5).eval(), lstm]
 
 
 def steps(model, source, tokens):
@@ -75,26 +61,10 @@ def test_one_model_many_times_is_the_model(model, vocabulary):
         assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-4)
 
 
-@pytest.fixture
-def write(tmp_path, vocabulary):
-    """write(name, model, **changes): a checkpoint file."""
-
-    def run(name, model, **changes):
-        kind = "fast_forward_lstm" if isinstance(model, FastForwardLSTM) else "transformer"
-        content = {
-            "kind": kind, "config": vars(model.config), "model": model.state_dict(),
-            "vocabulary": vocabulary.to_bytes(),
-        }  # fmt: skip
-        save_checkpoint(tmp_path / name, content | changes)
-        return str(tmp_path / name)
-
-    return run
-
-
 def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path, capsys):
     source = tmp_path / "source"
     source.write_text("".join(f"{line}\n" for line in LINES))
-    paths = [write(f"{i}.pt", model) for i, model in enumerate(models)]
+    paths = [write(model) for model in models]
     assert main(["translate", *paths, "--input", str(source), *FAST]) == 0
     expected = translate_lines(
         Ensemble(models), vocabulary, LINES, DecodingOptions(beam=2, max_length=6)
@@ -102,34 +72,32 @@ def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path,
     assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
 
 
-def test_models_that_cannot_vote(models, vocabulary, write, tmp_path, capsys, make_model):
+def test_models_that_cannot_vote(models, write, tmp_path, capsys, make_model):
     other = Vocabulary.train(["other words of another text"] * 3, 30).to_bytes()
-    first, source = write("a.pt", models[0]), tmp_path / "source"
+    first, source = write(models[0]), tmp_path / "source"
     source.write_text("a small house\n")
     for path, sentence in (
-        (write("b.pt", models[1], vocabulary=other), "expected the vocabulary of"),
-        (
-            write("c.pt", models[1], recipe={"data": {"lowercase": True}}),
-            "got one of lower-cased text",
-        ),
+        (write(models[1], vocabulary=other), "expected the vocabulary of"),
+        (write(models[1], recipe={"data": {"lowercase": True}}), "got one of lower-cased text"),
     ):
         assert main(["translate", first, path, "--input", str(source), *FAST]) == 1
         said = capsys.readouterr().err
         assert said.count("\n") == 1
         assert path in said
         assert sentence in said
-    with pytest.raises(ValueError, match="Ensemble: expected at least one model, got none"):
-        Ensemble([])
-    with pytest.raises(ValueError, match=r"models with one vocab_size, got \[60, 9\]"):
-        Ensemble([models[0], make_model(9)])
-
-
-def test_models_of_different_targets(make_model):
     apart = {"share_embeddings": "decoder", "vocab_size": 9}
-    ten, nine = make_model(target_vocab_size=10, **apart), make_model(target_vocab_size=9, **apart)
-    with pytest.raises(ValueError, match=r"models with one target_vocab_size, got \[10, 9\]"):
-        Ensemble([ten, make_model(9)])
-    Ensemble([nine, make_model(9)])
+    nine = make_model(9)
+    for members, sentence in (
+        ([], "Ensemble: expected at least one model, got none"),
+        ([models[0], nine], r"models with one vocab_size, got \[60, 9\]"),
+        (
+            [make_model(target_vocab_size=10, **apart), nine],
+            r"target_vocab_size, got \[10, 9\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Ensemble(members)
+    Ensemble([make_model(target_vocab_size=9, **apart), nine])
 
 
 def test_lines_of_several_languages(make_model):

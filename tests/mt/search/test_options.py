@@ -25,6 +25,7 @@ from deepfast.mt.search import DecodingOptions
             {"deep_shallow": True, "gamma": math.inf},
             "gamma must be a number from -10 to 10, got inf",
         ),
+        ({"length_form": "wu"}, "length_form must be one of gnmt, power, got 'wu'"),
         ({"gamma": 1.0}, "gamma needs deep_shallow, got gamma without it"),
         ({"replace_unknown": True, "no_unknown": True}, "cannot go with no_unknown, got both"),
         ({"replace_unknown": True, "deep_shallow": True}, "cannot go with deep_shallow, got both"),

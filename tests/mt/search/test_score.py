@@ -25,6 +25,18 @@ def test_figures_are_those_of_sacrebleu():
     assert scores.length_ratio == pytest.approx(cased.sys_len / cased.ref_len)
     assert scores.sentences == 3
 
+    again = json.loads(json.dumps(scores.as_dict()))
+    assert again["bleu"] == scores.bleu
+    for shown in (f"{scores.bleu:.2f}", scores.bleu_signature, scores.bleu_lowercase_signature):
+        assert shown in str(scores)
+    assert "case:mixed" in scores.bleu_signature
+    assert "case:lc" in scores.bleu_lowercase_signature
+    assert "nc:6" in scores.chrf_signature
+    for signature in (scores.bleu_signature, scores.bleu_lowercase_signature):
+        assert "tok:13a" in signature
+        assert f"version:{sacrebleu.__version__}" in signature
+        assert "nrefs:1" in signature
+
 
 def test_many_translations_of_one_text():
     score = bleu_against(REFERENCES)
@@ -32,42 +44,11 @@ def test_many_translations_of_one_text():
         assert score(hypotheses) == pytest.approx(bleu(hypotheses, REFERENCES).bleu)
 
 
-def test_signatures_tell_the_two_apart():
-    scores = bleu(HYPOTHESES, REFERENCES)
-    assert "case:mixed" in scores.bleu_signature
-    assert "case:lc" in scores.bleu_lowercase_signature
-    assert "chars:6" not in scores.bleu_signature
-    for signature in (scores.bleu_signature, scores.bleu_lowercase_signature):
-        assert "tok:13a" in signature
-        assert f"version:{sacrebleu.__version__}" in signature
-        assert "nrefs:1" in signature
-    assert "nc:6" in scores.chrf_signature
-
-
 def test_perfect_and_empty():
     assert bleu(REFERENCES, REFERENCES).bleu == pytest.approx(100)
     nothing = bleu(["", "", ""], REFERENCES)
     assert (nothing.bleu, nothing.length_ratio) == (0, 0)
     assert bleu([""], [""]).sentences == 1
-
-
-def test_as_json_and_as_text():
-    scores = bleu(HYPOTHESES, REFERENCES)
-    again = json.loads(json.dumps(scores.as_dict()))
-    assert again["bleu"] == scores.bleu
-    text = str(scores)
-    assert f"{scores.bleu:.2f}" in text
-    assert scores.bleu_signature in text
-    assert scores.bleu_lowercase_signature in text
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="got 2 translations and 3 references"):
-        bleu(HYPOTHESES[:2], REFERENCES)
-    with pytest.raises(ValueError, match="at least one translation, got none"):
-        bleu([], [])
-    with pytest.raises(ValueError, match="references must be a list of sentences, got one string"):
-        bleu(HYPOTHESES, "text")
 
 
 def test_the_bleu_of_some_sentences_is_that_of_these_alone():
@@ -79,7 +60,16 @@ def test_the_bleu_of_some_sentences_is_that_of_these_alone():
     assert part.bleu == bleu([hypotheses[0], hypotheses[2]], [references[0], references[2]]).bleu
 
 
-@pytest.mark.parametrize("bounds", [[], [0], [3, 3], [5, 3], [-1, 3]])
-def test_bounds_of_lengths_rise(bounds):
-    with pytest.raises(ValueError, match="by_length: expected rising whole numbers of at least 1"):
-        bleu_by_length(["a"], ["b"], ["b"], bounds)
+@pytest.mark.parametrize(
+    ("call", "operands", "sentence"),
+    [
+        (bleu, (HYPOTHESES[:2], REFERENCES), "got 2 translations and 3 references"),
+        (bleu, ([], []), "at least one translation, got none"),
+        (bleu, (HYPOTHESES, "text"), "references must be a list of sentences, got one string"),
+        *((bleu_by_length, (["a"], ["b"], ["b"], bounds), "by_length: expected rising whole numb")
+          for bounds in ([], [0], [3, 3], [5, 3], [-1, 3])),
+    ],
+)  # fmt: skip
+def test_refused_with_a_sentence(call, operands, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call(*operands)

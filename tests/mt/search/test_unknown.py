@@ -6,9 +6,9 @@ import torch
 from deepfast.cli import main
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import UNK
-from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
 from deepfast.mt.search import DecodingOptions, Ensemble, translate_nbest
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
+from tests.mt.search.conftest import recurrent
 
 LINE = "the old bridge of Ωxford"
 
@@ -42,23 +42,16 @@ def test_words_of_pieces(vocabulary):
     assert vocabulary.words("") == ([], [])
 
 
-def test_copies_what_is_looked_at(vocabulary):
+def test_copies_or_translates_what_is_looked_at(vocabulary):
     known = vocabulary.encode("home")
+    places = places_of(vocabulary, 4, *[0] * len(known), 2)
     tokens = [UNK, *known, UNK]
-    model = Looks(places_of(vocabulary, 4, *[0] * len(known), 2))
-    texts = replace_unknown(model, vocabulary, LINE, [tokens, known])
+    texts = replace_unknown(Looks(places), vocabulary, LINE, [tokens, known])
     assert texts == ["Ωxford home bridge", "home"]
-
-
-def test_pieces_of_one_unknown_word_are_one_copy(vocabulary):
+    # Pieces of one unknown word are one copy.
     model = Looks(places_of(vocabulary, 4, 4, 1))
-    assert replace_unknown(model, vocabulary, LINE, [[UNK, UNK, UNK]]) == ["Ωxford old"]
-
-
-def test_a_dictionary_translates_what_is_looked_at(vocabulary):
-    model = Looks(places_of(vocabulary, 4, 1))
-    texts = replace_unknown(model, vocabulary, LINE, [[UNK, UNK]], {"old": "alt"})
-    assert texts == ["Ωxford alt"]
+    for dictionary, text in (({}, "Ωxford old"), ({"old": "alt"}, "Ωxford alt")):
+        assert replace_unknown(model, vocabulary, LINE, [[UNK] * 3], dictionary) == [text]
 
 
 def test_a_dictionary_replaces_the_marks_of_a_translation(model, make_table, tmp_path):
@@ -91,19 +84,10 @@ def test_behind_a_language_tag_the_same_word(word):
     assert replace_unknown(Looks([0]), vocabulary, line, [[UNK]])[0] in line.split()[1:]
 
 
-def recurrent(vocab_size, attention=True):
-    config = FastForwardLSTMConfig(
-        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=1, decoder_layers=1,
-        attention=attention,
-    )  # fmt: skip
-    return FastForwardLSTM(config).eval()
-
-
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
-def test_every_model_with_attention(model, make_grown, vocabulary, kind):
-    lstm = recurrent(len(vocabulary))
+def test_every_model_with_attention(model, grown_model, lstm, vocabulary, kind):
     chosen = {
-        "transformer": model, "depth_growing": make_grown(len(vocabulary)).eval(),
+        "transformer": model, "depth_growing": grown_model,
         "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
     }[kind]  # fmt: skip
     # Make unk by far the most likely token.
@@ -151,12 +135,12 @@ def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
     torch.testing.assert_close(weights[1, :2] @ values[1], mixed[1])
 
 
-def test_a_model_without_attention_is_refused(vocabulary, tmp_path, capsys, model):
+def test_a_model_without_attention_is_refused(vocabulary, model, lstm):
     blind = recurrent(len(vocabulary), attention=False)
     for one in (blind, Ensemble([model, blind])):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
             translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
-    check_aligns(Ensemble([model, recurrent(len(vocabulary))]), vocabulary)
+    check_aligns(Ensemble([model, lstm]), vocabulary)
 
 
 def test_option(checkpoint, tmp_path, capsys):
