@@ -90,13 +90,6 @@ def test_some_sentences_of_a_batch_are_those_of_a_batch_of_them():
             assert getattr(part, name) == value, name
 
 
-def test_batches_are_full():
-    batches = list(TokenBatches(PAIRS, max_tokens=200))
-    used = sum(max(b.source_tokens, b.target_tokens) for b in batches)
-    assert used / sum(map(padded_cost, batches)) > 0.6
-    assert sum(map(padded_cost, batches)) / len(batches) > 150
-
-
 def test_order_is_a_function_of_seed_and_epoch():
     one, two = (TokenBatches(PAIRS, max_tokens=100, seed=7) for _ in range(2))
     epochs = [indices(one) for _ in range(3)]
@@ -104,6 +97,9 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert epochs[2] == list(map(tuple, TokenBatches(PAIRS, max_tokens=100, seed=7).order(2)))
     assert epochs[0] != epochs[1]
     assert epochs[0] != indices(TokenBatches(PAIRS, max_tokens=100, seed=8))
+    plain = TokenBatches(PAIRS, max_tokens=100, shuffle=False)
+    widths = [padded_cost(batch) // len(batch) for batch in plain]
+    assert widths == sorted(widths)
     # Not only the order of batches changes, but also their members.
     assert set(map(frozenset, epochs[0])) != set(map(frozenset, epochs[1]))
 
@@ -112,14 +108,6 @@ def test_order_is_the_same_in_every_release():
     batches = TokenBatches([([5] * (1 + i % 3), [6]) for i in range(8)], max_tokens=9, seed=1)
     # A checkpoint of an older release must continue with the same batches.
     assert batches.order(0) == [[6, 0, 3], [7, 1, 4], [2, 5]]
-
-
-def test_without_shuffle_by_length():
-    batches = TokenBatches(PAIRS, max_tokens=100, shuffle=False)
-    first, second = list(batches), list(batches)
-    assert indices(first) == indices(second)
-    widths = [padded_cost(batch) // len(batch) for batch in first]
-    assert widths == sorted(widths)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
@@ -169,26 +157,21 @@ def test_leaving_a_loop_continues_with_the_next_batch():
         ({"pairs": make_pairs(200, seed=5)}, "other sentence pairs"),
         ({"pairs": PAIRS[:-1]}, "other sentence pairs"),
         ({"max_length": 15}, "other sentence pairs"),
+        ({"groups": [i % 2 for i in range(len(PAIRS))]}, "other sentence pairs"),
         ({"shuffle": False}, "with shuffle True, got False"),
+        ({"state": {"position": 3}}, "lacks seed, epoch"),
+        ({"state": {"position": 10_000}, "whole": True}, "a position from 0 to"),
+        ({"state": {"epoch": -1}, "whole": True}, "expected an epoch from 0"),
     ],
 )
 def test_a_state_of_other_batches_is_refused(change, sentence):
+    changed, whole = change.pop("state", {}), change.pop("whole", False)
     state = TokenBatches(PAIRS, max_tokens=100).state_dict()
-    arguments = {"pairs": PAIRS, "max_tokens": 100} | change
-    batches = TokenBatches(arguments.pop("pairs"), **arguments)
+    state = changed if changed and not whole else state | changed
+    batches = TokenBatches(**{"pairs": PAIRS, "max_tokens": 100} | change)
     with pytest.raises(DataError, match=sentence):
         batches.load_state_dict(state)
     assert (batches.epoch, batches.position) == (0, 0)
-
-
-def test_a_broken_state_is_refused():
-    batches = TokenBatches(PAIRS, max_tokens=100)
-    with pytest.raises(DataError, match="lacks seed, epoch"):
-        batches.load_state_dict({"position": 3})
-    with pytest.raises(DataError, match="a position from 0 to"):
-        batches.load_state_dict(batches.state_dict() | {"position": 10_000})
-    with pytest.raises(DataError, match="expected an epoch from 0"):
-        batches.set_epoch(-1)
 
 
 def test_too_long_is_dropped_and_counted():
@@ -199,20 +182,16 @@ def test_too_long_is_dropped_and_counted():
     assert str(batches.dropped) == "1 pair dropped: 1 too long (first at train.en:1)"
 
 
-def test_a_sentence_beyond_the_budget():
-    with pytest.raises(DataError, match=r"example 1: a sentence of 31 tokens .* max_tokens=30"):
-        TokenBatches([([5], [6]), ([5] * 30, [6])], max_tokens=30)
-    assert len(TokenBatches([([5], [6]), ([5] * 29, [6])], max_tokens=30)) == 2
-
-
 @pytest.mark.parametrize(
     ("pairs", "arguments", "sentence"),
     [
         ([], {}, "at least one pair, got none"),
         ([([5] * 9, [5])], {"max_length": 5}, "at most 5 tokens, got 1 pairs, all longer"),
+        ([([5], [6]), ([5] * 30, [6])], {"max_tokens": 30},
+         r"example 1: a sentence of 31 tokens .* max_tokens=30"),
         (PAIRS, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
     ],
-)
+)  # fmt: skip
 def test_arguments(pairs, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBatches(pairs, **{"max_tokens": 100} | arguments)
@@ -250,28 +229,12 @@ def test_batches_need_no_sentencepiece(monkeypatch):
 def test_a_batch_is_of_one_group():
     groups = [random.Random(i).randrange(3) for i in range(len(PAIRS))]
     batches = TokenBatches(PAIRS, max_tokens=90, groups=groups)
-    epoch = list(batches)
-    for batch in epoch:
-        assert len({groups[i] for i in batch.indices}) == 1
-        assert padded_cost(batch) <= 90
-    # Another epoch has the same cuts.
-    for batch in batches:
-        assert len({groups[i] for i in batch.indices}) == 1
-    assert sorted(itertools.chain(*indices(epoch))) == list(range(len(PAIRS)))
-
-
-def test_groups_are_part_of_what_a_run_resumes():
-    first = TokenBatches(PAIRS, max_tokens=90, groups=[i % 2 for i in range(len(PAIRS))])
-    second = TokenBatches(PAIRS, max_tokens=90)
-    with pytest.raises(DataError, match="cannot resume"):
-        second.load_state_dict(first.state_dict())
-
-
-def test_evaluation_batches_of_groups():
-    groups = [i % 3 for i in range(len(PAIRS))]
-    batches = evaluation_batches(PAIRS, max_tokens=15, groups=groups)
-    for batch in batches:
-        assert len({groups[i] for i in batch.indices}) == 1
-        assert padded_cost(batch) <= 15 or len(batch) == 1
-    outputs = [list(batch.indices) for batch in batches]
-    assert restore_order(batches, outputs) == list(range(len(PAIRS)))
+    evaluation = evaluation_batches(PAIRS, max_tokens=15, groups=groups)
+    # The second epoch has the same cuts.
+    for epoch, most in ((list(batches), 90), (list(batches), 90), (evaluation, 15)):
+        for batch in epoch:
+            assert len({groups[i] for i in batch.indices}) == 1
+            assert padded_cost(batch) <= most or len(batch) == 1
+        assert sorted(itertools.chain(*indices(epoch))) == list(range(len(PAIRS)))
+    outputs = [list(batch.indices) for batch in evaluation]
+    assert restore_order(evaluation, outputs) == list(range(len(PAIRS)))
