@@ -18,7 +18,6 @@ from deepfast.mt.data.batches import (
     take,
 )
 from deepfast.mt.data.phrases import Corpus, phrases, write
-from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import (
     Dropped,
     ParallelText,
@@ -32,6 +31,7 @@ from deepfast.mt.data.tokens import (
     subwords,
 )
 from deepfast.mt.data.vocabulary import (
+    SeparateVocabularies,
     Vocabulary,
     lower,
     split_tag,

@@ -21,43 +21,42 @@ def check_complete(model: bytes, name: str) -> None:
     A file cut between two top-level fields still parses. It would give a vocabulary without some
     pieces or without the normalisation, and wrong translations instead of an error.
     """
-    fields = set()
-    position = 0
-    while position < len(model):
-        tag, position = _varint(model, position)
-        length, position = _varint(model, position)
-        # All of ModelProto's fields are length-delimited, wire type 2.
-        if tag is None or length is None or tag & 7 != 2:
-            position = len(model) + 1
-            break
-        fields.add(tag >> 3)
-        position += length
-    if position == len(model) and {PIECES, TRAINER_SPEC, NORMALIZER_SPEC} <= fields:
+    numbers, whole = set(), True
+    try:
+        for number, value in _fields(model):
+            # All of ModelProto's fields hold bytes.
+            whole = whole and isinstance(value, bytes)
+            numbers.add(number)
+    except EOFError:
+        whole = False
+    if whole and {PIECES, TRAINER_SPEC, NORMALIZER_SPEC} <= numbers:
         return
-    if PIECES in fields:
+    if PIECES in numbers:
         raise DataError(f"{name}: the vocabulary is cut short or damaged ({len(model)} bytes)")
     raise DataError(f"{name}: expected a sentencepiece model, got {len(model)} bytes of other data")
 
 
 def user_defined(model: bytes) -> dict[str, int]:
     """The pieces that the user defined, and their ids; sentencepiece does not show the type."""
-    pieces = [value for number, value in _fields(model) if number == PIECES]
-    found = {}
-    for index, piece in enumerate(pieces):
-        fields = dict(_fields(piece))
-        if fields.get(TYPE) == USER_DEFINED:
-            found[fields[TEXT].decode()] = index
-    return found
+    pieces = [dict(_fields(value)) for number, value in _fields(model) if number == PIECES]
+    return {
+        piece[TEXT].decode(): index
+        for index, piece in enumerate(pieces)
+        if piece.get(TYPE) == USER_DEFINED
+    }
 
 
 def has_whole_words(model: bytes) -> bool:
     """Whether the pieces are whole words."""
-    (spec,) = (value for number, value in _fields(model) if number == TRAINER_SPEC)
-    return dict(_fields(spec)).get(MODEL_TYPE) == WORD
+    return dict(_fields(dict(_fields(model))[TRAINER_SPEC])).get(MODEL_TYPE) == WORD
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value, bytes or an int, of every field of a protobuf message."""
+    """Number and value, bytes or an int, of every field of a protobuf message.
+
+    Raises:
+        EOFError: the message ends inside a field.
+    """
     position = 0
     value: bytes | int
     while position < len(message):
@@ -71,10 +70,12 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
                 length, position = _varint(message, position)
             value = message[position : position + length]
             position += length
+            if position > len(message):
+                raise EOFError
         yield tag >> 3, value
 
 
-def _varint(data: bytes, position: int) -> tuple[int | None, int]:
+def _varint(data: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while position < len(data) and shift < 64:
         byte = data[position]
@@ -83,4 +84,4 @@ def _varint(data: bytes, position: int) -> tuple[int | None, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    return None, position
+    raise EOFError

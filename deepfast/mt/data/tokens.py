@@ -7,7 +7,6 @@ al. 2016).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -15,14 +14,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from deepfast.files import DataError
-from deepfast.mt.data.separate import KIND as SEPARATE
-from deepfast.mt.data.separate import SeparateVocabularies
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.data.vocabulary import (
     EOS,
     PAD,
     UNK,
+    AnyVocabulary,
+    SeparateVocabularies,
     Vocabulary,
+    plain_ids,
 )
 
 KIND = "deepfast-tokens"
@@ -31,7 +31,7 @@ JOINED = re.compile(r"@@( |$)")
 UNKNOWN_SIGN = "⁇"
 
 
-class TokenVocabulary:
+class TokenVocabulary(AnyVocabulary):
     """Tokens separated by blanks, with fixed ids: pad 0, unk 1, eos 3; the tokens start at 4.
 
     No token has id 2. Decoding begins with eos, so eos is also bos. `encode` uses the source's
@@ -73,21 +73,15 @@ class TokenVocabulary:
             ) from error
 
     def to_bytes(self) -> bytes:
-        """The whole vocabulary, to be kept inside a checkpoint."""
         target = None if self.target == self.source else self.target
         held = {"kind": KIND, "source": self.source, "target": target}
         return json.dumps(held, ensure_ascii=False).encode("utf-8")
-
-    def fingerprint(self) -> str:
-        """A short digest: equal for equal vocabularies."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.source) + SPECIAL_IDS
 
     @property
     def target_size(self) -> int:
-        """Number of ids on the target's side."""
         return len(self.target) + SPECIAL_IDS
 
     def __repr__(self) -> str:
@@ -103,21 +97,15 @@ class TokenVocabulary:
         Raises:
             DataError: an id outside the vocabulary.
         """
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        for token in ids:
-            if not 0 <= token < self.target_size:
-                raise DataError(
-                    f"decode: ids must be from 0 to {self.target_size - 1}, got {token}"
-                )
         tokens = [
             UNKNOWN_SIGN if i == UNK else self.target[i - SPECIAL_IDS]
-            for i in ids
+            for i in plain_ids(ids, self.target_size)
             if i == UNK or i >= SPECIAL_IDS
         ]
         return JOINED.sub("", " ".join(tokens))
 
 
-def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
+def read_vocabulary(content: bytes) -> AnyVocabulary:
     """The vocabulary of a checkpoint, of any kind.
 
     Raises:
@@ -126,7 +114,7 @@ def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
     # A sentencepiece model begins with the tag of a field, which is another byte.
     if content[:1] != b"{":
         return Vocabulary.from_bytes(content)
-    separate = f'"{SEPARATE}"'.encode() in content[:100]
+    separate = f'"{SeparateVocabularies.KIND}"'.encode() in content[:100]
     return (SeparateVocabularies if separate else TokenVocabulary).from_bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""One vocabulary of subwords for both languages: byte-pair encoding by sentencepiece.
+"""Vocabularies of subwords, one for both languages or one for each: sentencepiece's BPE.
 
 Sennrich et al. 2016, https://aclanthology.org/P16-1162; Kudo and Richardson 2018,
 https://aclanthology.org/D18-2012.
@@ -6,11 +6,13 @@ https://aclanthology.org/D18-2012.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import json
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +25,58 @@ SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 
-class Vocabulary:
+class AnyVocabulary:
+    """What every vocabulary has. Two of them are equal where their bytes are."""
+
+    pad_id: int
+    unk_id: int
+    bos_id: int
+    eos_id: int
+    tags: Mapping[str, int]
+    """Language tags and their ids."""
+    target_size: int
+    """Number of ids on the target's side."""
+    encode: Callable[[str], list[int]]
+    """The ids of a source sentence, without bos and eos."""
+    decode: Callable[..., str]
+    """The text of target ids."""
+
+    def to_bytes(self) -> bytes:
+        """The whole vocabulary, to be kept inside a checkpoint."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def search_ids(self) -> dict[str, int]:
+        """The special ids that a search needs, by the names of its arguments."""
+        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "unk_id": self.unk_id}
+
+    def fingerprint(self) -> str:
+        """A short digest: equal for equal vocabularies."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyVocabulary) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+
+def plain_ids(ids: Sequence[int], size: int) -> list[int]:
+    """Ids to decode as a list; sentencepiece does not take tensors, nor a tensor's elements.
+
+    Raises:
+        DataError: an id outside the vocabulary.
+    """
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    for token in ids:
+        if not 0 <= token < size:
+            raise DataError(f"decode: ids must be from 0 to {size - 1}, got {token}")
+    return ids
+
+
+class Vocabulary(AnyVocabulary):
     """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3. Or the most frequent words as a whole.
 
     Before it is split, text is normalised by NFKC and runs of white space become one space. Up to
@@ -144,12 +197,7 @@ class Vocabulary:
         write_atomically(path, self._model)
 
     def to_bytes(self) -> bytes:
-        """The whole vocabulary, to be kept inside a checkpoint."""
         return self._model
-
-    def fingerprint(self) -> str:
-        """A short digest: equal for equal vocabularies."""
-        return hashlib.sha256(self._model).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._processor)
@@ -161,14 +209,7 @@ class Vocabulary:
 
     @property
     def target_size(self) -> int:
-        """Number of pieces on the target's side."""
         return len(self.target)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self._model == other._model
-
-    def __hash__(self) -> int:
-        return hash(self._model)
 
     def __reduce__(self):
         return Vocabulary, (self._model,)
@@ -178,7 +219,6 @@ class Vocabulary:
 
     @cached_property
     def tags(self) -> dict[str, int]:
-        """Language tags and their ids."""
         return user_defined(self._model)
 
     def encode(self, sentence: str) -> list[int]:
@@ -203,12 +243,7 @@ class Vocabulary:
         Raises:
             DataError: an id outside the vocabulary, or ``unknown`` for another number of unks.
         """
-        # A tensor's elements are tensors, which sentencepiece does not take.
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        for token in ids:
-            if not 0 <= token < len(self):
-                raise DataError(f"decode: ids must be from 0 to {len(self) - 1}, got {token}")
-        ids = [i for i in ids if i not in (PAD, BOS, EOS)]
+        ids = [i for i in plain_ids(ids, len(self)) if i not in (PAD, BOS, EOS)]
         if unknown is None:
             text = self._processor.DecodeIds(ids)
         else:
@@ -254,6 +289,66 @@ class Vocabulary:
         """The sentence's language tag, in a list that is empty where it has none, and the rest."""
         tag, rest = split_tag(sentence)
         return ([tag], rest) if tag in self.tags else ([], sentence)
+
+
+class SeparateVocabularies(Vocabulary):
+    """The source's `Vocabulary`, with another one for the target.
+
+    `encode`, `pieces`, `words` and `tags` are those of the source, `decode` is that of the target.
+
+    Attributes:
+        target: the target's `Vocabulary`.
+    """
+
+    KIND = "deepfast-separate"
+
+    def __init__(self, source: Vocabulary, target: Vocabulary) -> None:
+        super().__init__(source.to_bytes())
+        self._target = target
+
+    @property
+    def target(self) -> Vocabulary:
+        return self._target
+
+    @classmethod
+    def from_bytes(cls, model: bytes) -> SeparateVocabularies:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            DataError: other content.
+        """
+        try:
+            held = json.loads(model)
+            if held["kind"] != cls.KIND:
+                raise ValueError(f"kind {held['kind']!r}")
+            sides = [base64.b64decode(held[side]) for side in ("source", "target")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"vocabulary: expected two vocabularies, got {error}") from error
+        return cls(*(Vocabulary(side) for side in sides))
+
+    def to_bytes(self) -> bytes:
+        sides = {"source": self._model, "target": self._target.to_bytes()}
+        encoded = {side: base64.b64encode(model).decode() for side, model in sides.items()}
+        return json.dumps({"kind": self.KIND} | encoded).encode()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes two files: for ``vocabulary.model`` source.model and target.model beside it."""
+        folder = Path(path).parent
+        write_atomically(folder / "source.model", self._model)
+        self._target.save(folder / "target.model")
+
+    def __reduce__(self):
+        return SeparateVocabularies, (Vocabulary(self._model), self._target)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self)} and {self.target_size} pieces"
+        return f"SeparateVocabularies({sizes}, {self.fingerprint()})"
+
+    def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        return [(self.encode(source), self._target.encode(target)) for source, target in pairs]
+
+    def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
+        return self._target.decode(ids, unknown=unknown)
 
 
 def tag_of(language: str) -> str:

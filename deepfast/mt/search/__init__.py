@@ -10,10 +10,9 @@ of lines and restores their order; `translate_lines` turns lines into text. sacr
 when a score is asked for.
 """
 
-from deepfast.mt.search.beam import Hypothesis, beam_search
+from deepfast.mt.search.beam import Hypothesis, beam_search, score_hypotheses
 from deepfast.mt.search.deep_shallow import Tuned, tune_deep_shallow
 from deepfast.mt.search.ensemble import Ensemble
-from deepfast.mt.search.forced import score_hypotheses
 from deepfast.mt.search.options import DecodingOptions
 from deepfast.mt.search.score import Part, Scores, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.translate import (

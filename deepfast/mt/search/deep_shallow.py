@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from deepfast.mt.data import TokenVocabulary, Vocabulary
-from deepfast.mt.data.vocabulary import BOS, EOS, UNK
+from deepfast.mt.data.vocabulary import BOS, EOS, UNK, AnyVocabulary
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.interface import SearchModel
-from deepfast.mt.search.beam import beam_search
+from deepfast.mt.search.beam import beam_search, score_hypotheses
 from deepfast.mt.search.ensemble import Ensemble
-from deepfast.mt.search.forced import score_hypotheses
 from deepfast.mt.search.lines import decode_lines
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.score import bleu_against
@@ -123,19 +121,16 @@ def deep_shallow_candidates(
 
 def line_candidates(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     options: DecodingOptions,
 ) -> list[Candidates | None]:
     """The candidates of every line; None for one without text."""
-    ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
-    return decode_lines(
-        model,
-        vocabulary,
-        lines,
-        lambda source_BS: deep_shallow_candidates(model, source_BS, options, **ids),
-        max_tokens=options.max_tokens,
-    )
+
+    def decode(source_BS: Tensor) -> list[Candidates]:
+        return deep_shallow_candidates(model, source_BS, options, **vocabulary.search_ids())
+
+    return decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ class Tuned:
 
 def tune_deep_shallow(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     references: Sequence[str],
     options: DecodingOptions = DEFAULTS,

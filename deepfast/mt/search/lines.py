@@ -7,11 +7,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from deepfast.mt.data import (
-    TokenVocabulary,
-    Vocabulary,
     evaluation_batches,
     restore_order,
 )
+from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.interface import SearchModel, target_vocab_size
 
 Found = TypeVar("Found")
@@ -19,7 +18,7 @@ Found = TypeVar("Found")
 
 def decode_lines(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     decode: Callable[[Tensor], list[Found]],
     *,

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepfast.mt.data import TokenVocabulary, Vocabulary, split_tag
+from deepfast.mt.data import split_tag
 from deepfast.mt.data.posunk import read_translations, without_marks
+from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
 from deepfast.mt.search.deep_shallow import line_candidates
@@ -27,7 +28,7 @@ class Translations:
 
 def translate_all(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
 ) -> Translations:
@@ -75,7 +76,7 @@ def translate_all(
 
 def translate_nbest(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
 ) -> list[list[tuple[float, str]]]:
@@ -86,15 +87,14 @@ def translate_nbest(
 
 def _searched(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     options: DecodingOptions,
 ) -> list[list[tuple[float, tuple[int, ...]]] | None]:
     """Scores and token ids of every line by beam search; None for a line without text."""
-    ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
 
     def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
-        return beam_search(model, source_BS, options, **ids)
+        return beam_search(model, source_BS, options, **vocabulary.search_ids())
 
     found = decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
     return [None if best is None else [(h.score, h.tokens) for h in best] for best in found]
@@ -102,7 +102,7 @@ def _searched(
 
 def translate_lines(
     model: SearchModel,
-    vocabulary: Vocabulary | TokenVocabulary,
+    vocabulary: AnyVocabulary,
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
 ) -> list[str]:

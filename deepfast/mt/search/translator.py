@@ -9,7 +9,6 @@ import torch
 
 from deepfast import checks
 from deepfast.mt.data import (
-    TokenVocabulary,
     Vocabulary,
     lower,
     read_vocabulary,
@@ -17,6 +16,7 @@ from deepfast.mt.data import (
     tag_of,
 )
 from deepfast.mt.data.posunk import MARK
+from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.ensemble import Ensemble
@@ -35,7 +35,7 @@ class Translator:
 
     model: SearchModel
     """One model, or an `Ensemble`, in evaluation mode."""
-    vocabulary: Vocabulary | TokenVocabulary
+    vocabulary: AnyVocabulary
     lowercase: bool
     """Whether the model was trained on lower-cased text: capitals are unknown to it."""
 
