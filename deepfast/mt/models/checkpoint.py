@@ -72,13 +72,7 @@ def load_model(
         raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
     vocabulary = vocabulary_bytes(path, content["vocabulary"])
     kind = content.get("kind", "transformer")
-    config = _config(path, kind, content["config"])
-    try:
-        # The weights are replaced below; on the meta device they cost neither time nor memory.
-        with torch.device("meta"):
-            model = KINDS[kind](config)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
+    model = _described(path, kind, content["config"])
     _check_weights(path, model.state_dict(), content["model"])
     weights = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
     model.load_state_dict(weights, assign=True)
@@ -98,17 +92,18 @@ def vocabulary_bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
     )
 
 
-def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
-    if not isinstance(name, str) or name not in KINDS:
+def _described(path: str | os.PathLike[str], kind: object, values: object) -> TranslationModel:
+    """The model of a kind and a config, on the meta device."""
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(
             f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
-            f"({', '.join(KINDS)}), got {name!r}"
+            f"({', '.join(KINDS)}), got {kind!r}"
         )
-    make = KINDS[name].Config
     if not isinstance(values, dict):
         raise ValueError(
             f"{path}: expected the checkpoint's config as a dict, got {type(values).__name__}"
         )
+    make = KINDS[kind].Config
     known = {field.name for field in fields(make)}
     unknown = [str(name) for name in values if name not in known]
     if unknown:
@@ -117,7 +112,10 @@ def _config(path: str | os.PathLike[str], name: object, values: object) -> Any:
             f"{', '.join(unknown)}"
         )
     try:
-        return replace(make(**without_unread(values)), backend=None)
+        config = replace(make(**without_unread(values)), backend=None)
+        # The weights are replaced; on the meta device they cost neither time nor memory.
+        with torch.device("meta"):
+            return KINDS[kind](config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
 

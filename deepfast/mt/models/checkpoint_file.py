@@ -1,33 +1,17 @@
 """Files that torch.save wrote, with their check sums compared, which torch.load does not do."""
 
-import os
 import pickle
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 FORMAT = "deepfast-checkpoint"
 VERSION = 1
-
-
-def check_sums(file: str | os.PathLike[str] | IO[bytes], name: object) -> None:
-    """Refuses a damaged file; ``name`` is what the error calls it.
-
-    Raises:
-        ValueError: a check sum differs.
-        zipfile.BadZipFile, zlib.error: cut short, or not written by torch.save.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    # A name that is no UTF-8, or an offset that no file has.
-    except ValueError as error:
-        raise zipfile.BadZipFile(str(error)) from error
-    if damaged is not None:
-        raise ValueError(f"{name}: the checkpoint is damaged in its part {damaged}")
+BROKEN = (zipfile.BadZipFile, zlib.error, ValueError)
+"""What reading a broken archive raises."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -42,26 +26,25 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as stream:
             zipped = stream.read(2) == b"PK"
-        check_sums(path, path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        content = None
+        if damaged is None:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (
-        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
+    # A ValueError: a name in the archive that is no UTF-8, or an offset that no file has.
+    except (*BROKEN, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         # torch.save writes a zip archive, so a broken archive is likely a damaged checkpoint.
-        if zipped and isinstance(error, (zipfile.BadZipFile, zlib.error)):
+        if zipped and isinstance(error, BROKEN):
             raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
         raise ValueError(
             f"{path}: expected a deepfast checkpoint, got a file of another kind"
         ) from error
-    return _checked(path, content)
-
-
-def _checked(path: Path, content: Any) -> dict[str, Any]:
-    """The content of a checkpoint whose format and version this deepfast reads."""
+    if damaged is not None:
+        raise ValueError(f"{path}: the checkpoint is damaged in its part {damaged}")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a deepfast checkpoint, got other torch.save content")
     version = content.get("version")

@@ -239,12 +239,15 @@ class TransformerConfig:
                 self._check_all_states(op, f"{side}_fusion", side)
                 arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
         self._check_options(op, "fusion", "a fusion", arguments)
-        unread, defaults = unread_options(vars(self)), inspect.signature(LayerFusion).parameters
+        kept, defaults = without_unread(vars(self))["fusion"], inspect.signature(LayerFusion)
         # A default changes nothing, whoever reads it.
-        unread = {name: x for name, x in unread.items() if x != defaults[name].default}
+        unread = {
+            name: x
+            for name, x in self.fusion.items()
+            if name not in kept and x != defaults.parameters[name].default
+        }
         if unread:
-            kinds = [self.encoder_fusion, self.decoder_fusion]
-            kinds = sorted({kind for kind in kinds if kind}, key=FUSIONS.index)
+            kinds = [kind for kind in FUSIONS if kind in (self.encoder_fusion, self.decoder_fusion)]
             read = sorted({name for kind in kinds for name in FUSION_OPTIONS[kind]})
             raise ValueError(
                 f"{op}: fusion must have no options but those that {' or '.join(kinds)} reads "
@@ -290,24 +293,18 @@ class TransformerConfig:
         }
 
 
-def unread_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in the field ``fusion`` that no fusion of the config reads."""
-    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
-    read = {name for kind in FUSIONS if kind in named for name in FUSION_OPTIONS[kind]}
-    known = {name for names in FUSION_OPTIONS.values() for name in names}
-    return {name: x for name, x in config["fusion"].items() if name in known - read}
-
-
 def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a saved config without options of a fusion that nothing reads.
 
     A `TransformerConfig` refuses such options; older checkpoints may hold some.
     """
     named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
-    if not isinstance(config.get("fusion"), dict) or not any(kind in named for kind in FUSIONS):
+    kinds, given = [kind for kind in FUSIONS if kind in named], config.get("fusion")
+    if not isinstance(given, dict) or not kinds:
         return dict(config)
-    unread = unread_options(config)
-    return {**config, "fusion": {k: v for k, v in config["fusion"].items() if k not in unread}}
+    known = {name for names in FUSION_OPTIONS.values() for name in names}
+    unread = known.difference(*(FUSION_OPTIONS[kind] for kind in kinds))
+    return {**config, "fusion": {name: x for name, x in given.items() if name not in unread}}
 
 
 def base(vocab_size: int, **changes) -> TransformerConfig:
