@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepfast.mt.data import TokenVocabulary, Vocabulary
+from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
@@ -40,7 +40,7 @@ class _Mean:
 
 
 def mean_attention(
-    model: SearchModel, vocabulary: Vocabulary | TokenVocabulary, lines: Sequence[str]
+    model: SearchModel, vocabulary: AnyVocabulary, lines: Sequence[str]
 ) -> dict[AttentionResiduals, Tensor]:
     """The mean weights (rows, rows) of each of the model's attention residuals.
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from deepfast.files import DataError
 from deepfast.mt.data.text import read_lines
@@ -34,13 +33,11 @@ UNKNOWN_SIGN = "⁇"
 class TokenVocabulary(AnyVocabulary):
     """Tokens separated by blanks, with fixed ids: pad 0, unk 1, eos 3; the tokens start at 4.
 
-    No token has id 2. Decoding begins with eos, so eos is also bos. `encode` uses the source's
-    dictionary, `decode` the target's.
+    Language tags are ordinary tokens here. No token has id 2. Decoding begins with eos, so eos is
+    also bos. `encode` uses the source's dictionary, `decode` the target's.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, EOS, EOS
-    # Language tags are ordinary tokens here.
-    tags: ClassVar[dict[str, int]] = {}
 
     def __init__(self, source: Sequence[str], target: Sequence[str] | None = None) -> None:
         """source, target: the tokens, whose ids start at 4. target=None: the source's tokens."""
@@ -105,7 +102,7 @@ class TokenVocabulary(AnyVocabulary):
         return JOINED.sub("", " ".join(tokens))
 
 
-def read_vocabulary(content: bytes) -> AnyVocabulary:
+def read_vocabulary(content: bytes) -> Vocabulary | TokenVocabulary:
     """The vocabulary of a checkpoint, of any kind.
 
     Raises:

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -32,14 +32,20 @@ class AnyVocabulary:
     unk_id: int
     bos_id: int
     eos_id: int
-    tags: Mapping[str, int]
-    """Language tags and their ids."""
-    target_size: int
-    """Number of ids on the target's side."""
     encode: Callable[[str], list[int]]
     """The ids of a source sentence, without bos and eos."""
     decode: Callable[..., str]
     """The text of target ids."""
+
+    @property
+    def tags(self) -> dict[str, int]:
+        """Language tags and their ids."""
+        return {}
+
+    @property
+    def target_size(self) -> int:
+        """Number of ids on the target's side."""
+        raise NotImplementedError
 
     def to_bytes(self) -> bytes:
         """The whole vocabulary, to be kept inside a checkpoint."""

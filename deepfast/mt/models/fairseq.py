@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.mt.models.transformer_config import TransformerConfig
+from deepfast.mt.models.interface import target_vocab_size
+from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 
 SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
 """The possible names of the four special tokens, in the order of the file's ids."""
@@ -38,7 +39,6 @@ FIRST_POSITION = 2
 NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
              RuntimeError, TypeError, ValueError)  # fmt: skip
 
-SIDES = ("encoder", "decoder")
 # Buffers that no model needs.
 IGNORED = re.compile(r"(encoder|decoder)\.(version|embed_positions\._float_tensor)$")
 ATTENTIONS = {"attention": "self_attn", "cross_attention": "encoder_attn"}
@@ -278,15 +278,13 @@ def _embeddings(weights: _Weights, config: TransformerConfig) -> dict[str, Tenso
         table = weights.take(name, size, config.dim)
         return torch.cat((table[list(ROWS)], table[len(ROWS) :]))
 
-    source_size = config.vocab_size
-    size = config.target_vocab_size or source_size
-    source = rows("encoder.embed_tokens.weight", source_size)
-    target = rows("decoder.embed_tokens.weight", size)
+    source = rows("encoder.embed_tokens.weight", config.vocab_size)
+    target = rows("decoder.embed_tokens.weight", target_vocab_size(config))
     state = {"embedding.weight": source}
     if config.share_embeddings != "all":
         state["target_embedding.weight"] = target
     if config.share_embeddings == "none":
-        state["output.weight"] = rows("decoder.embed_out", size)
+        state["output.weight"] = rows("decoder.embed_out", target_vocab_size(config))
     return state
 
 

@@ -35,19 +35,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.mt.models.interface import ParameterGroup, Part, TranslationModel
+from deepfast.mt.models.interface import (
+    ModelConfig,
+    ParameterGroup,
+    Part,
+    TranslationModel,
+    target_vocab_size,
+)
 
 
 @dataclass(kw_only=True)
-class FastForwardLSTMConfig:
+class FastForwardLSTMConfig(ModelConfig):
     """Sizes and choices of a `FastForwardLSTM`."""
 
-    vocab_size: int
-    """V of the source; of the target too where target_vocab_size is None."""
-    target_vocab_size: int | None = None
-    """V of the target, where it has its own vocabulary."""
-    padding_idx: int = 0
-    """Id of the padding token."""
     dim: int = 512
     """H, the memory cells of a layer."""
     embedding_dim: int = 256
@@ -74,21 +74,16 @@ class FastForwardLSTMConfig:
     lr_scale: float = 0.08
     """Learning rate of those parameters as a fraction of that of the recurrent ones: the paper has
     4e-5 and 5e-4."""
-    backend: str | None = None
-    """See deepfast.backend."""
 
     def __post_init__(self):
+        super().__post_init__()
         op = type(self).__name__
         checks.whole(
-            op, vocab_size=self.vocab_size, dim=self.dim, embedding_dim=self.embedding_dim,
-            encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers,
+            op, dim=self.dim, embedding_dim=self.embedding_dim, encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
         )  # fmt: skip
         if self.dim % 2:
             raise ValueError(f"{op}: dim must be even, got {self.dim}")
-        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
-        if self.target_vocab_size is not None:
-            least = self.padding_idx + 1
-            checks.whole(op, least, target_vocab_size=self.target_vocab_size)
         checks.whole(op, 1, 2, columns=self.columns)
         checks.flag(op, attention=self.attention, fast_forward=self.fast_forward,
                     bidirectional=self.bidirectional, bias=self.bias)  # fmt: skip
@@ -194,8 +189,7 @@ class FastForwardLSTM(TranslationModel):
             return nn.ModuleList(Layer(size, c.dim, c.bias, c.backend) for size in sizes)
 
         self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        target_size = c.target_vocab_size or c.vocab_size
-        self.target_embedding = nn.Embedding(target_size, width, padding_idx=c.padding_idx)
+        self.target_embedding = nn.Embedding(target_vocab_size(c), width, padding_idx=c.padding_idx)
         self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(c.columns))  # type: ignore[assignment]
         self.decoder = stack(self.context_dim + width, c.decoder_layers)  # type: ignore[assignment]
         if reduced:
@@ -204,7 +198,7 @@ class FastForwardLSTM(TranslationModel):
             self.attention = Attention(c.dim, self.context_dim, c.dim)
         else:
             self.alignment = None  # type: ignore[method-assign]  # A model without has None.
-        self.softmax = nn.Linear(c.dim, target_size, bias=c.bias)
+        self.softmax = nn.Linear(c.dim, target_vocab_size(c), bias=c.bias)
         recurrent = {id(p) for p in self._recurrent()}
         for name, p in self.named_parameters():
             if name.endswith(".bias"):

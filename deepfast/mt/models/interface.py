@@ -1,15 +1,38 @@
 """What every model of the toolkit has."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import ops
+from deepfast import checks, ops
 
 IGNORED = -100
 """The label of a position that has none."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """What the config of every model has."""
+
+    vocab_size: int
+    """V of the source; of the target too where target_vocab_size is None."""
+    target_vocab_size: int | None = None
+    """V of the target, where it has its own vocabulary."""
+    padding_idx: int = 0
+    """Id of the padding token."""
+    backend: str | None = None
+    """See deepfast.backend."""
+
+    def __post_init__(self):
+        op = type(self).__name__
+        checks.whole(op, vocab_size=self.vocab_size)
+        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
+        if self.target_vocab_size is not None:
+            least = self.padding_idx + 1
+            checks.whole(op, least, target_vocab_size=self.target_vocab_size)
 
 
 class ParameterGroup(TypedDict, total=False):
@@ -44,8 +67,7 @@ class TranslationModel(SearchModel):
 
     Each model defines
 
-        config                                        the dataclass it was built from, with
-                                                      vocab_size, padding_idx and backend
+        config                                        the `ModelConfig` it was built from
         labelled(source_BS, target_in_BT, target_out_BT) -> (x, labels)
                                                       hidden states (N, D) and labels (N,)
         logit_map() -> (weight, bias)                 maps hidden states to logits: (V, D), and (V,)
@@ -66,8 +88,8 @@ class TranslationModel(SearchModel):
     The methods below have a default that suits most models.
     """
 
-    Config: type
-    """The dataclass of its sizes and choices."""
+    Config: type[ModelConfig]
+    """The class of its sizes and choices."""
     labelled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     logit_map: Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -141,5 +163,5 @@ class TranslationModel(SearchModel):
 
 
 def target_vocab_size(config: Any) -> int:
-    """The size of the target's vocabulary, which not every config names."""
+    """The size of the target's vocabulary, which a config of one's own need not name."""
     return getattr(config, "target_vocab_size", None) or config.vocab_size

@@ -12,10 +12,10 @@ KINDS: dict[str, type[TranslationModel]] = {
     "depth_growing": DepthGrowing,
     "fast_forward_lstm": FastForwardLSTM,
 }
-"""Name -> model. Its ``Config`` is a ``kw_only`` dataclass with the fields of `DERIVED_FIELDS`."""
+"""Name -> model."""
 
 DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
-"""Fields of a config that the vocabulary decides, not the recipe. Not every config has them all."""
+"""Fields of a config that the vocabulary decides, not the recipe; an LSTM knows no languages."""
 
 
 def kind_of(config: Any) -> str:

@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast.mt.models.interface import IGNORED, ParameterGroup, Part, TranslationModel
+from deepfast.mt.models.interface import (
+    IGNORED,
+    ParameterGroup,
+    Part,
+    TranslationModel,
+    target_vocab_size,
+)
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 from deepfast.nn import (
     DecoderCache,
@@ -160,12 +166,11 @@ class Transformer(PackedModel):
         self.config = config
         c = config
         self.embedding = self._new_embedding(c.vocab_size)
-        target_size = c.target_vocab_size or c.vocab_size
         self.target_embedding = self.output = None
         if c.share_embeddings != "all":
-            self.target_embedding = self._new_embedding(target_size)
+            self.target_embedding = self._new_embedding(target_vocab_size(c))
         if c.share_embeddings == "none":
-            self.output = nn.Linear(c.dim, target_size, bias=False)
+            self.output = nn.Linear(c.dim, target_vocab_size(c), bias=False)
             nn.init.normal_(self.output.weight, std=c.dim**-0.5)
         self.encoder = TransformerEncoder(c.encoder_layers, **c.stack("encoder"))
         self.decoder = TransformerDecoder(c.decoder_layers, **c.stack("decoder"))

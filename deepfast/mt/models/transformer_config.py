@@ -9,6 +9,7 @@ import torch
 
 from deepfast import checks
 from deepfast.memory.policies import ATTENTION_RESIDUALS
+from deepfast.mt.models.interface import ModelConfig, target_vocab_size
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
@@ -43,15 +44,9 @@ def option_types(name: str) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class TransformerConfig:
+class TransformerConfig(ModelConfig):
     """Sizes and choices of a `Transformer`."""
 
-    vocab_size: int
-    """V of the source; of the target too where target_vocab_size is None."""
-    target_vocab_size: int | None = None
-    """V of the target, where it has its own vocabulary."""
-    padding_idx: int = 0
-    """Id of the padding token."""
     share_embeddings: str = "all"
     """"all": source, target and output share one matrix; "decoder": target and output share one;
     "none": each has its own."""
@@ -113,18 +108,16 @@ class TransformerConfig:
     fusion: dict = field(default_factory=dict)
     """Further arguments of deepfast.nn.LayerFusion, for both sides. The fusion of at least one side
     must read each of them: see deepfast.nn.connections.fusion.OPTIONS."""
-    backend: str | None = None
-    """See deepfast.backend."""
 
     def __post_init__(self):
+        super().__post_init__()
         op = type(self).__name__
-        checks.whole(op, **self._values("vocab_size", "dim", "heads", "ffn_dim",
-                                        "encoder_layers", "decoder_layers"))  # fmt: skip
+        checks.whole(op, **self._values("dim", "heads", "ffn_dim", "encoder_layers",
+                                        "decoder_layers"))  # fmt: skip
         if self.dim % self.heads or self.dim % 2:
             raise ValueError(
                 f"{op}: dim must be an even multiple of heads {self.heads}, got {self.dim}"
             )
-        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
         checks.whole(op, 0, first_position=self.first_position)
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
@@ -138,8 +131,11 @@ class TransformerConfig:
             check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_kind)
         checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
         checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
-        if self.target_vocab_size is not None:
-            self._check_target_vocabulary(op)
+        if self.share_embeddings == "all" and target_vocab_size(self) != self.vocab_size:
+            raise ValueError(
+                f"{op}: target_vocab_size must be the source's {self.vocab_size} where "
+                f"share_embeddings is all, got {target_vocab_size(self)}"
+            )
         self._check_connections(op, "")
         self._check_languages(op)
         self._check_latent(op)
@@ -147,15 +143,6 @@ class TransformerConfig:
 
     def _values(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
-
-    def _check_target_vocabulary(self, op: str) -> None:
-        size = self.target_vocab_size
-        checks.whole(op, self.padding_idx + 1, target_vocab_size=size)
-        if self.share_embeddings == "all" and size != self.vocab_size:
-            raise ValueError(
-                f"{op}: target_vocab_size must be the source's {self.vocab_size} where "
-                f"share_embeddings is all, got {size}"
-            )
 
     def _check_options(self, op: str, name: str, needs: str, arguments: dict[str, dict]) -> None:
         """Checks a field that holds options of a module.
