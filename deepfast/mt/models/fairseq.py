@@ -115,6 +115,15 @@ def layout(tokens: list[str], rows: int, name: str) -> tuple[list[str], str]:
     )
 
 
+def _unlike(expected: str, got: object) -> ValueError:
+    return ValueError(f"fairseq checkpoint: expected {expected}, got {got}")
+
+
+def _unlike_sides(expected: str, encoder: object, decoder: object) -> ValueError:
+    got = f"{encoder} in the encoder and {decoder} in the decoder"
+    return _unlike(f"{expected} on both sides", got)
+
+
 class _Weights:
     """A state dict; every weight must be taken once."""
 
@@ -127,12 +136,10 @@ class _Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         """Takes a weight of that shape, in fp32 (training in fp16 saves fp16)."""
         if name not in self.left:
-            raise ValueError(f"fairseq checkpoint: expected a weight {name}, got none")
+            raise _unlike(f"a weight {name}", "none")
         weight = self.left.pop(name)
         if shape and tuple(weight.shape) != shape:
-            raise ValueError(
-                f"fairseq checkpoint: {name} must be {shape}, got {tuple(weight.shape)}"
-            )
+            raise _unlike(f"{name} {shape}", tuple(weight.shape))
         return weight.float()
 
     def indices(self, pattern: str) -> list[int]:
@@ -164,10 +171,7 @@ def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tenso
         if getattr(config, f"{side}_connection") == "dlcl":
             state |= _history(weights, config, side)
     if weights.left:
-        raise ValueError(
-            f"fairseq checkpoint: expected the parts of a Transformer with DLCL, got "
-            f"{next(iter(weights.left))} too"
-        )
+        raise _unlike("the parts of a Transformer with DLCL", f"{next(iter(weights.left))} too")
     return config, state
 
 
@@ -176,13 +180,10 @@ def _one(args: argparse.Namespace, name: str) -> Any:
     values = []
     for side in SIDES:
         if not hasattr(args, f"{side}_{name}"):
-            raise ValueError(f"fairseq checkpoint: expected args.{side}_{name}, got none")
+            raise _unlike(f"args.{side}_{name}", "none")
         values.append(getattr(args, f"{side}_{name}"))
     if values[0] != values[1]:
-        raise ValueError(
-            f"fairseq checkpoint: expected the same {name} on both sides, got {values[0]} in the "
-            f"encoder and {values[1]} in the decoder"
-        )
+        raise _unlike_sides(f"the same {name}", *values)
     return values[0]
 
 
@@ -191,13 +192,12 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
                         ("no_token_positional_embeddings", False), ("no_scale_embedding", False),
                         ("activation_fn", "relu")):  # fmt: skip
         if getattr(args, name, usual) != usual:
-            got = getattr(args, name)
-            raise ValueError(f"fairseq checkpoint: expected {name} {usual}, got {got}")
+            raise _unlike(f"{name} {usual}", getattr(args, name))
     source = weights.left.get("encoder.embed_tokens.weight")
     target = weights.left.get("decoder.embed_tokens.weight")
     if source is None or target is None:
         side = "encoder" if source is None else "decoder"
-        raise ValueError(f"fairseq checkpoint: expected {side}.embed_tokens.weight, got none")
+        raise _unlike(f"{side}.embed_tokens.weight", "none")
     share = "decoder"
     if "decoder.embed_out" in weights:
         share = "none"
@@ -235,18 +235,15 @@ def _connections(
         kind = getattr(args, f"{side}_history_type", known[has_weight])
         if kind not in known or has_weight != (kind is not None):
             held = "" if has_weight else "no "
-            raise ValueError(
-                f"fairseq checkpoint: expected {side}_history_type learnable_dense, "
-                f"learnable_dense_nonorm or none, got {kind} and {held}{side}.history.weight"
+            raise _unlike(
+                f"{side}_history_type learnable_dense, learnable_dense_nonorm or none",
+                f"{kind} and {held}{side}.history.weight",
             )
         connections[f"{side}_connection"] = "dlcl" if has_weight else "residual"
         if has_weight:
             options[side] = _options(args, weights, side, dim)
     if len(options) == 2 and options["encoder"] != options["decoder"]:
-        raise ValueError(
-            f"fairseq checkpoint: expected DLCL alike on both sides, got {options['encoder']} in "
-            f"the encoder and {options['decoder']} in the decoder"
-        )
+        raise _unlike_sides("DLCL alike", options["encoder"], options["decoder"])
     return connections, next(iter(options.values()), {})
 
 
@@ -265,9 +262,9 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
         if not getattr(args, f"{side}_normalize_before"):
             # In post-norm their code normalises the embedding twice, when it is stored and when it
             # is read. No formula of the paper does.
-            raise ValueError(
-                "fairseq checkpoint: expected a normalised embedding only in pre-norm, got "
-                f"{side}.history.layer_norms.0 in post-norm"
+            raise _unlike(
+                "a normalised embedding only in pre-norm",
+                f"{side}.history.layer_norms.0 in post-norm",
             )
         options["normalize_embedding"] = True
     return options
@@ -334,10 +331,7 @@ def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[st
     if weight.shape[-1] == 1 and weight.dim() == 3:
         weight = weight.squeeze(-1)
     if tuple(weight.shape[:2]) != (rows, rows):
-        raise ValueError(
-            f"fairseq checkpoint: {side}.history.weight must be ({rows}, {rows}, ...), got "
-            f"{tuple(weight.shape)}"
-        )
+        raise _unlike(f"{side}.history.weight ({rows}, {rows}, ...)", tuple(weight.shape))
     # Nothing reads the part above the diagonal; it may hold anything.
     upper = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     state = {f"{side}.connection.dlcl.weight": weight.masked_fill(
@@ -349,10 +343,7 @@ def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[st
     # Without a norm of the embedding their numbers begin at 1 or at 0.
     first = rows - len(norms)
     if norms != list(range(norms[0], norms[0] + len(norms))) or first not in (0, 1):
-        raise ValueError(
-            f"fairseq checkpoint: expected {rows - 1} or {rows} norms in {side}.history, got "
-            f"numbers {norms}"
-        )
+        raise _unlike(f"{rows - 1} or {rows} norms in {side}.history", f"numbers {norms}")
     for part, start in (("weight", torch.ones), ("bias", torch.zeros)):
         table = start(rows, d)
         for k, number in enumerate(norms, first):

@@ -202,7 +202,7 @@ def test_other_files_are_refused(tmp_path, content, sentence):
         ({"encoder_history_type": "dense"}, {}, "encoder_history_type learnable.*got dense"),
         ({}, {"encoder.layers.0.gate.weight": 2}, r"got encoder\.layers\.0\.gate\.weight too"),
         ({}, {"decoder.layers.1.fc1.bias": None}, r"a weight decoder\.layers\.1\.fc1\.bias"),
-        ({}, {"encoder.history.layer_norms.2.weight": 5}, r"2\.weight must be \(12,\), got \(5,\)"),
+        ({}, {"encoder.history.layer_norms.2.weight": 5}, r"2\.weight \(12,\), got \(5,\)"),
         ({}, {"decoder.history.weight": (3, 3, 12)}, "expected DLCL alike on both sides"),
     ],
 )  # fmt: skip
