@@ -1,6 +1,5 @@
-"""Beam search: against enumeration, against a plain search, and its stopping, ties and errors."""
+"""Beam search: against a plain search, and its batches, ties, lengths and errors."""
 
-import itertools
 import math
 from functools import partial
 
@@ -36,16 +35,6 @@ def log_prob(log_probs, sequence):
 def divided(total, length, alpha, form):
     """The score of a hypothesis of ``length`` tokens, eos not counted."""
     return total / (length + 1 if form == "power" else (6 + length) / 6) ** alpha
-
-
-def enumerate_all(log_probs, tokens, max_length, alpha, form="gnmt"):
-    """All possible hypotheses, best first."""
-    found = []
-    for length in range(max_length + 1):
-        for sequence in itertools.product(tokens, repeat=length):
-            total = log_prob(log_probs, (*sequence, EOS))
-            found.append(Hypothesis(sequence, divided(total, length, alpha, form), total))
-    return sorted(found, key=lambda h: -h.score)
 
 
 def plain_search(log_probs, tokens, beam, max_length, alpha, form="gnmt"):
@@ -89,33 +78,13 @@ def assert_same(got, expected, tolerance):
         assert g.log_prob == pytest.approx(e.log_prob, abs=tolerance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.5]),
-    form=st.sampled_from(LENGTH_FORMS),
-    nbest=st.integers(1, 45),
-    max_length=st.integers(1, 3),
-)
-def test_stopping_early_loses_nothing(make_table, seed, alpha, form, nbest, max_length):
-    rule = random_rule(seed, 7)
-    options = DecodingOptions(
-        beam=45, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest,
-        no_unknown=True,
-    )  # fmt: skip
-    got = beam_search(make_table(rule), SOURCE[:1], options)
-    log_probs = lambda prefix: rule(0, prefix).log_softmax(0)  # noqa: E731
-    expected = enumerate_all(log_probs, (4, 5, 6), max_length, alpha, form)
-    assert_same(got[0], expected[:nbest], 1e-9)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    beam=st.integers(1, 6),
+    beam=st.one_of(st.integers(1, 6), st.just(40)),
     alpha=st.sampled_from([0.0, 0.6, 2.0]),
     form=st.sampled_from(LENGTH_FORMS),
-    max_length=st.integers(1, 12),
+    max_length=st.integers(1, 8),
     data=st.data(),
 )
 def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length, data):
@@ -131,7 +100,8 @@ def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length
             (1, 4, 5, 6, 7, 8), beam, max_length, alpha, form,
         )  # fmt: skip
         assert_same(hypotheses, expected[:nbest], 1e-9)
-        assert len(hypotheses) == nbest
+        # With one token at most there are seven hypotheses.
+        assert len(hypotheses) == (nbest if max_length > 1 else min(nbest, 7))
 
 
 @pytest.mark.parametrize("beam", [1, 5])

@@ -189,45 +189,43 @@ def test_known_references(checkpoint, write, model):
     assert dataclasses.replace(cased, vocabulary=tokens).knows(references) is None
 
 
+BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["translate", "{c}", "--input", "{d}/none"], "none: there is no such file"),
-        (["translate", "{d}/none.pt", "--input", "{s}"], "none.pt: there is no such file"),
-        (["translate", "{s}", "--input", "{s}"], "expected a deepfast checkpoint, got a file of"),
+        (["translate", "{d}/none.pt"], "none.pt: there is no such file"),
+        (["translate", "{s}"], "expected a deepfast checkpoint, got a file of"),
         (["translate", "{c}", "--output", "{d}/no/x"], "/no/x: expected a folder that exists"),
         (["translate", "{c}", "--output", "{d}"], "expected a file, got a folder"),
-        (["translate", "{c}", "--input", "{s}", "--device", "tpu"], "expected cpu or cuda, got"),
-        (
-            ["translate", "{c}", "--input", "{s}", "--threads", "0"],
-            "threads must be a whole number from 1 to 1024, got 0",
-        ),
-        (["translate", "{c}", "--input", "{s}", "--nbest", "9"], "at most beam 4, got 9"),
+        (["translate", "{c}", "--device", "tpu"], "expected cpu or cuda, got"),
+        (["translate", "{c}", "--threads", "0"], "threads must be a whole number from 1 to 1024"),
+        (["translate", "{c}", "--nbest", "9"], "at most beam 4, got 9"),
+        (["translate", "{c}", "--deep-shallow"], "of the kind depth_growing, got transformer"),
+        (["translate", "{c}", "{c}", "--deep-shallow"], "one model of one checkpoint, got 2"),
+        (["translate", "{c}", "--gamma", "1"], "gamma needs deep_shallow, got gamma without it"),
+        (["translate", "{c}", "--replace-unknown", "--no-unknown"], "cannot go with no_unknown"),
+        (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
         (["score", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
         (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
         (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, which"),
-        (
-            ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3", "--picture", "x.pdf"],
-            "--picture: expected a file ending in .svg or .png, got x.pdf",
-        ),
-        (
-            ["score", "{s}", "{s}", "--source", "{s}", "--by-length", "3,x"],
-            "--by-length: expected rising whole numbers such as 10,20,30, got '3,x'",
-        ),
-        (
-            ["score", "{s}", "{s}", "--source", "{e}", "--by-length", "3"],
-            "as many references as source lines, got 0",
-        ),
+        ([*BY_LENGTH, "3", "--picture", "x.pdf"],
+         "--picture: expected a file ending in .svg or .png, got x.pdf"),
+        ([*BY_LENGTH, "3,x"], "expected rising whole numbers such as 10,20,30, got '3,x'"),
+        (["score", "{s}", "{s}", "--source", "{e}", "--by-length", "3"],
+         "as many references as source lines, got 0"),
         (["score", "{s}", "{e}"], "got 4 translations and 0 references"),
-        (
-            ["score", "--checkpoint", "{c}", "--source", "{s}", "--reference", "{e}"],
-            "as many references as source lines, got 4",
-        ),
+        (["score", "--checkpoint", "{c}", "--source", "{s}", "--reference", "{e}"],
+         "as many references as source lines, got 4"),
     ],
-)
+)  # fmt: skip
 def test_refused_with_a_sentence(checkpoint, source, tmp_path, capsys, arguments, sentence):
     (tmp_path / "empty").touch()
+    if arguments[0] == "translate" and "--input" not in arguments:
+        arguments = [*arguments, "--input", "{s}"]
     places = {"c": checkpoint, "s": source, "d": tmp_path, "e": tmp_path / "empty"}
     assert main([a.format(**places) for a in arguments]) == 1
     said = capsys.readouterr().err

@@ -200,26 +200,3 @@ def test_decoding_arguments_are_given_again():
     assert decoding_words(parser.parse_args(["--beam", "4"])) == []
     words = ["--beam", "1", "--max-length", "9", "--language", "de", "--no-unknown"]
     assert decoding_words(parser.parse_args(words)) == words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["translate", "{c}", "--deep-shallow"], "depth_growing, got transformer"),
-        (
-            ["translate", "{c}", "{c}", "--deep-shallow"],
-            "expected one model of one checkpoint, got 2",
-        ),
-        (["translate", "{c}", "--gamma", "1"], "gamma needs deep_shallow, got gamma without it"),
-        (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
-    ],
-)
-def test_refused_with_a_sentence(checkpoint, tmp_path, capsys, arguments, sentence, monkeypatch):
-    (tmp_path / "text").write_text("a small house\n")
-    if arguments[0] == "translate":
-        arguments = [*arguments, "--input", "{s}"]
-    places = {"c": checkpoint, "s": tmp_path / "text"}
-    assert main([a.format(**places) for a in arguments]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert sentence in said

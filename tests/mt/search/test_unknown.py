@@ -149,7 +149,3 @@ def test_option(checkpoint, tmp_path, capsys):
     fast = ["--beam", "2", "--max-length", "6", "--device", "cpu", "--replace-unknown"]
     assert main(["translate", str(checkpoint), "--input", str(source), *fast]) == 0
     assert "⁇" not in capsys.readouterr().out
-    for option in ("--no-unknown", "--deep-shallow"):
-        name = option.removeprefix("--").replace("-", "_")
-        assert main(["translate", str(checkpoint), "--input", str(source), option, *fast]) == 1
-        assert f"replace_unknown cannot go with {name}, got both" in capsys.readouterr().err
