@@ -97,9 +97,10 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert epochs[2] == list(map(tuple, TokenBatches(PAIRS, max_tokens=100, seed=7).order(2)))
     assert epochs[0] != epochs[1]
     assert epochs[0] != indices(TokenBatches(PAIRS, max_tokens=100, seed=8))
-    plain = TokenBatches(PAIRS, max_tokens=100, shuffle=False)
-    widths = [padded_cost(batch) // len(batch) for batch in plain]
-    assert widths == sorted(widths)
+    for shuffle in (True, False):
+        batches = TokenBatches(PAIRS, max_tokens=100, shuffle=shuffle)
+        widths = [padded_cost(batch) // len(batch) for batch in batches]
+        assert (widths == sorted(widths)) != shuffle
     # Not only the order of batches changes, but also their members.
     assert set(map(frozenset, epochs[0])) != set(map(frozenset, epochs[1]))
 
