@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.resources
 import itertools
 import math
-import os
 import reprlib
-import types
 import typing
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from deepfast.checks import shown
 from deepfast.files import require
+from deepfast.mt.models import KINDS
+from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.growing import BEST, FIRST, TOP_FIELDS, check_grow
-from deepfast.mt.training.parallel_section import ParallelSection
-from deepfast.mt.training.recipe import (
-    MODEL_FIELDS,
-    NESTED_FIELDS,
-    DataSection,
-    OptimSection,
-    Recipe,
-    TrainSection,
-)
-
-SECTIONS = {"data": DataSection, "optim": OptimSection, "train": TrainSection,
-            "parallel": ParallelSection}  # fmt: skip
-TOP = {"memory": str | None, "output": str, "resume": bool | str}
-PATHS = {"output", "resume", "grow.from", "data.vocabulary", "data.target_vocabulary"} | {
-    f"data.{part}_{side}" for part in ("train", "dev", "test") for side in ("source", "target")
-}
-"""Keys of paths, which may begin with ~, the home."""
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
+from deepfast.mt.training.recipe import SECTIONS, Recipe
+from deepfast.mt.training.sections import MaybeFile, convert, field_types
 
 
 def _known_types() -> dict[str, Any]:
     """Dotted key -> type of its value, for every key that a recipe may hold."""
-    known: dict[str, Any] = dict(TOP)
-    for section, cls in SECTIONS.items():
-        hints = typing.get_type_hints(cls)
-        known |= {f"{section}.{f.name}": hints[f.name] for f in fields(cls)}
-    known |= {f"model.{key}": kind for key, kind in MODEL_FIELDS.items()}
-    for name, keys in NESTED_FIELDS.items():
-        known |= {f"model.{name}.{key}": kind for key, kind in keys.items()}
-    known["grow.from"] = str | None
+    model: dict[str, Any] = {"kind": str, "size": str | None}
+    for each in KINDS.values():
+        model |= typing.get_type_hints(each.Config)
+    for name in ("dlcl", "top_dlcl", "latent", "fusion"):
+        options = option_types(name.removeprefix("top_"))
+        model |= {f"{name}.{key}": kind for key, kind in options.items()}
+    known = {f"model.{key}": kind for key, kind in model.items() if key not in DERIVED_FIELDS}
+    for name, cls in SECTIONS.items():
+        known |= {f"{name}.{key}": kind for key, kind in field_types(cls).items()}
+    known |= {k: v for k, v in field_types(Recipe).items() if k not in (*SECTIONS, "model", "grow")}
     grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
-    return known | {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
+    known |= {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
+    return known | {"grow.from": MaybeFile | None}
 
 
 KEYS = _known_types()
@@ -282,29 +267,8 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
         else:
-            flat[key] = _typed(key, value, KEYS[key])
+            flat[key] = convert(key, value, KEYS[key])
     return flat
-
-
-def _typed(key: str, value: Any, kind: Any) -> Any:
-    """The value as its type, or a RecipeError; a float may be written as a whole number."""
-    if typing.get_origin(kind) is tuple:
-        parts = typing.get_args(kind)
-        if not isinstance(value, (list, tuple)) or len(value) != len(parts):
-            raise RecipeError(f"{key}: expected a list of {len(parts)} numbers, got {shown(value)}")
-        return tuple(_typed(key, v, part) for v, part in zip(value, parts, strict=True))
-    options = typing.get_args(kind) or (kind,)
-    if isinstance(value, str) and "\0" in value:
-        raise RecipeError(f"{key}: expected text without the character NUL, got {shown(value)}")
-    # Exact types: in Python True is an int, in a recipe it is not.
-    if type(value) in options:
-        return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value
-    # YAML 1.1 reads 1e-3, which has no point, as text.
-    if float in options and type(value) in (int, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    expected = " or ".join(NAMES[option] for option in options)
-    raise RecipeError(f"{key}: expected {expected}, got {shown(value)}")
 
 
 def _build(flat: dict[str, Any]) -> Recipe:
@@ -316,7 +280,7 @@ def _build(flat: dict[str, Any]) -> Recipe:
         for section in path:
             place = place.setdefault(section, {})
         place[name] = flat[key]
-    sections = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
+    sections: dict[str, Any] = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
     recipe = Recipe(**sections, **tree)
     check_grow(recipe)
     return recipe

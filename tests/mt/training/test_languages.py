@@ -17,7 +17,7 @@ from deepfast.mt.training import (
     train,
 )
 from deepfast.mt.training.corpus import by_language, load_corpus
-from deepfast.mt.training.data_section import DataSection
+from deepfast.mt.training.sections import DataSection
 
 LATENT = {
     "data.languages": "de,xx",

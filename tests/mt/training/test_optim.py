@@ -96,5 +96,5 @@ def test_adam_begins_anew_at_the_restart(make_recipe, tmp_path):
                                      {"optim.restart_step": 3, "optim.restart_lr": 1e-4,
                                       "optim.restart_accumulate": 0}], ids=str)  # fmt: skip
 def test_micro_batches_after_no_restart(make_recipe, changes):
-    with pytest.raises(RecipeError, match=r"optim\.restart_accumulate: expected at least 1 micro"):
+    with pytest.raises(RecipeError, match=r"optim\.restart_accumulate: expected "):
         make_recipe(changes)
