@@ -8,7 +8,6 @@ python -m bench.systems --data train.en train.de --large
 """
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -16,33 +15,12 @@ from pathlib import Path
 import torch
 
 from bench.systems.page import page
-from bench.systems.rows import (
-    LARGE,
-    Row,
-    named,
-    text_files,
-)
-from deepfast.cli.sweep import add_process_arguments, process_options
+from bench.systems.rows import LARGE, Row, named, text_files
+from deepfast.cli.sweep import add_process_arguments, here, processes_of
 from deepfast.files import require, write_atomically
-from deepfast.measure.machine import cpu_model
 from deepfast.measure.sweep_picture import draw
-from deepfast.mt.sweep.grid import Over, Point
-from deepfast.mt.sweep.runs import Result, Run, run_all
-from deepfast.mt.training import load_recipe
-
-
-def machine(large: bool) -> str:
-    if large:
-        return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} cores, {cpu_model()}, torch {torch.__version__}"
-
-
-def picture(results: dict[Row, list[Result]], path: Path) -> None:
-    """BLEU and dev NLL of every row that has a run, from above to below."""
-    found = {row.title: runs for row, runs in results.items() if runs}
-    over = Over("system", tuple(found))
-    points = {Point((over,), (title,)): runs for title, runs in found.items()}
-    draw(points, {point: [None] for point in points}, path)
+from deepfast.mt.sweep.grid import Point
+from deepfast.mt.sweep.runs import Result, Run, compare, seeded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,16 +42,15 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=Path, default=Path("runs/systems"), help="folder for the runs"
     )
     parser.add_argument(
-        "--write",
-        type=Path,
+        "--write", type=Path,
         help="file for the table; default: systems.md in the folder of the runs. The picture, an "
         "SVG file, stands beside it",
-    )
+    )  # fmt: skip
     add_process_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every row")
     args = parser.parse_args(argv)
     try:
-        processes = process_options("systems", args)
+        processes = processes_of("systems", args)
     except ValueError as error:
         parser.error(str(error))
     require("matplotlib", "drawing the systems")
@@ -82,42 +59,34 @@ def main(argv: list[str] | None = None) -> int:
     if args.data:
         shared += text_files(*args.data, args.output / "data")
     shared += tuple(args.overrides)
-    # Every row runs once before any row runs twice, so an interrupted table has all rows.
-    row_of = {
-        Run(row.name, load_recipe(row.recipe, [*row.settings(shared), f"train.seed={seed}"]),
-            args.output / row.name / f"seed-{seed}"): row
-        for seed in range(1, args.seeds + 1) for row in rows
-    }  # fmt: skip
-    results: dict[Row, list[Result]] = {row: [] for row in rows}
+    runs = {
+        row: seeded(row.name, row.recipe, row.settings(shared), args.seeds, args.output / row.name)
+        for row in rows
+    }
     command = f"make systems SEEDS={args.seeds}" + (f" ROWS={args.rows}" if args.rows else "")
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
     command += f" SET={shlex.quote(' '.join(args.overrides))}" if args.overrides else ""
     command += "".join(
-        f" {name.upper()}={getattr(args, name)}" for name in processes
+        f" {name.upper()}={getattr(args, name)}" for name in ("jobs", "threads", "memory")
         if getattr(args, name) != parser.get_default(name)
     )  # fmt: skip
-    path, failed = args.write or args.output / "systems.md", []
-    drawn = path.with_suffix(".svg")
+    path = args.write or args.output / "systems.md"
 
-    def report(run: Run, found: Result) -> None:
-        if "failed" in found:
-            failed.append(run)
-            print(f"{run.name}, seed {run.seed}: {found['failed']}", file=sys.stderr, flush=True)
+    def write(results: dict[Row, dict[Run, Result]]) -> None:
+        """The table and BLEU and dev NLL of every row that has a run."""
+        ended = {row: [found for found in own.values() if "failed" not in found]
+                 for row, own in results.items()}  # fmt: skip
+        ended = {row: found for row, found in ended.items() if found}
+        if not ended:
             return
-        results[row_of[run]].append(found)
-        scored = f"BLEU {found['bleu']:.1f}" if "bleu" in found else found["diverged"]
-        took = f", {found['seconds']:.0f} s" if "seconds" in found else ""
-        print(f"{run.name}, seed {run.seed}: {scored}{took}", flush=True)
-        text = page(results, args.level, command, machine(args.large), drawn.name)
-        write_atomically(path, text.encode())
+        drawn = path.with_suffix(".svg")
+        write_atomically(path, page(ended, args.level, command, here(), drawn.name).encode())
+        points = {Point((("system", row.title),)): found for row, found in ended.items()}
+        draw(points, list(points), drawn)
 
-    try:
-        run_all(list(row_of), report, **processes)
-    finally:
-        if any(results.values()):
-            picture(results, drawn)
-            print(f"the table: {path}\nthe picture: {drawn}")
-    return 1 if failed else 0
+    results = compare(runs, processes, write)
+    print(f"the table: {path}\nthe picture: {path.with_suffix('.svg')}")
+    return int(any("failed" in found for own in results.values() for found in own.values()))
 
 
 if __name__ == "__main__":

@@ -26,15 +26,14 @@ def page(
     """The whole file; ``picture`` is the name of the one beside it."""
     parameters, *rest = COLUMNS
     columns = ["system", "paper", "model", parameters, f"steps to {level:.1f}", *rest]
-    lines = table(columns, [_cells(row, runs, level) for row, runs in results.items() if runs])
+    lines = table(columns, [_cells(row, runs, level) for row, runs in results.items()])
     seen = {run["target_tokens"] for runs in results.values() for run in runs}
     tokens = " or ".join(f"{count:,}" for count in sorted(seen))
     changes = "".join(
         f"- {row.title}: `{' '.join(row.overrides) or 'as the recipe'}`"
         + (f" of `{row.recipe}`" if row.recipe != BASE else "")
         + (", two thirds of the layers for half of the steps, then all\n" if row.grows else "\n")
-        for row, runs in results.items()
-        if runs
+        for row in results
     )
     return f"""\
 # The systems, side by side

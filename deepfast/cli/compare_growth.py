@@ -10,46 +10,31 @@ saves and ends all runs. The same command resumes them; finished runs are not ma
 
 import argparse
 import shlex
-from pathlib import Path
 
-from deepfast.cli.sweep import add_process_arguments, here, in_words, process_options
+from deepfast.cli.sweep import add_run_arguments, here, processes_of
 
 EXAMPLE = "deepfast compare-growth phrases-growing --seeds 3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file, or a name from deepfast train --list")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind; default: 1")
-    add_process_arguments(parser)
-    parser.add_argument(
-        "--output", type=Path, help="folder; default: the recipe's output with -growth at its end"
-    )
+    add_run_arguments(parser, suffix="-growth")
 
 
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
     from deepfast.files import write_atomically
-    from deepfast.measure.machine import environment
-    from deepfast.mt.sweep.growth import page, runs_of_growth
-    from deepfast.mt.sweep.runs import run_all
+    from deepfast.mt.sweep.growth import EQUAL, page, runs_of_growth
+    from deepfast.mt.sweep.runs import compare
     from deepfast.mt.training.lock import only_run
 
-    options = process_options("compare-growth", args)
+    processes = processes_of("compare-growth", args)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)
-    results: dict = {}
-
-    def report(run, found: dict) -> None:
-        results[run] = found
-        print(f"{run.name}, seed {run.seed}: {in_words(found)}", flush=True)
-
     command = ["deepfast", "compare-growth", args.recipe, *args.overrides, f"--seeds={args.seeds}"]
-    folder = runs[0].folder.parents[1]
+    folder = runs[EQUAL][0].folder.parents[1]
     with only_run(folder, "--output"):
-        run_all(runs, report, **options)
-        ordered = {run: results[run] for run in runs}
-        text = page(ordered, shlex.join(command), here(environment()))
+        results = compare(runs, processes)
+        text = page(results, shlex.join(command), here())
         path = folder / "growth.md"
         write_atomically(path, text.encode())
     print(*(line for line in text.splitlines() if line.startswith("|")), path, sep="\n")
-    return int(any("failed" in found for found in results.values()))
+    return int(any("failed" in found for own in results.values() for found in own.values()))

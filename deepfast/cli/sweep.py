@@ -18,7 +18,6 @@ given."""
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,24 @@ from deepfast.memory.units import parse_bytes
 
 EXAMPLE = "deepfast sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
 
-EVERY = 5
-"""Seconds at least between two writings of the files before the end."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file, or a name from deepfast train --list")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     parser.add_argument(
         "--over", action="append", required=True, metavar="KEY=VALUE,VALUE",
         help="a key of the recipe and its values; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each point; default: 1")
+    add_run_arguments(parser, suffix="-sweep")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
+    """Adds the arguments of a command that runs a recipe many times; ``suffix`` ends the name of
+    its folder."""
+    parser.add_argument("recipe", help="a YAML file, or a name from deepfast train --list")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    parser.add_argument("--seeds", type=int, default=1, help="how many runs of each; default: 1")
     add_process_arguments(parser)
-    parser.add_argument(
-        "--output", type=Path, help="folder; default: the recipe's output with -sweep at its end"
-    )
+    help = f"folder; default: the recipe's output with {suffix} at its end"
+    parser.add_argument("--output", type=Path, help=help)
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,40 +60,56 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def process_options(op: str, args: argparse.Namespace) -> dict[str, Any]:
-    """These arguments as `deepfast.mt.sweep.runs.run_all` takes them; checked, as is --seeds."""
+def processes_of(op: str, args: argparse.Namespace) -> Any:
+    """These arguments as `deepfast.mt.sweep.runs.Processes`; checked, as is --seeds."""
     checks.whole(op, seeds=args.seeds, jobs=args.jobs)
     if args.threads is not None:
         checks.whole(op, most=checks.MOST_THREADS, threads=args.threads)
     memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
-    return {"jobs": args.jobs, "threads": args.threads, "memory": memory}
+    from deepfast.mt.sweep.runs import Processes
+
+    return Processes(args.jobs, args.threads, memory)
 
 
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
-    from deepfast.files import require
-    from deepfast.mt.sweep.grid import parse_over, points, runs_of
-    from deepfast.mt.sweep.runs import run_all
+    from deepfast.files import require, write_atomically
+    from deepfast.measure.machine import environment
+    from deepfast.measure.sweep_picture import draw
+    from deepfast.mt.sweep.grid import points, runs_of
+    from deepfast.mt.sweep.runs import compare
+    from deepfast.mt.sweep.table import page
     from deepfast.mt.training.lock import only_run
 
-    options = process_options("sweep", args)
+    processes = processes_of("sweep", args)
     require("matplotlib", "drawing a sweep")
-    chosen = points([parse_over(text) for text in args.over])
+    chosen = points(args.over)
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
     folder = runs[chosen[0]][0].folder.parents[1]
-    keys = [over.key for over in chosen[0].overs]
-    writer = _Writer(args, folder, runs)
-    # Every point runs once before any point runs twice, so an interrupted table has all points.
-    in_turns = [run for seed in zip(*runs.values(), strict=True) for run in seed]
+    words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over)]
+    command = shlex.join(["deepfast", "sweep", *words, f"--seeds={args.seeds}"])
+    machine = environment()
+    values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
+              for at, key in enumerate(chosen[0].keys)}  # fmt: skip
+
+    def write(results: dict) -> None:
+        known = {point: list(own.values()) for point, own in results.items() if own}
+        content = {
+            "command": command,
+            "machine": machine,
+            "over": values,
+            "points": [{"values": dict(p.changes), "runs": own} for p, own in known.items()],
+        }
+        write_atomically(folder / "sweep.md", page(known, command, here()).encode())
+        write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
+        draw(known, chosen, folder / "sweep.svg")
+
     with only_run(folder, "--output"):
-        _check_keys(folder / "sweep.json", keys)
-        try:
-            run_all(in_turns, writer, **options)
-        finally:
-            writer.write()
+        _check_keys(folder / "sweep.json", list(values))
+        results = compare(runs, processes, write)
     for name in ("sweep.md", "sweep.svg", "sweep.json"):
         print(folder / name)
-    return int(writer.failed)
+    return int(any("failed" in found for own in results.values() for found in own.values()))
 
 
 def _check_keys(path: Path, keys: list[str]) -> None:
@@ -108,73 +125,13 @@ def _check_keys(path: Path, keys: list[str]) -> None:
             )
 
 
-class _Writer:
-    """Collects results, prints a line for each, and writes the files."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path, runs: dict):
-        from deepfast.measure.machine import environment
-
-        self.folder, self.runs = folder, runs
-        self.results: dict = {point: [] for point in runs}
-        self.point_of = {run: point for point, own in runs.items() for run in own}
-        words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over)]
-        self.command = shlex.join(["deepfast", "sweep", *words, f"--seeds={args.seeds}"])
-        self.machine = environment()
-        self.written = time.monotonic()
-
-    @property
-    def failed(self) -> bool:
-        return any("failed" in found for own in self.results.values() for found in own)
-
-    def __call__(self, run, found: dict) -> None:
-        own = self.results[self.point_of[run]]
-        own.append(found)
-        own.sort(key=lambda result: result["seed"])
-        print(f"{run.name}, seed {run.seed}: {in_words(found)}", flush=True)
-        # Drawing takes about a second, and many results may have been there before.
-        if time.monotonic() > self.written + EVERY:
-            self.write()
-
-    def write(self) -> None:
-        from deepfast.files import write_atomically
-        from deepfast.measure.sweep_picture import draw
-        from deepfast.mt.sweep.table import page
-
-        known = {point: found for point, found in self.results.items() if found}
-        if not known:
-            return
-        text = page(known, self.command, here(self.machine))
-        write_atomically(self.folder / "sweep.md", text.encode())
-        content = {
-            "command": self.command,
-            "machine": self.machine,
-            "over": {over.key: over.values for over in next(iter(known)).overs},
-            "points": [
-                {"values": dict(zip((o.key for o in point.overs), point.values, strict=True)),
-                 "runs": found} for point, found in known.items()
-            ],
-        }  # fmt: skip
-        write_atomically(self.folder / "sweep.json", json.dumps(content, indent=1).encode())
-        numbers = {point: point.numbers(own[0].recipe) for point, own in self.runs.items()}
-        draw(known, numbers, self.folder / "sweep.svg")
-        self.written = time.monotonic()
-
-
-def here(machine: dict) -> str:
-    """This machine in words, from `deepfast.measure.machine.environment`."""
+def here() -> str:
+    """This machine in words."""
     import torch
 
+    from deepfast.measure.machine import cpu_model
+    from deepfast.mt.sweep.runs import cores
+
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
-    return f"{gpu}{cores}, {machine['cpu']}, torch {machine['torch']}"
-
-
-def in_words(found: dict) -> str:
-    """A result as one line."""
-    if "failed" in found:
-        return f"failed, {found['failed']}"
-    if "diverged" in found:
-        return f"diverged, {found['diverged']}"
-    parts = [f"BLEU {found['bleu']:.1f}"] if found["bleu"] is not None else []
-    parts += [f"dev NLL {found['nll']:.3f}"] if found["nll"] is not None else []
-    return ", ".join([*parts, f"{found['seconds']:.0f} s"])
+    plural = "s" * (cores() != 1)
+    return f"{gpu}{cores()} core{plural}, {cpu_model()}, torch {torch.__version__}"

@@ -27,6 +27,8 @@ LABEL, CAPTION = 22, 68
 """Letters of a line beside the axis, and of the caption."""
 GREY = "#555555"
 
+Results = Mapping[Point, Sequence[Result]]
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -40,19 +42,27 @@ class Mark:
     """None for less than two runs."""
 
 
-def marks(results: Mapping[Point, Sequence[Result]], name: str) -> dict[str, list[Mark]]:
-    """Curve -> its marks, in the order of the first key's values."""
+def marks(results: Results, name: str, places: Sequence[str]) -> dict[str, list[Mark]]:
+    """Curve -> its marks, in the order of ``places``, the values of the first key."""
     found: dict[str, list[Mark]] = {}
     for point, runs in results.items():
         curve = found.setdefault(", ".join(point.values[1:]), [])
         values = known(runs, name)
         deviation = statistics.stdev(values) if len(values) > 1 else None
-        at = point.overs[0].values.index(point.values[0])
-        curve.append(Mark(at, statistics.mean(values) if values else math.nan, deviation))
+        mean = statistics.mean(values) if values else math.nan
+        curve.append(Mark(places.index(point.values[0]), mean, deviation))
     return found
 
 
-def caption(results: Mapping[Point, Sequence[Result]]) -> str:
+def _number(value: str) -> float:
+    """A value as a number; NaN for any other."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def caption(results: Results) -> str:
     """How many seeds, what the bars are, and what is missing."""
     all_runs = [run for runs in results.values() for run in runs]
     counts = {len([run for run in runs if "failed" not in run]) for runs in results.values()} - {0}
@@ -67,37 +77,33 @@ def caption(results: Mapping[Point, Sequence[Result]]) -> str:
     return " ".join([text, *(f"{', '.join(missing)}." for _ in missing[:1])])
 
 
-def draw(
-    results: Mapping[Point, Sequence[Result]],
-    numbers: Mapping[Point, Sequence[float | None]],
-    path: Path,
-) -> None:
+def draw(results: Results, points: Sequence[Point], path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending.
 
     Args:
         results: the runs of every point so far.
-        numbers: `Point.numbers` of every point, with runs and without.
+        points: all points, with runs and without.
     """
     matplotlib = require("matplotlib", "drawing a sweep")
     from matplotlib.figure import Figure
 
-    over = next(iter(results)).overs[0]
-    number_of = {point.values[0]: own[0] for point, own in numbers.items()}
-    across = [number_of[value] for value in over.values]
-    numeric = None not in across and len(across) > 1
-    panels = {name: marks(results, name) for name in PANELS}
+    key, *others = points[0].keys
+    places = list(dict.fromkeys(point.values[0] for point in points))
+    across = [_number(value) for value in places]
+    numeric = all(map(math.isfinite, across)) and len(across) > 1
+    panels = {name: marks(results, name, places) for name in PANELS}
     panels = {
         name: curves for name, curves in panels.items()
         if any(math.isfinite(mark.mean) for curve in curves.values() for mark in curve)
     }  # fmt: skip
     names = list(next(iter(panels.values()))) if panels else []
-    labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in over.values]
+    labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in places]
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):
         legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
         height = 0.9 + 0.19 * legend + (
             1.75 * max(1, len(panels)) if numeric
             # The key stands beside the values, from below to above.
-            else max(0.08 * len(over.key), 0.13 * sum(
+            else max(0.08 * len(key), 0.13 * sum(
                 2 + label.count("\n") + 0.7 * len(names) for label in labels))
         )  # fmt: skip
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -111,11 +117,11 @@ def draw(
                 else:
                     _over_names(axes, curves, labels)
             if numeric:
-                grid.flat[-1].set_xlabel(over.key)
+                grid.flat[-1].set_xlabel(key)
             else:
-                grid.flat[0].set_ylabel(over.key)
+                grid.flat[0].set_ylabel(key)
             if len(names) > 1:
-                _legend(figure, grid.flat[0], next(iter(results)).overs[1:])
+                _legend(figure, grid.flat[0], ", ".join(others))
         text = "\n".join(textwrap.wrap(caption(results), CAPTION))
         figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=GREY)
     save(figure, path)
@@ -166,11 +172,11 @@ def _over_names(axes, curves: Mapping[str, list[Mark]], labels: Sequence[str]) -
     axes.margins(x=0.12)
 
 
-def _legend(figure, axes, overs: Sequence) -> None:
+def _legend(figure, axes, title: str) -> None:
     handles, names = axes.get_legend_handles_labels()
     names = ["\n".join(textwrap.wrap(name, CAPTION - 12)) for name in names]
     figure.legend(
         handles, names, loc="outside upper left", frameon=False, fontsize=9, alignment="left",
-        title=", ".join(over.key for over in overs), title_fontsize=9,
+        title=title, title_fontsize=9,
         ncols=2 if max(map(len, names)) < 20 else 1,
     )  # fmt: skip

@@ -123,12 +123,12 @@ def test_the_recorded_page_tells_what_each_row_changes():
 def test_processes_and_the_picture(tmp_path, monkeypatch, capsys):
     given = {}
 
-    def run_all(runs, report, **options):
-        given.update(options)
+    def run_all(runs, report, processes):
+        given.update(vars(processes))
         for each in runs:
             report(each, run(seed=each.seed, bleu=50.0 + each.seed, seconds=1.0))
 
-    monkeypatch.setattr(systems, "run_all", run_all)
+    monkeypatch.setattr("deepfast.mt.sweep.runs.run_all", run_all)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert systems.main([
         "--seeds", "2", "--rows", "mudd,pre-norm", "--output", str(tmp_path), "--jobs", "3",

@@ -15,7 +15,7 @@ from deepfast.mt.training.corpus import held_out, load_corpus
 from deepfast.mt.training.lock import only_run
 
 TINY = (
-    "data.train_size=200", "data.dev_size=10", "data.test_size=10", "data.max_tokens=200",
+    "data.train_size=200", "data.dev_size=4", "data.test_size=4", "data.max_tokens=200",
     "data.vocab_size=120", "model.dim=8", "model.heads=2", "model.ffn_dim=8",
     "model.encoder_layers=2", "model.decoder_layers=1", "grow.model.top_encoder_layers=2",
     "grow.model.top_decoder_layers=1", "train.max_steps=4", "grow.train.max_steps=3",
@@ -112,11 +112,11 @@ def test_a_recipe_without_both_runs_is_refused(recipe, changes, tmp_path, capsys
 def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
     given = {}
 
-    def stop(runs, report, **options):
-        given.update(options)
+    def stop(runs, processes):
+        given.update(vars(processes))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deepfast.mt.sweep.runs.run_all", stop)
+    monkeypatch.setattr("deepfast.mt.sweep.runs.compare", stop)
     words = ["--jobs", "2", "--threads", "3", "--memory", "8GiB", "--output", str(tmp_path)]
     assert main(["compare-growth", "phrases-growing", *words]) == 130
     assert given == {"jobs": 2, "threads": 3, "memory": 8 * 2**30}

@@ -6,21 +6,21 @@ import re
 import pytest
 
 from deepfast.measure.sweep_picture import caption, draw, marks
-from deepfast.mt.sweep.grid import parse_over, points
+from deepfast.mt.sweep.grid import points
 from deepfast.mt.sweep.table import cells, diverged, page
 
 BLEU = {"bleu": 20.0, "nll": 1.5, "curve": [[1, 2.0], [2, 1.5]]}
 
 
 def results_of(*overs, seeds=2, **changes):
-    chosen = points([parse_over(over) for over in overs])
+    chosen = points(overs)
     return {point: [{"seed": s + 1} | BLEU | {"bleu": 20.0 + s} | changes for s in range(seeds)]
             for point in chosen}  # fmt: skip
 
 
-def drawn(results, numbers, tmp_path):
+def drawn(results, tmp_path, points=None):
     path = tmp_path / "sweep.svg"
-    draw(results, numbers, path)
+    draw(results, points or list(results), path)
     return path.read_text()
 
 
@@ -30,8 +30,7 @@ def words(svg):
 
 def test_numbers_are_an_axis(tmp_path):
     results = results_of("model.encoder_layers=6,12,30", "model.norm=pre,post")
-    numbers = {point: [float(point.values[0]), None] for point in results}
-    said = words(drawn(results, numbers, tmp_path))
+    said = words(drawn(results, tmp_path))
     assert {"6", "12", "30", "pre", "post", "model.encoder_layers", "model.norm"} <= set(said)
     assert {"BLEU", "dev NLL, nats"} <= set(said)
     assert "Mean of 2 seeds; bars: standard deviation." in said
@@ -39,18 +38,18 @@ def test_numbers_are_an_axis(tmp_path):
 
 def test_names_have_a_line_each(tmp_path):
     results = results_of("model.encoder_connection=residual,dlcl", seeds=1)
-    said = words(drawn(results, {point: [None] for point in results}, tmp_path))
+    said = words(drawn(results, tmp_path))
     assert {"residual", "dlcl", "model.encoder_connection", "One seed."} <= set(said)
 
 
-@pytest.mark.parametrize("number", [float, lambda value: None], ids=["numbers", "names"])
-def test_several_seeds_have_error_bars(tmp_path, number):
+@pytest.mark.parametrize("over", ["model.dim=8,16,32", "model.norm=a,b,c"])
+def test_several_seeds_have_error_bars(tmp_path, over):
     """matplotlib draws the bars of a curve as one collection of lines, with a path for each."""
 
     def lengths(seeds):
-        results = results_of("model.dim=8,16,32", seeds=seeds, nll=None)
+        results = results_of(over, seeds=seeds, nll=None)
         results[list(results)[2]][-1]["bleu"] += 2.0
-        svg = drawn(results, {point: [number(point.values[0])] for point in results}, tmp_path)
+        svg = drawn(results, tmp_path)
         bars = re.findall(r'<g id="LineCollection_\d+">(.*?)</g>', svg, re.DOTALL)
         ends = re.findall(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)\s+"', " ".join(bars))
         return [math.dist((float(a), float(b)), (float(c), float(d))) for a, b, c, d in ends]
@@ -64,21 +63,20 @@ def test_several_seeds_have_error_bars(tmp_path, number):
 
 def test_some_points_are_still_missing(tmp_path):
     results = results_of("model.dim=8,16,32")
-    numbers = {point: [float(point.values[0])] for point in results}
     last = list(results)[-1]
-    assert "32" in words(drawn({last: results[last]}, numbers, tmp_path))
+    assert "32" in words(drawn({last: results[last]}, tmp_path, list(results)))
 
 
 def test_marks_have_a_deviation_and_gaps():
     results = results_of("model.dim=8,16")
     second = list(results)[1]
     results[second] = [{"seed": 1, "failed": "exit 1"}, {"seed": 2} | BLEU]
-    (curve,) = marks(results, "bleu").values()
+    (curve,) = marks(results, "bleu", ["8", "16"]).values()
     assert curve[0].mean == 20.5
     assert curve[0].deviation == pytest.approx(math.sqrt(0.5))
     assert curve[1].deviation is None
     results[second] = [{"seed": 1, "failed": "exit 1"}]
-    (curve,) = marks(results, "bleu").values()
+    (curve,) = marks(results, "bleu", ["8", "16"]).values()
     assert math.isnan(curve[1].mean)
 
 
@@ -90,15 +88,12 @@ def test_the_caption_tells_what_is_missing(tmp_path):
         "Mean of 1 to 2 seeds; bars: standard deviation. 1 of 4 runs diverged, 1 of 4 runs failed."
     )
     nothing = {first: [{"seed": 1, "failed": "x"}]}
-    assert "No result. 1 of 1 runs failed." in words(
-        drawn(nothing, {first: [8.0], second: [16.0]}, tmp_path)
-    )
+    assert "No result. 1 of 1 runs failed." in words(drawn(nothing, tmp_path, [first, second]))
 
 
 def test_without_a_test_part_there_is_one_panel(tmp_path):
     results = results_of("model.dim=8,16", bleu=None)
-    numbers = {point: [float(point.values[0])] for point in results}
-    said = words(drawn(results, numbers, tmp_path))
+    said = words(drawn(results, tmp_path))
     assert "dev NLL, nats" in said
     assert "BLEU" not in said
 

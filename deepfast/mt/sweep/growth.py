@@ -15,7 +15,7 @@ from pathlib import Path
 from deepfast.files import write_atomically
 from deepfast.mt.search import DecodingOptions, bleu, load_translator, translate_all
 from deepfast.mt.search.deep_shallow import tune_deep_shallow
-from deepfast.mt.sweep.runs import Result, Run, read_object
+from deepfast.mt.sweep.runs import Result, Run, read_object, seeded
 from deepfast.mt.sweep.table import known, spread, table
 from deepfast.mt.training import Recipe, RecipeError, load_recipe
 from deepfast.mt.training.corpus import held_out
@@ -24,8 +24,10 @@ from deepfast.mt.training.report import read_metrics
 
 GROWN, EQUAL = "grown", "equal depth"
 """The two kinds of runs; "grown" is the shallow and the deep model."""
-ROWS = ("shallow", "deep", "both", EQUAL)
 BOTH = "both.json"
+
+Results = dict[str, dict[Run, Result]]
+"""Kind of runs -> the result of each run."""
 
 
 def equal_depth(recipe: Recipe) -> list[str]:
@@ -54,22 +56,20 @@ def equal_depth(recipe: Recipe) -> list[str]:
 
 def runs_of_growth(
     name: str, overrides: Sequence[str], seeds: int, folder: Path | None
-) -> list[Run]:
-    """The runs of every seed, in folders of ``folder``; for None that is the recipe's output with
-    "-growth" at its end.
+) -> dict[str, list[Run]]:
+    """The runs of both kinds, one for each seed, in folders of ``folder``; for None that is the
+    recipe's output with "-growth" at its end.
 
     Raises:
         RecipeError: see `equal_depth`.
     """
     plain = load_recipe(name, overrides)
     given = [*overrides, *(["train.test_bleu=true"] if plain.data.tests else [])]
-    kinds = {GROWN: given, EQUAL: [*given, *equal_depth(plain)]}
     folder = folder or Path(f"{plain.output}-growth")
-    return [
-        Run(kind, load_recipe(name, [*own, f"train.seed={seed}"]),
-            folder / kind.replace(" ", "-") / f"seed-{seed}")
-        for seed in range(1, seeds + 1) for kind, own in kinds.items()
-    ]  # fmt: skip
+    return {
+        kind: seeded(kind, name, own, seeds, folder / kind.replace(" ", "-"))
+        for kind, own in ((GROWN, given), (EQUAL, [*given, *equal_depth(plain)]))
+    }
 
 
 def _shallow(folder: Path) -> Result:
@@ -106,23 +106,26 @@ def _both(run: Run) -> Result:
     return result
 
 
-def rows_of(results: dict[Run, Result]) -> dict[str, list[Result]]:
+def rows_of(results: Results) -> dict[str, list[Result]]:
     """Row -> its result for every seed that has finished: dev NLL, BLEU and parameters."""
-    rows: dict[str, list[Result]] = {name: [] for name in ROWS}
-    for run, found in results.items():
-        if "failed" in found or "diverged" in found:
-            continue
-        if run.name == EQUAL:
-            rows[EQUAL].append(found)
-            continue
-        shallow = _shallow(run.folder / "run" / FIRST)
-        rows["shallow"].append(shallow | {"parameters": found["bottom_parameters"]})
-        rows["deep"].append(found)
-        rows["both"].append(_both(run) | {"nll": None, "parameters": found["parameters"]})
-    return rows
+    ended = {
+        kind: [
+            (run, found) for run, found in own.items() if not {"failed", "diverged"} & set(found)
+        ]
+        for kind, own in results.items()
+    }
+    grown = ended[GROWN]
+    return {
+        "shallow": [_shallow(run.folder / "run" / FIRST)
+                    | {"parameters": found["bottom_parameters"]} for run, found in grown],
+        "deep": [found for _, found in grown],
+        "both": [_both(run) | {"nll": None, "parameters": found["parameters"]}
+                 for run, found in grown],
+        EQUAL: [found for _, found in ended[EQUAL]],
+    }  # fmt: skip
 
 
-def page(results: dict[Run, Result], command: str, machine: str) -> str:
+def page(results: Results, command: str, machine: str) -> str:
     """The table as Markdown, and what failed."""
     lines = []
     for name, own in rows_of(results).items():
@@ -133,7 +136,8 @@ def page(results: dict[Run, Result], command: str, machine: str) -> str:
         ])  # fmt: skip
     failures = [
         f"- {run.name}, seed {run.seed}: {found.get('failed') or found.get('diverged')}\n"
-        for run, found in results.items() if "failed" in found or "diverged" in found
+        for own in results.values() for run, found in own.items()
+        if "failed" in found or "diverged" in found
     ]  # fmt: skip
     return f"""\
 # Depth growing

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -59,13 +59,11 @@ def before(recipe: Recipe) -> dict:
         peak = math.inf if planned else trainer.measure()
         if peak < math.inf:
             found["live_bytes"] = int(peak)
-        left = micro_batches(recipe)
-        if left is not None:
-            tokens = 0
-            while left > 0:
-                seen = [batch.target_tokens for batch in islice(corpus.batches, left)]
-                tokens, left = tokens + sum(seen), left - len(seen)
-            found["target_tokens"] = tokens
+        count = micro_batches(recipe)
+        if count is not None:
+            # An epoch after the other.
+            batches = chain.from_iterable(repeat(corpus.batches))
+            found["target_tokens"] = sum(batch.target_tokens for batch in islice(batches, count))
     return found
 
 

@@ -13,19 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from deepfast.files import make_folder, write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.mt.models import build
-from deepfast.mt.training import Recipe, recipe_from_dict
+from deepfast.mt.training import Recipe, load_recipe, recipe_from_dict
 from deepfast.mt.training.environment import heeded
 from deepfast.mt.training.recipe_file import differences
 
@@ -37,8 +37,11 @@ POLL = 0.05
 """Seconds between two looks at the processes."""
 SHOWN = 3
 """How many of the settings that differ an error names."""
+EVERY = 5
+"""Seconds at least between two writings of a comparison before its end."""
 
 Result = dict[str, Any]
+Line = TypeVar("Line")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +68,7 @@ class Run:
         """The recipe as JSON has it, without what the folder decides."""
         plain = self.recipe.to_dict()
         del plain["output"], plain["resume"]
-        return json.loads(json.dumps(plain))
+        return plain
 
     def result(self) -> Result | None:
         """What the run found; None if it has not finished.
@@ -147,13 +150,83 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass(frozen=True)
+class Processes:
+    """The processes that make runs."""
+
+    jobs: int = 1
+    """How many at once."""
+    threads: int | None = None
+    """Of each; None: all cores for one job, else each job's part of them."""
+    memory: int | None = None
+    """Bytes that they may take together. A run counts as much as the largest peak of a finished
+    run with as many parameters or more; where there is none, it runs alone. So the run with the
+    most parameters begins."""
+
+
+def seeded(name: str, recipe: str, overrides: Sequence[str], seeds: int, folder: Path) -> list[Run]:
+    """A run of a recipe for each seed from 1, in folders of ``folder``.
+
+    Raises:
+        RecipeError: what a recipe refuses.
+    """
+    return [
+        Run(name, load_recipe(recipe, [*overrides, f"train.seed={seed}"]), folder / f"seed-{seed}")
+        for seed in range(1, seeds + 1)
+    ]
+
+
+def compare(
+    lines: Mapping[Line, Sequence[Run]],
+    processes: Processes,
+    write: Callable[[dict[Line, dict[Run, Result]]], None] | None = None,
+) -> dict[Line, dict[Run, Result]]:
+    """Makes the runs of every line of a table, prints a line for each, and returns their results.
+
+    Every line has run once before any runs twice, so an interrupted table has all lines.
+
+    Args:
+        write: called with the results so far, every few seconds and at the end, also after an
+            interrupt.
+    """
+    done: dict[Run, Result] = {}
+    written = time.monotonic()
+
+    def so_far() -> dict[Line, dict[Run, Result]]:
+        return {
+            line: {run: done[run] for run in runs if run in done} for line, runs in lines.items()
+        }
+
+    def report(run: Run, found: Result) -> None:
+        nonlocal written
+        done[run] = found
+        print(f"{run.name}, seed {run.seed}: {in_words(found)}", flush=True)
+        # Drawing takes about a second, and many results may have been there before.
+        if write is not None and time.monotonic() > written + EVERY:
+            write(so_far())
+            written = time.monotonic()
+
+    try:
+        turns = zip(*lines.values(), strict=True)
+        run_all([run for turn in turns for run in turn], report, processes)
+    finally:
+        if write is not None and done:
+            write(so_far())
+    return so_far()
+
+
+def in_words(found: Result) -> str:
+    """A result as one line."""
+    for why in ("failed", "diverged"):
+        if why in found:
+            return f"{why}, {found[why]}"
+    parts = [f"BLEU {found['bleu']:.1f}"] if found["bleu"] is not None else []
+    parts += [f"dev NLL {found['nll']:.3f}"] if found["nll"] is not None else []
+    return ", ".join([*parts, f"{found['seconds']:.0f} s"])
+
+
 def run_all(
-    runs: Sequence[Run],
-    report: Callable[[Run, Result], None],
-    *,
-    jobs: int = 1,
-    threads: int | None = None,
-    memory: int | None = None,
+    runs: Sequence[Run], report: Callable[[Run, Result], None], processes: Processes
 ) -> None:
     """Makes all runs that have not finished, and hands each result over as soon as it is known.
 
@@ -162,36 +235,46 @@ def run_all(
 
     Args:
         report: called with each run and its result, finished ones first.
-        jobs: processes at once.
-        threads: of each process; None: all cores for one job, else each job's part of them.
-        memory: bytes that the processes may take together. A run counts as much as the largest
-            peak of a finished run with as many parameters or more; where there is none, it runs
-            alone. So the run with the most parameters begins.
 
     Raises:
         ValueError: a folder holds a run with other settings. Then nothing is started.
         KeyboardInterrupt: after the processes have ended.
     """
+    jobs, threads, memory = processes.jobs, processes.threads, processes.memory
     results = {run: run.result() for run in runs}
-    peaks: dict[int, int] = {}
+    active: dict[Run, subprocess.Popen] = {}
+
+    def expected(run: Run) -> int | None:
+        """The memory that a run will take at most; None if no finished run tells."""
+        peaks = [
+            found["process_bytes"] for other, found in results.items()
+            if found and "process_bytes" in found and other.parameters >= run.parameters
+        ]  # fmt: skip
+        return max(peaks, default=None)
+
+    def fits(run: Run) -> bool:
+        """Whether a run may start beside the active ones."""
+        if memory is None:
+            return True
+        needed = [expected(each) for each in (run, *active)]
+        return not active if None in needed else sum(needed) <= memory
+
     for run, found in results.items():
         if found is not None:
-            _note_peak(peaks, run, found, memory)
             report(run, found)
     waiting = [run for run, found in results.items() if found is None]
     if memory is not None:
         waiting.sort(key=lambda run: -run.parameters)
     if threads is None and jobs > 1:
         threads = max(1, cores() // jobs)
-    active: dict[Run, subprocess.Popen] = {}
     with _ending(active):
         while waiting or active:
-            while waiting and len(active) < jobs and _fits(waiting[0], active, peaks, memory):
+            while waiting and len(active) < jobs and fits(waiting[0]):
                 run = waiting.pop(0)
                 active[run] = _start(run, threads)
             if waiting and not active:
                 run = waiting.pop(0)
-                took = format_bytes(_expected(run, peaks))
+                took = format_bytes(expected(run))
                 got = f"not started: a run took {took}, more than {format_bytes(memory)}"
                 report(run, {"seed": run.seed, "failed": got})
                 continue
@@ -199,31 +282,8 @@ def run_all(
             for run, code in [(run, process.poll()) for run, process in active.items()]:
                 if code is not None:
                     del active[run]
-                    found = run.ended(code)
-                    _note_peak(peaks, run, found, memory)
-                    report(run, found)
-
-
-def _note_peak(peaks: dict[int, int], run: Run, found: Result, memory: int | None) -> None:
-    if memory is not None and "process_bytes" in found:
-        peaks[run.parameters] = max(found["process_bytes"], peaks.get(run.parameters, 0))
-
-
-def _expected(run: Run, peaks: dict[int, int]) -> int | None:
-    """The memory that a run will take at most; None if no finished run tells."""
-    return max((peak for size, peak in peaks.items() if size >= run.parameters), default=None)
-
-
-def _fits(
-    run: Run, active: dict[Run, subprocess.Popen], peaks: dict[int, int], memory: int | None
-) -> bool:
-    """Whether a run may start beside the active ones."""
-    if memory is None:
-        return True
-    expected = [_expected(each, peaks) for each in (run, *active)]
-    if None in expected:
-        return not active
-    return sum(expected) <= memory
+                    results[run] = run.ended(code)
+                    report(run, results[run])
 
 
 def _start(run: Run, threads: int | None) -> subprocess.Popen:

@@ -64,7 +64,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def page(results: Mapping[Point, Sequence[Result]], command: str, machine: str) -> str:
     """The whole file: a line for every point, and what failed."""
-    overs = next(iter(results)).overs
     rows, failures = [], []
     for point, runs in results.items():
         failed = [run for run in runs if "failed" in run]
@@ -72,13 +71,10 @@ def page(results: Mapping[Point, Sequence[Result]], command: str, machine: str) 
         count = f"{len(failed)} of {len(runs)}" if failed else "-"
         rows.append([*values, *cells([run for run in runs if "failed" not in run]), count])
         failures += [f"- {point.name}, seed {run['seed']}: {run['failed']}\n" for run in failed]
-        failures += [
-            f"- {point.name}, seed {run['seed']}: diverged, {run['diverged']}\n"
-            for run in runs
-            if "diverged" in run
-        ]
+        failures += [f"- {point.name}, seed {run['seed']}: diverged, {run['diverged']}\n"
+                     for run in runs if "diverged" in run]  # fmt: skip
     notes = "".join(["\n", *failures]) if failures else ""
-    keys = [over.key for over in overs]
+    keys = next(iter(results)).keys
     lines = table([*(f"`{key}`" for key in keys), *COLUMNS, "failed"], rows)
     return f"""\
 # {" and ".join(keys)}

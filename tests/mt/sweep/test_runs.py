@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from deepfast.mt.sweep import runs as module
-from deepfast.mt.sweep.runs import Run, run_all
+from deepfast.mt.sweep.runs import Processes, Run, compare, run_all
 from deepfast.mt.training import load_recipe
 
 SCRIPT = """
@@ -71,7 +71,7 @@ def most_at_once(lines):
 
 def collect(runs, **options):
     found = []
-    run_all(runs, lambda run, result: found.append((run.name, result)), **options)
+    run_all(runs, lambda run, result: found.append((run.name, result)), Processes(**options))
     return found
 
 
@@ -159,7 +159,7 @@ def test_runs_under_nohup_ignore_a_closed_terminal(make):
         reported.append(found)
 
     try:
-        run_all(make(1, 2), report)
+        run_all(make(1, 2), report, Processes())
     finally:
         signal.signal(signal.SIGHUP, before)
     assert len(reported) == 2
@@ -170,8 +170,33 @@ def test_an_error_while_reporting_leaves_no_process(make, tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        run_all(make(1), report)
+        run_all(make(1), report, Processes())
     runs = make(2, 3, seconds=0.2)
     json.loads((tmp_path / "1" / "result.json").read_text())
     with pytest.raises(OSError, match="no space"):
-        run_all([*make(1), *runs], report, jobs=2)
+        run_all([*make(1), *runs], report, Processes(jobs=2))
+
+
+def test_a_comparison_is_written_as_it_grows(make, monkeypatch, capsys):
+    """Every line once before any line twice, and at the end also after an interrupt."""
+    monkeypatch.setattr(module, "EVERY", -1)
+    first, second, third, fourth = make(1, 2, 3, 4)
+    lines, written = {"a": [first, third], "b": [second, fourth]}, []
+    monkeypatch.setattr(module, "in_words", lambda found: "done")
+    results = compare(lines, Processes(), written.append)
+    assert [[len(own) for own in found.values()] for found in written] == [
+        [1, 0], [1, 1], [2, 1], [2, 2], [2, 2],
+    ]  # fmt: skip
+    assert results == written[-1]
+    assert [list(own) for own in results.values()] == [[first, third], [second, fourth]]
+    assert capsys.readouterr().out.splitlines()[0] == "1 layers, seed 1: done"
+
+    def stopped(runs, report, processes):
+        report(first, {"seed": 1})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "EVERY", 60)
+    monkeypatch.setattr(module, "run_all", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compare(lines, Processes(), written.append)
+    assert written[-1] == {"a": {first: {"seed": 1}}, "b": {}}
