@@ -54,16 +54,3 @@ def test_json_of_one_op(capsys):
     for row in rows:
         assert row["backend"] == "cpu"
         assert row["ratio"] == pytest.approx(row["seconds"]["torch"] / row["seconds"]["deepfast"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["soft_max"], "expected an op of layer_norm, .*, got 'soft_max'"),
-        (["--dim", "7"], "--dim: expected an even number, got 7"),
-        (["--rounds", "0"], "rounds"),
-    ],
-)
-def test_what_is_refused(words, message, capsys):
-    assert main(["bench", *words]) == 1
-    assert re.search(message, capsys.readouterr().err)

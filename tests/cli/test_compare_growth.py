@@ -1,4 +1,4 @@
-"""`deepfast compare-growth` with real runs, each in its process."""
+"""`deepfast compare-growth` with real runs."""
 
 import json
 
@@ -12,7 +12,6 @@ from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.growth import equal_depth
 from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.mt.training.corpus import held_out, load_corpus
-from deepfast.mt.training.lock import only_run
 
 TINY = (
     "data.train_size=200", "data.dev_size=4", "data.test_size=4", "data.max_tokens=200",
@@ -54,7 +53,7 @@ def literal(folder):
     return rows | {"both": [rows["deep"][0], "-", f"{both:.1f}", "1"]}
 
 
-def test_the_four_rows(tmp_path, capsys):
+def test_the_four_rows(in_process, tmp_path, capsys):
     command = ["compare-growth", "phrases-growing", *TINY, "--output", str(tmp_path)]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -100,13 +99,9 @@ def test_equal_depth_has_the_layers_and_steps_of_both_runs():
     [("phrases-small", []), ("phrases-growing", ["grow.from=runs/other/best.pt"]),
      ("phrases-growing", ["data.phrases=[de, fr]"])],
 )  # fmt: skip
-def test_a_recipe_without_both_runs_is_refused(recipe, changes, tmp_path, capsys):
+def test_a_recipe_without_both_runs_is_refused(recipe, changes):
     with pytest.raises(RecipeError, match="expected a recipe of one language with a section grow"):
         equal_depth(load_recipe(recipe, changes))
-    assert main(["compare-growth", recipe, *changes, "--output", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("deepfast compare-growth: expected a recipe")
-    assert said.count("\n") == 1
 
 
 def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
@@ -120,25 +115,3 @@ def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
     words = ["--jobs", "2", "--threads", "3", "--memory", "8GiB", "--output", str(tmp_path)]
     assert main(["compare-growth", "phrases-growing", *words]) == 130
     assert given == {"jobs": 2, "threads": 3, "memory": 8 * 2**30}
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--seeds", "0"], "seeds must be a whole number of at least 1"),
-        (["--threads", "0"], "threads must be a whole number from 1 to"),
-        (["--memory", "much"], "--memory: expected bytes such as"),
-    ],
-)  # fmt: skip
-def test_refused_with_a_sentence(words, sentence, tmp_path, capsys):
-    assert main(["compare-growth", "phrases-growing", *words, "--output", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("deepfast compare-growth: ")
-    assert sentence in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_in_which_another_comparison_runs_is_refused(tmp_path, capsys):
-    with only_run(tmp_path):
-        assert main(["compare-growth", "phrases-growing", "--output", str(tmp_path)]) == 1
-    assert "expected a folder in which nothing runs" in capsys.readouterr().err

@@ -31,14 +31,6 @@ def test_what_is_left_out_is_solved_for_and_json_says_the_same(capsys):
     assert main([*ARGUMENTS, "--layers", str(found["layers"] + 1)]) == 3
 
 
-@pytest.mark.parametrize(
-    "options", [["--reads", "2"], ["--connection", "attnres", "--weight", "vector"]]
-)
-def test_an_option_that_no_connection_has_is_refused(options, capsys):
-    assert main([*ARGUMENTS, *options]) == 1
-    assert "expected none without connection" in capsys.readouterr().err
-
-
 def test_what_does_not_fit_has_an_exit_code_and_advice(capsys):
     assert main([*ARGUMENTS, "--layers", "5000"]) == 3
     assert "it does not fit: what fits is " in capsys.readouterr().out
@@ -81,29 +73,6 @@ def test_options_are_those_of_plan(capsys):
               "connection": "residual", "dtype": "float32", "optimizer": "sgd", "device": "cpu",
               "activation": "gelu", "accumulate": 2, "length": 9, "dropout": False}  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--width", "512"], "deepfast plan: budget, layers, width, tokens: expected at least "),
-        ([*ARGUMENTS[1:], "--policies", "less"], "deepfast plan: policies: expected one of keep, "),
-        ([*ARGUMENTS[1:], "--decoder-policies", "keep,lean"], "plan: decoder_policies: expected "),
-        (
-            [*ARGUMENTS[1:], "--decoder-layers", "0", "--decoder-policies", "lean"],
-            "decoder_policies: expected none without a decoder, got 'lean' for decoder_layers=0",
-        ),
-        ([*ARGUMENTS[1:], "--layers", "0"], "layers: expected a whole number of at least 1, got 0"),
-        (["--budget", "lots", "--width", "512", "--tokens", "9"], "got 'lots'"),
-        ([*ARGUMENTS[1:], "--plot", "memory.pdf"], "--plot: expected a file ending in .svg or "),
-        ([*ARGUMENTS[1:], "--norm", "rms"], "norm: expected one of pre, post, got 'rms'"),
-    ],
-)
-def test_a_mistake_is_one_sentence(options, message, capsys):
-    assert main(["plan", *options]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png"])

@@ -1,27 +1,46 @@
 """The command line with closed streams."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-
-def run(*args, closed, **environment):
-    """The command's exit code and what it wrote, started with these streams closed."""
-    command = f'exec "$@" {closed}'
-    return subprocess.run(
-        ["bash", "-c", command, "bash", sys.executable, "-m", "deepfast", *args],
-        capture_output=True, text=True, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
-
+from deepfast.cli import main
+from deepfast.mt.training.trainer import Trainer
 
 TRAIN = (
     "train", "phrases-small", "train.max_steps=2", "data.train_size=200", "data.dev_size=8",
     "data.test_size=8", "data.vocab_size=150", "train.save_every=1", "train.validate_every=1",
     "train.threads=1",
 )  # fmt: skip
+FULL = "standard output: cannot be used (No space left on device)"
+CLOSED = "standard output is closed"
+BENCH = ["bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "said"),
+    [
+        (["info"], "full", f"deepfast info: {FULL}\n"),
+        (["info"], "closed", f"deepfast info: {CLOSED}\n"),
+        (["info"], "unread", ""),
+        # A table ends with its reader as text does.
+        (BENCH, "closed", f"deepfast bench: {CLOSED}\n"),
+        (BENCH, "unread", ""),
+        (["--version"], "closed", f"deepfast: {CLOSED}\n"),
+        (["--version"], "unread", ""),
+        (["--help"], "closed", f"deepfast: {CLOSED}\n"),
+        (["score", "--help"], "closed", f"deepfast score: {CLOSED}\n"),
+        (["score", "--help"], "unread", ""),
+    ],
+)
+def test_results_that_cannot_be_written(output, capsys, words, state, said):
+    output(state)
+    assert main(words) == int(bool(said))
+    assert capsys.readouterr().err == said
 
 
 @pytest.fixture(scope="module")
@@ -29,122 +48,101 @@ def trained(tmp_path_factory):
     """The folder of a training run, whose standard output was closed."""
     pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("run")
-    done = run(*TRAIN, f"output={folder}", closed=">&-")
-    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main([*TRAIN, f"output={folder}"]) == 0
     return folder
-
-
-@pytest.fixture
-def translate(trained, tmp_path):
-    text = tmp_path / "text"
-    text.write_text("eins\n")
-    return "translate", str(trained / "average.pt"), "--input", str(text)
 
 
 def test_training_goes_on_without_standard_output(trained):
     assert {f.name for f in trained.glob("*.pt")} >= {"step-00000002.pt", "average.pt"}
 
 
-def test_training_goes_on_where_the_disk_of_standard_output_is_full(tmp_path):
+def test_training_goes_on_where_the_disk_of_standard_output_is_full(
+    output, tmp_path, capsys, caplog
+):
     pytest.importorskip("sentencepiece")
-    done = run(*TRAIN, f"output={tmp_path}", closed=">/dev/full")
-    assert done.stderr == (
-        "standard output: cannot be written (No space left on device); training goes on without "
-        "it\n"
-    )
-    assert done.returncode == 0
+    output("full")
+    assert main([*TRAIN, f"output={tmp_path}"]) == 0
+    assert [record.message for record in caplog.records] == [
+        "standard output: cannot be written (No space left on device); training goes on without it"
+    ]
     assert (tmp_path / "average.pt").exists()
     # An error keeps its sentence and its exit code.
-    done = run(*TRAIN, f"output={tmp_path}", closed=">/dev/full")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "expected a new folder, got one with an earlier run" in done.stderr
+    output("full")
+    assert main([*TRAIN, f"output={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert "expected a new folder, got one with an earlier run" in said
+    assert said.count("\n") == 1
 
 
-@pytest.fixture
-def endless(tmp_path):
-    """endless(*words, stdout=...): the process of a run that has begun to train."""
+def test_a_stopped_run_keeps_its_exit_code_where_nobody_reads(output, tmp_path, monkeypatch):
     pytest.importorskip("sentencepiece")
-    processes = []
+    step = Trainer.train_step
 
-    def begin(*words, **streams):
-        steps = ("train.max_steps=1000000", "train.save_every=1000000", f"output={tmp_path}")
-        process = subprocess.Popen(
-            [sys.executable, *words, *TRAIN, *steps],
-            env=os.environ | {"PYTHONUNBUFFERED": ""}, start_new_session=True, **streams,
-        )  # fmt: skip
-        processes.append(process)
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    output("unread")
+    assert main([*TRAIN, f"output={tmp_path}"]) == 143
+    assert len(list(tmp_path.glob("step-*.pt"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "said"),
+    [
+        ("stdout", 1, f"deepfast translate: {CLOSED}\n"),
+        ("stdin", 1, "deepfast translate: standard input: expected text, got a closed stream\n"),
+        # Errors are not written among results.
+        ("stderr", 0, ""),
+    ],
+)
+def test_a_translation_with_a_closed_stream(
+    trained, tmp_path, monkeypatch, capsys, stream, code, said
+):
+    text = tmp_path / "text"
+    text.write_text("eins\n")
+    words = ["translate", str(trained / "average.pt")]
+    words += [] if stream == "stdin" else ["--input", str(text)]
+    monkeypatch.setattr(sys, stream, None)
+    assert main(words) == code
+    found = capsys.readouterr()
+    assert found.err.endswith(said)
+    assert "Traceback" not in found.err
+    if stream == "stderr":
+        assert found.out.count("\n") == 1
+
+
+def test_a_process_whose_standard_output_is_closed():
+    command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "deepfast", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, f"deepfast: {CLOSED}\n")
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
+    pytest.importorskip("sentencepiece")
+    ours, terminal = os.openpty()
+    program = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    program += "runpy.run_module('deepfast', run_name='__main__')"
+    steps = ("train.max_steps=1000000", "train.save_every=1000000", f"output={tmp_path}")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *TRAIN, *steps],
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
+    try:
         while not (metrics.exists() and metrics.stat().st_size):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        return process
-
-    yield begin
-    for process in processes:
+        os.close(terminal)
+        os.close(ours)
+        assert process.wait(60) == 129
+    finally:
         process.kill()
         process.wait()
-
-
-def test_a_stopped_run_keeps_its_exit_code_where_nobody_reads(endless, tmp_path):
-    process = endless("-m", "deepfast", stdout=subprocess.PIPE)
-    process.stdout.close()
-    process.terminate()
-    assert process.wait(60) == 143
-    assert len(list(tmp_path.glob("step-*.pt"))) == 1
-
-
-def test_a_run_whose_terminal_is_closed_saves_and_ends(endless, tmp_path):
-    ours, terminal = os.openpty()
-    program = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    program += "runpy.run_module('deepfast', run_name='__main__')"
-    process = endless("-c", program, stdin=terminal, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    os.close(ours)
-    assert process.wait(60) == 129
     assert len(list(tmp_path.glob("step-*.pt"))) == 1
     assert not (tmp_path / ".lock").exists()
-
-
-def test_results_for_a_full_disk_are_an_error(translate):
-    # Python's buffer tells which file could not be written.
-    done = run("info", closed=">/dev/full", PYTHONUNBUFFERED="")
-    sentence = "standard output: cannot be used (No space left on device)"
-    assert (done.returncode, done.stderr) == (1, f"deepfast info: {sentence}\n")
-
-
-def test_results_for_a_closed_standard_output_are_an_error(translate):
-    for command in (["info"], translate):
-        done = run(*command, closed=">&-")
-        assert done.returncode == 1
-        assert done.stderr.endswith(f"deepfast {command[0]}: standard output is closed\n")
-        assert "Traceback" not in done.stderr
-
-
-def test_a_closed_standard_input_is_an_error(translate):
-    done = run(*translate[:2], closed="<&-")
-    sentence = "standard input: expected text, got a closed stream"
-    assert (done.returncode, done.stderr) == (1, f"deepfast translate: {sentence}\n")
-
-
-def test_errors_are_not_written_among_results(translate):
-    done = run(*translate, closed="2>&-")
-    assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
-
-
-def test_a_table_ends_with_its_reader_as_text_does():
-    pytest.importorskip("rich")
-    command = ("bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1")
-    done = run(*command, closed=">&-")
-    assert (done.returncode, done.stderr) == (1, "deepfast bench: standard output is closed\n")
-    done = run(*command, closed="> >(true)")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("words", [("--version",), ("--help",), ("score", "--help")])
-def test_help_for_a_closed_standard_output(words):
-    done = run(*words, closed=">&-")
-    name = " ".join(("deepfast", *words[:-1]))
-    assert (done.returncode, done.stderr) == (1, f"{name}: standard output is closed\n")
-    done = run(*words, closed="> >(true)")
-    assert (done.returncode, done.stderr) == (0, "")

@@ -1,11 +1,8 @@
-"""`deepfast sweep` with real runs, each in its process."""
+"""`deepfast sweep` with real runs."""
 
 import json
 
-import pytest
-
 from deepfast.cli import main
-from deepfast.mt.training.lock import only_run
 
 TINY = (
     "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.max_tokens=200",
@@ -15,7 +12,7 @@ TINY = (
 )  # fmt: skip
 
 
-def test_runs_that_end_well_and_diverge(tmp_path, capsys):
+def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     output = tmp_path / "sweep"
     command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
                "optim.lr=1e-3,1e38", "--jobs", "2", "--output", str(output)]  # fmt: skip
@@ -44,15 +41,7 @@ def test_runs_that_end_well_and_diverge(tmp_path, capsys):
     assert "expected a run with the same settings" in capsys.readouterr().err
 
 
-def test_two_sweeps_in_one_folder(tmp_path, capsys):
-    command = ["sweep", "phrases-small", "--over", "model.dim=8", f"--output={tmp_path}"]
-    with only_run(tmp_path):
-        assert main(command) == 1
-    assert "expected a folder in which nothing runs" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_fails_says_why(tmp_path, capsys):
+def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
     command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
     assert main([*command, "--memory", "8GiB", "--output", str(tmp_path)]) == 1
     (failed, *_) = capsys.readouterr().out.splitlines()
@@ -60,27 +49,6 @@ def test_a_run_that_fails_says_why(tmp_path, capsys):
     table = (tmp_path / "sweep.md").read_text()
     assert "\n| 5000 | - | - |" in table
     assert failed.split("failed, ")[1] in table
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--over", "model.dim=8", "--seeds", "0"], "seeds must be a whole number of at least 1"),
-        (["--over", "model.dim=8", "--jobs", "0"], "jobs must be a whole number of at least 1"),
-        (["--over", "model.dim=8", "--threads", "0"], "threads must be a whole number from 1 to"),
-        (["--over", "model.dim=8", "--memory", "much"], "--memory: expected bytes such as"),
-        (["--over", "model.dim"], "--over: expected KEY=VALUE,VALUE"),
-        (["--over", "model.heads=3"], "model.dim"),
-        (["--over", "model.norm=pre"], "expected a sweep over model.norm, got one over model.dim"),
-    ],
-)  # fmt: skip
-def test_refused_with_a_sentence(tmp_path, capsys, words, sentence):
-    (tmp_path / "sweep.json").write_text(json.dumps({"over": {"model.dim": ["8"]}}))
-    assert main(["sweep", "phrases-small", *words, "--output", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 
 def test_other_content_in_a_sweep_s_files_is_one_sentence(tmp_path, capsys):

@@ -1,0 +1,153 @@
+"""What commands refuse: one sentence, exit code 1, nothing written."""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+from deepfast.cli import main
+from deepfast.mt.training.lock import only_run
+
+PLAN = ["plan", "--budget", "24GiB", "--width", "512", "--tokens", "8192"]
+SWEEP = ["sweep", "phrases-small", "--over", "model.dim=8", "--output", "new"]
+GROWTH = ["compare-growth", "phrases-growing", "--output", "new"]
+CONVERT = ["convert", "model.pt", "--source-dictionary", "words", "--target-dictionary", "words"]
+TRANSLATE = ["translate", "model.pt", "steps", "--input", "text", "--dictionary", "words"]
+POSUNK = ["--words", "1", "--output"]
+GROWING = "expected a recipe of one language with a section grow and without grow.from"
+READ = "--output: expected another file than {0}, which is read, got {0}"
+
+REFUSED = [
+    # Arguments.
+    (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output", ""], "got an empty one in"),
+    (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output="], "got an empty one in"),
+    ([*SWEEP, "--seeds", "0"], "seeds must be a whole number of at least 1"),
+    ([*SWEEP, "--seeds", str(10**12)], "seeds must be at most 65536"),
+    ([*SWEEP, "--jobs", "0"], "jobs must be a whole number of at least 1"),
+    ([*SWEEP, "--threads", "0"], "threads must be a whole number from 1 to"),
+    ([*SWEEP, "--memory", "much"], "--memory: expected bytes such as"),
+    ([*SWEEP, "--over", "model.heads=3"], "model.dim"),
+    (["sweep", "phrases-small", "--over", "model.dim", "--output", "new"], "--over: expected KEY="),
+    (["sweep", "phrases-small", "--over", "model.norm=pre", "--output", "swept"],
+     "expected a sweep over model.norm, got one over model.dim"),
+    ([*GROWTH, "--seeds", "0"], "seeds must be a whole number of at least 1"),
+    ([*GROWTH, "--memory", "much"], "--memory: expected bytes such as"),
+    (["compare-growth", "phrases-small"], GROWING),
+    ([*GROWTH, "grow.from=runs/other/best.pt"], GROWING),
+    ([*GROWTH, "data.phrases=[de, fr]"], GROWING),
+    (["translate", "model.pt", "--input", "text", "--threads", "0"], "threads must be a whole num"),
+    (["translate", "model.pt", "--input", "text", "--threads", "1025"], "number from 1 to 1024"),
+    (["bench", "soft_max"], "expected an op of layer_norm, "),
+    (["bench", "--dim", "7"], "--dim: expected an even number, got 7"),
+    (["bench", "--rounds", "0"], "rounds"),
+    (["bench", "--device", "tpu"], "--device: expected cpu or a cuda device of 1 here, got tpu"),
+    (["info", "--device", "tpu"], "--device: expected cpu or cuda, got 'tpu'"),
+    (["info", "--dtype", "int8"], "--dtype: expected one of float32, "),
+    (["prove", "--device", "x"], "--device: expected a GPU such as cuda:1, got 'x'"),
+    (["prove", "--device", "cpu"], "elsewhere there is nothing to prove"),
+    (["prove", "--op", "soft_max"], "--op: expected one of "),
+    (["plan", "--width", "512"], "deepfast plan: budget, layers, width, tokens: expected at least"),
+    (["plan", "--budget", "lots", "--width", "512", "--tokens", "9"], "got 'lots'"),
+    ([*PLAN, "--policies", "less"], "policies: expected one of keep, "),
+    ([*PLAN, "--decoder-policies", "keep,lean"], "decoder_policies: expected "),
+    ([*PLAN, "--decoder-layers", "0", "--decoder-policies", "lean"],
+     "decoder_policies: expected none without a decoder, got 'lean' for decoder_layers=0"),
+    ([*PLAN, "--layers", "0"], "layers: expected a whole number of at least 1, got 0"),
+    ([*PLAN, "--norm", "rms"], "norm: expected one of pre, post, got 'rms'"),
+    ([*PLAN, "--reads", "2"], "expected none without connection"),
+    ([*PLAN, "--connection", "attnres", "--weight", "vector"], "expected none without connection"),
+    (["score", "text"], "expected HYPOTHESES and REFERENCES, or --checkpoint with"),
+    (["train"], "see deepfast train --list"),
+    # Text.
+    (["posunk", "text", *POSUNK, "new"], "expected pairs of SOURCE and TARGET whose targets have"),
+    (["posunk", "text", "words", "text", "words", *POSUNK, "new"], "expected pairs of SOURCE and"),
+    (["posunk", "text", "two", *POSUNK, "new"], "expected as many lines in text as in two, got 1"),
+    (["posunk", "text", "none", *POSUNK, "new"], "none: there is no such file"),
+    (["posunk", "empty", "empty", *POSUNK, "new"], "expected a line with words on both sides in"),
+    (["posunk", "marked", "two", *POSUNK, "new"], "marked:2: expected a text without marks, got "),
+    (["posunk", "two", "marked", *POSUNK, "new"], "marked:2: expected a text without marks, got "),
+    (["posunk", "text", "words", "--words", "0", "--output", "new"], "words must be a whole"),
+    # Files that cannot be used, or that are read.
+    (["posunk", "text", "words", *POSUNK, "text"], "text: cannot be made"),
+    (["posunk", "text", "words", *POSUNK, "."], "--output: expected a folder where words is not"),
+    (["posunk", "dictionary", "text", *POSUNK, "."], "--output: expected a folder where dictionar"),
+    (["report", "--quick", "--output", "text/x"], "text/x: cannot be made (Not a directory)"),
+    (["report", "--quick", "--output", "page"], "page/index.html: expected a file, got a"),
+    (["compare-growth", "phrases-growing", "--output", "text"], "text: cannot be made (File"),
+    (["compare-growth", "phrases-growing", "--output", "busy"], "expected a folder in which noth"),
+    (["sweep", "phrases-small", "--over", "model.dim=8", "--output", "busy"], "in which nothing"),
+    (["train", "n" * 300], f"{'n' * 300}: cannot be used (File name too long)"),
+    (["train", "/proc/self/mem"], "/proc/self/mem: cannot be read (Input/output error)"),
+    (["train", "recipe.yaml"], "output: expected a folder where recipe.yaml is not replaced"),
+    (["translate", "m", "--output", "n" * 300], "cannot be used (File name too long)"),
+    *(([*TRANSLATE, "--output", name], READ.format(name)) for name in
+      ("text", "model.pt", "words")),
+    ([*TRANSLATE, "--output", "steps/run.pt"], "file than steps, which is read, got steps/run.pt"),
+    *(([*CONVERT, "--output", name], f"another file than {name}, which is read") for name in
+      ("model.pt", "words")),
+    (["convert", "page", *CONVERT[2:], "--output", "x"], "page: cannot be read (Is a directory)"),
+    (["show-run", ".", "--output", "text/x.svg"], "expected a folder that exists, got text"),
+    (["show-run", ".", "--output", "run.jpg"], "expected a file ending in .svg or .png, got"),
+    (["show-run", "none"], "metrics.jsonl: cannot be read (No such file"),
+    (["show-attention", "m", "a", "--output", "no/x.svg"], "expected a folder that exists"),
+    (["show-weights", "m", "--output", "folder.svg"], "expected a file, got a folder"),
+    (["plan", "--plot", "no/x.svg"], "no/x.svg: expected a folder that exists, got no"),
+    ([*PLAN, "--plot", "memory.pdf"], "--plot: expected a file ending in .svg or "),
+    (["prove", "--device", "cpu", "--write", "page"], "page: expected a file, got a folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED)
+def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
+    for package in ("matplotlib", "jinja2", "rich", "yaml"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    files = {"text": "a\n", "two": "a\nb\n", "empty": "\n", "model.pt": "a 1\n", "words": "a 1\n",
+             "dictionary": "a\n", "marked": "a\n<unk> <unk:-1>\n", "steps/run.pt": "a\n",
+             "recipe.yaml": "# Mine.\noutput: .\n", "folder.svg/x": "", "page/index.html/x": "",
+             "swept/sweep.json": '{"over": {"model.dim": []}}'}  # fmt: skip
+    for name, content in files.items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with only_run(tmp_path / "busy"):
+        assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"deepfast {words[0]}: ")
+    assert sentence in said
+    assert "Errno" not in said
+    assert said.count("\n") == 1
+    left = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == files
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "out of memory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_an_error_of_the_system_has_its_reason_alone(monkeypatch, capsys, error, sentence):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("deepfast.cli.score"), "read_lines", fail)
+    assert main(["score", "a", "b"]) == 1
+    assert capsys.readouterr().err == f"deepfast score: {sentence}\n"
+
+
+def test_memory_that_torch_does_not_get_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("deepfast.cli.score.run", lambda _: torch.empty(2**40 * 2**15))
+    assert main(["score", "hyp", "ref"]) == 1
+    wanted = f"deepfast score: out of memory: tried to allocate {2**57} bytes\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["translate", "model.pt"]) == 130
+    assert capsys.readouterr().err == "deepfast translate: interrupted\n"
