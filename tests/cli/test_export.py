@@ -84,6 +84,12 @@ def shorten(path):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def without_options(path):
+    """Leaves out the optimizer's options, which a folder has beside its tensors."""
+    content = torch.load(path / "run.pt", weights_only=True)
+    torch.save(content | {"training": {}}, path / "run.pt")
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -96,6 +102,7 @@ def shorten(path):
         (lambda p: torch.save({"format": "x"}, p / "run.pt"), "got other torch.save content"),
         (lambda p: torch.save([1], p / "run.pt"), "got other torch.save content"),
         (lambda p: flip(p / "run.pt", b"deepfast-checkpoint"), "damaged in its part"),
+        (without_options, "the checkpoint lacks what resuming needs"),
     ],
 )
 @pytest.mark.parametrize("checkpoint", ["folder"], indirect=True)
@@ -124,16 +131,6 @@ def test_metadata_without_a_check_sum_cannot_run_code(checkpoint, tmp_path, caps
     captured = capsys.readouterr()
     assert "ran" not in captured.out
     assert "cut short or damaged" in captured.err
-
-
-def test_a_folder_without_the_optimizer_s_options_is_one_sentence(checkpoint, tmp_path, capsys):
-    path, _ = checkpoint
-    if path.is_file():
-        pytest.skip("a file holds the optimizer's state whole")
-    content = torch.load(path / "run.pt", weights_only=True)
-    torch.save(content | {"training": {}}, path / "run.pt")
-    assert main(["export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
-    assert "the checkpoint lacks what resuming needs" in capsys.readouterr().err
 
 
 def test_pipes_are_neither_read_nor_replaced(checkpoint, tmp_path, capsys):

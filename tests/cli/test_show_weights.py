@@ -30,11 +30,14 @@ def save(tmp_path):
             for name, p in model.named_parameters():
                 if name.endswith(("dlcl.weight", "latent.logits")):
                     p.add_(torch.randn_like(p), alpha=0.5)
-        path = tmp_path / "model.pt"
-        save_checkpoint(path, {"config": vars(config), "model": model.state_dict(),
-                               "vocabulary": b"none"})  # fmt: skip
+        write(model)
         return model, path
 
+    def write(model):
+        content = {"config": vars(model.config), "model": model.state_dict()}
+        save_checkpoint(path, content | {"vocabulary": b"none"})
+
+    path, make.write = tmp_path / "model.pt", write
     return make
 
 
@@ -80,8 +83,7 @@ def test_a_threshold(save, tmp_path, capsys, arguments, left):
         weight = model.encoder.connection.dlcl.weight
         weight.copy_(1 / torch.arange(1, 6).unsqueeze(1).expand(5, 5))
         weight[2, :2] = torch.tensor([0.45, 0.5])
-    content = {"config": vars(model.config), "model": model.state_dict(), "vocabulary": b"none"}
-    save_checkpoint(path, content)
+    save.write(model)
     picture = tmp_path / "a.svg"
     assert main(["show-weights", str(path), "--output", str(picture), *arguments]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -134,12 +136,14 @@ def test_one_source(save, tmp_path, capsys):
     assert "weight of y3" in picture.read_text()
     assert main(["show-weights", str(path), "--source", "0"]) == 0
     assert "Weight of y0 in the decoder" in " ".join(capsys.readouterr().out.split())
-    for wrong in (["5"], ["-1"], ["1", "--threshold", "0.2"]):
-        assert main(["show-weights", str(path), "--source", *wrong]) == 1
-        assert "expected" in capsys.readouterr().err
 
 
 def test_table_and_picture(save, tmp_path, capsys):
+    _, path = save()
+    assert main(["show-weights", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Depth weights of the encoder" in said
+    assert "decoder" not in said
     _, path = save(decoder_connection="denseformer")
     pictures = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]
     for picture in pictures:
@@ -176,32 +180,6 @@ def test_bottom_and_top_of_a_grown_model(tmp_path, capsys):
     assert "Depth weights of the top decoder" in said
 
 
-def test_a_side_without_weights_is_left_out(save, capsys):
-    _, path = save()
-    assert main(["show-weights", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "Depth weights of the encoder" in said
-    assert "decoder" not in said
-
-
-def test_what_has_no_weights_or_no_picture_is_refused(save, tmp_path, capsys):
-    _, path = save(encoder_connection="residual")
-    assert main(["show-weights", str(path)]) == 1
-    assert (
-        "with DLCL, attention residuals or latent depth in the encoder or the"
-        in capsys.readouterr().err
-    )
-    for wrong in ("-0.1", "nan", "inf"):
-        assert main(["show-weights", str(path), f"--threshold={wrong}"]) == 1
-        said = capsys.readouterr().err
-        assert f"--threshold: expected a number of at least 0, got {wrong}\n" in said
-    _, path = save(encoder_connection="latent")
-    assert main(["show-weights", str(path), "--threshold", "0.2"]) == 1
-    assert "--threshold: expected a model with weights, got" in capsys.readouterr().err
-    assert main(["show-weights", str(path), "--output", str(tmp_path / "a.jpg")]) == 1
-    assert "expected a file ending in .svg or .png" in capsys.readouterr().err
-
-
 def test_attention_residuals_over_a_sample(tmp_path, capsys):
     vocabulary = Vocabulary.train(["a small house", "the old bridge"] * 3, 30)
     config = TransformerConfig(
@@ -217,8 +195,6 @@ def test_attention_residuals_over_a_sample(tmp_path, capsys):
     save_checkpoint(path, content | {"vocabulary": vocabulary.to_bytes()})
     sample.write_text("a small house\n\nthe old bridge\n")
     command = ["show-weights", str(path)]
-    assert main(command) == 1
-    assert "--sample: expected source sentences for" in capsys.readouterr().err
     assert main([*command, "--sample", str(sample), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     for side in ("encoder", "decoder"):
@@ -237,19 +213,35 @@ def test_attention_residuals_over_a_sample(tmp_path, capsys):
             assert [k for k in range(residuals.rows) if mean[row, k] > 0] == list(reads)
 
 
-def test_a_sample_is_for_attention_residuals(tmp_path, save, capsys):
-    _, path = save()
-    sample = tmp_path / "sample"
-    sample.write_text("a\n")
-    assert main(["show-weights", str(path), "--sample", str(sample)]) == 1
-    assert "--sample: expected a model with attention residuals, got" in capsys.readouterr().err
-
-
-def test_weights_of_mudd_are_refused(save, capsys):
-    _, path = save(encoder_connection="mudd")
-    assert main(["show-weights", str(path)]) == 1
+@pytest.mark.parametrize(
+    ("connection", "words", "sentence"),
+    [
+        ("residual", [], "with DLCL, attention residuals or latent depth in the encoder or the"),
+        ("mudd", [], "MUDD has other weights for each token, stream and layer"),
+        ("attnres", [], "--sample: expected source sentences for attention residuals, got none"),
+        ("dlcl", ["--sample", "x"], "--sample: expected a model with attention residuals, got"),
+        ("dlcl", ["--threshold=-0.1"], "--threshold: expected a number of at least 0, got -0.1"),
+        ("dlcl", ["--threshold=nan"], "--threshold: expected a number of at least 0, got nan"),
+        ("dlcl", ["--threshold=inf"], "--threshold: expected a number of at least 0, got inf"),
+        ("latent", ["--threshold=0.2"], "--threshold: expected a model with weights, got"),
+        ("latent", ["--source=1"], "--source: expected a model with weights of layers, got 1"),
+        ("latent nan", [], "model.pt: LatentDepth: logits must be numbers"),
+        ("dlcl", ["--source=5"], "--source: expected a layer from 0 to 4, got 5"),
+        ("dlcl", ["--source=-1"], "--source: expected a layer from 0 to 4, got -1"),
+        ("dlcl", ["--source=1", "--threshold=0.2"], "--threshold: expected no --source, which"),
+        ("dlcl", ["--output=a.jpg"], "expected a file ending in .svg or .png"),
+    ],
+)
+def test_refused_with_a_sentence(save, capsys, connection, words, sentence):
+    connection, _, broken = connection.partition(" ")
+    model, path = save(encoder_connection=connection)
+    if broken:
+        model.encoder.latent.logits.data[0, 2] = float(broken)
+        save.write(model)
+    assert main(["show-weights", str(path), *words]) == 1
     said = capsys.readouterr().err
-    assert "MUDD has other weights for each token, stream and layer" in said
+    assert sentence in said
+    assert said.count("\n") == 1
 
 
 # ---- latent depth --------------------------------------------------------------------------------
@@ -270,6 +262,14 @@ def test_choices_are_those_of_evaluation(save):
     assert side.kept.sum(1).tolist() == [3, 1]
     assert choice_picture.rows_of(side, slice(0, 1))[2:4] == [["0.88 kept"], ["0.31 kept"]]
     assert choice_picture.rows_of(side, slice(0, 2))[4] == ["0.29", "0.99 kept"]
+
+
+def test_choices_of_a_model_without_languages(save, capsys):
+    _, path = save(encoder_connection="latent")
+    assert main(["show-weights", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"layer +all", said)
+    assert re.search(r"kept +\d of 4", said)
 
 
 @pytest.mark.parametrize("encoder", ["dlcl", "latent"])
@@ -298,20 +298,3 @@ def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
     for name, kept in zip(languages, sides[-1].kept.sum(1).tolist(), strict=True):
         assert f"{name}: {kept} of 30" in svg
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_choices_of_a_model_without_languages(save, capsys):
-    _, path = save(encoder_connection="latent")
-    assert main(["show-weights", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"layer +all", said)
-    assert re.search(r"kept +\d of 4", said)
-
-
-def test_logits_that_are_no_numbers_are_refused(save, capsys):
-    model, path = save(encoder_connection="latent")
-    weights = model.state_dict()
-    weights["encoder.latent.logits"][0, 2] = float("nan")
-    save_checkpoint(path, {"config": vars(model.config), "model": weights, "vocabulary": b"none"})
-    assert main(["show-weights", str(path)]) == 1
-    assert "model.pt: LatentDepth: logits must be numbers" in capsys.readouterr().err

@@ -160,11 +160,6 @@ def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(
     assert bool(error) == bool(said)
 
 
-def test_no_recipe_is_one_sentence(capsys):
-    assert main(["train"]) == 1
-    assert "see deepfast train --list" in capsys.readouterr().err
-
-
 @pytest.fixture
 def send(monkeypatch):
     """send(number, ...): the process gets these signals in every step."""
@@ -227,6 +222,7 @@ def test_an_interrupt_before_the_first_step(recipe_path, monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_sigkill_in_another_process_then_resume(make_recipe, tmp_path):
     """After SIGKILL nothing is cleaned up: the files on disk must be enough."""
     changes = {"train.max_steps": 300, "train.save_every": 5, "train.threads": 1}
