@@ -9,10 +9,12 @@ torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from deepfast.cli.interrupt import importing
 from deepfast.cli.outputs import flush_output, replaces
 
 EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with importing("deepfast train"):
+    with importing():
         from deepfast.mt import training
 
     if args.list:
@@ -57,6 +59,29 @@ def run(args: argparse.Namespace) -> int:
     finally:
         # A run goes on without its standard output, and its exit code tells how it ended.
         flush_output()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Inside the block Ctrl-C ends the process at once, with exit code 130. As an exception it may
+    be lost, or turned into another one, inside the imports of torch."""
+
+    def leave(*_) -> None:
+        print("deepfast train: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    # Ctrl-C may be ignored or handled, and only the main thread has handlers.
+    ours = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
+    if ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _train(recipe, first: bool) -> int:
