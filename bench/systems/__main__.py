@@ -84,8 +84,11 @@ def main(argv: list[str] | None = None) -> int:
         points = {Point((("system", row.title),)): found for row, found in ended.items()}
         draw(points, list(points), drawn)
 
-    results = compare(runs, processes, write)
-    print(f"the table: {path}\nthe picture: {path.with_suffix('.svg')}")
+    try:
+        results = compare(runs, processes, write)
+    finally:
+        if path.exists():
+            print(f"the table: {path}\nthe picture: {path.with_suffix('.svg')}")
     return int(any("failed" in found for own in results.values() for found in own.values()))
 
 
