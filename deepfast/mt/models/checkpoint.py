@@ -14,6 +14,7 @@ Training adds further keys, which are not read here.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,31 +22,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.mt.models.checkpoint_file import read_file
+from deepfast.mt.models.checkpoint_file import CheckpointError, read_file
 from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.registry import KINDS
 from deepfast.mt.models.transformer_config import without_unread
+
+MODEL_KEYS = {"config": dict, "model": dict, "vocabulary": bytes}
+"""Keys that a model needs -> types of their values."""
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
     """The dict of a checkpoint, a file or a folder, its format and version checked.
 
     Tensors are on the CPU and mapped from the file: unused ones are never read, and those that must
-    outlive the file have to be copied.
+    outlive the file have to be copied. The vocabulary is bytes.
 
     Args:
         optimizer: False leaves the optimizer's state of a folder out.
 
     Raises:
-        ValueError: the file does not exist, is damaged, is no checkpoint, or is of a newer version.
+        CheckpointError: the file does not exist, is damaged, is no checkpoint, or is of a newer
+            version.
     """
     path = Path(path)
     if path.is_dir():
         # DCP takes a second to import.
         from deepfast.mt.models.checkpoint_folder import read_folder
 
-        return read_folder(path, optimizer=optimizer)
-    return read_file(path)
+        content = read_folder(path, optimizer=optimizer)
+    else:
+        content = read_file(path)
+    vocabulary = content.get("vocabulary", b"")
+    if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
+        # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
+        content["vocabulary"] = bytes(vocabulary.flatten().tolist())
+    elif not isinstance(vocabulary, bytes):
+        raise CheckpointError(
+            f"{path}: expected the checkpoint's vocabulary as bytes or as a uint8 tensor, got "
+            f"{vocabulary.dtype if isinstance(vocabulary, Tensor) else type(vocabulary).__name__}"
+        )
+    return content
 
 
 def load_model(
@@ -67,47 +83,70 @@ def load_model(
             fit together.
     """
     content = read_checkpoint(path, optimizer=False)
-    missing = [key for key in ("config", "model", "vocabulary") if key not in content]
+    check_keys(path, content, MODEL_KEYS)
+    model, weights = _described(path, content), content["model"]
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+            raise CheckpointError(f"{path}: {name} must be a tensor of floating point, got {got}")
+    check_weights(path, model, shapes_of(weights))
+    copies = {name: weight.to(device, copy=True) for name, weight in weights.items()}
+    model.load_state_dict(copies, assign=True)
+    return model.eval(), content["vocabulary"]
+
+
+def check_keys(path: object, content: dict[str, Any], keys: Mapping[str, type]) -> None:
+    """Refuses a checkpoint without these keys, or with a value of another type."""
+    missing = [key for key in keys if key not in content]
     if missing:
-        raise ValueError(f"{path}: the checkpoint lacks {', '.join(missing)}")
-    vocabulary = vocabulary_bytes(path, content["vocabulary"])
-    kind = content.get("kind", "transformer")
-    model = _described(path, kind, content["config"])
-    _check_weights(path, model.state_dict(), content["model"])
-    weights = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
-    model.load_state_dict(weights, assign=True)
-    return model.eval(), vocabulary
+        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
+    for key, expected in keys.items():
+        if not isinstance(content[key], expected):
+            raise CheckpointError(
+                f"{path}: expected the checkpoint's {key} as {expected.__name__}, got "
+                f"{type(content[key]).__name__}"
+            )
 
 
-def vocabulary_bytes(path: str | os.PathLike[str], vocabulary: object) -> bytes:
-    """The bytes of a checkpoint's vocabulary."""
-    if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
-        # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
-        return bytes(vocabulary.flatten().tolist())
-    if isinstance(vocabulary, bytes):
-        return vocabulary
-    raise ValueError(
-        f"{path}: expected the checkpoint's vocabulary as bytes or as a uint8 tensor, got "
-        f"{vocabulary.dtype if isinstance(vocabulary, Tensor) else type(vocabulary).__name__}"
-    )
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _described(path: str | os.PathLike[str], kind: object, values: object) -> TranslationModel:
-    """The model of a kind and a config, on the meta device."""
+def check_weights(
+    path: object, model: torch.nn.Module, found: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuses weights whose names or shapes are not those of the model; ``found`` has both."""
+    expected = shapes_of(model.state_dict())
+    for what, names in (
+        ("lacks weights of", [name for name in expected if name not in found]),
+        ("has weights that do not belong to", [name for name in found if name not in expected]),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{path}: the checkpoint {what} the model that its config describes: {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise CheckpointError(
+                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
+                f"{expected[name]}, got {shape}"
+            )
+
+
+def _described(path: str | os.PathLike[str], content: dict[str, Any]) -> TranslationModel:
+    """The model that a checkpoint describes, on the meta device, for any backend."""
+    kind, values = content.get("kind", "transformer"), content["config"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(
+        raise CheckpointError(
             f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
             f"({', '.join(KINDS)}), got {kind!r}"
-        )
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{path}: expected the checkpoint's config as a dict, got {type(values).__name__}"
         )
     make = KINDS[kind].Config
     known = {field.name for field in fields(make)}
     unknown = [str(name) for name in values if name not in known]
     if unknown:
-        raise ValueError(
+        raise CheckpointError(
             f"{path}: the checkpoint's config has fields that this deepfast does not know: "
             f"{', '.join(unknown)}"
         )
@@ -117,32 +156,6 @@ def _described(path: str | os.PathLike[str], kind: object, values: object) -> Tr
         with torch.device("meta"):
             return KINDS[kind](config)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the checkpoint's config cannot be used ({error})") from error
-
-
-def _check_weights(
-    path: str | os.PathLike[str], expected: dict[str, Tensor], weights: object
-) -> None:
-    if not isinstance(weights, dict):
-        raise ValueError(
-            f"{path}: expected the checkpoint's weights as a dict, got {type(weights).__name__}"
-        )
-    for what, names in (
-        ("lacks weights of", [name for name in expected if name not in weights]),
-        ("has weights that do not belong to", [name for name in weights if name not in expected]),
-    ):
-        if names:
-            raise ValueError(
-                f"{path}: the checkpoint {what} the model that its config describes: {names[0]}"
-                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            )
-    for name, weight in weights.items():
-        shape = tuple(expected[name].shape)
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise ValueError(f"{path}: {name} must be a tensor of floating point, got {got}")
-        if tuple(weight.shape) != shape:
-            raise ValueError(
-                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
-                f"{shape}, got {tuple(weight.shape)}"
-            )
+        raise CheckpointError(
+            f"{path}: the checkpoint's config cannot be used ({error})"
+        ) from error

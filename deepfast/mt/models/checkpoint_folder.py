@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from deepfast.mt.models.checkpoint_file import read_file
+from deepfast.mt.models.checkpoint_file import CheckpointError, read_file
 
 RUN, METADATA = "run.pt", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -75,18 +75,15 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The keys of a checkpoint folder, without its tensors, its format and version checked.
 
     Raises:
-        ValueError: the folder is not such a checkpoint, or it is damaged.
+        CheckpointError: the folder is not such a checkpoint, or it is damaged.
     """
     for name in (RUN, METADATA):
         if not Path(path, name).exists():
-            raise ValueError(f"{path}: expected a checkpoint, got a folder without {name}")
+            raise CheckpointError(f"{path}: expected a checkpoint, got a folder without {name}")
     content = read_file(Path(path, RUN))
     # Folders of earlier versions have no check sum of it.
     check_files(Path(path), {k: v for k, v in content.get("files", {}).items() if k == METADATA})
-    try:
-        shapes(path)
-    except (OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
+    shapes(path)
     return content
 
 
@@ -106,21 +103,24 @@ def check_files(path: Path, files: dict[str, int], rank: int = 0, size: int = 1)
         rank, size: of several ranks each reads some of the files.
 
     Raises:
-        ValueError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     for name in sorted(files)[rank::size]:
         try:
             damaged = check_sum(path / name) != files[name]
         except OSError as error:
             reason = error.strerror or error
-            raise ValueError(f"{path / name}: cannot be read ({reason})") from error
+            raise CheckpointError(f"{path / name}: cannot be read ({reason})") from error
         if damaged:
-            raise ValueError(f"{path}: the checkpoint is damaged in its file {name}")
+            raise CheckpointError(f"{path}: the checkpoint is damaged in its file {name}")
 
 
 def shapes(path: str | os.PathLike[str]) -> dict[str, TensorStorageMetadata]:
     """Name -> size and type of every tensor in a checkpoint folder."""
-    found = Reader(path).read_metadata().state_dict_metadata
+    try:
+        found = Reader(path).read_metadata().state_dict_metadata
+    except (OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: the checkpoint is cut short or damaged") from error
     return {k: entry for k, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -138,31 +138,55 @@ def read_folder(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict
         if optimizer or name.startswith(MODEL)
     }
     read_tensors(path, tensors)
-    content["model"] = {
-        name.removeprefix(MODEL): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(MODEL)
-    }
-    if "training" in content:
-        try:
-            _number(content["training"]["optimizer"], tensors)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: the checkpoint lacks what resuming needs ({error!r})"
-            ) from error
+    return joined(path, content, tensors)
+
+
+def parted(content: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of a checkpoint file as that of a folder's ``run.pt`` and the tensors beside it.
+
+    Args:
+        names: of the parameters, in the order in which the optimizer numbers them.
+    """
+    optimizer = content["training"]["optimizer"]
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in content["model"].items()}
+    for number, state in optimizer["state"].items():
+        tensors |= {f"{OPTIMIZER}{names[number]}.{field}": x for field, x in state.items()}
+    groups = [
+        group | {"params": [names[number] for number in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    rest = {key: value for key, value in content.items() if key != "model"}
+    rest["training"] = rest["training"] | {"optimizer": {"state": {}, "param_groups": groups}}
+    return rest, tensors
+
+
+def joined(path: object, content: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `parted`."""
+    model = {n.removeprefix(MODEL): x for n, x in tensors.items() if n.startswith(MODEL)}
+    content = content | {"model": model}
+    if "training" not in content:
+        return content
+    try:
+        optimizer = content["training"]["optimizer"]
+        names = [name for group in optimizer["param_groups"] for name in group["params"]]
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(OPTIMIZER):
+                parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
+                state.setdefault(names.index(parameter), {})[field] = tensor
+        numbers = iter(range(len(names)))
+        groups = [
+            group | {"params": [next(numbers) for _ in group["params"]]}
+            for group in optimizer["param_groups"]
+        ]
+        content["training"] = content["training"] | {
+            "optimizer": {"state": state, "param_groups": groups}
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint lacks what resuming needs ({error!r})"
+        ) from error
     return content
-
-
-def _number(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Gives an optimizer's state its tensors, and numbers in place of the parameters' names."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    for name, tensor in tensors.items():
-        if name.startswith(OPTIMIZER):
-            parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
-            state["state"].setdefault(names.index(parameter), {})[field] = tensor
-    numbers = iter(range(len(names)))
-    for group in state["param_groups"]:
-        group["params"] = [next(numbers) for _ in group["params"]]
 
 
 def read_tensors(
@@ -174,7 +198,7 @@ def read_tensors(
         group: the ranks that read together; None: this process alone.
 
     Raises:
-        ValueError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     try:
         with warnings.catch_warnings():
@@ -184,4 +208,4 @@ def read_tensors(
                 tensors, storage_reader=Reader(path), process_group=group, no_dist=group is None
             )
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
-        raise ValueError(f"{path}: the checkpoint is cut short or damaged") from error
+        raise CheckpointError(f"{path}: the checkpoint is cut short or damaged") from error

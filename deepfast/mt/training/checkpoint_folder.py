@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
+from deepfast.mt.models.checkpoint import check_weights
 from deepfast.mt.models.checkpoint_folder import (
     METADATA,
     MODEL,
@@ -21,11 +21,12 @@ from deepfast.mt.models.checkpoint_folder import (
     RUN,
     check_files,
     check_sum,
+    joined,
     read_tensors,
     shapes,
 )
-from deepfast.mt.training.checkpoint import check_shapes, not_written, sync_folder
-from deepfast.mt.training.errors import CheckpointError, ToldError
+from deepfast.mt.training.checkpoint import not_written, sync_folder, write_dict
+from deepfast.mt.training.errors import ToldError
 from deepfast.mt.training.ranks import Ranks
 
 
@@ -68,11 +69,7 @@ def _begin(temporary: Path) -> None:
 
 def _finish(temporary: Path, path: Path, content: dict[str, Any], files: dict[str, int]) -> None:
     files = files | {METADATA: check_sum(temporary / METADATA)}
-    with open(temporary / RUN, "wb") as stream:
-        torch.save({"format": FORMAT, "version": VERSION, "files": files} | content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_folder(temporary)
+    write_dict(temporary / RUN, {"files": files} | content)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         os.replace(path, old)
@@ -81,64 +78,22 @@ def _finish(temporary: Path, path: Path, content: dict[str, Any], files: dict[st
     shutil.rmtree(old, ignore_errors=True)
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: those of the model and of the optimizer."""
-    tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, p in model.named_parameters():
-        for field, value in optimizer.state.get(p, {}).items():
-            tensors[f"{OPTIMIZER}{name}.{field}"] = value
-    return tensors
-
-
-def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer without tensors, and with the names of its parameters."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = [
-        group | {"params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return {"state": {}, "param_groups": groups}
-
-
-def load_folder(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-    files: dict[str, int],
-) -> None:
-    """Fills model and optimizer with this rank's share of a checkpoint; all ranks call it.
+def load_share(path: Path, content: dict[str, Any], model: nn.Module, ranks: Ranks) -> dict:
+    """The content of a checkpoint with this rank's share of each tensor; all ranks call it.
 
     Args:
-        files: the check sums of its files.
+        content: of its ``run.pt``.
+        model: whose parameters say what this rank's share is. They get the values.
     """
     found = shapes(path)
+    check_weights(path, model, {name.removeprefix(MODEL): tuple(entry.size)
+                  for name, entry in found.items() if name.startswith(MODEL)})  # fmt: skip
     tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
-    check_shapes(
-        {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()},
-        {n.removeprefix(MODEL): tuple(s.size) for n, s in found.items() if n.startswith(MODEL)},
-        path,
-    )
-    states = {}
     for name, p in model.named_parameters():
-        prefix = f"{OPTIMIZER}{name}."
-        state = {
-            key.removeprefix(prefix): torch.zeros_like(p) if shape.size else _step(p)
-            for key, shape in found.items()
-            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-        }
-        if state:
-            states[p] = state
-            tensors |= {f"{prefix}{field}": value for field, value in state.items()}
-    try:
-        check_files(path, files, ranks.rank, ranks.size)
-        read_tensors(path, tensors, ranks.slow)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    for p, state in states.items():
-        optimizer.state[p] = state
-
-
-def _step(p: Tensor) -> Tensor:
-    """Where the fused Adam counts its steps."""
-    return torch.zeros((), device=p.device)
+        for key, entry in found.items():
+            # What the optimizer keeps for p has its shape, but for the number of steps.
+            if key.rpartition(".")[0] == f"{OPTIMIZER}{name}":
+                tensors[key] = torch.zeros_like(p) if entry.size else torch.zeros(())
+    check_files(path, content["files"], ranks.rank, ranks.size)
+    read_tensors(path, tensors, ranks.slow)
+    return joined(path, content, tensors)

@@ -3,14 +3,11 @@
 from typing import Any
 
 from deepfast.checks import shown
+from deepfast.mt.models.checkpoint_file import CheckpointError as CheckpointError
 
 
 class RecipeError(ValueError):
     """The recipe or an override cannot be used."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, written, or resumed."""
 
 
 class TrainingError(RuntimeError):

@@ -14,16 +14,10 @@ from typing import Any
 
 from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, TranslationModel
 from deepfast.mt.models.registry import DERIVED_FIELDS
-from deepfast.mt.training.checkpoint import (
-    BEST,
-    check_config,
-    checkpoint_to_resume,
-    load_checkpoint,
-    load_weights,
-    step_checkpoints,
-)
+from deepfast.mt.training.checkpoint import check_config, load_checkpoint, load_weights
 from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.recipe import Recipe
+from deepfast.mt.training.run_folder import BEST, checkpoint_to_resume, step_checkpoints
 
 FIRST, SECOND = "stage1", "stage2"
 """The folders of the two runs."""

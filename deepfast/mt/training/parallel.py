@@ -133,8 +133,10 @@ def whole(tensor: Any) -> Tensor:
 
 
 def like(full: Tensor, own: Any) -> Tensor:
-    """This rank's share of a full tensor that every rank has, laid out as `own`."""
-    if not hasattr(own, "full_tensor") or full.shape != own.shape:
+    """This rank's share of a full tensor that every rank has, laid out as `own`. A tensor that is
+    a share already stays, and so does one of another shape."""
+    shared = hasattr(full, "full_tensor") or not hasattr(own, "full_tensor")
+    if shared or full.shape != own.shape:
         return full
     from torch.distributed.tensor import distribute_tensor
 

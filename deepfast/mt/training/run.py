@@ -20,12 +20,6 @@ from deepfast.memory.units import format_bytes
 from deepfast.mt.data import subwords
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.training.checkpoint import (
-    BEST,
-    checkpoint_to_resume,
-    intact_instead,
-    step_checkpoints,
-)
 from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
 from deepfast.mt.training.environment import (
     SIGNALS,
@@ -54,6 +48,12 @@ from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import check_kept, differences, dump_recipe
 from deepfast.mt.training.report import Report
 from deepfast.mt.training.result import TrainResult
+from deepfast.mt.training.run_folder import (
+    BEST,
+    checkpoint_to_resume,
+    intact_instead,
+    step_checkpoints,
+)
 from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer
 

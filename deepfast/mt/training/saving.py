@@ -10,25 +10,26 @@ import math
 from pathlib import Path
 from typing import Any
 
+from deepfast.mt.models.checkpoint import check_keys
+from deepfast.mt.models.checkpoint_file import CheckpointError
 from deepfast.mt.training.checkpoint import (
-    AVERAGE,
-    BEST,
     KEYS,
-    STEP_FILE,
     average_checkpoints,
-    check_keys,
     load_checkpoint,
-    newest_checkpoints,
-    prune,
     save_checkpoint,
-    step_checkpoints,
-    step_of,
 )
-from deepfast.mt.training.environment import random_state
-from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.parallel import whole
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import TrainSection
+from deepfast.mt.training.run_folder import (
+    AVERAGE,
+    BEST,
+    STEP_FILE,
+    newest_checkpoints,
+    prune,
+    step_checkpoints,
+    step_of,
+)
 from deepfast.mt.training.trainer import Trainer
 
 
@@ -44,11 +45,8 @@ def read_start(path: Path, ranks: Ranks) -> dict[str, Any]:
     else:
         from deepfast.mt.models.checkpoint_folder import read_run
 
-        try:
-            content = read_run(path)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        check_keys(content, path, [key for key in KEYS if key != "model"])
+        content = read_run(path)
+        check_keys(path, content, {key: kind for key, kind in KEYS.items() if key != "model"})
     if "training" not in content:
         raise CheckpointError(
             f"{path}: expected a checkpoint to resume from, got one without optimizer state, such "
@@ -63,10 +61,6 @@ class Saving:
     def __init__(self, folder: Path, trainer: Trainer, section: TrainSection):
         self.folder, self.trainer, self.section = folder, trainer, section
         self.ranks = trainer.ranks
-
-    def step_path(self) -> Path:
-        name = STEP_FILE.format(self.trainer.step)
-        return self.folder / (name if self.ranks.alone else name.removesuffix(".pt"))
 
     def find_best(self, start: Path, state: dict[str, Any]) -> str | None:
         """Forgets the best so far where `best.pt` is not that of the state that the run resumes
@@ -99,36 +93,33 @@ class Saving:
 
     def step(self) -> Path:
         """Saves what the run resumes from, and removes what is older than the recipe keeps."""
-        path, trainer, ranks = self.step_path(), self.trainer, self.ranks
-        if ranks.alone:
-            save_checkpoint(path, trainer.state_dict())
+        path = self.folder / STEP_FILE.format(self.trainer.step)
+        content = self.trainer.state_dict()
+        if self.ranks.alone:
+            save_checkpoint(path, content)
         else:
-            from deepfast.mt.training import checkpoint_folder as folder
+            from deepfast.mt.models.checkpoint_folder import parted
+            from deepfast.mt.training.checkpoint_folder import save_folder
 
-            state = trainer.run_state(
-                folder.optimizer_options(trainer.model, trainer.optimizer),
-                ranks.objects(random_state(trainer.device)),
-            )
-            content = {**trainer.model_state({}), "training": state}
-            del content["model"]
-            tensors = folder.state_tensors(trainer.model, trainer.optimizer)
-            folder.save_folder(path, content, tensors, ranks)
-        ranks.by_first(lambda: prune(self.folder, self.section.keep_last, self.section.save_every))
+            path = path.with_suffix("")
+            save_folder(path, *parted(content, self.trainer.parameter_names()), self.ranks)
+        keep, every = self.section.keep_last, self.section.save_every
+        self.ranks.by_first(lambda: prune(self.folder, keep, every))
         return path
 
     def best(self) -> None:
         """Saves the model that has the lowest dev NLL so far."""
-        path = self.folder / BEST
+        path, trainer = self.folder / BEST, self.trainer
         if self.ranks.alone:
-            save_checkpoint(path, self.trainer.state_dict())
+            save_checkpoint(path, trainer.state_dict())
             return
         weights = {}
-        for name, tensor in self.trainer.model.state_dict().items():
+        for name, tensor in trainer.model.state_dict().items():
             tensor = whole(tensor)
             # The other ranks only take part in gathering it.
             if self.ranks.first:
                 weights[name] = tensor.cpu()
-        self.ranks.by_first(lambda: save_checkpoint(path, self.trainer.model_state(weights)))
+        self.ranks.by_first(lambda: save_checkpoint(path, trainer.model_state(weights)))
 
     def average(self) -> tuple[Path, int]:
         """Averages the newest checkpoints and gives the model their weights; returns the file and

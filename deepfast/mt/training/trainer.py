@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import math
@@ -20,10 +19,10 @@ from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
 from deepfast.mt.models import TranslationModel, build, kind_of
+from deepfast.mt.models.checkpoint_file import CheckpointError
 from deepfast.mt.training.checkpoint import check_config, load_weights
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
-from deepfast.mt.training.errors import CheckpointError
 from deepfast.mt.training.failed_step import not_finite
 from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.mt.training.growing import load_bottom
@@ -298,22 +297,19 @@ class Trainer:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint holds: plain values and tensors."""
-        state = self.run_state(self.optimizer.state_dict(), random_state(self.device))
-        return {**self.model_state(self.model.state_dict()), "training": state}
-
-    def run_state(self, optimizer: dict[str, Any], random: Any) -> dict[str, Any]:
-        """What resuming needs beside the model."""
-        optim = self.recipe.optim
-        return {
-            "optimizer": optimizer,
-            "schedule": {"step": self.step, "peak": optim.lr, "warmup": optim.warmup},
-            "batches": self.corpus.batches.state_dict(),
-            "random": random,
-            "validation": {name: getattr(self, name) for name in VALIDATION},
-            "dev": self.dev,
-            "window": asdict(self.window),
-            "seconds": self.seconds,
+        """Everything a checkpoint holds: plain values and tensors. Ranks call it together."""
+        optim, random = self.recipe.optim, random_state(self.device)
+        return self.model_state(self.model.state_dict()) | {
+            "training": {
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": {"step": self.step, "peak": optim.lr, "warmup": optim.warmup},
+                "batches": self.corpus.batches.state_dict(),
+                "random": random if self.ranks.alone else self.ranks.objects(random),
+                "validation": {name: getattr(self, name) for name in VALIDATION},
+                "dev": self.dev,
+                "window": asdict(self.window),
+                "seconds": self.seconds,
+            }
         }
 
     def model_state(self, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -327,8 +323,13 @@ class Trainer:
             "recipe": self.recipe.to_dict(),
         }
 
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters, in the order in which the optimizer numbers them."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
     def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
-        """Gives the model the whole weights of a checkpoint; `path` is its name in errors."""
+        """Gives the model the weights of a checkpoint; `path` is its name in errors."""
         own = self.model.state_dict()
         mine = {n: like(w, own[n]) if n in own else w for n, w in weights.items()}
         load_weights(self.model, mine, path)
@@ -340,18 +341,17 @@ class Trainer:
         without weights is that of a folder, from which each rank reads its share.
         """
         check_config(path, content, self.model.config)
-        state = content["training"]
         try:
-            self.corpus.batches.load_state_dict(state["batches"])
+            self.corpus.batches.load_state_dict(content["training"]["batches"])
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        if "model" in content:
-            self.load_weights(content["model"], path)
-            self._load_optimizer(state["optimizer"], path)
-        else:
-            from deepfast.mt.training.checkpoint_folder import load_folder
+        if "model" not in content:
+            from deepfast.mt.training.checkpoint_folder import load_share
 
-            load_folder(path, self.model, self.optimizer, self.ranks, content["files"])
+            content = load_share(path, content, self.model, self.ranks)
+        self.load_weights(content["model"], path)
+        state = content["training"]
+        self._load_optimizer(state["optimizer"], path)
         self.step, self.seconds = content["step"], float(state["seconds"])
         for name in VALIDATION:
             setattr(self, name, state["validation"][name])
@@ -365,16 +365,15 @@ class Trainer:
         else:
             self.ranks.seed(self.recipe.train.seed, self.step)
 
-    def _load_optimizer(self, state: dict[str, Any], path: Path) -> None:
+    def _load_optimizer(self, saved: dict[str, Any], path: Path) -> None:
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # A copy: the tensors are mapped from the file, which may be deleted.
-        state = copy.deepcopy(state)
         try:
-            for number, fields in state["state"].items():
-                for name, value in fields.items():
-                    fields[name] = like(value, parameters[number])
-            self.optimizer.load_state_dict(state)
+            # Copies: the tensors are mapped from the file, which may be deleted.
+            state = {number: {name: like(value, parameters[number]).clone()
+                              for name, value in fields.items()}
+                     for number, fields in saved["state"].items()}  # fmt: skip
+            self.optimizer.load_state_dict(saved | {"state": state})
         except (ValueError, IndexError) as error:
             raise CheckpointError(f"{path}: {error}") from error
         for group, options in zip(self.optimizer.param_groups, own, strict=True):

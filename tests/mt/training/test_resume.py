@@ -8,7 +8,7 @@ import pytest
 
 from deepfast import files
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
-from deepfast.mt.training.checkpoint import newest_checkpoints, prune
+from deepfast.mt.training.run_folder import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
 
 FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))

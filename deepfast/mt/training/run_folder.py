@@ -1,0 +1,132 @@
+"""The checkpoints in a run's folder: which there are, which are kept, and where to resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from deepfast.mt.models.checkpoint_file import CheckpointError
+from deepfast.mt.training.checkpoint import load_checkpoint
+from deepfast.mt.training.ranks import restarts
+from deepfast.mt.training.report import METRICS
+
+STEP_FILE = "step-{:08d}.pt"
+BEST, AVERAGE = "best.pt", "average.pt"
+
+
+def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a run by step, oldest first, without best and average."""
+    # Only digits: a copy that the user named step-00001000-good.pt must not be pruned. A folder has
+    # no suffix.
+    digits = "[0-9]" * 8
+    found = [*Path(folder).glob(f"step-{digits}.pt"), *Path(folder).glob(f"step-{digits}")]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
+    """The last `count` checkpoints of those after every `every` steps and the newest.
+
+    A checkpoint that an interrupted run wrote no longer counts once there is a later one. So a
+    resumed run keeps and averages the same checkpoints as an uninterrupted one.
+    """
+    paths = step_checkpoints(folder)
+    planned = [path for path in paths[:-1] if step_of(path) % every == 0]
+    # A file and a folder may be of one step.
+    by_step = {step_of(path): path for path in (*planned, *paths[-1:])}
+    return [*by_step.values()][-count:]
+
+
+def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
+    """Remove checkpoints that neither resuming nor `newest_checkpoints` of `keep` will need."""
+    paths = step_checkpoints(folder)
+    planned = sorted({step for path in paths if (step := step_of(path)) % every == 0})
+    for path in paths[:-1]:
+        if step_of(path) in planned[-keep:]:
+            continue
+        if path.is_dir():
+            # Half a folder must not look like a checkpoint.
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.gone")))
+        else:
+            path.unlink()
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def recover(folder: Path) -> None:
+    """Puts a checkpoint back that was moved aside by a run that ended before it put the new one in
+    its place, and removes what was begun."""
+    for old in folder.glob(".step-*.old"):
+        path = old.with_name(old.name[1:].removesuffix(".old"))
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, path)
+    # What ranks began is a folder, what one process began is a file.
+    for part in (*folder.glob(".*.part"), *folder.glob(".step-*.gone")):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink()
+
+
+def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
+    """The checkpoint to continue from, or None for a new run. Two runs never share a folder.
+
+    Args:
+        output, resume: of the recipe.
+
+    Raises:
+        CheckpointError: the folder holds another run, or later checkpoints of this one.
+    """
+    folder = Path(output)
+    if resume is not False:
+        recover(folder)
+    present = step_checkpoints(folder)
+    if resume is True:
+        return present[-1] if present else None
+    path = Path(resume) if resume else None
+    if path is None or path.resolve().parent != folder.resolve():
+        ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
+        # A run that failed before its first step leaves metrics without a line.
+        ours = [file for file in ours if file.name != METRICS or file.stat().st_size]
+        # Ranks that torchrun starts again before their first checkpoint find their own metrics.
+        if present or (ours and not restarts()):
+            # Without a checkpoint resume=true would begin anew.
+            again = "continue it with resume=true, or " if present else ""
+            raise CheckpointError(
+                f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "
+                f"{again}choose another with output=FOLDER"
+            )
+        return path
+    # A copy may have any name.
+    step = load_checkpoint(path, optimizer=False)["step"] if present else 0
+    if present and step_of(present[-1]) > step:
+        raise CheckpointError(
+            f"{folder}: expected a folder without later checkpoints than {path}, got "
+            f"{present[-1].name}: choose another with output=FOLDER"
+        )
+    return path
+
+
+def intact_instead(folder: Path) -> str:
+    """What to do where a run's newest checkpoint is damaged, as the end of a sentence that says so;
+    empty where it is intact."""
+    damaged: list[str] = []
+    for path in (*reversed(step_checkpoints(folder)), *folder.glob(BEST)):
+        try:
+            resumable = "training" in load_checkpoint(path, optimizer=False)
+        except CheckpointError:
+            damaged.append(path.name)
+            continue
+        if resumable and damaged:
+            return (
+                f"; the newest intact one is {path}: move {', '.join(damaged)} out of the folder "
+                f"and continue with resume={path}"
+            )
+        if resumable:
+            return ""
+    return "; no other one is intact" if damaged else ""
