@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+
+from filelock import FileLock, Timeout
 
 from deepfast.mt.training.environment import new_folder
 from deepfast.mt.training.errors import TrainingError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 
 @contextlib.contextmanager
@@ -31,52 +30,31 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
         TrainingError: another process has the folder, or it cannot be written.
         DataError: it cannot be made.
     """
-    with new_folder(folder):
-        path = folder / LOCK
-        stream = _locked(path, argument)
+    path = folder / LOCK
+    with new_folder(folder), contextlib.ExitStack() as held:
+        lock = FileLock(path)
         try:
-            yield
-        finally:
-            # An error would hide that of the run. A file that stays is not locked.
-            with contextlib.suppress(OSError):
-                if is_at(stream, path):
-                    path.unlink()
-            stream.close()
-
-
-def _locked(path: Path, argument: str) -> TextIO:
-    while True:
-        try:
-            stream = open(path, "a+", encoding="utf-8")  # noqa: SIM115 -- the lock lives with it
-        except OSError as error:
-            raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
-        if fcntl is None:
-            return stream
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            stream.seek(0)
-            owner = stream.read() or "another process"
-            stream.close()
+            lock.acquire(blocking=False)
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
+            held.callback(_release, lock, path.stat())
+        except Timeout as error:
+            owner = path.read_text("utf-8") or "another process"
             raise TrainingError(
-                f"{path.parent}: expected a folder in which nothing runs, got one in which {owner} "
+                f"{folder}: expected a folder in which nothing runs, got one in which {owner} "
                 f"does: wait until it has ended, or choose another with {argument}"
             ) from error
-        except OSError:
-            # Some file systems have no locks.
-            return stream
-        # The run before may have removed the file after it was opened here.
-        if is_at(stream, path):
-            stream.truncate(0)
-            stream.write(f"process {os.getpid()} on {socket.gethostname()}")
-            stream.flush()
-            return stream
-        stream.close()
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
+            path.unlink(missing_ok=True)
+        yield
 
 
-def is_at(stream: TextIO, path: Path) -> bool:
-    """Whether the path still names the open file."""
-    try:
-        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+def _release(lock: FileLock, made: os.stat_result) -> None:
+    """Removes the file, unless the folder was replaced, and gives the lock back."""
+    # An error would hide that of the run. A file that stays is not locked.
+    with contextlib.suppress(OSError):
+        path = Path(lock.lock_file)
+        if os.path.samestat(made, path.stat()):
+            path.unlink()
+    lock.release()

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 from deepfast.files import write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.mt.training.errors import TrainingError
-from deepfast.mt.training.lock import is_at
 from deepfast.mt.training.ranks import Ranks
 
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -99,7 +98,7 @@ class Report:
         Raises:
             TrainingError: the file of metrics was removed or replaced.
         """
-        if self._stream is not None and not is_at(self._stream, self.path):
+        if self._stream is not None and not _is_at(self._stream, self.path):
             raise TrainingError(
                 f"{self.path}: expected the file that this run writes, got "
                 f"{'another one' if self.path.exists() else 'none'}: it or its folder was removed "
@@ -176,6 +175,14 @@ def _opened(path: Path) -> TextIO:
         return open(path, "a", encoding="utf-8")
     except OSError as error:
         raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _is_at(stream: TextIO, path: Path) -> bool:
+    """Whether the path still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def describe(row: dict[str, Any]) -> str:

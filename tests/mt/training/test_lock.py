@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from deepfast.mt.training import TrainingError, train
-from deepfast.mt.training import lock as lock_module
 from deepfast.mt.training.lock import LOCK, only_run
 
 fcntl = pytest.importorskip("fcntl")
@@ -47,23 +46,6 @@ def test_the_lock_ends_with_its_process(tmp_path):
     assert not path.exists()
 
 
-def test_a_file_that_its_owner_has_removed_is_opened_again(tmp_path, monkeypatch):
-    """It ends between the other's opening of the file and its lock."""
-    path = tmp_path / LOCK
-    path.touch()
-    plain = fcntl.flock
-
-    def flock(stream, how):
-        plain(stream, how)
-        if not removed:
-            removed.append(path.unlink())
-
-    removed = []
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with only_run(tmp_path):
-        assert path.exists()
-
-
 @pytest.mark.parametrize("method", ["unlink", "stat"])
 def test_a_lock_that_cannot_be_removed_is_no_error_and_hides_none(tmp_path, monkeypatch, method):
     def read_only(*args):
@@ -86,9 +68,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with only_run(tmp_path):
-        pass
-    monkeypatch.setattr(lock_module, "fcntl", None)
     with only_run(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
