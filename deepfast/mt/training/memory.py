@@ -93,7 +93,8 @@ def _trial(trainer: Trainer, planned: Plan) -> float:
     model = cast(Transformer, trainer.model)
     model.encoder.set_memory(planned.policies)
     model.decoder.set_memory(planned.decoder_policies)
-    return _largest_of_ranks(trainer.measure(), trainer.device)
+    # The largest of all ranks, so that all of them stop or none does.
+    return max(trainer.ranks.rows(trainer.measure()))[0]
 
 
 def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Plan:
@@ -159,16 +160,6 @@ def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
 def _planned(connection: str) -> str:
     """The planner's name of a connection. DenseFormer keeps the states of DLCL."""
     return "dlcl" if connection == "denseformer" else connection
-
-
-def _largest_of_ranks(value: float, device: torch.device) -> float:
-    """The largest value of all ranks, so that all of them stop or none does."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    gpu = torch.distributed.get_backend() == "nccl"
-    shared = torch.tensor(value, dtype=torch.float64, device=device if gpu else "cpu")
-    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-    return shared.item()
 
 
 def _what_fits(trainer: Trainer, planned: Plan, limit: float, measured: float) -> Plan:

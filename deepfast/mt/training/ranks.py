@@ -31,16 +31,14 @@ from deepfast.mt.training.errors import (
 
 Value = TypeVar("Value")
 
-ANSWER_EVERY, ANSWER_WITHIN = 0.5, 4.0
-"""Seconds between two looks for a roll call, and seconds after which a rank counts as silent."""
+BEAT_EVERY, SILENT_AFTER = 0.5, 4.0
+"""Seconds between two signs of life, and seconds after which a rank counts as silent."""
 LOOK_EVERY = 0.02
 """Seconds between two looks of a rank that waits for the first one."""
-ALIVE = "alive"
-"""The store's count of the first rank's signs of life."""
 PARENT = os.getppid()
 """The process of torchrun. Another parent means that it is gone."""
-MEET_WITHIN = timedelta(minutes=5)
-"""How long a rank waits for the others at the start."""
+MEET_WITHIN, CONNECT_WITHIN = timedelta(minutes=5), timedelta(seconds=20)
+"""How long a rank waits for the others at the start, and for one connection to torchrun."""
 RUNS = itertools.count()
 """Numbers of the runs of this process."""
 LONG = timedelta(hours=1)
@@ -83,7 +81,7 @@ class Ranks:
         """The run's newest checkpoint."""
         self._asked = 0
         self._left = threading.Event()
-        self._answering: threading.Thread | None = None
+        self._beating = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
     @property
     def first(self) -> bool:
@@ -130,18 +128,18 @@ class Ranks:
             # The type of torch's stub leaves bytes out, which a store takes and gives back.
             self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
             return result
-        called, signs, silent = False, 0, 0.0
+        called, beats, silent = False, 0, 0.0
         while not self.store.check([name]):
             self._raise_if_told()
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
             if self.signal.name and not called:
                 called = True
-                if self._roll_call() and not self.store.check([name]):
+                if self._silent() and not self.store.check([name]):
                     raise dist.DistNetworkError("the first rank does not answer")
-            before, signs = signs, self.store.add(ALIVE, 0)
+            before, beats = beats, self._beats(0)
             # Not by the clock: a machine or a job that is suspended stops all ranks together.
-            silent = silent + LOOK_EVERY if signs == before else 0.0
-            if silent > max(self.timeout, ANSWER_WITHIN):
+            silent = silent + LOOK_EVERY if beats == before else 0.0
+            if silent > max(self.timeout, SILENT_AFTER):
                 raise dist.DistNetworkError("the first rank gives no sign of life")
             time.sleep(LOOK_EVERY)
         return pickle.loads(self.store.get(name))
@@ -156,8 +154,12 @@ class Ranks:
             return error
         text = f"rank {self.rank}: {_sentence(error)}"
         try:
-            if _connection_lost(error):
-                text = self._roll_call() or text
+            if _connection_lost(error) and (silent := self._silent()):
+                text = (
+                    f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}: no "
+                    "answer, killed or stopped from outside (the machine's log says whether it ran "
+                    "out of memory)"
+                )
             text += self._last()
             if self.store.add("failures", 1) > 1:
                 return ToldError(text)
@@ -178,48 +180,37 @@ class Ranks:
         if self.store.check(["failure"]):
             raise ToldError(self.store.get("failure").decode())
 
-    def _roll_call(self) -> str | None:
-        """Names the ranks that do not answer; None where all do, or where a rank has failed that
-        tells it itself."""
-        self.here()
-        self.store.set("roll call", "")
-        deadline = time.monotonic() + ANSWER_WITHIN
-        while time.monotonic() < deadline:
-            if self.store.check(["failure"]) or not (silent := self._silent()):
-                return None
-            time.sleep(0.1)
-        names = ", ".join(map(str, silent))
-        plural = "s" if len(silent) > 1 else ""
-        return (
-            f"rank{plural} {names}: no answer, killed or stopped from outside (the machine's log "
-            "says whether it ran out of memory)"
-        )
+    def start(self) -> None:
+        """Gives signs of life from now on, also while this rank computes or waits for others."""
+        self._beating.start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(dist.DistError):
+            while not self._left.wait(BEAT_EVERY):
+                self.store.add(f"beats/{self.rank}", 1)
+
+    def _beats(self, rank: int) -> int:
+        return self.store.add(f"beats/{rank}", 0)
 
     def _silent(self) -> list[int]:
-        return [r for r in range(self.size) if not self.store.check([f"here/{r}"])]
-
-    def answer_roll_calls(self) -> None:
-        """Starts a thread that answers while the process lives, also when it waits for others. On
-        the first rank it gives the signs of life."""
-
-        def answer() -> None:
-            with contextlib.suppress(dist.DistError):
-                while not self._left.wait(ANSWER_EVERY):
-                    if self.first:
-                        self.store.add(ALIVE, 1)
-                    if self.store.check(["roll call"]):
-                        self.here()
-
-        self._answering = threading.Thread(target=answer, name="roll calls", daemon=True)
-        self._answering.start()
-
-    def here(self) -> None:
-        self.store.set(f"here/{self.rank}", "")
+        """The ranks that have not left and give no sign of life; none where a rank has failed that
+        tells it itself."""
+        before = {r: self._beats(r) for r in range(self.size) if r != self.rank}
+        deadline = time.monotonic() + SILENT_AFTER
+        while not self.store.check(["failure"]):
+            still = [r for r, beats in before.items() if self._beats(r) == beats]
+            silent = [r for r in still if not self.store.check([f"left/{r}"])]
+            if not silent or time.monotonic() > deadline:
+                return silent
+            time.sleep(0.1)
+        return []
 
     def leave(self) -> None:
-        """Ends the thread that answers. One that is left inside the store at exit aborts Python."""
+        """Ends the signs of life. A thread that is left inside the store at exit aborts Python."""
         self._left.set()
-        self._answering.join(ANSWER_WITHIN)
+        self._beating.join(SILENT_AFTER)
+        with contextlib.suppress(dist.DistError):
+            self.store.set(f"left/{self.rank}", "")
 
 
 def _meet() -> tuple[dist.Store, int, int]:
@@ -230,7 +221,7 @@ def _meet() -> tuple[dist.Store, int, int]:
     end = time.monotonic() + MEET_WITHIN.total_seconds()
     while True:
         try:
-            store, *place = next(dist.rendezvous("env://", timeout=timedelta(seconds=20)))
+            store, *place = next(dist.rendezvous("env://", timeout=CONNECT_WITHIN))
             store.set_timeout(MEET_WITHIN)
             return store, *place
         except dist.DistError:
@@ -273,7 +264,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
     # starts the ranks again.
     store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)
     ranks = Ranks(rank, size, store, timeout)
-    ranks.answer_roll_calls()
+    ranks.start()
     with StopSignal(stays=True) as ranks.signal:
         try:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -283,8 +274,6 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
             )  # fmt: skip
             ranks.slow = dist.new_group(backend="gloo", timeout=LONG)
             yield ranks
-            # One that has finished is not silent.
-            ranks.here()
             dist.destroy_process_group()
         except Exception as error:
             blamed = ranks.blame(error)

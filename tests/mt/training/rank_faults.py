@@ -1,9 +1,9 @@
-"""Run by test_rank_faults.py under torchrun: trains recipes, and in each one rank fails.
+"""Run by test_torchrun.py under torchrun: trains recipes, and in each one rank fails.
 
     torchrun --nproc-per-node 2 rank_faults.py FAULT:RANK:STEP:RECIPE ...
 
 A fault comes only in the first start, not after torchrun has started the ranks again. A fault
-key=value is one of the recipe: that rank trains another one.
+key=value is one of the recipe: that rank trains another one. With the fault `none` none fails.
 """
 
 import errno
@@ -20,6 +20,10 @@ from deepfast.cli import main
 from deepfast.mt.training import checkpoint_folder
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.trainer import Trainer
+
+
+def none(trainer):
+    pass
 
 
 def killed(trainer):

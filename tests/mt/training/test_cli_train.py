@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_a_rank_whose_torchrun_is_gone_does_not_wait(monkeypatch):
                         ("TORCHELASTIC_USE_AGENT_STORE", "True")):  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "PARENT", -1)
+    monkeypatch.setattr(ranks, "CONNECT_WITHIN", timedelta(seconds=1))
     with (
         pytest.raises(TrainingError, match=r"^rank 1: torchrun does not answer, killed from outs"),
         ranks.run_ranks(torch.device("cpu"), 10),

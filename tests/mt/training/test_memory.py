@@ -2,10 +2,8 @@
 
 import json
 import math
-import multiprocessing
 import platform
 import re
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -178,44 +176,13 @@ def test_a_memory_that_is_none_is_refused(make_recipe, changes, message):
         make_recipe(changes)
 
 
-def _rank(rank, port, recipe, folder, results):
-    """One of two processes; only the second does not fit."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    try:
-        trainer = make_trainer(recipe, folder / str(rank))
-        if rank == 1:
-            trainer.measure = lambda: 2.0**60
+def test_all_ranks_stop_together(make_recipe, tmp_path, monkeypatch):
+    """Where only the second one's step does not fit."""
+    trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")
+    rows = trainer.ranks.rows
+    monkeypatch.setattr(trainer.ranks, "rows", lambda value: [*rows(value), [2.0**60]])
+    with pytest.raises(TrainingError, match="got 1048576 TiB with memory policies keep"):
         fit_memory(trainer, lambda _: None)
-        results.put((rank, None))
-    except TrainingError as error:
-        results.put((rank, str(error)))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_all_ranks_stop_together(make_recipe, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # With a CUDA build of torch, backward does not run in a fork of a process that ran it.
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    recipe = make_recipe(WIDE | {"memory": "1TiB"})
-    ranks = [
-        context.Process(target=_rank, args=(rank, port, recipe, tmp_path, results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    seen = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    assert seen[0] == seen[1]
-    assert "got 1048576 TiB with memory policies keep" in seen[0]
 
 
 FREED = """
@@ -233,6 +200,7 @@ print(memory_bytes(torch.device("cpu")) - before - sum(t.nbytes for t in kept))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed memory so")
 def test_large_freed_tensors_leave_the_process(python):
     assert int(python("-c", FREED, "give back").stdout) < 16 * 2**20

@@ -1,209 +1,32 @@
-"""Runs under torchrun on ranks of this machine: the losses of one process, and exact resumes.
+"""Ranks in one process: what they tell each other, their gradients, and who is named."""
 
-Starting ranks takes seconds, so one start trains several recipes."""
-
-import json
 import math
 import pickle
 import shutil
-import time
-from pathlib import Path
+import socket
 
 import pytest
 import torch
 
 from deepfast.mt.training import (
+    NotFiniteError,
     RecipeError,
     TrainingError,
-    dump_recipe,
     load_checkpoint,
     ranks,
     train,
 )
-from deepfast.mt.training.environment import StopSignal
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.environment import StopSignal, settings
+from deepfast.mt.training.errors import ToldError
 from deepfast.mt.training.ranks import Ranks, restarts
+from deepfast.mt.training.run import _check_same
+from deepfast.mt.training.trainer import Trainer
+from tests.mt.training.runs import assert_losses_agree, rows
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
 )
-
-PROGRAM = Path(__file__).with_name("rank_runs.py")
-TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
-PLAIN = {"model.dropout": 0.0, "train.max_steps": 20, "train.save_every": 5, "train.keep_last": 9}
-KINDS = ("ddp", "fsdp")
-
-
-def rows(folder):
-    """The metrics of a run without what differs from run to run: times and memory."""
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def numbers(value):
-    """One value, or those of all layers; a layer that is frozen has none."""
-    values = value if isinstance(value, list) else [value]
-    return [math.nan if x is None else x for x in values]
-
-
-def agree(folder, whole):
-    """The losses of 20 steps, the gradient norms and validations are those of one process."""
-    one, other = rows(whole), rows(folder)
-    assert [(row["event"], row["step"]) for row in one] == [
-        (row["event"], row["step"]) for row in other
-    ]
-    assert sum(row["event"] == "train" for row in one) == 20
-    for expected, got in zip(one, other, strict=True):
-        norms = {key for key in expected if key.startswith("grad_norm")}
-        for key in norms | ({"loss", "nll", "accuracy"} & set(expected)):
-            assert numbers(got[key]) == pytest.approx(
-                numbers(expected[key]), rel=1e-5, nan_ok=True
-            ), (key, expected)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture
-def torchrun(python, make_recipe, folder):
-    """torchrun(ranks, {name: changes}) trains the recipes, each into a folder of its name."""
-
-    def run(size, recipes):
-        paths = []
-        for name, changes in recipes.items():
-            output = {"output": str(folder / changes.get("output", name))}
-            paths.append(folder / f"{name}.yaml")
-            paths[-1].write_text(dump_recipe(make_recipe(changes | output)))
-        return python(
-            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
-            str(PROGRAM), *map(str, paths), OMP_NUM_THREADS="1", timeout=150,
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def done():
-    """What has been run already."""
-    return set()
-
-
-@pytest.fixture
-def one_process(make_recipe, folder):
-    path = folder / "one"
-    if not path.exists():
-        train(make_recipe(PLAIN | {"output": str(path)}), quiet=True)
-    return path
-
-
-@pytest.fixture
-def two_ranks(torchrun, folder, done):
-    """Runs on two ranks that stop after 10 steps and go on to the end, and whole ones."""
-    if "two" not in done:
-        done.add("two")
-        recipes = {}
-        for kind in KINDS:
-            # The second validation, right before the save at step 10, is worse than the first.
-            worse = {"optim.restart_step": 6, "optim.restart_lr": 3.0}
-            dropout = {"parallel.kind": kind, "optim.accumulate": 3, "train.save_every": 6} | worse
-            # An average would take a tenth of the time, and nothing reads it.
-            begun = {"train.max_steps": 10, "train.average_last": 0}
-            recipes[f"{kind}-half"] = PLAIN | begun | {"parallel.kind": kind}
-            recipes[f"{kind}-whole"] = dropout
-            recipes[f"{kind}-first"] = dropout | begun | {"output": f"{kind}-again"}
-            recipes[f"{kind}-again"] = dropout | {"resume": True}
-        torchrun(2, recipes)
-    return folder
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_resume_to_the_bit(two_ranks, kind):
-    whole, again = two_ranks / f"{kind}-whole", two_ranks / f"{kind}-again"
-    assert rows(again) == rows(whole)
-    best = [row["best"] for row in rows(whole) if row["event"] == "valid"]
-    assert best[:2] == [True, False]
-    one, two = (load_checkpoint(path / "step-00000012") for path in (whole, again))
-    for name, tensor in one["model"].items():
-        assert torch.equal(tensor, two["model"][name]), name
-    for number, state in one["training"]["optimizer"]["state"].items():
-        for field, value in state.items():
-            assert torch.equal(value, two["training"]["optimizer"]["state"][number][field]), field
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_then_one_have_the_losses_of_one_process(
-    one_process, two_ranks, make_recipe, folder, kind
-):
-    path = folder / f"{kind}-one"
-    shutil.copytree(two_ranks / f"{kind}-half", path)
-    train(make_recipe(PLAIN | {"output": str(path), "resume": True}), quiet=True)
-    agree(path, one_process)
-    assert (path / "step-00000020.pt").is_file()
-
-
-@pytest.mark.exhaustive
-def test_two_ranks_then_four_then_one(one_process, two_ranks, torchrun, make_recipe):
-    """Also from a file of one process, which older runs have left."""
-    folder, recipes = two_ranks, {}
-    shutil.copytree(one_process, folder / "file")
-    for step in (10, 15, 20):
-        (folder / "file" / f"step-{step:08d}.pt").unlink()
-    for kind in KINDS:
-        shutil.copytree(folder / f"{kind}-half", folder / f"{kind}-four")
-        recipes[f"{kind}-four"] = PLAIN | {
-            "parallel.kind": kind, "train.max_steps": 15, "resume": True
-        }  # fmt: skip
-    recipes["file"] = PLAIN | {"parallel.kind": "fsdp", "resume": True}
-    torchrun(4, recipes)
-    agree(folder / "file", one_process)
-    for kind in KINDS:
-        path = folder / f"{kind}-four"
-        train(make_recipe(PLAIN | {"output": str(path), "resume": True}), quiet=True)
-        agree(path, one_process)
-
-
-MODELS = {
-    "latent": {"model.decoder_connection": "latent", "model.decoder_layers": 3,
-               "model.latent": {"hard": True, "kl_weight": 0.1, "lr_scale": 10.0},
-               "optim.accumulate": 2},
-    "attention residuals": {"model.encoder_connection": "attnres", "memory": "history"},
-    "mudd, post-norm": {"model.encoder_connection": "mudd", "model.decoder_connection": "dlcl"},
-    "fusion": {"model.encoder_fusion": "attention", "memory": "states", "optim.accumulate": 4},
-    "transparent": {"model.cross_attention": "transparent", "model.mixture_dropout": 0.0},
-    "lstm": {"model": {"kind": "fast_forward_lstm", "dim": 16, "dropout": 0.0}},
-    "growing": {"grow": {"train": {"max_steps": 20}}},
-    "Adam anew, all micro-batches at once": {
-        "optim.restart_step": 9, "optim.restart_lr": 1e-3, "optim.accumulate": 2,
-        "train.validate_bleu": True, "memory": "1GiB"},
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_has_the_losses_of_one_process(torchrun, make_recipe, folder, kind):
-    recipes = {f"{kind} {name}": PLAIN | changes | {"parallel.kind": kind}
-               for name, changes in MODELS.items()}  # fmt: skip
-    torchrun(2, recipes)
-    for name, changes in recipes.items():
-        one = folder / f"one {name}"
-        train(make_recipe(changes | {"output": str(one)}), quiet=True)
-        for stage in ("stage1", "stage2") if "growing" in name else ("",):
-            agree(folder / name / stage, one / stage)
-
-
-@pytest.mark.exhaustive
-def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
-    steps = ("train.max_steps=4", "train.validate_every=2", f"output={tmp_path}")
-    said = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "deepfast",
-        "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
-    ).stdout  # fmt: skip
-    assert said.count("stopped by max_steps") == 1
-    assert "deepfast translate" in said
-    done = python("-m", "deepfast", "export", str(tmp_path / "step-00000004"), "--output",
-                  str(tmp_path / "model.safetensors"))  # fmt: skip
-    assert "transformer of step 4" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -232,7 +55,7 @@ def waiting(monkeypatch):
         def sleep(seconds):
             nonlocal now
             if int(now) < int(now + seconds) <= lives:
-                store.add(ranks.ALIVE, 1)
+                store.add("beats/0", 1)
             now += seconds
             if now > works:
                 store.set("first/0", pickle.dumps("the result"))
@@ -254,22 +77,166 @@ def test_a_first_rank_without_a_sign_of_life_is_no_longer_waited_for(waiting, li
     assert waiting(lives, lives + 40) == "the result"
 
 
-def test_the_first_rank_gives_signs_of_life_also_after_a_roll_call():
+def test_a_rank_that_lives_or_has_left_is_not_silent(monkeypatch):
+    monkeypatch.setattr(ranks, "BEAT_EVERY", 0.01)
+    monkeypatch.setattr(ranks, "SILENT_AFTER", 0.5)
     store = torch.distributed.HashStore()
-    first = Ranks(0, 2, store)
-    first.answer_roll_calls()
+    asking, lives, killed = (Ranks(rank, 3, store) for rank in range(3))
+    lives.start()
     try:
-        deadline = time.monotonic() + 60
-        store.set("roll call", "")
-        while not store.check(["here/0"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        before = store.add(ranks.ALIVE, 0)
-        while store.add(ranks.ALIVE, 0) < before + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert asking._silent() == [2]
     finally:
-        first.leave()
+        lives.leave()
+    assert asking._silent() == [2]
+    store.set("failure", "rank 2: says why itself")
+    assert asking._silent() == []
+    assert killed._beats(1) > 0
+
+
+LOST = RuntimeError("[gloo] Connection closed by peer")
+EXHAUSTED = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines.")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "sentence"),
+    [
+        (RecipeError("optim.lr: wrong"), RecipeError, "rank 1: optim.lr: wrong"),
+        (NotFiniteError("step 3: nan"), NotFiniteError, "rank 1: step 3: nan"),
+        (KeyError("x"), TrainingError, "rank 1: KeyError: 'x'"),
+        (EXHAUSTED, TrainingError, "rank 1: out of memory (CUDA out of memory. Tried to allo"),
+        (LOST, TrainingError, "rank 0: no answer, killed or stopped from outside (the machine's"),
+    ],
+)
+def test_a_rank_that_fails_is_named_by_the_first_that_notices(
+    monkeypatch, tmp_path, error, kind, sentence
+):
+    monkeypatch.setattr(ranks, "SILENT_AFTER", 0.1)
+    store = torch.distributed.HashStore()
+    first, second = (Ranks(rank, 2, store) for rank in range(2))
+    second.saved = tmp_path
+    blamed = second.blame(error)
+    assert type(blamed) is kind
+    assert str(blamed).startswith(sentence)
+    assert str(blamed).endswith(f"; last checkpoint: {tmp_path}")
+    assert isinstance(first.blame(LOST), ToldError)
+    with pytest.raises(ToldError, match=r"^rank [01]: "):
+        second.by_first(lambda: None)
+
+
+class Pair(Ranks):
+    """One of two ranks in this process: the other one gives the same, or what `other` is."""
+
+    other = None
+
+    def rows(self, *values):
+        found = [list(values), list(self.other or values)]
+        return found if self.first else found[::-1]
+
+    objects = rows
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_other_recipes_are_refused(make_recipe, rank):
+    pair, recipe = Pair(rank, 2), make_recipe({"optim.lr": [0.005, 0.5][rank]})
+    pair.objects = lambda mine: [make_recipe({"optim.lr": lr}).to_dict() for lr in (0.005, 0.5)]
+    error = RecipeError if rank else ToldError
+    with pytest.raises(
+        error, match=r"expected the recipe of rank 0, got .*\(optim\.lr 0\.005 -> 0"
+    ):
+        _check_same(recipe, pair)
+
+
+@pytest.fixture
+def pair(make_recipe, tmp_path):
+    """pair(changes): new trainers of two ranks and of one process alone."""
+
+    def make(changes):
+        made = []
+        for own in (Pair(0, 2), Pair(1, 2), None):
+            recipe = make_recipe({"model.dropout": 0.0, "optim.clip_norm": None} | changes)
+            with settings(recipe.train):
+                corpus = load_corpus(recipe.data, seed=1, folder=tmp_path)
+                made.append(Trainer(recipe, corpus, torch.device("cpu"), own))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_the_mean_of_the_ranks_gradients_is_that_of_one_process(pair, accumulate):
+    *two, one = pair({"optim.accumulate": accumulate, "train.accuracy": True})
+    sums = []
+    for trainer in (*two, one):
+        batches = [next(trainer._micro_batches) for _ in range(accumulate)]
+        tokens = sum(batch.target_tokens for batch in batches)
+        sums.append(trainer._backward(trainer._shares(batches), tokens))
+    torch.testing.assert_close(sums[0] + sums[1], sums[2])
+    for a, b, whole in zip(*(t.parameters for t in (*two, one)), strict=True):
+        if whole.grad is not None:
+            torch.testing.assert_close((a.grad + b.grad) / 2, whole.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [(True, NotFiniteError, "step 1: the loss is nan; .* is the output of encoder.layers.1.attent"),
+     (False, ToldError, "step 1: the loss of another rank is not finite")],
+)  # fmt: skip
+def test_the_rank_whose_loss_is_not_finite_says_where(pair, bad, error, message):
+    trainer, *_ = pair({})
+    trainer.ranks.other = (math.nan,) * 4
+    if bad:
+        hook = lambda module, inputs, output: output * math.nan  # noqa: E731
+        trainer.model.encoder.layers[1].attention.out.register_forward_hook(hook)
+    with pytest.raises(error, match=message):
+        trainer.train_step()
+
+
+@pytest.fixture
+def as_rank(make_recipe, monkeypatch):
+    """as_rank(changes): trains as the only rank of torchrun, in this process."""
+
+    def run(changes):
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", 0), ("WORLD_SIZE", 1),
+                            ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):  # fmt: skip
+            monkeypatch.setenv(name, str(value))
+        result = train(make_recipe(changes), quiet=True)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, as_rank, tmp_path, kind):
+    """Its checkpoints are folders, which a process alone resumes from."""
+    changes = {"parallel.kind": kind, "optim.accumulate": 2, "train.test_bleu": True,
+               "train.max_steps": 8, "train.save_every": 2, "model.encoder_connection": "dlcl",
+               "model.decoder_connection": "latent"}  # fmt: skip
+
+    def into(name, **more):
+        return changes | more | {"output": str(tmp_path / name)}
+
+    one = train(make_recipe(into("one")), quiet=True).output
+    whole = as_rank(into("whole")).output
+    assert_losses_agree(one, whole)
+    assert (whole / "logs" / "rank-0.log").read_text().count("step") > 8
+    half = {"train.max_steps": 4, "train.validate_every": 99, "train.average_last": 0,
+            "train.test_bleu": False}  # fmt: skip
+    as_rank(into("again") | half | {"data.dev_source": None, "data.dev_target": None})
+    assert sorted(path.name for path in (tmp_path / "again" / "step-00000004").iterdir()) == [
+        ".metadata", "__0_0.distcp", "run.pt",
+    ]  # fmt: skip
+    shutil.copytree(tmp_path / "again", tmp_path / "alone")
+    again = as_rank(into("again", resume=True)).output
+    assert rows(again, "train") == rows(whole, "train")
+    a, b = (load_checkpoint(path / "step-00000008")["model"] for path in (again, whole))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    alone = train(make_recipe(into("alone", resume=True)), quiet=True).output
+    assert rows(alone, "train")[-1]["loss"] == pytest.approx(rows(one, "train")[-1]["loss"])
+    content = load_checkpoint(whole / "best.pt")
+    assert "training" not in content
 
 
 @pytest.mark.parametrize("count", ["", "-1", "1.0", "two"])

@@ -1,0 +1,80 @@
+"""What tests of whole runs share: their metrics and files, and how to strike in a step."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast.mt.training import load_checkpoint
+from deepfast.mt.training.trainer import Trainer
+
+TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
+
+
+def rows(folder, event=None):
+    """The metrics of a run without what differs from run to run: times and memory."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    kept = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return [row for row in kept if event in (None, row["event"])]
+
+
+def names(folder):
+    """The checkpoints of a run."""
+    return sorted(p.name for p in Path(folder).iterdir()
+                  if p.suffix == ".pt" or p.name.startswith("step-"))  # fmt: skip
+
+
+def _numbers(value):
+    """One value, or those of all layers; a layer that is frozen has none."""
+    values = value if isinstance(value, list) else [value]
+    return [math.nan if x is None else x for x in values]
+
+
+def assert_losses_agree(one, other):
+    """Losses, gradient norms and validations of two runs, to rounding."""
+    one, other = rows(one), rows(other)
+    assert [(r["event"], r["step"]) for r in one] == [(r["event"], r["step"]) for r in other]
+    for expected, got in zip(one, other, strict=True):
+        for key in expected:
+            if key in ("loss", "nll", "accuracy") or key.startswith("grad_norm"):
+                near = pytest.approx(_numbers(expected[key]), rel=1e-5, nan_ok=True)
+                assert _numbers(got[key]) == near, (key, expected)
+
+
+def assert_same_runs(one, other):
+    """Metrics, and the tensors of all checkpoints, to the bit."""
+    assert rows(one) == rows(other)
+    assert names(one) == names(other)
+    for name in names(one):
+        a, b = (load_checkpoint(Path(folder) / name) for folder in (one, other))
+        assert a["model"].keys() == b["model"].keys()
+        for key, tensor in a["model"].items():
+            assert torch.equal(tensor, b["model"][key]), (name, key)
+        states = [c.get("training", {"optimizer": {"state": {}}})["optimizer"]["state"]
+                  for c in (a, b)]  # fmt: skip
+        assert states[0].keys() == states[1].keys()
+        for number, state in states[0].items():
+            for field, value in state.items():
+                assert torch.equal(value, states[1][number][field]), (name, number, field)
+
+
+def at_step(monkeypatch, step, action):
+    """Calls `action(trainer)` before the given optimizer step."""
+    original = Trainer.train_step
+
+    def train_step(self):
+        if self.step + 1 == step:
+            action(self)
+        original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+class Killed(BaseException):
+    """The error that ends a test's run; nothing may catch it."""
+
+
+def die(*args):
+    raise Killed

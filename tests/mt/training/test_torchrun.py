@@ -1,0 +1,265 @@
+"""Runs under torchrun on ranks of this machine: the losses of one process, exact resumes, and
+faults. Where a rank fails, all end within a minute with one sentence that names it, and the last
+checkpoint stays. `test_ranks` tests in one process what does not need several.
+
+Starting ranks takes seconds, so one start trains several recipes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepfast.mt.training import dump_recipe, load_checkpoint, train
+from deepfast.mt.training.lock import only_run
+from tests.mt.training.runs import assert_losses_agree, assert_same_runs, names, rows
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
+
+PROGRAM = Path(__file__).with_name("rank_faults.py")
+AT, SAVED = 7, "step-00000004"
+KINDS = ("ddp", "fsdp")
+PLAIN = {"model.dropout": 0.0, "train.max_steps": 20, "train.save_every": 5, "train.keep_last": 9}
+
+
+class Done:
+    """What the ranks said, torchrun's exit code, and the seconds from the last fault to the end."""
+
+    def __init__(self, process, began):
+        self.out, self.error, self.code = process.stdout, process.stderr, process.returncode
+        self.seconds = time.time() - began.stat().st_mtime if began.exists() else None
+        self.told = re.findall(r"^deepfast train: (.*)$", self.error, re.MULTILINE)
+
+
+@pytest.fixture
+def torchrun(make_recipe, tmp_path):
+    """torchrun(ranks, {name: changes}) trains recipes, each into a folder of its name. In the
+    recipe of a fault's name one rank fails."""
+
+    def run(size, recipes, *options, rank=1):
+        words = []
+        for name, changes in recipes.items():
+            output = {"output": str(tmp_path / changes.get("output", name))}
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(dump_recipe(make_recipe(changes | output)))
+            fault = name if name in (*FAULTS, *OTHERS) or "=" in name else "none"
+            words.append(f"{fault}:{rank}:{AT}:{path}")
+        process = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(size), *options, str(PROGRAM), *words],
+            capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        return Done(process, Path(f"{path}.began"))
+
+    return run
+
+
+@pytest.fixture
+def one_process(make_recipe, tmp_path):
+    return train(make_recipe(PLAIN | {"output": str(tmp_path / "one")}), quiet=True).output
+
+
+def test_two_ranks_resume_to_the_bit(torchrun, tmp_path):
+    recipes = {}
+    for kind in KINDS:
+        # The second validation, right before the save at step 10, is worse than the first.
+        changes = PLAIN | {"parallel.kind": kind, "optim.accumulate": 3, "model.dropout": 0.2,
+                           "optim.restart_step": 6, "optim.restart_lr": 3.0}  # fmt: skip
+        recipes[f"{kind}-whole"] = changes
+        begun = {"train.max_steps": 10, "train.average_last": 0}
+        recipes[f"{kind}-first"] = changes | begun | {"output": f"{kind}-again"}
+        recipes[f"{kind}-again"] = changes | {"resume": True}
+    assert torchrun(2, recipes).code == 0
+    for kind in KINDS:
+        assert_same_runs(tmp_path / f"{kind}-whole", tmp_path / f"{kind}-again")
+        best = [row["best"] for row in rows(tmp_path / f"{kind}-whole", "valid")]
+        assert best[:2] == [True, False]
+
+
+def test_two_ranks_then_four_then_one(one_process, torchrun, make_recipe, tmp_path):
+    """Also from a file of one process, which older runs have left."""
+    begun = {"train.max_steps": 10, "train.average_last": 0}
+    halves = {f"{kind}-half": PLAIN | begun | {"parallel.kind": kind} for kind in KINDS}
+    assert torchrun(2, halves).code == 0
+    shutil.copytree(one_process, tmp_path / "file")
+    for step in (10, 15, 20):
+        (tmp_path / "file" / f"step-{step:08d}.pt").unlink()
+    recipes = {"file": PLAIN | {"parallel.kind": "fsdp", "resume": True}}
+    for kind in KINDS:
+        shutil.copytree(tmp_path / f"{kind}-half", tmp_path / f"{kind}-one")
+        recipes[f"{kind}-half"] = PLAIN | {"parallel.kind": kind, "train.max_steps": 15,
+                                           "resume": True}  # fmt: skip
+    assert torchrun(4, recipes).code == 0
+    assert_losses_agree(one_process, tmp_path / "file")
+    for path in (tmp_path / f"{kind}-{end}" for kind in KINDS for end in ("half", "one")):
+        train(make_recipe(PLAIN | {"output": str(path), "resume": True}), quiet=True)
+        assert_losses_agree(one_process, path)
+        assert (path / "step-00000020.pt").is_file()
+
+
+MODELS = {
+    "latent": {"model.decoder_connection": "latent", "model.decoder_layers": 3,
+               "model.latent": {"hard": True, "kl_weight": 0.1, "lr_scale": 10.0},
+               "optim.accumulate": 2},
+    "attention residuals": {"model.encoder_connection": "attnres", "memory": "history"},
+    "mudd, post-norm": {"model.encoder_connection": "mudd", "model.decoder_connection": "dlcl"},
+    "fusion": {"model.encoder_fusion": "attention", "memory": "states", "optim.accumulate": 4},
+    "transparent": {"model.cross_attention": "transparent", "model.mixture_dropout": 0.0},
+    "lstm": {"model": {"kind": "fast_forward_lstm", "dim": 16, "dropout": 0.0}},
+    "growing": {"grow": {"train": {"max_steps": 20}}},
+    "Adam anew, all micro-batches at once": {
+        "optim.restart_step": 9, "optim.restart_lr": 1e-3, "optim.accumulate": 2,
+        "train.validate_bleu": True, "memory": "1GiB"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_has_the_losses_of_one_process(torchrun, make_recipe, tmp_path, kind):
+    recipes = {name: PLAIN | changes | {"parallel.kind": kind} for name, changes in MODELS.items()}
+    assert torchrun(2, recipes).code == 0
+    for name, changes in recipes.items():
+        one = tmp_path / f"one {name}"
+        train(make_recipe(changes | {"output": str(one)}), quiet=True)
+        for stage in ("stage1", "stage2") if name == "growing" else ("",):
+            assert_losses_agree(one / stage, tmp_path / name / stage)
+
+
+def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
+    steps = ("train.max_steps=4", "train.validate_every=2", f"output={tmp_path}")
+    said = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "deepfast",
+        "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
+    ).stdout  # fmt: skip
+    assert said.count("stopped by max_steps") == 1
+    assert "deepfast translate" in said
+    done = python("-m", "deepfast", "export", str(tmp_path / "step-00000004"), "--output",
+                  str(tmp_path / "model.safetensors"))  # fmt: skip
+    assert "transformer of step 4" in done.stdout
+
+
+SILENT = "rank 1: no answer, killed or stopped from outside"
+FAULTS = {
+    "nan": f"rank 1: step {AT}: the loss is nan; the first value that is not finite is the output "
+    "of encoder.layers.1.feed_forward.down (Linear)",
+    "nan_gradient": f"rank 1: step {AT}: the gradient of the output of "
+    "encoder.layers.1.feed_forward.up (Linear) is not finite",
+    "memory": "rank 1: out of memory (CUDA out of memory. Tried to allocate 20 GiB.)",
+    "disk": "rank 1: {folder}/step-00000008: the checkpoint cannot be written (No space left on "
+    "device); earlier ones are intact",
+    "killed": SILENT,
+    "killed_in_save": SILENT,
+    "stopped": SILENT,
+}
+"""Fault -> how the sentence begins, where rank 1 fails."""
+OTHERS = ("stopped_before_save", "vanished", "torchrun_killed", "told_to_stop", "scheduler")
+"""Faults with tests of their own."""
+
+
+def faulty(*faults, **changes):
+    return {fault: {"parallel.timeout": 8.0} | changes for fault in faults}
+
+
+def check(folder, fault, told, rank=1):
+    expected = FAULTS[fault].format(folder=folder).replace("rank 1", f"rank {rank}")
+    assert [sentence for sentence in told if sentence.startswith(expected)], told
+    # A rank that is killed while it writes leaves a hidden folder, which the next run removes.
+    assert [n for n in names(folder) if n.startswith("step-")] == [SAVED]
+    assert load_checkpoint(folder / SAVED)["step"] == 4
+
+
+def test_each_fault_is_one_sentence_on_all_ranks(torchrun, tmp_path):
+    faults = ["nan", "nan_gradient", "disk", "memory", "told_to_stop"]
+    with only_run(tmp_path / "locked"):
+        done = torchrun(2, faulty("locked", "vanished", *faults))
+    locked, vanished, *told = done.told
+    assert locked.startswith(f"rank 0: {tmp_path / 'locked'}: expected a folder in which nothing")
+    # No checkpoint is named, because none is left.
+    folder = tmp_path / "vanished"
+    assert re.fullmatch(f"rank 0: {folder}/metrics.jsonl: expected .* during the run", vanished)
+    assert not folder.exists()
+    assert len(told) == 4, done.error
+    for fault, sentence in zip(faults, told, strict=False):
+        check(tmp_path / fault, fault, [sentence])
+        assert sentence.endswith(f"; last checkpoint: {tmp_path / fault / SAVED}")
+        for rank in (0, 1):
+            assert done.out.count(f"{fault}: rank {rank} ends with 1") == 1, done.out
+    last = tmp_path / "told_to_stop" / f"step-{AT:08d}"
+    assert f"SIGTERM on rank 1: stopped after step {AT}; continue from {last}" in done.out
+    assert load_checkpoint(last)["step"] == AT
+    assert done.out.count("ends with 143") == 2
+    assert done.code != 0
+
+
+def test_ranks_with_other_recipes_are_refused(torchrun, tmp_path):
+    others = {
+        "optim.lr=0.5": "optim.lr 0.005 -> 0.5",
+        "resume=true": "resume False -> True",
+        "grow.train.max_steps=3": "grow None -> {'train': {'max_steps': 3}}",
+        "model.dlcl.window=2": "model.dlcl None -> {'window': 2}",
+    }
+    done = torchrun(2, faulty(*others))
+    assert done.told == [f"rank 1: expected the recipe of rank 0, got another one ({change})"
+                         for change in others.values()]  # fmt: skip
+    assert done.out.count("ends with 1") == 2 * len(others)
+    assert done.code != 0
+    assert not any((tmp_path / other).exists() for other in others)
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
+    done = torchrun(2, faulty("killed"), "--max-restarts", "1")
+    assert done.code == 0, done.error
+    assert done.seconds < 100
+    (sentence,) = done.told
+    assert sentence.startswith(FAULTS["killed"])
+    folder = tmp_path / "killed"
+    assert f"resumed from {folder / SAVED} at step 4" in done.out
+    assert [row["step"] for row in rows(folder, "train")] == list(range(1, 13))
+    for rank in (0, 1):
+        assert "step     12" in (folder / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (4, 2)])
+def test_every_fault_ends_all_ranks_within_a_minute(torchrun, tmp_path, fault, kind, size, rank):
+    done = torchrun(size, faulty(fault, **{"parallel.kind": kind}), rank=rank)
+    assert done.code != 0
+    # torchrun waits 30 s before it kills a rank that is stopped.
+    assert done.seconds < 60
+    assert len(done.told) == 1, done.error
+    check(tmp_path / fault, fault, done.told, rank)
+
+
+def test_a_first_rank_that_is_stopped_while_it_works_for_all_is_named(torchrun, tmp_path):
+    done = torchrun(2, faulty("stopped_before_save"), rank=0)
+    assert done.code != 0
+    assert done.seconds < 60
+    (sentence,) = done.told
+    check(tmp_path / "stopped_before_save", "stopped", [sentence], rank=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_stops_all_ranks_with_a_checkpoint(torchrun, tmp_path, kind):
+    done = torchrun(2, faulty("scheduler", **{"parallel.kind": kind}))
+    assert done.code != 0
+    assert done.seconds < 60
+    (step,) = re.findall(r"SIGTERM on rank \d: stopped after step (\d+); continue from", done.out)
+    assert load_checkpoint(tmp_path / "scheduler" / f"step-{int(step):08d}")["step"] == int(step)
+
+
+def test_ranks_end_without_torchrun(torchrun, tmp_path):
+    done = torchrun(2, faulty("torchrun_killed"))
+    assert done.seconds < 60
+    assert done.told
+    for sentence in done.told:
+        assert re.match(r"rank \d: torchrun does not answer, killed from outside; last", sentence)
+    assert done.out.count("ends with 1") == 2
+    assert names(tmp_path / "torchrun_killed")[-1] == SAVED
