@@ -1,6 +1,8 @@
 """A corpus of a few words, and a recipe of a model that trains on it in milliseconds."""
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def make_recipe(corpus, tmp_path):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _finished():
     return {}
 
@@ -82,3 +84,13 @@ def whole_run(make_recipe, tmp_path_factory, _finished):
         return _finished[key]
 
     return run
+
+
+@pytest.fixture
+def finished(whole_run, tmp_path):
+    """finished(changes): a copy of such a run, in the folder of `make_recipe`."""
+
+    def copy(changes=()):
+        return Path(shutil.copytree(whole_run(dict(changes)).output, tmp_path / "run"))
+
+    return copy

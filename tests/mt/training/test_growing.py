@@ -20,8 +20,7 @@ from deepfast.mt.training import (
     train,
 )
 from deepfast.mt.training.growing import TOP_FIELDS, second_run
-from deepfast.mt.training.trainer import Trainer
-from tests.mt.training.test_run import Killed, die, names, rows
+from tests.mt.training.runs import Killed, assert_same_runs, at_step, die, rows
 
 GROW = {
     "grow.model.top_encoder_layers": 2,
@@ -38,14 +37,12 @@ GROW = {
 
 def at(monkeypatch, growing, step, action):
     """Calls `action(trainer)` before an optimizer step of the first or of the second run."""
-    original = Trainer.train_step
 
-    def train_step(self):
-        if (isinstance(self.model, DepthGrowing), self.step + 1) == (growing, step):
-            action(self)
-        original(self)
+    def strike(trainer):
+        if isinstance(trainer.model, DepthGrowing) == growing:
+            action(trainer)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    at_step(monkeypatch, step, strike)
 
 
 def weights(path):
@@ -53,15 +50,8 @@ def weights(path):
 
 
 def assert_same_folders(whole, two):
-    one = whole.output.parent
     for folder in ("stage1", "stage2"):
-        assert names(Path(one) / folder) == names(Path(two) / folder)
-        assert rows(Path(one) / folder) == rows(Path(two) / folder)
-        for name in names(Path(one) / folder):
-            a, b = (weights(Path(output) / folder / name) for output in (one, two))
-            assert a.keys() == b.keys()
-            for key, tensor in a.items():
-                assert torch.equal(tensor, b[key]), (folder, name, key)
+        assert_same_runs(whole.output.parent / folder, two / folder)
 
 
 def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, capsys):

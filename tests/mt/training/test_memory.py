@@ -1,11 +1,9 @@
 """Training within a memory budget: plans, trials, messages and errors."""
 
-import json
 import math
 import platform
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from deepfast.mt.training import RecipeError, TrainingError, train
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.memory import fit_memory, plan_run
 from deepfast.mt.training.trainer import Trainer
+from tests.mt.training.runs import rows
 
 CPU = torch.device("cpu")
 WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
@@ -25,11 +24,6 @@ def make_trainer(recipe, folder):
     folder.mkdir(exist_ok=True)
     torch.manual_seed(recipe.train.seed)
     return Trainer(recipe, load_corpus(recipe.data, seed=1, folder=folder), CPU)
-
-
-def rows(recipe, event):
-    lines = (Path(recipe.output) / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == event]
 
 
 @pytest.fixture
@@ -46,8 +40,8 @@ def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path):
     for memory in (None, "keep", "lean", "history"):
         recipe = make_recipe(WIDE | {"memory": memory, "output": str(tmp_path / str(memory))})
         result = train(recipe, quiet=True)
-        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]
-        trials = rows(recipe, "memory")
+        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe.output, "train")]
+        trials = rows(recipe.output, "memory")
         assert len(trials) == (memory is not None)
         assert result.step == 2
         # The checkpoint's model and config do not name the policies.
@@ -61,7 +55,7 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
     recipe = make_recipe(WIDE | {"memory": f"{(most + least) // 2}B"})
     result = train(recipe)
     text = capsys.readouterr().out
-    (row,) = rows(recipe, "memory")
+    (row,) = rows(recipe.output, "memory")
     assert row["step"] == 0
     assert row["measured_bytes"] <= row["predicted_bytes"] <= parse_bytes(recipe.memory)
     assert "keep" not in row["policies"].split(";")[0]
@@ -214,6 +208,6 @@ def test_a_policy_by_name_where_nothing_is_planned(make_recipe, tmp_path):
                                      "model.share_embeddings": "none",
                                      "output": str(tmp_path / str(memory))})  # fmt: skip
         train(recipe, quiet=True)
-        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe, "train")]
-        assert not rows(recipe, "memory")
+        seen[memory] = [(row["step"], row["loss"]) for row in rows(recipe.output, "train")]
+        assert not rows(recipe.output, "memory")
     assert seen[None] == seen["leaner"]

@@ -10,16 +10,9 @@ from deepfast import files
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
 from deepfast.mt.training.run_folder import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
+from tests.mt.training.runs import Killed, at_step, die
 
 FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))
-
-
-class Killed(BaseException):
-    """The error that ends a test's run; nothing may catch it."""
-
-
-def die(*args):
-    raise Killed
 
 
 @pytest.fixture
@@ -28,15 +21,8 @@ def killed_at(make_recipe, monkeypatch):
     called after it began."""
 
     def run(step, prepare=die):
-        original = Trainer.train_step
-
-        def train_step(self):
-            if self.step + 1 == step:
-                prepare(patch)
-            original(self)
-
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "train_step", train_step)
+            at_step(patch, step, lambda trainer: prepare(patch))
             with pytest.raises(Killed):
                 train(make_recipe(), quiet=True)
 
@@ -50,9 +36,9 @@ def damage(path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe, count):
+def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe, finished, count):
     """And it can be continued as the sentence says, also from the best."""
-    folder = train(make_recipe(), quiet=True).output
+    folder = finished()
     newest_first = [folder / name for name in (THIRD, SECOND, FIRST, "best.pt")]
     damaged, rest = newest_first[:count], newest_first[count:]
     for path in damaged:
@@ -73,8 +59,8 @@ def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe
     assert load_checkpoint(damaged[0])["step"] == 12
 
 
-def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe):
-    folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
+def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe, finished):
+    folder = finished({"train.max_steps": 8})
     copy = shutil.copy(folder / FIRST, folder / "step-good.pt")
     with pytest.raises(CheckpointError, match=f"later checkpoints than {copy}, got {SECOND}"):
         train(make_recipe({"resume": str(copy)}), quiet=True)
@@ -89,8 +75,10 @@ def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe):
     assert train(make_recipe({"resume": str(good)}), quiet=True).step == 12
 
 
-def test_a_file_does_not_continue_in_the_folder_of_another_run(make_recipe, killed_at, tmp_path):
-    other = train(make_recipe({"output": str(tmp_path / "other")}), quiet=True)
+def test_a_file_does_not_continue_in_the_folder_of_another_run(
+    make_recipe, whole_run, killed_at, tmp_path
+):
+    other = whole_run({})
     killed_at(3)
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=r"run: expected a new folder.*\(metrics\.jsonl\)"):
@@ -140,8 +128,8 @@ def test_a_best_that_is_not_that_of_the_run_is_forgotten(
     assert (result.best_nll, load_checkpoint(result.best)["step"]) == (3.0, 10)
 
 
-def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe):
-    folder = train(make_recipe(), quiet=True).output
+def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe, finished):
+    folder = finished()
     damage(folder / SECOND)
     with pytest.raises(CheckpointError, match=rf"^{folder / SECOND}: .*; all steps are done"):
         train(make_recipe({"resume": True}), quiet=True)
@@ -149,8 +137,8 @@ def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe)
     assert train(make_recipe({"resume": True}), quiet=True).average == folder / "average.pt"
 
 
-def test_metrics_that_are_missing_are_told(make_recipe, capsys):
-    folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
+def test_metrics_that_are_missing_are_told(make_recipe, finished, capsys):
+    folder = finished({"train.max_steps": 8})
     metrics = folder / "metrics.jsonl"
     first, _, *rest = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([first, "\0\0\n", *rest]))
@@ -162,9 +150,9 @@ def test_metrics_that_are_missing_are_told(make_recipe, capsys):
     assert told in capsys.readouterr().out
 
 
-def test_a_finished_run_of_another_number_of_ranks_saves_no_step_twice(make_recipe):
+def test_a_finished_run_of_another_number_of_ranks_saves_no_step_twice(make_recipe, finished):
     """Its last checkpoint is a folder where one process writes a file."""
-    folder = train(make_recipe(), quiet=True).output
+    folder = finished()
     names = sorted(path.name for path in folder.glob("step-*"))
     twin = folder / "step-00000012"
     (folder / THIRD).rename(twin)
@@ -186,12 +174,13 @@ def test_what_a_killed_run_left_half_written_is_removed(
 ):
     def prepare(patch):
         # As after SIGKILL of another process: the file does not get its name, nothing removes it.
-        patch.setattr(files.os, "getpid", lambda: 7)
         patch.setattr(files.os, "replace", die)
         patch.setattr(files.Path, "unlink", lambda *args, **options: None)
 
     if step:
         killed_at(step, prepare)
+        (part,) = (tmp_path / "run").glob("*.part")
+        part.rename(part.with_name(f".{name}.7.part"))
     else:
         # Written before the first step.
         (tmp_path / "run").mkdir()

@@ -1,6 +1,5 @@
 """Whole runs: the files they write, how they stop, and that resuming continues the same run."""
 
-import json
 import os
 import shutil
 import signal
@@ -22,39 +21,7 @@ from deepfast.mt.training import (
 from deepfast.mt.training import checkpoint as checkpoint_module
 from deepfast.mt.training.report import Report
 from deepfast.mt.training.trainer import Trainer, Validation
-
-TIMES = ("seconds", "source_tokens_per_second", "target_tokens_per_second", "memory_bytes")
-
-
-def rows(folder, event=None):
-    """The metrics of a run without what differs from run to run: times and memory."""
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    kept = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-    return [row for row in kept if event in (None, row["event"])]
-
-
-def names(folder):
-    return sorted(p.name for p in Path(folder).glob("*.pt"))
-
-
-def at_step(monkeypatch, step, action):
-    """Calls `action(trainer)` before the given optimizer step."""
-    original = Trainer.train_step
-
-    def train_step(self):
-        if self.step + 1 == step:
-            action(self)
-        original(self)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-
-
-class Killed(BaseException):
-    """The error that ends a test's run; nothing may catch it."""
-
-
-def die(trainer):
-    raise Killed
+from tests.mt.training.runs import Killed, assert_same_runs, at_step, die, names, rows
 
 
 def test_a_run_learns_and_leaves_its_files(make_recipe):
@@ -130,12 +97,7 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, monkeypatch, ch
     # Another generator state in the new process must not matter.
     torch.manual_seed(12345)
     resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
-    assert rows(resumed.output) == rows(whole.output)
-    assert names(resumed.output) == names(whole.output)
-    for name in names(whole.output):
-        one, two = (load_checkpoint(run.output / name) for run in (whole, resumed))
-        for key, tensor in one["model"].items():
-            assert torch.equal(tensor, two["model"][key]), (name, key)
+    assert_same_runs(whole.output, resumed.output)
 
 
 def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
@@ -149,12 +111,9 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monke
     assert first.average is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = train(make_recipe({"resume": True}), quiet=True)
-    assert rows(resumed.output) == rows(whole.output)
     assert resumed.best_nll == whole.best_nll
     # The checkpoint written at the interruption is neither kept nor averaged.
-    assert names(resumed.output) == names(whole.output)
-    one, two = (load_checkpoint(run.average)["model"] for run in (whole, resumed))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_runs(whole.output, resumed.output)
 
 
 def test_two_runs_from_one_seed_agree_and_another_seed_differs(make_recipe, tmp_path):
@@ -169,18 +128,18 @@ def test_two_runs_from_one_seed_agree_and_another_seed_differs(make_recipe, tmp_
     assert a != c
 
 
-def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, tmp_path):
-    first = train(make_recipe({"train.max_steps": 4}), quiet=True)
-    before = {p: p.read_bytes() for p in first.output.rglob("*") if p.is_file()}
+def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished, tmp_path):
+    first = finished({"train.max_steps": 4})
+    before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match="expected a new folder, got one with an earlier run"):
         train(make_recipe(), quiet=True)
-    path = first.output / "step-00000004.pt"
+    path = first / "step-00000004.pt"
     elsewhere = make_recipe({"resume": str(path), "output": str(tmp_path / "other")})
     assert train(elsewhere, quiet=True).step == 12
     # The folder holds later checkpoints than the file to resume from.
     with pytest.raises(CheckpointError, match=r"expected a new folder.*\(step-00000008\.pt\)"):
         train(elsewhere, quiet=True)
-    assert before == {p: p.read_bytes() for p in first.output.rglob("*") if p.is_file()}
+    assert before == {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
 
 
 def test_resume_with_nothing_there_starts(make_recipe):
@@ -188,8 +147,8 @@ def test_resume_with_nothing_there_starts(make_recipe):
     assert result.step == 2
 
 
-def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, capsys):
-    train(make_recipe({"train.max_steps": 4}), quiet=True)
+def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, capsys):
+    finished({"train.max_steps": 4})
     before = rows(make_recipe().output)
     again = train(make_recipe({"train.max_steps": 4, "resume": True}), quiet=True)
     assert (again.step, again.stopped) == (4, "max_steps")
@@ -221,8 +180,8 @@ PHRASES |= {"data.phrases": "de", "data.train_size": 60, "data.dev_size": 6, "da
         ({}, {"optim.restart_step": 1, "optim.restart_lr": 1e-3}, "restart_step: expected None"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(make_recipe, start, changes, message):
-    folder = train(make_recipe(start | {"train.max_steps": 2}), quiet=True).output
+def test_a_checkpoint_of_another_run_is_refused(make_recipe, finished, start, changes, message):
+    folder = finished(start | {"train.max_steps": 2})
     files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match=message) as caught:
         train(make_recipe(start | changes | {"resume": True}), quiet=True)
@@ -338,8 +297,8 @@ def test_patience_counts_on_after_a_resume(make_recipe, monkeypatch):
     assert load_checkpoint(result.best)["step"] == 4
 
 
-def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe):
-    train(make_recipe({"train.max_steps": 2}), quiet=True)
+def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe, finished):
+    finished({"train.max_steps": 2})
     changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4,
                "optim.restart_step": 2, "optim.restart_lr": 1e-3}  # fmt: skip
     result = train(make_recipe(changes | {"resume": True}), quiet=True)
