@@ -3,19 +3,16 @@ rank."""
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from deepfast.mt.training.environment import set_random_state
 from deepfast.mt.training.errors import NotFiniteError, ToldError, TrainingError
-from deepfast.mt.training.nonfinite import (
-    first_nonfinite_gradient,
-    first_nonfinite_module,
-    first_nonfinite_output_gradient,
-    first_nonfinite_parameter,
-)
-from deepfast.mt.training.parallel import is_sharded, syncing
+from deepfast.mt.training.parallel import is_sharded, local, syncing
 from deepfast.mt.training.shares import Share
 
 Trainer = Any
@@ -27,28 +24,47 @@ def not_finite(
 ) -> TrainingError:
     """Runs the step again, with the same dropout, to find where it went wrong, and on which
     rank."""
-    step, rank = trainer.step + 1, trainer.ranks.rank
+    step, own = trainer.step + 1, losses[trainer.ranks.rank]
     set_random_state(generators, trainer.device)
     trainer.model.set_step(step)
     if all(map(math.isfinite, losses)):
         return _not_finite_gradient(trainer, mine, target_tokens)
-    if math.isfinite(losses[rank]) and not is_sharded(trainer.loss):
-        return ToldError(f"step {step}: the loss of another rank is not finite")
     module = None
-    for batch, _ in mine:
-        # FSDP's ranks must all go on to the end.
-        found = first_nonfinite_module(
+    # FSDP's ranks must all run the step.
+    if not math.isfinite(own) or is_sharded(trainer.loss):
+        module = _first_bad(
             trainer.model,
-            functools.partial(trainer.batch_loss, batch, 0.0, alone=True),
-            stop=not is_sharded(trainer.loss),
+            lambda: [trainer.batch_loss(batch, 0.0, alone=True) for batch, _ in mine],
         )
-        module = module or found
-    if math.isfinite(losses[rank]):
+    if math.isfinite(own):
         return ToldError(f"step {step}: the loss of another rank is not finite")
     where = f"the output of {module}" if module else "the loss, every module's output is finite"
     return NotFiniteError(
-        f"step {step}: the loss is {losses[rank]}; the first value that is not finite is {where}"
+        f"step {step}: the loss is {own}; the first value that is not finite is {where}"
     )
+
+
+def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int) -> TrainingError:
+    """Says where, and on which rank: the gradients so far are means over all ranks."""
+    # Backward runs from the model's end to its beginning, so it reached the last of them first.
+    bad = [name for name, p in trainer.model.named_parameters() if not _finite(p.grad)]
+    where = f"of {bad[-1]}" if bad else "norm over all parameters"
+    text = f"step {trainer.step + 1}: the gradient {{}} is not finite".format
+    if trainer.ranks.size == 1:
+        return NotFiniteError(text(where))
+
+    def again() -> None:
+        for batch, _ in mine:
+            with syncing(trainer.loss, False):
+                (trainer.batch_loss(batch, 0.0)[0] / target_tokens).backward()
+
+    trainer.optimizer.zero_grad(set_to_none=True)
+    module = _first_bad(trainer.model, again, gradients=True)
+    guilty = any(row[0] for row in trainer.ranks.rows(module is not None))
+    if module:
+        return NotFiniteError(text(f"of the output of {module}"))
+    # Where no rank finds it, it was the sum over the ranks that went wrong.
+    return (ToldError if guilty else NotFiniteError)(text(where))
 
 
 def check_weights(trainer: Trainer) -> None:
@@ -60,29 +76,46 @@ def check_weights(trainer: Trainer) -> None:
         NotFiniteError: a parameter is not finite.
         ToldError: it is one of another rank's share.
     """
-    name = first_nonfinite_parameter(trainer.model)
-    if any(bad for (bad,) in trainer.ranks.rows(name is not None)):
+    bad = [name for name, p in trainer.model.named_parameters() if not _finite(local(p))]
+    if any(found for (found,) in trainer.ranks.rows(bool(bad))):
+        name = bad[0] if bad else None
         text = f"step {trainer.step}: the parameter {name} is not finite after the update"
         raise NotFiniteError(text) if name else ToldError(text)
 
 
-def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int) -> TrainingError:
-    """Says where, and on which rank: the gradients so far are means over all ranks."""
-    name = first_nonfinite_gradient(trainer.model)
-    where = f"of {name}" if name else "norm over all parameters"
-    text = f"step {trainer.step + 1}: the gradient {{}} is not finite".format
-    if trainer.ranks.size == 1:
-        return NotFiniteError(text(where))
+def _finite(value: Any) -> bool:
+    """Whether a tensor, or each in a tuple or list, has no NaN and no infinity; True for others."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    return all(map(_finite, value)) if isinstance(value, (tuple, list)) else True
 
-    def again() -> None:
-        for batch, _ in mine:
-            with syncing(trainer.loss, False):
-                (trainer.batch_loss(batch, 0.0)[0] / target_tokens).backward()
 
-    trainer.optimizer.zero_grad(set_to_none=True)
-    module = first_nonfinite_output_gradient(trainer.model, again)
-    guilty = any(row[0] for row in trainer.ranks.rows(module is not None))
-    if module:
-        return NotFiniteError(text(f"of the output of {module}"))
-    # Where no rank finds it, it was the sum over the ranks that went wrong.
-    return (ToldError if guilty else NotFiniteError)(text(where))
+def _first_bad(model: nn.Module, run: Callable[[], Any], *, gradients: bool = False) -> str | None:
+    """Calls ``run``, which calls ``model``, and names the module whose output, or the gradient of
+    it, is the first that is not finite; None if there is none."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def check(value: Any) -> None:
+            if not _finite(value):
+                found.append(name)
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not gradients:
+                check(output)
+            elif isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(check)
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(watch(f"{name or 'the model'} ({type(module).__name__})"))
+        for name, module in model.named_modules()
+        if name or not gradients
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -84,13 +85,9 @@ class Report:
     def note(self, line: str) -> None:
         """One line for this rank's log alone."""
         if self._own is not None:
-            try:
+            with _writing(self._own.name):
                 self._own.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
                 self._own.flush()
-            except OSError as error:
-                raise TrainingError(
-                    f"{self._own.name}: cannot be written ({error.strerror})"
-                ) from error
 
     def check(self) -> None:
         """Ends a run whose folder or metrics are no longer there, before it writes more.
@@ -113,10 +110,8 @@ class Report:
         """
         self.check()
         if self._stream is not None:
-            try:
+            with _writing(self.path):
                 os.fsync(self._stream.fileno())
-            except OSError as error:
-                raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
         """One object for programs, and one line or an update of the bar for people."""
@@ -125,7 +120,7 @@ class Report:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in row.items()}  # fmt: skip
         self.check()
-        try:
+        with _writing(self.path):
             if self._stream is not None:
                 self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
                 self._stream.flush()
@@ -134,8 +129,6 @@ class Report:
                     for end, each in _scalars(name, value):
                         self._board.add_scalar(f"{event}{end}", each, row["step"])
                 self._board.flush()
-        except OSError as error:
-            raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
         line = describe(row)
         if event == "train" and self._bar is not None:
             self.note(line)
@@ -170,9 +163,16 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
 
 def _opened(path: Path) -> TextIO:
     """A file to add lines to; its folder is made."""
-    try:
+    with _writing(path):
         path.parent.mkdir(exist_ok=True)
         return open(path, "a", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(path: object) -> Iterator[None]:
+    """Turns an error of the system into a sentence that names the file."""
+    try:
+        yield
     except OSError as error:
         raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 

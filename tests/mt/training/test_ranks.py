@@ -191,6 +191,15 @@ def test_the_rank_whose_loss_is_not_finite_says_where(pair, bad, error, message)
         trainer.train_step()
 
 
+def test_the_rank_whose_gradient_is_not_finite_says_where(pair):
+    trainer, *_ = pair({})
+    down = trainer.model.encoder.layers[1].feed_forward.down
+    down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.nan,))
+    where = r"the output of encoder\.layers\.1\.feed_forward\.up \(Linear\)"
+    with pytest.raises(NotFiniteError, match=f"step 1: the gradient of {where} is not finite"):
+        trainer.train_step()
+
+
 @pytest.fixture
 def as_rank(make_recipe, monkeypatch):
     """as_rank(changes): trains as the only rank of torchrun, in this process."""
