@@ -145,18 +145,9 @@ class _Run:
         """Peak bytes of the trial step."""
         self.changed: list[str] = []
         if content is not None:
-            try:
-                self.trainer.load_state_dict(content, self.saved)
-                before = content["recipe"] | {"resume": recipe.resume}
-                self.changed = differences(before, recipe.to_dict())
-                if (size := self.trainer.ranks_before) != ranks.size:
-                    self.changed.append(f"ranks {size} -> {ranks.size}, with new dropout")
-                if why := self.saving.find_best(self.saved, content["training"]):
-                    self.changed.append(why)
-            except (LookupError, TypeError, AttributeError) as error:
-                raise CheckpointError(
-                    f"{self.saved}: the checkpoint lacks what resuming needs ({error!r})"
-                ) from error
+            more = self.saving.restore(content, self.saved)
+            before = content["recipe"] | {"resume": recipe.resume}
+            self.changed = differences(before, recipe.to_dict()) + more
         # Not before it was read: it may be damaged.
         ranks.saved = self.saved
         self.report = Report(

@@ -6,19 +6,27 @@ first of them writes the best and the average as files without what resuming nee
 
 from __future__ import annotations
 
+import hashlib
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import check_keys
 from deepfast.mt.models.checkpoint_file import CheckpointError
 from deepfast.mt.training.checkpoint import (
     KEYS,
     average_checkpoints,
+    check_config,
     load_checkpoint,
+    load_weights,
     save_checkpoint,
 )
-from deepfast.mt.training.parallel import whole
+from deepfast.mt.training.environment import random_state, set_random_state
+from deepfast.mt.training.parallel import like, whole
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import TrainSection
 from deepfast.mt.training.run_folder import (
@@ -30,7 +38,10 @@ from deepfast.mt.training.run_folder import (
     step_checkpoints,
     step_of,
 )
-from deepfast.mt.training.trainer import Trainer
+from deepfast.mt.training.trainer import Trainer, Window
+
+VALIDATION = ("best_nll", "best_step", "since_best", "validated_at")
+"""Attributes of a trainer that early stopping needs after resuming."""
 
 
 def read_start(path: Path, ranks: Ranks) -> dict[str, Any]:
@@ -56,35 +67,124 @@ def read_start(path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 class Saving:
-    """The checkpoints of a run in a folder."""
+    """The checkpoints of a run in a folder: what is in them, and when a run writes which."""
 
     def __init__(self, folder: Path, trainer: Trainer, section: TrainSection):
         self.folder, self.trainer, self.section = folder, trainer, section
         self.ranks = trainer.ranks
+        # A best of another dev text is none.
+        self._dev = hashlib.sha256(repr(trainer.corpus.dev).encode()).hexdigest()[:16]
 
-    def find_best(self, start: Path, state: dict[str, Any]) -> str | None:
-        """Forgets the best so far where `best.pt` is not that of the state that the run resumes
-        with, or where the dev text is another. The next validation is then the best. Returns why,
-        in words."""
-        trainer, path = self.trainer, self.folder / BEST
+    def _model(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """What translating needs: the trainer's model with ``weights``."""
+        trainer = self.trainer
+        return {
+            "step": trainer.step,
+            "kind": kind_of(trainer.model.config),
+            "config": asdict(trainer.model.config),
+            "model": weights,
+            "vocabulary": trainer.corpus.vocabulary.to_bytes(),
+            "recipe": trainer.recipe.to_dict(),
+        }
 
-        def other() -> str | None:
-            if state.get("dev", trainer.dev) != trainer.dev:
-                return "the dev text"
-            if start.resolve().parent != self.folder.resolve() or not path.exists():
-                return f"no {BEST} in this folder"
-            try:
-                found = load_checkpoint(path, optimizer=False)["step"]
-            except CheckpointError:
-                return f"{BEST} is damaged"
-            # A run that was killed may have written it after its last checkpoint.
-            return None if found == trainer.best_step else f"{BEST} is of step {found}"
+    def _content(self) -> dict[str, Any]:
+        """Everything a checkpoint holds: plain values and tensors. Ranks call it together."""
+        trainer, optim = self.trainer, self.trainer.recipe.optim
+        random = random_state(trainer.device)
+        return self._model(trainer.model.state_dict()) | {
+            "training": {
+                "optimizer": trainer.optimizer.state_dict(),
+                "schedule": {"step": trainer.step, "peak": optim.lr, "warmup": optim.warmup},
+                "batches": trainer.corpus.batches.state_dict(),
+                "random": random if self.ranks.alone else self.ranks.objects(random),
+                "validation": {name: getattr(trainer, name) for name in VALIDATION},
+                "dev": self._dev,
+                "window": asdict(trainer.window),
+                "seconds": trainer.seconds,
+            }
+        }
 
-        why = self.ranks.by_first(other)
-        if why is None or trainer.best_step == 0:
-            return None
-        trainer.best_nll, trainer.best_step = math.inf, 0
-        return f"{why}; the next validation is the best so far"
+    def restore(self, content: dict[str, Any], path: Path) -> list[str]:
+        """Lets a new trainer continue exactly where the checkpoint was taken. Learning rate, betas
+        and the like come from the recipe, which may have changed.
+
+        Args:
+            content: of `read_start`.
+            path: its name in errors.
+
+        Returns:
+            What is not as before, in words.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or of other text, or lacks a part.
+        """
+        trainer = self.trainer
+        check_config(path, content, trainer.model.config)
+        try:
+            trainer.corpus.batches.load_state_dict(content["training"]["batches"])
+            if "model" not in content:
+                from deepfast.mt.training.checkpoint_folder import load_share
+
+                content = load_share(path, content, trainer.model, self.ranks)
+            self._load_weights(content["model"], path)
+            state = content["training"]
+            self._load_optimizer(state["optimizer"])
+            trainer.step, trainer.seconds = content["step"], float(state["seconds"])
+            for name in VALIDATION:
+                setattr(trainer, name, state["validation"][name])
+            trainer.window = Window(**state["window"])
+            changed = []
+            # Restored last, because building the model drew from the same generators.
+            states = state["random"] if isinstance(state["random"], list) else [state["random"]]
+            if len(states) == self.ranks.size:
+                set_random_state(states[self.ranks.rank], trainer.device)
+            else:
+                self.ranks.seed(trainer.recipe.train.seed, trainer.step)
+                changed.append(f"ranks {len(states)} -> {self.ranks.size}, with new dropout")
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: the checkpoint lacks what resuming needs ({error!r})"
+            ) from error
+        why = self.ranks.by_first(lambda: self._other_best(path, state.get("dev", self._dev)))
+        if why is not None and trainer.best_step > 0:
+            trainer.best_nll, trainer.best_step = math.inf, 0
+            changed.append(f"{why}; the next validation is the best so far")
+        return changed
+
+    def _load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
+        own = self.trainer.model.state_dict()
+        mine = {n: like(w, own[n]) if n in own else w for n, w in weights.items()}
+        load_weights(self.trainer.model, mine, path)
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        optimizer = self.trainer.optimizer
+        own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Copies: the tensors are mapped from the file, which may be deleted.
+        state = {number: {name: like(value, parameters[number]).clone()
+                          for name, value in fields.items()}
+                 for number, fields in saved["state"].items()}  # fmt: skip
+        optimizer.load_state_dict(saved | {"state": state})
+        for group, options in zip(optimizer.param_groups, own, strict=True):
+            group.update(options)
+
+    def _other_best(self, start: Path, dev: str) -> str | None:
+        """Why `best.pt` is not the best of the run that resumes, in words; None if it is."""
+        path = self.folder / BEST
+        if dev != self._dev:
+            return "the dev text"
+        if start.resolve().parent != self.folder.resolve() or not path.exists():
+            return f"no {BEST} in this folder"
+        try:
+            found = load_checkpoint(path, optimizer=False)["step"]
+        except CheckpointError:
+            return f"{BEST} is damaged"
+        # A run that was killed may have written it after its last checkpoint.
+        return None if found == self.trainer.best_step else f"{BEST} is of step {found}"
 
     def has_step(self) -> bool:
         """Whether the folder has a checkpoint of this step, of any number of ranks."""
@@ -94,7 +194,7 @@ class Saving:
     def step(self) -> Path:
         """Saves what the run resumes from, and removes what is older than the recipe keeps."""
         path = self.folder / STEP_FILE.format(self.trainer.step)
-        content = self.trainer.state_dict()
+        content, trainer = self._content(), self.trainer
         if self.ranks.alone:
             save_checkpoint(path, content)
         else:
@@ -102,7 +202,10 @@ class Saving:
             from deepfast.mt.training.checkpoint_folder import save_folder
 
             path = path.with_suffix("")
-            save_folder(path, *parted(content, self.trainer.parameter_names()), self.ranks)
+            names = {id(p): name for name, p in trainer.model.named_parameters()}
+            groups = trainer.optimizer.param_groups
+            numbered = [names[id(p)] for group in groups for p in group["params"]]
+            save_folder(path, *parted(content, numbered), self.ranks)
         keep, every = self.section.keep_last, self.section.save_every
         self.ranks.by_first(lambda: prune(self.folder, keep, every))
         return path
@@ -111,7 +214,7 @@ class Saving:
         """Saves the model that has the lowest dev NLL so far."""
         path, trainer = self.folder / BEST, self.trainer
         if self.ranks.alone:
-            save_checkpoint(path, trainer.state_dict())
+            save_checkpoint(path, self._content())
             return
         weights = {}
         for name, tensor in trainer.model.state_dict().items():
@@ -119,7 +222,7 @@ class Saving:
             # The other ranks only take part in gathering it.
             if self.ranks.first:
                 weights[name] = tensor.cpu()
-        self.ranks.by_first(lambda: save_checkpoint(path, trainer.model_state(weights)))
+        self.ranks.by_first(lambda: save_checkpoint(path, self._model(weights)))
 
     def average(self) -> tuple[Path, int]:
         """Averages the newest checkpoints and gives the model their weights; returns the file and
@@ -135,8 +238,8 @@ class Saving:
                     f"{error}; all steps are done, and only the average is missing: move this one "
                     "out of the folder and continue with resume=true"
                 ) from error
-            save_checkpoint(path, self.trainer.model_state(weights))
+            save_checkpoint(path, self._model(weights))
 
         self.ranks.by_first(write)
-        self.trainer.load_weights(load_checkpoint(path)["model"], path)
+        self._load_weights(load_checkpoint(path)["model"], path)
         return path, len(paths)

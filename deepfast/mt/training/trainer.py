@@ -1,14 +1,11 @@
-"""One model in training: the step, the validation, and a state that resumes exactly."""
+"""One model in training: the step and the validation, from batches to new parameters."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
-from deepfast.mt.models import TranslationModel, build, kind_of
-from deepfast.mt.models.checkpoint_file import CheckpointError
-from deepfast.mt.training.checkpoint import check_config, load_weights
+from deepfast.mt.models import TranslationModel, build
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
 from deepfast.mt.training.failed_step import not_finite
@@ -29,7 +24,6 @@ from deepfast.mt.training.growing import load_bottom
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
     is_sharded,
-    like,
     local_bytes,
     logits_gathered,
     shard_again,
@@ -40,9 +34,6 @@ from deepfast.mt.training.parallel import (
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.shares import Share, shares
-
-VALIDATION = ("best_nll", "best_step", "since_best", "validated_at")
-"""Attributes of a trainer that early stopping needs after resuming."""
 
 
 @dataclass
@@ -114,18 +105,11 @@ class Trainer:
         self.seconds = 0.0
         """Wall time of the run up to its last checkpoint."""
         self.best_nll, self.best_step, self.since_best = math.inf, 0, 0
-        # A digest of the dev text: a best of another text is none.
-        self.dev = hashlib.sha256(repr(corpus.dev).encode()).hexdigest()[:16]
         self.validated_at = 0
         """Step of the last validation."""
         self.window = Window()
-        self.ranks_before = ranks.size
-        """Ranks of the run that the checkpoint is of."""
-        self._micro_batches = self._epochs()
-
-    def _epochs(self) -> Iterator[Batch]:
-        """The batches of one epoch after the other, from where `TokenBatches` stands."""
-        return itertools.chain.from_iterable(itertools.repeat(self.corpus.batches))
+        # One epoch after the other, from where `TokenBatches` stands at the first step.
+        self._micro_batches = itertools.chain.from_iterable(itertools.repeat(corpus.batches))
 
     def batch_loss(
         self, batch: Batch, smoothing: float, *, accuracy: bool = False, alone: bool = False
@@ -295,89 +279,6 @@ class Trainer:
             return True
         self.since_best += 1
         return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint holds: plain values and tensors. Ranks call it together."""
-        optim, random = self.recipe.optim, random_state(self.device)
-        return self.model_state(self.model.state_dict()) | {
-            "training": {
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": {"step": self.step, "peak": optim.lr, "warmup": optim.warmup},
-                "batches": self.corpus.batches.state_dict(),
-                "random": random if self.ranks.alone else self.ranks.objects(random),
-                "validation": {name: getattr(self, name) for name in VALIDATION},
-                "dev": self.dev,
-                "window": asdict(self.window),
-                "seconds": self.seconds,
-            }
-        }
-
-    def model_state(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """What translating needs: this model with `weights`."""
-        return {
-            "step": self.step,
-            "kind": kind_of(self.model.config),
-            "config": asdict(self.model.config),
-            "model": weights,
-            "vocabulary": self.corpus.vocabulary.to_bytes(),
-            "recipe": self.recipe.to_dict(),
-        }
-
-    def parameter_names(self) -> list[str]:
-        """Names of the parameters, in the order in which the optimizer numbers them."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
-
-    def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
-        """Gives the model the weights of a checkpoint; `path` is its name in errors."""
-        own = self.model.state_dict()
-        mine = {n: like(w, own[n]) if n in own else w for n, w in weights.items()}
-        load_weights(self.model, mine, path)
-
-    def load_state_dict(self, content: dict[str, Any], path: Path) -> None:
-        """Continue exactly where the checkpoint was taken; `path` is its name in errors.
-
-        Learning rate, betas and the like come from the recipe, which may have changed. A content
-        without weights is that of a folder, from which each rank reads its share.
-        """
-        check_config(path, content, self.model.config)
-        try:
-            self.corpus.batches.load_state_dict(content["training"]["batches"])
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        if "model" not in content:
-            from deepfast.mt.training.checkpoint_folder import load_share
-
-            content = load_share(path, content, self.model, self.ranks)
-        self.load_weights(content["model"], path)
-        state = content["training"]
-        self._load_optimizer(state["optimizer"], path)
-        self.step, self.seconds = content["step"], float(state["seconds"])
-        for name in VALIDATION:
-            setattr(self, name, state["validation"][name])
-        self.window = Window(**state["window"])
-        self._micro_batches = self._epochs()
-        # Restored last, because building the model drew from the same generators.
-        states = state["random"] if isinstance(state["random"], list) else [state["random"]]
-        self.ranks_before = len(states)
-        if self.ranks_before == self.ranks.size:
-            set_random_state(states[self.ranks.rank], self.device)
-        else:
-            self.ranks.seed(self.recipe.train.seed, self.step)
-
-    def _load_optimizer(self, saved: dict[str, Any], path: Path) -> None:
-        own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        try:
-            # Copies: the tensors are mapped from the file, which may be deleted.
-            state = {number: {name: like(value, parameters[number]).clone()
-                              for name, value in fields.items()}
-                     for number, fields in saved["state"].items()}  # fmt: skip
-            self.optimizer.load_state_dict(saved | {"state": state})
-        except (ValueError, IndexError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        for group, options in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(options)
 
 
 def perplexity(nll: float) -> float:
