@@ -1,5 +1,6 @@
 """Ranks in one process: what they tell each other, their gradients, and who is named."""
 
+import contextlib
 import math
 import pickle
 import shutil
@@ -19,6 +20,7 @@ from deepfast.mt.training import (
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.environment import StopSignal, settings
 from deepfast.mt.training.errors import ToldError
+from deepfast.mt.training.parallel import syncing
 from deepfast.mt.training.ranks import Ranks, restarts
 from deepfast.mt.training.run import _check_same
 from deepfast.mt.training.trainer import Trainer
@@ -174,6 +176,15 @@ def test_the_mean_of_the_ranks_gradients_is_that_of_one_process(pair, accumulate
     for a, b, whole in zip(*(t.parameters for t in (*two, one)), strict=True):
         if whole.grad is not None:
             torch.testing.assert_close((a.grad + b.grad) / 2, whole.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_ddp_reduces_the_gradients_of_the_last_micro_batch_alone():
+    class Shared(torch.nn.Module):
+        def no_sync(self):
+            return contextlib.nullcontext("not reduced")
+
+    with syncing(Shared(), False) as first, syncing(Shared(), True) as last:
+        assert (first, last) == ("not reduced", None)
 
 
 @pytest.mark.parametrize(
