@@ -10,11 +10,13 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from bench.encoder import DEVIATION, MEAN, lengths, parse
 from deepfast import ops
+from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, ratio
 from deepfast.measure.machine import cpu_model
 
@@ -61,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
             options = {"dtype": torch.float32, **kind}
             count = lengths(64, True) if words is None else torch.tensor(words)
             runs = {by: step(count, args.width, backend=by, **options) for by in ("cpu", "sdpa")}
-            rows = interleave(runs, repeats=args.rounds, now=time.process_time)
+            rows = interleave(
+                runs, repeats=args.rounds, clock=partial(on_cpu, now=time.process_time)
+            )
             cells.append(f"{ratio(rows['sdpa'], rows['cpu']):.2f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return 0

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from bench.generation import EOS, numbers, search
+from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.machine import cpu_model
 from deepfast.mt.models import Transformer, TransformerConfig
@@ -117,7 +118,9 @@ def main(argv: list[str] | None = None) -> int:
             tokens = {name: run() for name, run in runs.items()}
             if len(set(tokens.values())) > 1:
                 raise RuntimeError(f"expected translations of the same lengths, got {tokens}")
-            rows = interleave(runs, repeats=args.rounds, now=time.process_time)
+            rows = interleave(
+                runs, repeats=args.rounds, clock=partial(on_cpu, now=time.process_time)
+            )
             ours, theirs = (tokens[name] / rows[name].median for name in runs)
             factor = ratio(rows["transformers"], rows["deepfast"])
             print(f"| {dim} | {encoder} + {decoder} | {ours:.0f} | {theirs:.0f} | {factor:.2f} |",

@@ -10,10 +10,12 @@ time of the thread; the variants take turns.
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
+from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, keep_memory
 from deepfast.nn import DLCL, DepthHistory, LayerNorm
 
@@ -56,7 +58,9 @@ def measure(kind: str, rounds: int = 25) -> dict[str, float]:
         forward = make(kind, launches=launches)
         variants[f"forward, {name}"] = forward
         variants[f"both ways, {name}"] = lambda f=forward: f().sum().backward()
-    rows = interleave(variants, repeats=rounds, warmup=3, now=time.thread_time)
+    rows = interleave(
+        variants, repeats=rounds, warmup=3, clock=partial(on_cpu, now=time.thread_time)
+    )
     return {name: round(row.median / (LAYERS + 1) * 1e6, 1) for name, row in rows.items()}
 
 

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
-#   backend -> proof.known -> proof.prove, which starts proof.worker -> proof.cases -> nn
+#   backend -> proof.known -> proof.prove, which starts proof.worker -> cases -> nn
 # checks, dtypes, files and memory lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "dtypes", "files", "memory", "version"}
@@ -36,9 +36,10 @@ ALLOWED = {
     "proof.ranks": {"proof.table"},
     "proof.prove": {"proof", "proof.table"},
     "proof.known": {"proof", "proof.prove", "proof.ranks", "proof.show", "proof.table"},
-    "proof.check": OPS,
-    "proof.cases": {"proof.check", "proof.table"} | NN,
-    "proof.worker": {"proof", "proof.cases", "proof.check"},
+    "clock": set(),
+    "cases": NN,
+    "proof.check": {"cases", "clock"} | OPS,
+    "proof.worker": {"proof", "proof.check", "proof.table", "cases"},
     "backend": {"dtypes", "launches", "reference", "kernels", "_C", "version", "proof", *PROOF},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
@@ -52,7 +53,7 @@ ALLOWED = {
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
     "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
-    "measure": {"mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
+    "measure": {"cases", "clock", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
     "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.

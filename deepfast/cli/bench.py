@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from deepfast import checks
     from deepfast.files import require
     from deepfast.measure import bench_ops
+    from deepfast.measure.bench_ops import CASES, Sizes
     from deepfast.measure.clock import keep_memory
     from deepfast.measure.machine import cpu_model
-    from deepfast.measure.op_forms import CASES, Sizes
 
     for op in args.ops:
         if op not in CASES:

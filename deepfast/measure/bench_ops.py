@@ -1,29 +1,116 @@
-"""Times ops beside plain PyTorch, in turns, forward alone and with backward."""
+"""Times ops beside plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 
 import torch
+from torch.func import functional_call
 
 from deepfast import backend
+from deepfast.cases import ops
+from deepfast.cases.case import Case, Computed, Rows, torchs, tuple_of
+from deepfast.clock import clock_of
+from deepfast.measure import attention_forms, forms
 from deepfast.measure.clock import interleave, ratio
-from deepfast.measure.op_forms import CASES, Case, Sizes
+from deepfast.nn import DLCL, AttentionResiduals
 
 PASSES = ("forward", "forward and backward")
 
 
-def _runs(case: Case, backward: bool, device: str) -> dict[str, Callable[[], object]]:
-    """A run of each form."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of all cases."""
 
-    def run(form: Callable) -> None:
-        found = form(*case.leaves)
-        if backward:
-            found = found if isinstance(found, tuple) else (found,)
-            outputs = [x for x in found if x.grad_fn is not None]
-            torch.autograd.grad(outputs, case.leaves, [torch.ones_like(x) for x in outputs])
-        if device != "cpu":
-            torch.accelerator.synchronize()
+    tokens: int = 2048
+    """T."""
+    dim: int = 512
+    """D."""
+    sources: int = 24
+    """Layers that `depth_mix` and the like read."""
+    layers: int = 12
+    """Layers of the stacks whose connection is timed."""
+    vocabulary: int = 8192
+    """Words of the loss."""
+    dropout: float = 0.1
+    """Where an op has dropout."""
+    dtype: torch.dtype = torch.float32
+    """Of all operands."""
+    device: str = "cpu"
+    """Of all operands."""
 
-    return {"deepfast": lambda: run(case.ours), "torch": lambda: run(case.plain)}
+    @property
+    def rows(self) -> Rows:
+        return Rows((self.tokens,), self.dim)
+
+
+def _sentences(s: Sizes) -> list[int]:
+    """Lengths of a half to one and a half of their mean, 80 words."""
+    count = max(1, s.tokens // 80)
+    lengths = torch.linspace(s.tokens / count / 2, s.tokens / count * 3 / 2, count).int().tolist()
+    return [*lengths[:-1], s.tokens - sum(lengths[:-1])]
+
+
+class _Mixing(torch.nn.Module):
+    """A form of the connection of a whole stack whose layers do nothing."""
+
+    def __init__(self, connection: DLCL | AttentionResiduals, module: ModuleType, form: str):
+        super().__init__()
+        self.connection, self.mix = connection, module.mixing_alone
+        self.form = module.FORMS[form]
+
+    def forward(self, y):
+        return self.mix(self.form, self.connection, y, None)
+
+
+def _connection(
+    s: Sizes, connection: DLCL | AttentionResiduals, module: ModuleType, plain: str
+) -> Case:
+    # Equal weights, as at the start, would hide a mix-up of layers.
+    given = {
+        name: Computed(p.detach() + 0.1 * torch.randn_like(p))
+        for name, p in connection.named_parameters()
+    }
+
+    def run(form: str, y, **parameters):
+        mixing = _Mixing(connection.to(y.device), module, form)
+        named = {f"connection.{name}": p for name, p in parameters.items()}
+        return functional_call(mixing, named, (y,))
+
+    return Case(
+        name="connection", op="boundary", operands={"y": s.rows.random()} | given,
+        run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
+        how=f"{s.layers} layers: {plain}",
+    )  # fmt: skip
+
+
+CASES: dict[str, Callable[[Sizes], Case]] = {
+    "layer_norm": lambda s: ops.layer_norm("", s.rows, p=s.dropout),
+    "rms_norm": lambda s: ops.rms_norm("", s.rows, p=s.dropout),
+    "activation": lambda s: ops.activation("", Rows((s.tokens,), 4 * s.dim), p=s.dropout),
+    "norm_linear": lambda s: ops.norm_linear("", s.rows, 3 * s.dim, residual=False),
+    "feed_forward": lambda s: ops.feed_forward(
+        "", s.rows, 4 * s.dim, "relu", p=s.dropout, residual=False
+    ),
+    "attention": lambda s: ops.attention(
+        "", _sentences(s), None, ops.Heads(max(1, s.dim // 64), s.dim // max(1, s.dim // 64))
+    ),
+    "depth_mix": lambda s: ops.depth_mix("", s.rows, s.sources),
+    "depth_attention": lambda s: ops.depth_attention(
+        "", s.rows, s.sources, None, gain=False, lse=False
+    ),
+    "attention_residual": lambda s: ops.attention_residual("", s.rows, s.sources),
+    "linear_cross_entropy": lambda s: ops.linear_cross_entropy("", s.rows, s.vocabulary),
+    "peephole_lstm": lambda s: ops.peephole_lstm(
+        "", min(32, s.tokens), max(1, s.tokens // min(32, s.tokens)), s.dim // 2
+    ),
+    "DLCL": lambda s: _connection(s, DLCL(s.layers, s.dim), forms, "stack and sum"),
+    "AttentionResiduals": lambda s: _connection(
+        s, AttentionResiduals(s.layers, s.dim), attention_forms, "stack"
+    ),
+}
+"""The public ops, and the connections of a whole stack whose layers do nothing."""
 
 
 def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
@@ -31,14 +118,25 @@ def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
     the median of the rounds' ratios."""
     torch.manual_seed(1)
     case = CASES[op](sizes)
+    leaves = case.of_one_dtype(sizes.dtype, sizes.device)
+    both = {"deepfast": case.run, "torch": partial(case.plain, torchs)}
+
+    def run(form: Callable, backward: bool):
+        outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
+        if not backward:
+            return outputs
+        return torch.autograd.grad(
+            outputs, list(leaves.values()), list(map(torch.ones_like, outputs))
+        )
+
     rows = []
     for what in PASSES:
-        runs = _runs(case, what != "forward", sizes.device)
+        runs = {name: partial(run, form, what != "forward") for name, form in both.items()}
         with backend.record() as ran:
             runs["deepfast"]()
-        found = interleave(runs, repeats=rounds)
+        found = interleave(runs, repeats=rounds, clock=clock_of(sizes.device))
         rows.append({
-            "op": op, "pass": what, "torch_form": case.plain_form,
+            "op": op, "pass": what, "torch_form": case.how,
             "backend": "+".join(sorted({by for _, by in ran})),
             "seconds": {name: row.median for name, row in found.items()},
             "ratio": ratio(found["torch"], found["deepfast"]),

@@ -6,11 +6,11 @@ the machine is measured in the same run and compared with a kernel's bytes per s
 
 import ctypes
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from deepfast.clock import Clock, on_cpu, take_turns
 from deepfast.measure.rows import Row
 
 COPY = "copy"
@@ -29,29 +29,21 @@ def keep_memory() -> bool:
     return bool(libc.mallopt(trim_threshold, most) and libc.mallopt(mmap_threshold, most))
 
 
-def timed(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one run."""
-    start = now()
-    run()
-    return now() - start
-
-
 def interleave(
     variants: dict[str, Callable[[], object]],
     *,
     repeats: int = 5,
     warmup: int = 1,
     nbytes: dict[str, int] | None = None,
-    now: Callable[[], float] = time.perf_counter,
+    clock: Clock = on_cpu,
 ) -> dict[str, Row]:
-    """Runs every variant in turn: ``warmup`` uncounted rounds, then ``repeats`` rounds."""
-    rows = {name: Row(variant=name, nbytes=(nbytes or {}).get(name)) for name in variants}
-    for number in range(warmup + repeats):
-        for name, run in variants.items():
-            elapsed = timed(run, now)
-            if number >= warmup:
-                rows[name].seconds.append(elapsed)
-    return rows
+    """Rows of variants that take turns, see `deepfast.clock.take_turns`; with ``nbytes`` the bytes
+    that each has to move."""
+    found = take_turns(variants, rounds=repeats, warmup=warmup, clock=clock)
+    return {
+        name: Row(variant=name, seconds=seconds, nbytes=(nbytes or {}).get(name))
+        for name, seconds in found.items()
+    }
 
 
 def ratio(slow: Row, fast: Row) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Protocol
 
-from deepfast.measure.clock import timed
+from deepfast.clock import on_cpu
 from deepfast.measure.machine import ResidentPeak, free_bytes
 from deepfast.measure.progress import Job
 from deepfast.measure.rows import Row
@@ -70,4 +70,4 @@ def _count(row: Row, case: Callable[[], Case]) -> None:
 
 def _time(row: Row, case: Callable[[], Case]) -> None:
     if row.peak_bytes is not None:
-        row.seconds.append(timed(partial(case().run, row.variant)))
+        row.seconds.append(on_cpu(partial(case().run, row.variant)))

@@ -13,7 +13,9 @@ from typing import TextIO
 
 import torch
 
-from deepfast.proof import cases, check
+from deepfast.cases import sizes
+from deepfast.proof import check
+from deepfast.proof.table import widths
 
 
 def _end_with_parent() -> None:
@@ -66,9 +68,10 @@ class Worker:
     def _fault(self, by: str, dtype: torch.dtype) -> dict:
         case = None
         try:
-            for case in cases.cases(self.job["op"], self.device.type, self.job["thorough"]):
+            op, kind = self.job["op"], self.device.type
+            for case in sizes.cases(op, kind, widths(op, kind), self.job["thorough"]):
                 self.begin(by, case.name)
-                found = check.fault(case, self.job["op"], by, dtype, self.device)
+                found = check.fault(case, by, dtype, self.device)
                 if found is not None:
                     return {"error": found}
         except Exception as error:
@@ -84,7 +87,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _timed(self, names: list[str], dtype: torch.dtype, width: int) -> dict:
-        case = cases.wide(self.job["op"], width, self.device.type)
+        case = sizes.typical(self.job["op"], width, self.device.type)
         running = names[0]
 
         def begin(by: str) -> None:

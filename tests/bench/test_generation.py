@@ -4,6 +4,7 @@ import re
 from functools import partial
 
 from bench import generation
+from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave
 from deepfast.mt.search import beam_search
 
@@ -34,7 +35,8 @@ def test_the_speed_is_that_of_a_beam_search(capsys, threads, monkeypatch):
         return found
 
     monkeypatch.setattr(generation, "beam_search", search)
-    monkeypatch.setattr(generation, "interleave", partial(interleave, now=lambda: clock[0]))
+    timed = partial(on_cpu, now=lambda: clock[0])
+    monkeypatch.setattr(generation, "interleave", partial(interleave, clock=timed))
     arguments = ["--encoder", "1,2", "--decoder", "1", "--length", "2", "--rounds", "1"]
     with threads(1):
         assert generation.main([*arguments, "--device", "cpu"]) == 0

@@ -2,13 +2,15 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from deepfast import ops
+from deepfast.cases.case import differentiate, torchs
 from deepfast.cli import main
-from deepfast.measure.op_forms import CASES, Sizes
+from deepfast.measure.bench_ops import CASES, Sizes
 
 TOY = ["--tokens", "6", "--dim", "8", "--rounds", "1", "--device", "cpu"]
 
@@ -22,16 +24,12 @@ def test_both_forms_compute_the_same(op):
     sizes = Sizes(tokens=170, dim=8, sources=3, layers=3, vocabulary=11, dropout=0.0,
                   dtype=torch.float64)  # fmt: skip
     case = CASES[op](sizes)
-    found = []
-    for form in (case.ours, case.plain):
-        outputs = form(*case.leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        needed = [x for x in outputs if x.grad_fn is not None]
-        torch.manual_seed(2)
-        gradients = torch.autograd.grad(needed, case.leaves, list(map(torch.randn_like, needed)))
-        found.append((*outputs, *gradients))
-    for ours, plain in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, check_dtype=False, rtol=1e-5, atol=1e-5)
+    ours, plain = (
+        differentiate(form, case.of_one_dtype(torch.float64), torch.float64)
+        for form in (case.run, partial(case.plain, torchs))
+    )
+    for name in ours:
+        torch.testing.assert_close(ours[name], plain[name], check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
 def test_the_table_has_every_op(capsys):

@@ -5,15 +5,16 @@ backend, on the reference in the same dtype on the same device, and on the refer
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deepfast import backend
+from deepfast.cases.case import Case, Computed, Stored, differentiate
 from deepfast.depth.state import empty_slots
-from deepfast.dtypes import compute_dtype
 from deepfast.launches import LAUNCHES
-from deepfast.proof.check import Case, Computed, Stored, differentiate
+from deepfast.dtypes import compute_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +73,8 @@ def assert_alike(tolerances, by, op, name, arguments, dtype, device) -> None:
 
 def on_the_cpu(function, inputs, by, storage, dtype, device) -> dict[str, Tensor]:
     """Results of ``function(**inputs, backend=by)`` and gradients, moved to the CPU."""
-    found = differentiate(Case("", inputs, function), by, storage, dtype, device)
+    leaves = Case(name="", op="", operands=inputs, run=function).leaves(storage, dtype, device)
+    found = differentiate(partial(function, backend=by), leaves, storage)
     return {name: value.cpu() for name, value in found.items()}
 
 

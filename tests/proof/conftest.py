@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 
 from deepfast import backend
-from deepfast.proof import cases, known, prove, ranks, worker
+from deepfast.cases import sizes
+from deepfast.proof import known, prove, ranks, worker
 from deepfast.proof import table as tables
 from tests.proof import faults
 
@@ -53,7 +54,7 @@ def device(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(backend.PROVABLE, "cpu", ("cuda", "triton"))
-    monkeypatch.setattr(cases, "cases", faults.few)
+    monkeypatch.setattr(sizes, "cases", faults.few)
     # The order of the backends decides, because an interpreter is never the fastest.
     monkeypatch.setattr(prove, "time", lambda *_: None)
     monkeypatch.setattr(known, "make_runner", InProcess)

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend, ops
-from deepfast.proof import cases, check, known
+from deepfast.cases import case as cases
+from deepfast.cases import sizes
+from deepfast.proof import check, known
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
 from tests.proof import faults
@@ -181,7 +183,7 @@ def test_a_process_that_cannot_be_started(monkeypatch):
 
 
 def test_every_op_has_cases():
-    assert set(cases.MAKERS) == set(backend.OPS)
+    assert set(sizes.KERNELS) == set(backend.OPS)
 
 
 # ---- times ---------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def test_a_kernel_that_writes_to_an_operand_is_named():
             bias.data.add_(1)
         return y
 
-    given = {"x": check.Computed(torch.randn(3, 8)), "bias": check.Computed(torch.randn(8))}
-    case = check.Case("writes", given, function)
-    said = check.fault(case, "layer_norm", "cpu", torch.float32, CPU)
+    given = {"x": cases.Computed(torch.randn(3, 8)), "bias": cases.Computed(torch.randn(8))}
+    case = cases.Case(name="writes", op="layer_norm", operands=given, run=function)
+    said = check.fault(case, "cpu", torch.float32, CPU)
     assert said.startswith("writes: operand bias: error ")

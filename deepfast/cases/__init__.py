@@ -1,0 +1,5 @@
+"""One registry of calls of every op: tests, the self-check and benchmarks all read it.
+
+`case` says what a call is, `ops` and `stacks` make the calls, and `sizes` lists those that a kernel
+is held to and those that are timed.
+"""

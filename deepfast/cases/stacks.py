@@ -1,0 +1,84 @@
+"""Makes calls of the depth connections: stacks whose layers do next to nothing."""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from deepfast.cases.case import Case, Computed, Rows
+from deepfast.cases.ops import gains, values
+from deepfast.depth.history import DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
+
+
+class _Stack(torch.nn.Module):
+    """Boundaries whose layers add a given tensor to 1/64 of their input, so that the error of one
+    boundary is not hidden by the errors of those before it."""
+
+    def __init__(self, connection: torch.nn.Module, dim: int, full: bool, rms: bool):
+        super().__init__()
+        self.connection, self.full = connection, full
+        self.norm = RMSNorm(dim) if rms else LayerNorm(dim)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        history, x, residual = DepthHistory(), None, None
+        results = []
+        for k, y in enumerate(given):
+            branch = y if x is None else y + x / 64
+            if self.full:
+                residual, x = self.connection(
+                    branch, history, residual=residual, dropout_p=0.3, seed=k,
+                    out_norm=self.norm.as_output(),
+                )  # fmt: skip
+            else:
+                x = self.connection(branch, history)
+            results.append(x)
+        return tuple(results)
+
+
+def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend=None, **given: Tensor):
+    states = [given.pop(f"y{k}") for k in range(depth + 1)]
+    rms = options.get("norm_kind") == "rms"
+    connection = kind(depth, dim, backend=backend, **options)
+    stack = _Stack(connection, dim, full, rms).to(states[0].device)
+    parameters = {name.replace("__", "."): p for name, p in given.items()}
+    return functional_call(stack, parameters, tuple(states))
+
+
+def _case(name: str, op: str, kind, rows: Rows, *, depth: int, full: bool, options: dict, **given):
+    """A call of a connection with the parameters ``given``."""
+    operands: dict = {f"y{k}": rows.random() for k in range(depth + 1)}
+    operands |= {f"connection__{n}": p for n, p in given.items()}
+    if full:
+        operands["norm__weight"] = gains(rows.dim)
+        if options.get("norm_kind") != "rms":
+            operands["norm__bias"] = values(rows.dim)
+    run = functools.partial(_push, kind, depth, rows.dim, full, options)
+    return Case(name=name, op=op, operands=operands, run=run)
+
+
+def boundary(name: str, rows: Rows, *, depth: int = 6, full: bool = False, **options) -> Case:
+    """A DLCL of ``depth`` layers; ``full`` with residual, dropout and the next layer's norm."""
+    count, dim = depth + 1, rows.dim
+    channels = (dim,) if options.get("weight") == "vector" else ()
+    given = {"weight": Computed(torch.randn(count, count, *channels) / count**0.5)}
+    if options.get("norm", "pre") is not None:
+        given["norm_weight"] = gains(count, dim)
+        if options.get("norm_kind") != "rms":
+            given["norm_bias"] = values(count, dim)
+    return _case(name, "boundary", DLCL, rows, depth=depth, full=full, options=options, **given)
+
+
+def attention_boundary(
+    name: str, rows: Rows, *, depth: int = 6, full: bool = False, **options
+) -> Case:
+    """The same with attention residuals."""
+    count = depth + 1
+    given = {"query": Computed(torch.randn(count, rows.dim) / rows.dim**0.5)}
+    if options.get("weights") == "relu":
+        given["bias"] = values(count, count)
+    return _case(
+        name, "attention_boundary", AttentionResiduals, rows, depth=depth, full=full,
+        options=options, **given,
+    )  # fmt: skip
