@@ -265,7 +265,8 @@ def depth_attention(
         return attend(sources.values(), query, scores, norm_weight, lse=lse)
 
     state, results = rows.tokens * rows.dim, hops or 1
-    product = 2 * 2 * results * count * state
+    # The scores and the sum.
+    product = (1 if scored else 2) * 2 * results * count * state
     return Case(
         name=name, op="depth_attention", operands=given, run=run, plain=plain,
         how=f"a stack of {count} layers, rms_norm, softmax, sum",

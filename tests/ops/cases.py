@@ -1,215 +1,162 @@
-"""For every registered op: a public call with its leaves, and the operator behind it."""
+"""Small calls of every registered op, of `deepfast.cases`, and the operator behind each."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepfast import ops
+from deepfast import ops as public
 from deepfast.backend import NO_CUDA, SDPA
+from deepfast.cases import ops
+from deepfast.cases.case import Rows, differentiate, masked, tuple_of
+from deepfast.proof import check
+from tests.tolerances import assert_accurate
 
-T, D, K, N, SEED = 5, 16, 3, 7, 11
-SMOOTHING = 0.1
-
-
-class Case(NamedTuple):
-    """A public call with its leaves, and the arguments of the operator behind it."""
-
-    run: Callable
-    leaves: list[torch.Tensor]
-    arguments: Callable
+T, D, K, N = 5, 16, 3, 7
+P, SEED = 0.3, 11
 
 
-def leaf(*shape):
-    return torch.randn(shape, requires_grad=True)
+def _packed(name, rows, p):
+    """Two sentences, the first of two tokens; two heads share one of the keys."""
+    lengths = [2, rows.tokens - 2]
+    return ops.attention(name, lengths, None, ops.Heads(2, D, 2), causal=True, window=1, p=p)
 
 
-def cu_seqlens(tokens):
-    """Two sentences, the first of two tokens."""
-    return torch.tensor([0, 2, tokens], dtype=torch.int32)
+def _recurrent(name, rows, _):
+    return ops.peephole_lstm(name, rows.tokens, 2, K, reverse=True, begun=True)
 
 
-def labels(tokens):
-    return torch.arange(tokens) % N
-
+MAKERS = {
+    "layer_norm": lambda n, rows, p: ops.layer_norm(n, rows, p=p),
+    "activation": lambda n, rows, p: ops.activation(n, rows, "gelu", p=p),
+    "depth_mix": lambda n, rows, _: ops.depth_mix(n, rows, K),
+    "depth_mix_tokens": lambda n, rows, _: ops.depth_mix_tokens(n, rows, K),
+    "depth_attention": lambda n, rows, _: ops.depth_attention(n, rows, K, 2, gain=False),
+    "norm_linear": lambda n, rows, p: ops.norm_linear(n, rows, N, p=p),
+    "feed_forward": lambda n, rows, p: ops.feed_forward(n, rows, N, p=p),
+    "attention": _packed,
+    "linear_cross_entropy": lambda n, rows, _: ops.linear_cross_entropy(n, rows, N, bias=True),
+    "peephole_lstm": _recurrent,
+}
+NAMES = list(MAKERS)
+"""Each is the name of a registered op."""
 
 RMS = {
-    "rms_norm": "layer_norm",
-    "norm_linear, rms": "norm_linear",
-    "feed_forward, rms": "feed_forward",
+    "rms_norm": lambda n, rows, p: ops.rms_norm(n, rows, p=p),
+    "norm_linear, rms": lambda n, rows, p: ops.norm_linear(n, rows, N, rms=True, p=p),
+    "feed_forward, rms": lambda n, rows, p: ops.feed_forward(n, rows, N, rms=True, p=p),
 }
-VARIANTS = RMS | {
-    "layer_norm, alone": "layer_norm", "relu": "activation",
-    "depth_mix, per channel": "depth_mix", "depth_mix, no norm": "depth_mix",
-}  # fmt: skip
-"""Cases that share an operator with another case, and the operator's name."""
+FEWER = {
+    "layer_norm, alone": lambda n, rows, _: ops.layer_norm(n, rows, residual=False),
+    "layer_norm, no parameters": lambda n, rows, _: ops.layer_norm(
+        n, rows, residual=False, weight=False, bias=False
+    ),
+    "layer_norm, no bias": lambda n, rows, p: ops.layer_norm(n, rows, p=p, bias=False),
+    "relu": lambda n, rows, p: ops.activation(n, rows, "relu", p=p),
+    "activation, no bias": lambda n, rows, p: ops.activation(n, rows, p=p, bias=False),
+    "depth_mix, per channel": lambda n, rows, _: ops.depth_mix(n, rows, K, channels=True),
+    "depth_mix, no norm": lambda n, rows, _: ops.depth_mix(n, rows, K, norm=()),
+    "depth_attention, scores": lambda n, rows, _: ops.depth_attention(n, rows, K, 2, scored=True),
+    "norm_linear, alone": lambda n, rows, _: ops.norm_linear(n, rows, N, residual=False),
+}
+"""With other or fewer operands."""
+EVERY = MAKERS | RMS | FEWER
+
+PRODUCTS = [name for name in EVERY if name.startswith(("norm_linear", "feed_forward"))]
+ROWS = [
+    name for name in EVERY
+    if name not in (*PRODUCTS, "attention", "linear_cross_entropy", "peephole_lstm")
+]  # fmt: skip
+"""Cases over tokens (..., D) without a matrix product, whose bits depend on strides and threads."""
 
 
-def case(name, backend, p, tokens=T, dim=D):
-    """The op's case with dropout p, where it has dropout.
+class Call:
+    """A case with its leaves."""
 
-    tokens: their count, or the leading dimensions of x in (..., D).
-    """
-    kind = "relu" if name == "relu" else "gelu"
-    channels = (dim,) if name == "depth_mix, per channel" else ()
-    norms = () if name == "depth_mix, no norm" else ("weight", "bias")
-    seed = torch.tensor(SEED) if p else None
-    options = {"dropout_p": p, "seed": SEED, "backend": backend}
+    def __init__(self, name, backend, p=P, lead=T, dim=D):
+        lead = lead if isinstance(lead, tuple) else (lead,)
+        self.case = EVERY[name](name, Rows(lead, dim), p)
+        made = self.case.leaves(torch.float32, torch.float32)
+        self.names, self.leaves, self.backend = list(made), list(made.values()), backend
 
-    def layer_norm(x, residual, w, b):
-        return ops.layer_norm(x, w, b, residual=residual, training=True, **options)
+    def run(self, *leaves):
+        named = dict(zip(self.names, leaves, strict=True))
+        return tuple_of(self.case.run(**named, backend=self.backend))
 
-    def rms_norm(x, residual, w):
-        return ops.rms_norm(x, w, residual=residual, training=True, **options)
+    def operator(self):
+        """The registered op that the call dispatches to, and its arguments."""
 
-    def activation(h, bias):
-        return ops.activation(h, kind, bias=bias, training=True, **options)
+        class Seen(TorchDispatchMode):
+            calls = ()
 
-    def depth_mix(*leaves):
-        sources, (w, *norm) = list(leaves[:K]), leaves[K:]
-        nw, nb = norm or (None, None)
-        return ops.depth_mix(sources, w, norm_weight=nw, norm_bias=nb, backend=backend)
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func.namespace == "deepfast":
+                    self.calls += ((func, args),)
+                return func(*args, **(kwargs or {}))
 
-    def depth_mix_tokens(*leaves):
-        return ops.depth_mix(list(leaves[:K]), leaves[K], backend=backend)
+        with Seen() as seen:
+            self.run(*self.leaves)
+        return seen.calls[0]
 
-    def depth_attention(*leaves):
-        return ops.depth_attention(list(leaves[:K]), leaves[K], return_lse=True, backend=backend)
 
-    rms = name.endswith(", rms")
-
-    def norm_linear(x, residual, nw, *rest):
-        nb, w, b = (None, *rest) if rms else rest
-        return ops.norm_linear(
-            x, nw, nb, w, b, rms=rms, residual=residual, training=True, **options
-        )
-
-    def feed_forward(x, residual, nw, *rest):
-        nb, *linears = (None, *rest) if rms else rest
-        return ops.feed_forward(
-            x, nw, nb, *linears, rms=rms, residual=residual, training=True, activation="gelu",
-            activation_dropout_p=p, activation_seed=SEED, **options,
-        )  # fmt: skip
+def of_any_length(name, backend, p):
+    """The run of a case on any number of tokens: what goes with their number comes from them."""
 
     def attention(q, k, v):
-        lengths = cu_seqlens(q.shape[0])
-        return ops.attention(
-            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=q.shape[0],
-            max_seqlen_k=q.shape[0], causal=True, window=1, **options,
+        lengths = torch.tensor([0, 2, len(q)], dtype=torch.int32)
+        return public.attention(
+            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=len(q),
+            max_seqlen_k=len(q), causal=True, window=1, dropout_p=p, seed=SEED, backend=backend,
         )  # fmt: skip
 
-    def linear_cross_entropy(hidden, w, b):
-        return ops.linear_cross_entropy(
-            hidden, w, labels(hidden.shape[0]), bias=b, label_smoothing=SMOOTHING, return_nll=True,
-            backend=backend,
-        )  # fmt: skip
+    def linear_cross_entropy(hidden, weight, bias):
+        target = torch.arange(hidden.shape[0]) % N
+        return public.linear_cross_entropy(hidden, weight, target, bias=bias, backend=backend)
 
-    def peephole_lstm(f, w, peephole, h0, c0):
-        return ops.peephole_lstm(
-            f, w, peephole, h0=h0, c0=c0, lengths=torch.arange(2) * 2, reverse=True,
-            backend=backend,
-        )  # fmt: skip
-
-    norm = [leaf(dim)] if rms else [leaf(dim), leaf(dim)]
-    x = (*tokens, dim) if isinstance(tokens, tuple) else (tokens, dim)
-    cases = {
-        "layer_norm": lambda: Case(
-            layer_norm, [leaf(*x), leaf(*x), leaf(dim), leaf(dim)],
-            lambda x, r, w, b: (x, r, w, b, 1e-5, False, p, seed, backend),
-        ),
-        "layer_norm, alone": lambda: Case(
-            lambda x, w, b: ops.layer_norm(x, w, b, backend=backend),
-            [leaf(*x), leaf(dim), leaf(dim)],
-            lambda x, w, b: (x, None, w, b, 1e-5, False, 0.0, None, backend),
-        ),
-        "rms_norm": lambda: Case(
-            rms_norm, [leaf(*x), leaf(*x), leaf(dim)],
-            lambda x, r, w: (x, r, w, None, 1e-6, True, p, seed, backend),
-        ),
-        "activation": lambda: Case(
-            activation, [leaf(*x), leaf(dim)], lambda h, b: (h, b, kind, p, seed, backend)
-        ),
-        "depth_mix": lambda: Case(
-            depth_mix,
-            [*(leaf(*x) for _ in range(K)), leaf(K, *channels), *(leaf(K, dim) for _ in norms)],
-            lambda *t: (list(t[:K]), *t[K:], 1e-5, backend),
-        ),
-        "depth_mix_tokens": lambda: Case(
-            depth_mix_tokens,
-            [*(leaf(*x) for _ in range(K)), leaf(*x[:-1], K, 2)],
-            lambda *t: (list(t[:K]), t[K], backend),
-        ),
-        "depth_attention": lambda: Case(
-            depth_attention, [*(leaf(*x) for _ in range(K)), leaf(2, dim)],
-            lambda *t: (list(t[:K]), t[K], None, True, 1e-6, backend),
-        ),
-        "norm_linear": lambda: Case(
-            norm_linear, [leaf(*x), leaf(*x), *norm, leaf(N, dim), leaf(N)],
-            lambda *t: (*_with_bias(t, rms), 1e-5, rms, p, seed, backend),
-        ),
-        "feed_forward": lambda: Case(
-            feed_forward,
-            [leaf(*x), leaf(*x), *norm, leaf(N, dim), leaf(N), leaf(dim, N), leaf(dim)],
-            lambda *t: (
-                *_with_bias(t, rms), 1e-5, rms, p, seed, "gelu", p, seed, True, False, backend,
-            ),
-        ),
-        "attention": lambda: Case(
-            # Two heads share one of the keys.
-            attention, [leaf(tokens, heads, dim) for heads in (2, 1, 1)],
-            lambda q, k, v: (
-                q, k, v, cu_seqlens(len(q)), cu_seqlens(len(q)), len(q), len(q), 1, 0, dim**-0.5, p,
-                seed, backend,
-            ),
-        ),
-        "linear_cross_entropy": lambda: Case(
-            linear_cross_entropy, [leaf(*x), leaf(N, dim), leaf(N)],
-            lambda h, w, b: (
-                h, w, b, labels(len(h)), SMOOTHING, -100, True, None, h.requires_grad,
-                w.requires_grad, b.requires_grad, False, backend,
-            ),
-        ),
-        "peephole_lstm": lambda: Case(
-            peephole_lstm,
-            [leaf(tokens, 2, 4 * K), leaf(K, 4 * K), leaf(3, K), leaf(2, K), leaf(2, K)],
-            lambda f, *rest: (f, *rest, torch.arange(2) * 2, True, f.requires_grad, backend),
-        ),
-    }  # fmt: skip
-    return cases[name if name in cases else VARIANTS[name]]()
+    forms = {"attention": attention, "linear_cross_entropy": linear_cross_entropy}
+    return forms.get(name) or Call(name, backend, p).run
 
 
-def _with_bias(leaves, rms):
-    """Operands in the operator's order; an RMS norm has no bias."""
-    return (*leaves[:3], None, *leaves[3:]) if rms else leaves
-
-
-def outputs(out):
-    return out if isinstance(out, tuple) else (out,)
+def assert_agrees(case, by, dtype=torch.float32, runs=2):
+    """A backend is as near to float64 as the rule says; the reference is the plain form."""
+    if by != "reference":
+        assert check.fault(case, by, dtype, "cpu", runs) is None
+        return
+    if case.plain is None:
+        return
+    plain = partial(case.plain, masked)
+    got = differentiate(partial(case.run, backend=by), case.leaves(dtype, dtype), dtype)
+    exact = differentiate(plain, case.leaves(dtype, torch.float64), dtype)
+    if dtype == torch.float64:
+        for name, value in got.items():
+            torch.testing.assert_close(value, exact[name], msg=f"{case.name}: {name}")
+        return
+    near = differentiate(plain, case.of_one_dtype(dtype), dtype)
+    for name, value in got.items():
+        if not name.startswith("operand"):
+            assert_accurate(value, near[name], exact[name], dtype, f"{case.name}: {name}")
 
 
 def results(run, leaves, wanted=None):
     """Outputs of a call, and the gradients of a loss over all of them, of the leaves ``wanted``."""
-    out = outputs(run(*leaves))
+    out = tuple_of(run(*leaves))
     loss = sum((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in out)
     return [o.detach() for o in out] + list(torch.autograd.grad(loss, wanted or leaves))
 
 
-def operator(name):
-    """The operator behind a case."""
-    return getattr(torch.ops.deepfast, VARIANTS.get(name, name)).default
-
-
-NAMES = [
-    "layer_norm", "activation", "depth_mix", "depth_mix_tokens", "depth_attention", "norm_linear",
-    "feed_forward", "attention", "linear_cross_entropy", "peephole_lstm",
-]  # fmt: skip
-DROPOUT = [0.0, 0.3]
+def equal(found, wanted):
+    return all(map(torch.equal, found, wanted))
 
 
 def serves(name, backend):
     """On the CPU attention is torch's, registered by torch; some ops have no CUDA kernel."""
-    if VARIANTS.get(name, name) in (*NO_CUDA, "depth_mix_tokens") and backend == "cuda":
+    op = EVERY[name]("", Rows((T,), D), 0.0).op
+    if op in NO_CUDA and backend == "cuda":
         pytest.skip(f"{name} has no CUDA kernel")
-    if name == "attention" and backend in SDPA:
+    if op == "attention" and backend in SDPA:
         pytest.skip(f"attention by {backend} is torch's")
+
+
+def operator(name):
+    return getattr(torch.ops.deepfast, name).default

@@ -1,19 +1,20 @@
-"""deepfast.ops.activation against float64, on every backend of a CPU."""
+"""deepfast.ops.activation: what is special to it, on every backend of a CPU."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast import backend as backends
-from deepfast.backend import BackendError
+from deepfast.cases import ops
+from deepfast.cases.case import Rows
 from deepfast.ops import activation
 from deepfast.ops.activation import compute, compute_grad
 from deepfast.reference.activation import KINDS
 from deepfast.reference.dropout import dropout_mask
+from tests.ops.cases import assert_agrees
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 # Rows with and without whole vectors, with several kinds of tail, of more than 8192 channels.
-SHAPES = [(1, 1), (3, 17), (2, 3, 33), (70, 64), (7, 255), (2, 129), (2, 9001)]
 SEED, P = 1234567890123, 0.3
 NUMBERS = torch.linspace(-14, 14, 2**16 + 1)
 
@@ -29,11 +30,6 @@ def kind(request):
     return request.param
 
 
-def mask_of(shape, p, dtype=torch.float64):
-    """The mask of dropout, scaled."""
-    return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape).to(dtype)
-
-
 def fused(h, kind, p, backend, bias=None):
     return activation(h, kind, bias=bias, dropout_p=p, training=True, seed=SEED, backend=backend)
 
@@ -47,44 +43,6 @@ def with_gradient(form, h, dout, bias=None):
     return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
 
 
-def compare(tolerances, ran, backend, dtype, h, kind, p, bias=None):
-    h, dout = h.to(dtype), torch.randn(h.shape).to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    with ran("activation", backend):
-        got = with_gradient(lambda h, b=None: fused(h, kind, p, backend, b), h, dout, bias)
-
-    def plain(dtype):
-        mask = mask_of(h.shape, p, dtype)
-        given = h.to(dtype), dout, None if bias is None else bias.to(dtype)
-        return with_gradient(lambda h, b=0: getattr(F, kind)(h + b) * mask, *given)
-
-    exact = plain(torch.float64)
-    if kind == "relu":
-        # relu's gradient depends on its result: where that is rounded to 0, no gradient passes.
-        exact["dh"] = torch.where(got["out"] != 0, exact["dh"], 0)
-        if bias is not None:
-            exact["dbias"] = exact["dh"].flatten(0, -2).sum(0)
-    tolerances.assert_all_accurate(got, plain(dtype), exact, dtype)
-    assert got["out"].dtype == got["dh"].dtype == dtype
-    # The same elements are dropped on every backend.
-    assert got["out"][mask_of(h.shape, p) == 0].eq(0).all()
-    assert got["dh"][mask_of(h.shape, p) == 0].eq(0).all()
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, P])
-def test_agrees(tolerances, ran, backend, dtype, shape, kind, p):
-    compare(tolerances, ran, backend, dtype, torch.randn(shape) * 2, kind, p)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, P])
-def test_agrees_with_a_bias(tolerances, ran, backend, dtype, shape, kind, p):
-    compare(tolerances, ran, backend, dtype, torch.randn(shape), kind, p, torch.randn(shape[-1]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_bias_keeps_its_dtype(backend, kind, dtype):
     """It is added unrounded, and its gradient is summed in the compute dtype."""
@@ -93,6 +51,11 @@ def test_the_bias_keeps_its_dtype(backend, kind, dtype):
     assert bias.grad.dtype == dtype
     # No gradient of h is wanted, and none of the bias.
     assert not fused(h, kind, 0.0, backend, bias.detach()).requires_grad
+
+
+def mask_of(shape, p):
+    """The mask of dropout, scaled."""
+    return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape)
 
 
 EXTREMES = {
@@ -105,8 +68,10 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("values", EXTREMES)
-def test_agrees_on_extreme_values(tolerances, ran, backend, kind, values):
-    compare(tolerances, ran, backend, torch.float32, EXTREMES[values](torch.randn(9, 130)), kind, P)
+def test_agrees_on_extreme_values(backend, kind, values):
+    case = ops.activation("", Rows((9,), 130), kind, p=P)
+    case.operands["h"].x = EXTREMES[values](case.operands["h"].x)
+    assert_agrees(case, backend)
 
 
 def units(got, exact):
@@ -175,18 +140,6 @@ def test_dropout_of_everything(backend, kind, p):
     h[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     results = with_gradient(lambda h: fused(h, kind, p, backend), h, torch.ones_like(h))
     assert all(r.eq(0).all() for r in results.values())
-
-
-def test_dropout_keep_rate(backend, kind):
-    n, p = 200 * 333, 0.3
-    kept = fused(torch.ones(200, 333), kind, p, backend).count_nonzero().item()
-    assert abs(kept - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5
-
-
-def test_mean_is_that_without_dropout(backend, kind):
-    h = torch.rand(400, 500) + 1
-    got, expected = (fused(h, kind, p, backend).double().mean() for p in (0.4, 0.0))
-    assert abs(got - expected) < 0.01 * expected
 
 
 def test_seeds(backend, kind):
@@ -260,16 +213,6 @@ def test_in_place_takes_no_memory(meter, kind):
 # ---- how it behaves in a training loop ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradcheck(exact_backend, kind, p):
-    h = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda *leaves: fused(leaves[0], kind, p, exact_backend, *leaves[1:]), (h, bias),
-        check_undefined_grad=False,
-    )  # fmt: skip
-
-
 def test_relu_keeps_its_result_alone_and_gelu_its_input(backend, kind):
     h = torch.randn(6, 9, requires_grad=True)
     kept = []
@@ -287,34 +230,6 @@ def test_saved_tensor_changed_in_place_is_an_error(backend, kind):
     (out if kind == "relu" else a).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_autocast_changes_nothing(backend, kind):
-    h = torch.randn(4, 6, requires_grad=True)
-    expected = fused(h, kind, P, backend)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = fused(h, kind, P, backend)
-    assert torch.equal(out, expected)
-    assert out.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"h": [1.0]}, TypeError, "h must be a tensor, got list"),
-        ({"h": torch.tensor(1.0)}, ValueError, r"h must be \(..., D\)"),
-        ({"h": torch.ones(3, 0)}, ValueError, r"got \(3, 0\)"),
-        ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
-        ({"bias": torch.ones(3)}, ValueError, r"bias must be \(4,\), got \(3,\)"),
-        ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
-        ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
-        ({"dropout_p": "a"}, ValueError, "activation: dropout_p must be between .*, got 'a'"),
-        ({"h": torch.ones(3, 4).int()}, BackendError, "torch.int32"),
-    ],
-)
-def test_refuses(change, error, message):
-    with pytest.raises(error, match=message):
-        activation(**{"h": torch.ones(3, 4), "kind": "relu"} | change)
 
 
 def test_the_launch_guards_its_memory():

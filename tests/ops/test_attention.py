@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from deepfast import backend as backends
-from deepfast.backend import BackendError
+from deepfast.cases import ops
 from deepfast.ops import attention
+from tests.ops.cases import assert_agrees
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 H, D = 2, 16
@@ -27,6 +28,24 @@ LENGTHS = [
     ([0], [0], False),
     ([], [], False),
 ]
+# Heads of q and of k, window, causal.
+PATTERNS = [
+    ((4, 2), None, False), ((4, 2), None, True), ((3, 1), 2, False), ((4, 1), 1, True),
+    ((2, 2), (2, None), False), ((2, 2), (-1, 1), False), ((2, 2), (1, 3), False),
+    ((4, 2), (3, None), True), ((2, 2), 99, False),
+]  # fmt: skip
+# Several blocks of queries, and windows that begin far behind the first key.
+LONG = [
+    ([300], [300], (4, 2), None, True),
+    ([300], [300], (2, 2), (5, 3), False),
+    ([40, 200], [260, 170], (2, 1), (130, None), False),
+]
+CASES = [
+    *((q, k, (H, H), None, causal) for q, k, causal in LENGTHS),
+    *((q, k, *pattern) for pattern in PATTERNS
+      for q, k in (([9], [9]), ([3, 7, 1], [3, 7, 1]), ([2, 5, 4], [6, 3, 1]), ([5, 0], [2, 3]))),
+]  # fmt: skip
+DROPOUT = pytest.mark.parametrize("p", [0.0, 0.3])
 
 compiled = pytest.mark.skipif(
     backends.refusal("attention", "cpu", "cpu", torch.float32) is not None,
@@ -69,92 +88,35 @@ def results(leaves, dtype, grad, *args, **options):
     return dict(zip("oqkv", [o.detach(), *(x.grad for x in leaves)], strict=True))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize(("queries", "keys", "causal"), LENGTHS, ids=str)
-def test_agrees(tolerances, ran, server, dtype, queries, keys, causal):
-    leaves = [x.to(dtype) for x in operands(queries, keys)]
-    grad = torch.randn(leaves[0].shape).to(dtype)
-    args = (queries, keys, causal)
-    with ran("attention", server):
-        got = results(leaves, dtype, grad, *args, backend=server)
-    plain = results(leaves, dtype, grad, *args, backend="reference")
-    exact = results(leaves, torch.float64, grad, *args, backend="reference")
-    tolerances.assert_all_accurate(got, plain, exact, dtype)
-
-
 # Heads of q and of k, window, causal.
-PATTERNS = [
-    ((4, 2), None, False),
-    ((4, 2), None, True),
-    ((3, 1), 2, False),
-    ((4, 1), 1, True),
-    ((2, 2), (2, None), False),
-    ((2, 2), (-1, 1), False),
-    ((2, 2), (1, 3), False),
-    ((4, 2), (3, None), True),
-    ((2, 2), 99, False),
-]
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize(("heads", "window", "causal"), PATTERNS, ids=str)
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [([9], [9]), ([3, 7, 1], [3, 7, 1]), ([2, 5, 4], [6, 3, 1]), ([5, 0], [2, 3])],
-    ids=str,
-)  # fmt: skip
-def test_groups_and_windows(tolerances, server, dtype, heads, window, causal, queries, keys):
-    leaves = [x.to(dtype) for x in operands(queries, keys, heads)]
-    grad = torch.randn(leaves[0].shape).to(dtype)
-    args, options = (queries, keys, causal), {"window": window}
-    got = results(leaves, dtype, grad, *args, backend=server, **options)
-    plain = results(leaves, dtype, grad, *args, backend="reference", **options)
-    exact = results(leaves, torch.float64, grad, *args, backend="reference", **options)
-    tolerances.assert_all_accurate(got, plain, exact, dtype)
 
 
 # Several blocks of queries, and windows that begin far behind the first key.
-LONG = [
-    ([300], [300], (4, 2), None, True),
-    ([300], [300], (2, 2), (5, 3), False),
-    ([40, 200], [260, 170], (2, 1), (130, None), False),
-]
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def case_of(queries, keys, heads, window, causal, p=0.0):
+    heads = ops.Heads(heads[0], D, heads[0] // heads[1])
+    return ops.attention("", queries, keys, heads, causal=causal, window=window, p=p)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("queries", "keys", "heads", "window", "causal"), CASES, ids=str)
+def test_agrees(server, dtype, queries, keys, heads, window, causal):
+    assert_agrees(case_of(queries, keys, heads, window, causal), server, dtype)
+
+
+@DROPOUT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("queries", "keys", "heads", "window", "causal"), LONG, ids=str)
-def test_long_sentences(tolerances, queries, keys, heads, window, causal, dropout_p):
-    leaves, args = operands(queries, keys, heads), (queries, keys, causal)
-    grad = torch.randn(leaves[0].shape)
-    options = {"window": window, "dropout_p": dropout_p, "seed": 3}
-    got = results(leaves, torch.float32, grad, *args, backend="cpu", **options)
-    plain = results(leaves, torch.float32, grad, *args, backend="reference", **options)
-    exact = results(leaves, torch.float64, grad, *args, backend="reference", **options)
-    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+def test_long_sentences(dtype, queries, keys, heads, window, causal, p):
+    assert_agrees(case_of(queries, keys, heads, window, causal, p), "cpu", dtype)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_gradients_in_float64(dropout_p):
-    leaves = [x.double().requires_grad_() for x in operands([5, 3], [4, 6], (4, 2))]
-
-    def o(*leaves):
-        options = {"dropout_p": dropout_p, "seed": 3, "window": (3, 2), "backend": "cpu"}
-        return call(*leaves, [5, 3], [4, 6], False, **options)
-
-    assert torch.autograd.gradcheck(o, leaves)
-
-
-def test_threads_do_not_change_a_bit(threads):
-    lengths = [3, 40, 1, 17, 0, 9]
-    leaves = operands(lengths, lengths, (4, 2))
-    grad, found = torch.randn(leaves[0].shape), []
-    for count in (1, 2, 2):
-        with threads(count):
-            options = {"backend": "cpu", "dropout_p": 0.2, "seed": 1}
-            run = results(leaves, torch.float32, grad, lengths, lengths, True, **options)
-            found.append(torch.cat([x.flatten() for x in run.values()]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2])
+@DROPOUT
+def test_gradients_of_the_reference(p):
+    leaves = [x.double().requires_grad_() for x in operands([2, 3], [1, 4], (2, 1))]
+    options = {"dropout_p": p, "seed": 3, "window": (2, 1), "backend": "reference"}
+    assert torch.autograd.gradcheck(lambda *x: call(*x, [2, 3], [1, 4], False, **options), leaves)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -242,6 +204,20 @@ def test_dropout_by_seed(heads, window, by):
     assert not torch.equal(drawn(1), drawn(2))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [-0.5, 0, 0.3])
+def test_any_scale(tolerances, server, scale, causal):
+    """A scale of 0 weighs keys equally, a negative one reverses the order; masks still apply."""
+    queries, keys = [2, 5], [6, 9]
+    leaves, grad = operands(queries, keys), torch.randn(sum(queries), H, D)
+    got, plain, exact = (
+        results(leaves, dtype, grad, queries, keys, causal, backend=by, scale=scale)
+        for dtype, by in ((torch.float32, server), (torch.float32, "reference"),
+                          (torch.float64, "reference"))
+    )  # fmt: skip
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+
+
 def test_everything_dropped(server):
     q, k, v = (x.requires_grad_() for x in operands([3], [3]))
     o = call(q, k, v, [3], [3], False, backend=server, dropout_p=1.0)
@@ -255,24 +231,6 @@ def test_scale(server):
     torch.testing.assert_close(
         doubled, call(2 * q, k, v, [4], [4], False, backend=server), rtol=1e-5, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("scale", [-0.5, 0, 0.3])
-@pytest.mark.parametrize(("queries", "keys"), [([3, 7, 1], [3, 7, 1]), ([2, 5], [6, 9])], ids=str)
-def test_any_scale(tolerances, server, queries, keys, scale, causal):
-    """A scale of 0 weighs keys equally, a negative one reverses the order; masks still apply."""
-    leaves, args = operands(queries, keys), (queries, keys, causal)
-    grad = torch.randn(leaves[0].shape)
-    got, plain, exact = (
-        results(leaves, dtype, grad, *args, backend=by, scale=scale)
-        for dtype, by in (
-            (torch.float32, server),
-            (torch.float32, "reference"),
-            (torch.float64, "reference"),
-        )
-    )
-    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
 
 
 @compiled
@@ -318,63 +276,3 @@ def test_a_token_that_is_not_finite(name, bad, window):
         first, last = (0, place + 1) if causal else (place - 3, place + 3)
         for part in (slice(first), slice(last, None)):
             assert torch.equal(got["v"][part], want["v"][part])
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q": 3}, TypeError, "q must be a tensor, got int"),
-        ({"q": torch.ones(4, D)}, ValueError, r"q must be \(T, H, d\), got \(4, 16\)"),
-        (
-            {"k": torch.ones(4, H + 1, D)},
-            ValueError,
-            r"divisor of q's heads, .* of \(2, 16\), got \(3, 16\)",
-        ),
-        (
-            dict.fromkeys("qkv", torch.ones(4, 0, D)),
-            ValueError,
-            r"divisor of q's heads, .* of \(0, 16\), got \(0, 16\)",
-        ),
-        ({"k": torch.ones(4, 0, D)}, ValueError, r"divisor of q's heads, .*, got \(0, 16\)"),
-        ({"k": torch.ones(4, H, D - 1)}, ValueError, r"and q's width, of \(2, 16\), got \(2, 15"),
-        ({"window": -2}, ValueError, "window must be None, a whole number .*, got -2"),
-        ({"window": 1.5}, ValueError, "window must be None, a whole number .*, got 1.5"),
-        ({"window": (1, 2, 3)}, ValueError, r"a pair of them .*, got \(1, 2, 3\)"),
-        ({"window": (1, True)}, ValueError, r"a pair of them .*, got \(1, True\)"),
-        ({"window": 2**63}, ValueError, "window must be at most 9223372036854775807, got 9"),
-        ({"k": torch.ones(4, H, D).half()}, ValueError, "k must have q's dtype and device"),
-        ({"v": torch.ones(3, H, D)}, ValueError, r"v must have k's shape \(4, 2, 16\)"),
-        ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
-        ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, r"\(N \+ 1,\) int32 on cpu, got"),
-        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, ValueError, r"shape \(2,\), got"),
-        ({"cu_seqlens_k": cu_seqlens([3])}, ValueError, r"rise from 0 to the 4 tokens, got \[0, 3"),
-        ({"cu_seqlens_q": cu_seqlens([5])}, ValueError, r"rise from 0 to the 4 tokens, got \[0, 5"),
-        ({"max_seqlen_q": 3}, ValueError, "at least the longest sentence, 4, got 3"),
-        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be a whole .* at least 0, got -1"),
-        ({"max_seqlen_q": math.nan}, ValueError, "attention: max_seqlen_q must be .*, got nan"),
-        ({"scale": math.nan}, ValueError, "attention: scale must be a finite number, got nan"),
-        ({"scale": math.inf}, ValueError, "attention: scale must be a finite number, got inf"),
-        ({"scale": "a"}, ValueError, "attention: scale must be a finite number, got 'a'"),
-        (
-            {"dropout_p": 0.5, "seed": 1.5, "backend": "reference"},
-            TypeError,
-            "attention: seed must be an int",
-        ),
-        ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1, got 2.0"),
-        ({"backend": "varlen"}, BackendError, "varlen: tensors are on cpu, not cuda"),
-        ({"backend": "cuda"}, BackendError, "on cpu, not cuda"),
-        (
-            dict.fromkeys("qkv", torch.ones(4, 1, 257)) | {"backend": "triton"},
-            ValueError,
-            "256 wide",
-        ),
-    ],
-)
-def test_refuses(change, error, message):
-    x, cu = torch.ones(4, H, D), cu_seqlens([4])
-    args = {
-        "q": x, "k": x, "v": x, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4,
-        "max_seqlen_k": 4,
-    } | change  # fmt: skip
-    with pytest.raises(error, match=message):
-        attention(**args)

@@ -5,11 +5,12 @@ import torch
 from torch.export import Dim
 
 from deepfast import ops
+from deepfast.cases.case import tuple_of
 from deepfast.ops.register import LIBRARY
-from tests.ops.cases import NAMES, VARIANTS, T, case, leaf, operator, outputs
+from tests.ops.cases import EVERY, NAMES, Call, T, of_any_length, operator
 
 
-class Call(torch.nn.Module):
+class Module(torch.nn.Module):
     """A function as a module, which is what torch exports."""
 
     def __init__(self, run):
@@ -20,34 +21,39 @@ class Call(torch.nn.Module):
         return self.run(*tensors)
 
 
-def export(c, shapes):
-    return torch.export.export(Call(c.run), tuple(c.leaves), dynamic_shapes=(tuple(shapes),))
+def export(run, leaves, shapes):
+    return torch.export.export(Module(run), tuple(leaves), dynamic_shapes=(tuple(shapes),))
 
 
 def exported(name, p):
     """The case of ``name`` for any number of tokens; a recurrence has a fixed number of steps."""
-    c = case(name, None, p)
+    leaves = Call(name, None, p).leaves
     any_number = {0: Dim.AUTO} if name != "peephole_lstm" else None
-    return export(c, [any_number if len(x) == T else None for x in c.leaves])
+    shapes = [any_number if len(x) == T else None for x in leaves]
+    return export(of_any_length(name, None, p), leaves, shapes)
 
 
 def ours(program):
     return {n.target for n in program.graph.nodes if str(n.target).startswith("deepfast.")}
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [
+        pytest.param(name, p, marks=() if p and name in NAMES else pytest.mark.exhaustive)
+        for name in EVERY for p in (0.0, 0.3)
+    ],
+)  # fmt: skip
 def test_a_decomposed_program_has_torchs_ops_alone(name, p):
-    program = exported(name, p)
-    assert ours(program) == ours(program.run_decompositions({})) == {operator(name)}
+    c, program = Call(name, None, p), exported(name, p)
+    assert ours(program) == ours(program.run_decompositions({})) == {c.operator()[0]}
     decomposed = program.run_decompositions()
     assert not ours(decomposed)
     if name == "attention" and p:
         return  # Its dropout mask is then torch's.
-    c = case(name, None, p, T if name == "peephole_lstm" else T + 4)
-    for got, wanted in zip(
-        outputs(decomposed.module()(*c.leaves)), outputs(c.run(*c.leaves)), strict=True
-    ):
+    leaves = Call(name, None, p, T if name == "peephole_lstm" else T + 4).leaves
+    found, expected = decomposed.module()(*leaves), of_any_length(name, None, p)(*leaves)
+    for got, wanted in zip(tuple_of(found), tuple_of(expected), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -58,8 +64,8 @@ def test_every_op_with_a_gradient_is_tested():
 
 def test_any_number_of_steps_is_an_error():
     """The program would have the ops of the example's steps alone."""
-    c = case("peephole_lstm", None, 0.0)
-    program = export(c, [{0: Dim.AUTO}, *[None] * (len(c.leaves) - 1)])
+    c = Call("peephole_lstm", None, 0.0)
+    program = export(c.run, c.leaves, [{0: Dim.AUTO}, *[None] * (len(c.leaves) - 1)])
     with pytest.raises(ValueError, match=r"peephole_lstm: .* must be fixed, got a dynamic one"):
         program.run_decompositions()
 
@@ -78,7 +84,7 @@ def test_inductor_keeps_the_ops(run):
 
     config = {"post_grad_custom_post_pass": stop_before_code_is_made, "force_disable_caches": True}
     torch._dynamo.reset()
-    call = Call(lambda x: ops.layer_norm(x, None, None))
+    call = Module(lambda x: ops.layer_norm(x, None, None))
     with torch._inductor.config.patch(config), pytest.raises(Exception, match="seen"):
-        run(call, leaf(T, 16).detach())
+        run(call, torch.randn(T, 16))
     assert operator("layer_norm") in seen

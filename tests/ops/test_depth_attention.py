@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from deepfast.cases import ops
+from deepfast.cases.case import Rows, differentiate
+from deepfast.cases.ops import attend as plain_form
 from deepfast.ops import depth_attention
-
-LOW = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def plain_form(sources, query=None, scores=None, norm_weight=None, norm="rms", eps=1e-6):
-    """Stack, normalise, score, softmax, sum."""
-    v = torch.stack(sources, -2)
-    if scores is None:
-        n = v if norm is None else F.rms_norm(v, v.shape[-1:], eps=eps)
-        q = query if norm_weight is None else query * norm_weight
-        scores = n @ q.mT if q.dim() == 2 else n @ q
-    many = scores.dim() == v.dim()
-    s = scores if many else scores.unsqueeze(-1)
-    out, lse = s.softmax(-2).mT @ v, s.logsumexp(-2)
-    return (out, lse) if many else (out.squeeze(-2), lse.squeeze(-1))
+from tests.ops.cases import assert_agrees
 
 
 def operands(count, shape, hops, mode):
@@ -35,77 +23,54 @@ def operands(count, shape, hops, mode):
     return sources, given
 
 
-def results(form, sources, given, dtype, given_dtype):
-    sources = [s.detach().to(dtype).requires_grad_() for s in sources]
-    given = {k: p.detach().to(given_dtype).requires_grad_() for k, p in given.items()}
-    out, lse = form(sources, given)
-    generator = torch.Generator().manual_seed(5)
-    dout, dlse = (torch.randn(x.shape, generator=generator).to(dtype) for x in (out, lse))
-    torch.autograd.backward((out, lse), (dout.to(out.dtype), dlse.to(lse.dtype)))
-    found = {"out": out.detach(), "lse": lse.detach()}
-    found |= {f"dsource{k}": s.grad for k, s in enumerate(sources)}
-    return found | {f"d{name}": p.grad for name, p in given.items()}
-
-
-def compare(tolerances, ran, backend, dtype, sources, given, **options):
-    # Numbers that every dtype represents exactly: the forms differ only in their arithmetic.
-    sources = [s.to(dtype).float() for s in sources]
-    given = {k: p.to(dtype).float() for k, p in given.items()}
-
-    def fused(s, p):
-        return depth_attention(s, **p, **options, return_lse=True, backend=backend)
-
-    def plain(s, p):
-        return plain_form(s, **p, **options)
-
-    with ran("depth_attention", backend):
-        got = results(fused, sources, given, dtype, torch.float32)
-    tolerances.assert_all_accurate(
-        got, results(plain, sources, given, dtype, dtype),
-        results(plain, sources, given, torch.float64, torch.float64), dtype,
-    )  # fmt: skip
-    assert got["out"].dtype == got["dsource0"].dtype == dtype
-    assert got["lse"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("mode", ["query", "gain", "scores"])
-@pytest.mark.parametrize("hops", [None, 1, 3])
-@pytest.mark.parametrize(
-    ("count", "shape"), [(1, (3, 1)), (2, (2, 3, 17)), (7, (40, 64)), (33, (5, 255))], ids=str
-)
-def test_agrees(tolerances, ran, exact_backend, dtype, mode, hops, count, shape):
-    compare(tolerances, ran, exact_backend, dtype, *operands(count, shape, hops, mode))
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hops", [None, 2])
-@pytest.mark.parametrize("mode", ["query", "gain", "scores"])
-def test_agrees_over_a_hundred_sources(tolerances, ran, exact_backend, mode, hops):
-    args = operands(100, (6, 130), hops, mode)
-    compare(tolerances, ran, exact_backend, torch.float32, *args)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("hops", [None, 3])
-def test_agrees_without_the_norm(tolerances, ran, exact_backend, dtype, hops):
-    args = operands(7, (9, 33), hops, "query")
-    compare(tolerances, ran, exact_backend, dtype, *args, norm=None)
-
-
-@pytest.mark.parametrize("scale", [1e15, 1e-15])
-def test_agrees_on_extreme_sources(tolerances, ran, exact_backend, scale):
-    sources, given = operands(5, (8, 70), 2, "gain")
-    sources = [s * scale for s in sources]
-    compare(tolerances, ran, exact_backend, torch.float32, sources, given, eps=1e-36)
+@pytest.mark.parametrize("scored", [False, True])
+def test_agrees_over_a_hundred_sources(exact_backend, scored, hops, dtype):
+    case = ops.depth_attention("", Rows((6,), 130), 100, hops, scored=scored)
+    assert_agrees(case, exact_backend, dtype)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
-def test_scores_far_from_zero(tolerances, ran, exact_backend, offset):
+def test_scores_far_from_zero(exact_backend, offset):
     """Only differences of scores count; each exponential alone would overflow or underflow."""
-    sources, given = operands(9, (4, 16), 2, "scores")
+    case = ops.depth_attention("", Rows((4,), 16), 9, 2, scored=True)
     # In steps that fp32 represents exactly there too.
-    given["scores"] = (given["scores"] * 8).round() / 8 + offset
-    compare(tolerances, ran, exact_backend, torch.float32, sources, given)
+    scores = case.operands["scores"]
+    scores.x = (scores.x * 8).round() / 8 + offset
+    assert_agrees(case, exact_backend)
+
+
+@pytest.mark.parametrize("hops", [None, 3])
+def test_without_the_norm(exact_backend, hops):
+    """The scores are products of queries and sources."""
+    sources, given = operands(7, (9, 33), hops, "query")
+    leaves = {f"x{k}": s.double() for k, s in enumerate(sources)}
+    leaves["query"] = given["query"].double()
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def ours(query, **sources):
+        given = {"norm": None, "return_lse": True, "backend": exact_backend}
+        return depth_attention(list(sources.values()), query, **given)
+
+    def plain(query, **sources):
+        scores = torch.stack(list(sources.values()), -2) @ query.mT if query.dim() == 2 else (
+            torch.stack(list(sources.values()), -2) @ query
+        )  # fmt: skip
+        return plain_form(sources.values(), scores=scores)
+
+    got, want = (differentiate(form, leaves, torch.float64) for form in (ours, plain))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], msg=name)
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e-15])
+def test_extreme_sources(exact_backend, scale):
+    """With an eps that fits them, the weights are those of the sources without the scale."""
+    sources, given = operands(5, (8, 70), 2, "gain")
+    got = depth_attention([s * scale for s in sources], **given, eps=1e-36, backend=exact_backend)
+    exact = plain_form([s.double() for s in sources], **{n: x.double() for n, x in given.items()})
+    torch.testing.assert_close(got.double() / scale, exact[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_gain_for_each_hop(exact_backend):
@@ -147,15 +112,21 @@ def test_a_score_of_infinity_is_nan(exact_backend, hops, place):
     sources, given = operands(5, (6, 10), hops, "scores")
     given["scores"][1, place] = torch.inf
 
-    def fused(s, p):
-        return depth_attention(s, **p, return_lse=True, backend=exact_backend)
+    leaves = {f"x{k}": s for k, s in enumerate(sources)} | given
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
 
-    got = results(fused, sources, given, torch.float32, torch.float32)
-    want = results(lambda s, p: plain_form(s, **p), sources, given, torch.float32, torch.float32)
-    assert got["out"][1].isnan().all()
-    for name in got.keys() - {"lse"}:
+    def fused(scores, **sources):
+        sources = list(sources.values())
+        return depth_attention(sources, scores=scores, return_lse=True, backend=exact_backend)
+
+    def plain(scores, **sources):
+        return plain_form(sources.values(), scores=scores)
+
+    got, want = (differentiate(form, leaves, torch.float32) for form in (fused, plain))
+    assert got["output 0"][1].isnan().all()
+    for name in got.keys() - {"output 1"}:
         torch.testing.assert_close(got[name], want[name], equal_nan=True, msg=name)
-    assert torch.equal(got["lse"].isfinite(), want["lse"].isfinite())
+    assert torch.equal(got["output 1"].isfinite(), want["output 1"].isfinite())
 
 
 @pytest.mark.parametrize("hops", [None, 3])
@@ -195,58 +166,6 @@ def test_one_source_is_its_own_result(exact_backend, dtype, dim):
     torch.testing.assert_close(got, x, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("hops", [None, 2])
-@pytest.mark.parametrize("mode", ["query", "gain", "scores"])
-@pytest.mark.parametrize("norm", ["rms", None])
-def test_gradcheck(exact_backend, mode, hops, norm):
-    if norm is None and mode != "query":
-        pytest.skip("there is no norm to leave out")
-    sources, given = operands(3, (2, 4), hops, mode)
-    leaves = [t.double().requires_grad_() for t in (*sources, *given.values())]
-
-    def f(*args):
-        named = dict(zip(given, args[3:], strict=True))
-        return depth_attention(args[:3], **named, norm=norm, return_lse=True, backend=exact_backend)
-
-    assert torch.autograd.gradcheck(f, leaves)
-
-
-@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7)])
-@pytest.mark.parametrize("mode", ["gain", "scores"])
-def test_no_tokens(exact_backend, shape, mode):
-    sources, given = operands(4, shape, 2, mode)
-    leaves = [t.requires_grad_() for t in (*sources, *given.values())]
-    out = depth_attention(leaves[:4], **given, backend=exact_backend)
-    out.sum().backward()
-    assert out.shape == (*shape[:-1], 2, 7)
-    assert leaves[2].grad.shape == shape
-    assert all(t.grad.eq(0).all() for t in leaves)
-
-
-def test_strides_change_nothing(exact_backend):
-    base = torch.randn(3, 10, 40)
-    sources = [base[0, :, 3:22], base[1, :, :19], base[2].t()[:19].t()]
-    scores = torch.randn(10, 2, 3).mT
-    expected = depth_attention(
-        [s.contiguous() for s in sources], scores=scores.contiguous(), backend=exact_backend
-    )
-    assert torch.equal(depth_attention(sources, scores=scores, backend=exact_backend), expected)
-
-
-@pytest.mark.parametrize("used", ["out", "lse"])
-def test_one_result_alone_is_used(exact_backend, used):
-    sources, given = operands(4, (5, 9), 2, "gain")
-    leaves = [t.double().requires_grad_() for t in (*sources, *given.values())]
-    named = dict(zip(given, leaves[4:], strict=True))
-    fused = depth_attention(leaves[:4], **named, return_lse=True, backend=exact_backend)
-    plain = plain_form(leaves[:4], **named)
-    which = ("out", "lse").index(used)
-    got = torch.autograd.grad(fused[which].square().sum(), leaves)
-    exact = torch.autograd.grad(plain[which].square().sum(), leaves)
-    for g, e in zip(got, exact, strict=True):
-        torch.testing.assert_close(g, e)
-
-
 def test_memory_is_that_of_the_results(meter):
     """Nothing is stacked, and backward allocates only the gradients."""
     sources, given = operands(40, (100, 256), None, "query")
@@ -259,46 +178,6 @@ def test_memory_is_that_of_the_results(meter):
         out = depth_attention(leaves, **given, backend="cpu")
         out.backward(torch.ones_like(out))
     assert m.peak <= (40 + 2) * out.nbytes + statistics + 20_000
-
-
-X = torch.ones(3, 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"sources": []}, ValueError, "at least 1 tensor, got 0"),
-        ({"sources": [X, 1]}, TypeError, r"sources\[1\] must be a tensor, got int"),
-        (
-            {"sources": [X, torch.ones(2, 4)]},
-            ValueError,
-            r"sources\[1\] must have sources\[0\]'s shape \(3, 4\), got \(2, 4\)",
-        ),
-        ({"query": None}, ValueError, "either query or scores, got neither"),
-        ({"scores": torch.ones(3, 2)}, ValueError, "either query or scores, got both"),
-        ({"query": torch.ones(5)}, ValueError, r"must be \(4,\) or \(H, 4\).*got \(5,\)"),
-        ({"query": torch.ones(0, 4)}, ValueError, r"H >= 1, got \(0, 4\)"),
-        ({"query": torch.ones(4, device="meta")}, ValueError, "query must be on cpu, got meta"),
-        ({"norm": "layer"}, ValueError, "norm must be one of .*got 'layer'"),
-        ({"norm_weight": torch.ones(3)}, ValueError, r"norm_weight must be \(4,\), got \(3,\)"),
-        ({"norm_weight": X, "norm": None}, ValueError, "needs a query and norm='rms'"),
-        (
-            {"query": None, "scores": torch.ones(3, 3)},
-            ValueError,
-            r"scores must be \(3, 2\), got \(3, 3\)",
-        ),
-        (
-            {"query": None, "scores": torch.ones(3, 5, 2)},
-            ValueError,
-            r"scores must be \(3, 2, 2\), got \(3, 5, 2\)",
-        ),
-        ({"eps": float("nan")}, ValueError, "depth_attention: eps must be a .* 0, got nan"),
-    ],
-)
-def test_refuses(change, error, message):
-    args = {"sources": [X] * 2, "query": torch.ones(4)} | change
-    with pytest.raises(error, match=message):
-        depth_attention(**args)
 
 
 def test_one_dimensional_sources(exact_backend):

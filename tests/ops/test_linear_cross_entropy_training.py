@@ -18,35 +18,6 @@ def backend(exact_backend):
     return exact_backend
 
 
-def test_bit_identical_on_any_number_of_threads(threads):
-    hidden, weight, target = operands(300, 16, 1001)
-
-    def run():
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-        loss = linear_cross_entropy(*leaves, target, label_smoothing=0.1, backend="cpu")
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    for n in (1, 2):
-        with threads(n):
-            first = run()
-            assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_second_backward_with_retain_graph(backend, dtype):
-    hidden, weight, target = operands(9, 8, 33, dtype)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = linear_cross_entropy(*leaves, target, backend=backend) * 0.7
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves, retain_graph=True)
-    last = torch.autograd.grad(loss, leaves)
-    for a, b, c in zip(first, second, last, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
 def test_gradients_for_several_factors_at_once(backend):
     hidden, weight, target = operands(9, 8, 33)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -59,16 +30,6 @@ def test_gradients_for_several_factors_at_once(backend):
     for i, factor in enumerate(factors):
         one = torch.autograd.grad(loss(), leaves, factor)
         assert all(torch.equal(a[i], b) for a, b in zip(several, one, strict=True))
-
-
-def test_gradients_accumulate(backend):
-    hidden, weight, target = operands(9, 8, 33)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    once = torch.autograd.grad(linear_cross_entropy(*leaves, target, backend=backend), leaves)
-    for _ in range(3):
-        linear_cross_entropy(*leaves, target, backend=backend).backward()
-    for leaf, grad in zip(leaves, once, strict=True):
-        torch.testing.assert_close(leaf.grad, 3 * grad)
 
 
 def test_tied_weight(backend):

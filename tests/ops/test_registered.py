@@ -10,61 +10,30 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepfast import backend as backends
 from deepfast import ops
+from deepfast.cases.case import tuple_of
 from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
-from tests.ops.cases import (
-    DROPOUT,
-    NAMES,
-    RMS,
-    VARIANTS,
-    D,
-    K,
-    N,
-    T,
-    case,
-    leaf,
-    operator,
-    outputs,
-    results,
-    serves,
-)
+from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results, serves
+
+DROPOUT = [0.0, P]
+
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
 
 # The backend is an argument of the operator, which is one and the same.
-DAILY = [("reference", 0.0), ("cpu", 0.3)]
-
-
 @pytest.mark.parametrize(
     ("any_backend", "p"),
     [
-        pytest.param(b, p, marks=() if (b, p) in DAILY else pytest.mark.exhaustive)
+        pytest.param(b, p, marks=() if (b, p) == ("cpu", P) else pytest.mark.exhaustive)
         for b in ("cpu", "reference", "triton", "cuda") for p in DROPOUT
     ],
     indirect=["any_backend"],
 )  # fmt: skip
-@pytest.mark.parametrize("name", [*NAMES, *RMS])
+@pytest.mark.parametrize("name", EVERY)
 def test_opcheck(any_backend, name, p):
     serves(name, any_backend)
-    c = case(name, any_backend, p)
-    opcheck(operator(name), c.arguments(*c.leaves))
-
-
-@pytest.mark.parametrize(
-    "kernel_backend",
-    ["cpu", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("reference", "cuda"))],
-    indirect=True,
-)
-def test_opcheck_without_optional_operands(backend):
-    x, w, weight = leaf(2, 3, D), leaf(D), leaf(N, D)
-    opcheck(operator("layer_norm"), (x, None, None, None, 1e-5, False, 0.0, None, backend))
-    opcheck(operator("layer_norm"), (x, None, w, None, 1e-5, False, 0.5, torch.tensor(3), backend))
-    opcheck(operator("activation"), (x, None, "relu", 0.0, None, backend))
-    opcheck(operator("activation"), (x, None, "gelu", 0.5, torch.tensor(3), backend))
-    opcheck(operator("depth_mix"), ([x, x], leaf(2), None, None, 1e-5, backend))
-    opcheck(operator("depth_mix"), ([x, x], leaf(2, D), None, leaf(2, D), 1e-5, backend))
-    if backend != "cuda":
-        scores = leaf(2, 3, 2, N)
-        opcheck(operator("depth_attention"), ([x, x], None, scores, False, 1e-6, backend))
-    given = x, None, None, None, weight, None, 1e-5, False, 0.0, None, backend
-    opcheck(operator("norm_linear"), given)
+    opcheck(*Call(name, any_backend, p).operator())
 
 
 @pytest.fixture
@@ -89,7 +58,7 @@ def launched(monkeypatch):
     backends.forget()
     for name in ("layer_norm", "activation", "depth_mix", "depth_attention",
                  "linear_cross_entropy", "peephole_lstm"):  # fmt: skip
-        c = case(name, "cpu", 0.3)
+        c = Call(name, "cpu")
         results(c.run, c.leaves)
     dlcl, history, x = DLCL(5, D, backend="cpu"), DepthHistory(block=2), leaf(T, D)
     for _ in range(6):
@@ -120,13 +89,11 @@ def test_opcheck_of_the_compiled_launches(launched):
 def test_the_operator_is_the_function(any_backend, name, p):
     """Eager code bypasses the dispatcher and gives the same bits."""
     serves(name, any_backend)
-    c = case(name, any_backend, p)
-    count = len(outputs(c.run(*c.leaves)))
-    direct = results(
-        lambda *leaves: outputs(operator(name)(*c.arguments(*leaves)))[:count], c.leaves
-    )
-    for a, b in zip(direct, results(c.run, c.leaves), strict=True):
-        assert torch.equal(a, b)
+    c = Call(name, any_backend, p)
+    operator, arguments = c.operator()
+    count = len(c.run(*c.leaves))
+    direct = results(lambda *_: tuple_of(operator(*arguments))[:count], c.leaves)
+    assert equal(direct, results(c.run, c.leaves))
 
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -134,7 +101,7 @@ AUTOCAST = {
     # Ops without a matrix product leave their inputs as they are.
     "layer_norm": [FULL, FULL], "activation": [FULL], "depth_mix": [FULL],
     "depth_mix_tokens": [FULL], "depth_attention": [FULL, FULL], "norm_linear": [HALF, HALF],
-    "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL, FULL],
+    "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL],
     "peephole_lstm": [HALF, HALF, FULL],
 }  # fmt: skip
 """The dtypes of an op's results under bf16 autocast."""
@@ -143,42 +110,27 @@ AUTOCAST = {
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_autocast_of_the_operator(backend, name):
     serves(name, backend)
-    c = case(name, backend, 0.0)
+    c = Call(name, backend, 0.0)
+    operator, arguments = c.operator()
     with torch.autocast("cpu", torch.bfloat16):
-        out = outputs(operator(name)(*c.arguments(*c.leaves)))
-        public = outputs(c.run(*c.leaves))
-    assert [o.dtype for o in public] == AUTOCAST[VARIANTS.get(name, name)]
+        out = tuple_of(operator(*arguments))
+        public = c.run(*c.leaves)
+    assert [o.dtype for o in public] == AUTOCAST[operator.name().split("::")[1]]
     for a, b in zip(out, public, strict=False):
         assert torch.equal(a, b)
     out[0].float().sum().backward()
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in c.leaves)
 
 
-def test_flops():
+@pytest.mark.parametrize("name", [name for name in EVERY if not name.startswith("feed_forward")])
+def test_flops(name):
     """Matrix products count, elementwise work does not, as in torch."""
-    expected = {
-        "layer_norm": (0, 0),
-        "activation": (0, 0),
-        "depth_mix": (2 * K * T * D, 4 * K * T * D),
-        "depth_mix_tokens": (2 * 2 * K * T * D, 2 * 4 * K * T * D),
-        # Scores and sum of two hops, and twice that backward.
-        "depth_attention": (2 * 2 * 2 * K * T * D, 2 * 2 * 2 * 2 * K * T * D),
-        "norm_linear": (2 * T * N * D, 4 * T * N * D),
-        # Sentences of 2 and 3 tokens: 13 pairs for each of two heads, whatever the window and the
-        # heads of the keys; two products forward and five backward.
-        "attention": (2 * 2 * 13 * 2 * D, 5 * 2 * 13 * 2 * D),
-        # Gradients are made in forward.
-        "linear_cross_entropy": (3 * 2 * T * N * D, 0),
-        # The recurrent products of two sentences, for the state and for the weight in backward.
-        "peephole_lstm": (2 * T * 2 * K * 4 * K, 4 * T * 2 * K * 4 * K),
-    }
-    for name, (forward, backward) in expected.items():
-        c = case(name, "reference", 0.0)
-        with FlopCounterMode(display=False) as counter:
-            loss = sum(o.sum() for o in outputs(c.run(*c.leaves)))
-            assert counter.get_total_flops() == forward, name
-            loss.backward()
-        assert counter.get_total_flops() == forward + backward, name
+    c = Call(name, "reference", 0.0)
+    with FlopCounterMode(display=False) as counter:
+        loss = sum(o.sum() for o in c.run(*c.leaves))
+        forward = counter.get_total_flops()
+        loss.backward()
+    assert (forward, counter.get_total_flops() - forward) == c.case.flops
 
 
 @pytest.mark.parametrize("layers", [3, 12])
@@ -207,19 +159,13 @@ def test_fake_tensors(backend):
     assert not seen
 
 
-def test_inference_leaves_no_graph(backend):
-    c = case("layer_norm", backend, 0.0)
-    with torch.no_grad():
-        assert not any(o.requires_grad for o in outputs(c.run(*c.leaves)))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode_is_an_error(name):
     """Forward mode would give tangents of zero."""
-    c = case(name, "reference", 0.0)
+    c = Call(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
-        torch.func.jvp(lambda x: outputs(c.run(x, *rest))[0], (x,), (x,))
+        torch.func.jvp(lambda x: c.run(x, *rest)[0], (x,), (x,))
 
 
 @pytest.mark.parametrize(
@@ -238,10 +184,10 @@ def test_forward_mode_error_names_what_was_called(name, run):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_transforms_are_an_error(name):
-    c = case(name, "reference", 0.0)
+    c = Call(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
     with pytest.raises(NotImplementedError, match=r"^[a-z_]+: expected derivatives by torch"):
-        torch.func.grad(lambda x: outputs(c.run(x, *rest))[0].sum())(x)
+        torch.func.grad(lambda x: c.run(x, *rest)[0].sum())(x)
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FlopCounterMode])
@@ -250,11 +196,11 @@ def test_gradient_transforms_are_an_error(name):
 def test_a_penalty_on_gradients_never_leaves_out_the_op(name, mode, power):
     """Tensors below the op also get gradients on other paths, which alone would be wrong. The
     gradient of a linear loss is constant, and its penalty must not vanish either."""
-    c, below = case(name, "reference", 0.0), torch.ones((), requires_grad=True)
+    c, below = Call(name, "reference", 0.0), torch.ones((), requires_grad=True)
     x, *rest = c.leaves
 
     def penalty():
-        loss = sum(o.pow(power).sum() for o in outputs(c.run(x * below, *rest)))
+        loss = sum(o.pow(power).sum() for o in c.run(x * below, *rest))
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         return torch.autograd.grad(g.square().sum(), below)
 
