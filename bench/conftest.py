@@ -22,10 +22,12 @@ def copy_gb_per_second() -> float:
 
 @pytest.fixture
 def measure(benchmark, copy_gb_per_second):
-    """Times ``run``, which has to move ``nbytes``, and adds its bandwidth to the row."""
+    """Times ``run`` and adds its bandwidth to the row, unless ``nbytes`` that it moves are 0."""
 
     def timed(run, nbytes: int, rounds: int = 5):
         benchmark.pedantic(run, rounds=rounds, warmup_rounds=1)
+        if not nbytes:
+            return
         gb_per_second = nbytes / benchmark.stats.stats.median / 1e9
         benchmark.extra_info.update(
             bytes=nbytes,

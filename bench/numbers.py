@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench import depth_mix, layer_norm, transformer
+from bench import depth_mix, ops, transformer
 from deepfast.files import write_atomically
 from deepfast.measure.clock import copy_bandwidth, interleave, keep_memory, ratio
 from deepfast.measure.machine import environment
@@ -76,8 +76,10 @@ def claims(rounds: int) -> list[dict]:
         rows.append(against("stack and sum", 100, 60, min(rounds, 3), suffix))
     for dtype, wanted in ((torch.bfloat16, 2.0), (torch.float32, 1.0)):
         what = f"LN forward and backward against torch's, T=8192, D=512, {dtype}"
-        rows.append(times(what, layer_norm.make(dtype), "torch", "deepfast", wanted,
-                          rounds=max(rounds, 31), warmup=5))  # fmt: skip
+        made = ops.make(ops.CASES["layer_norm"](), dtype)
+        rows.append(
+            times(what, made, "torch", "deepfast", wanted, rounds=max(rounds, 31), warmup=5)
+        )
     return rows
 
 

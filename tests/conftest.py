@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 # These take minutes. They start first, so that the workers finish at about the same time.
 LONG = (
-    "test_ptxas.py", "test_aot.py", "test_gpu_command.py", "test_compile.py", "test_registered.py",
+    "test_ptxas.py", "test_aot.py", "test_compile.py", "test_registered.py",
     "test_registered_graphs.py", "test_build.py", "test_report.py",
 )  # fmt: skip
 

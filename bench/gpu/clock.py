@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.gpu.results import Run
 from deepfast import backend
-from deepfast.measure.clock import timed
+from deepfast.clock import clock_of
 from deepfast.measure.rows import Row, claim
 
 
@@ -36,10 +37,10 @@ class Variant:
 
 
 class Clock:
-    """Runs variants in turn on one device."""
+    """Prepares variants and times single runs on one device."""
 
     def __init__(self, device: str):
-        self.cuda = device == "cuda"
+        self.cuda, self.clock = device == "cuda", clock_of(device)
         size = 0
         if self.cuda:
             # One stream for everything: autograd runs a backward on its forward's stream, and the
@@ -51,63 +52,7 @@ class Clock:
         self.unrelated = torch.ones(size // 4, device=device)
         self.sum = torch.zeros((), device=device)
 
-    def measure(
-        self,
-        makers: dict[str, Callable[[], Variant]],
-        *,
-        seconds: float,
-        rounds: tuple[int, int] = (5, 50),
-        report: Callable[[dict[str, Row]], object] = lambda rows: None,
-    ) -> tuple[dict[str, Row], dict[str, str]]:
-        """Rounds over all variants until ``seconds`` have passed, from least to most rounds.
-
-        Args:
-            report: called with the rows that have a time yet: when a variant has run once, after
-                1, 2, 4, ... rounds, and at the end.
-
-        Returns:
-            A row for each variant, whose note says what was timed; and the traceback of each
-            variant that raised, which has no row.
-        """
-        rows = {name: Row(variant=name) for name in makers}
-        ready: dict[str, tuple[Callable[[], object], int]] = {}
-        errors: dict[str, str] = {}
-
-        def fail(name: str) -> None:
-            errors[name] = traceback.format_exc(limit=-8)
-            rows.pop(name)
-            ready.pop(name, None)
-            if self.cuda:
-                torch.cuda.empty_cache()
-
-        def timed_so_far() -> dict[str, Row]:
-            return {name: row for name, row in rows.items() if row.seconds}
-
-        for name, make in makers.items():
-            try:
-                ready[name] = self._prepare(make(), rows[name])
-                # A time to report; it is not one of the rounds, in which variants take turns.
-                rows[name].seconds = [self._once(ready[name][0]) / ready[name][1]]
-            except Exception:
-                fail(name)
-            report(timed_so_far())
-        for row in rows.values():
-            row.seconds = []
-        end = time.perf_counter() + seconds
-        for turn in range(rounds[1]):
-            if turn.bit_count() == 1:
-                report(timed_so_far())
-            if turn >= rounds[0] and time.perf_counter() > end:
-                break
-            for name, (run, calls) in list(ready.items()):
-                try:
-                    rows[name].seconds.append(self._once(run) / calls)
-                except Exception:
-                    fail(name)
-        report(rows)
-        return rows, errors
-
-    def _prepare(self, variant: Variant, row: Row) -> tuple[Callable[[], object], int]:
+    def prepare(self, variant: Variant, row: Row) -> Callable[[], object]:
         """Compiles the variant, fills caches, and captures the graph."""
         row.nbytes = variant.nbytes or None
         row.note = "graph" if variant.graph else "eager"
@@ -115,7 +60,7 @@ class Clock:
             variant.run()
         row.peak_bytes = self._peak(variant.run)
         if not variant.graph or not self.cuda:
-            return variant.run, variant.calls
+            return variant.run
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self.stream):
@@ -125,10 +70,10 @@ class Clock:
                 raise
             torch.cuda.synchronize()
             row.note = f"eager: capture failed, {type(error).__name__}: {str(error)[:300]}"
-            return variant.run, variant.calls
+            return variant.run
         del kept
         graph.replay()
-        return graph.replay, variant.calls
+        return graph.replay
 
     def _peak(self, run: Callable[[], object]) -> int | None:
         """Peak bytes of the run's own tensors."""
@@ -141,26 +86,21 @@ class Clock:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def _once(self, run: Callable[[], object]) -> float:
+    def once(self, run: Callable[[], object]) -> float:
+        """Seconds of one run, with L2 emptied."""
         torch.sum(self.unrelated, 0, out=self.sum)
-        if not self.cuda:
-            return timed(run)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        kept = run()
-        end.record()
-        torch.cuda.synchronize()
-        del kept
-        return start.elapsed_time(end) / 1e3
+        return self.clock(run)
 
 
 class Bench:
-    """The results of a section of benchmarks, saved as they come."""
+    """The results of a section of benchmarks, written as they come."""
 
-    def __init__(self, device: str, save: Callable[[dict], None]):
-        self.device, self.toy, self.save = device, device == "cpu", save
-        self.clock = Clock(device)
-        self.record: dict = {"rows": [], "targets": [], "errors": [], "notes": []}
+    def __init__(self, run: Run, section: str):
+        self.device, self.toy, self.section, self._run = run.device, run.dry, section, run
+        self.clock = Clock(self.device)
+        self.notes: set[str] = set()
+        self.failed: list[str] = []
+        self._copy: float | None = None
 
     def size(self, full, toy):
         """The full size, which fills a GPU, or the toy size, which runs in an instant."""
@@ -168,50 +108,47 @@ class Bench:
 
     def backends(self, op: str) -> list[str]:
         """The backends whose kernels for ``op`` are measured; a note says why one is left out."""
-        found = []
-        for name in ("triton", "cuda"):
-            reason = backend.refusal(op, name, self.device, torch.bfloat16)
-            if reason is None:
-                found.append(name)
-            elif reason not in self.record["notes"]:
+        found = {
+            name: backend.refusal(op, name, self.device, torch.bfloat16)
+            for name in ("triton", "cuda")
+        }
+        for reason in found.values():
+            if reason is not None:
                 self.note(reason)
-        return found
+        return [name for name, reason in found.items() if reason is None]
 
     def sets(self, nbytes: int) -> int:
         """How many sets of operands of ``nbytes`` each are together far larger than L2."""
         return self.size(max(1, min(16, (1 << 29) // max(1, nbytes))), 2)
 
     def attempt(self, work: Callable[..., None], *args) -> None:
-        """Runs ``work``; an exception is recorded and the section goes on."""
+        """Runs ``work``; an exception is written and the section goes on."""
         try:
             work(self, *args)
         except Exception:
-            self.error(f"{work.__name__}{args}", traceback.format_exc())
+            self.error(f"{work.__name__}{args}", traceback.format_exc(limit=-8))
         if not self.toy:
             torch.cuda.empty_cache()
 
     def error(self, what: str, text: str) -> None:
-        self.record["errors"].append({"what": what, "error": text})
-        self.save(self.record)
+        self.failed.append(f"{what}\n{text}")
 
     def note(self, text: str) -> None:
-        self.record["notes"].append(text)
-        self.save(self.record)
+        if text not in self.notes:
+            self.notes.add(text)
+            self._run.write("note", section=self.section, note=text)
 
     def copy(self) -> float:
         """GB/s of a bf16 copy of a large tensor, bytes read plus written. Measured once per
         section, as the base of its fractions."""
-        if "copy_gb_per_second" not in self.record:
+        if self._copy is None:
             source = torch.randn(self.size(1 << 30, 1 << 12), device=self.device).bfloat16()
             target = torch.empty_like(source)
-            nbytes = 2 * source.numel() * source.element_size()
-            copy = Variant(run=lambda: target.copy_(source), nbytes=nbytes)
-            rows, errors = self.clock.measure({"copy": lambda: copy}, seconds=1.0, rounds=(5, 30))
-            if errors:
-                raise RuntimeError(f"the copy failed: {errors['copy']}")
-            self.record["copy_gb_per_second"] = rows["copy"].gb_per_second
-            self.save(self.record)
-        return self.record["copy_gb_per_second"]
+            run = self.clock.prepare(Variant(run=lambda: target.copy_(source)), Row(variant=""))
+            seconds = sorted(self.clock.once(run) for _ in range(self.size(30, 5)))
+            self._copy = 2 * source.nbytes / seconds[len(seconds) // 2] / 1e9
+            self._run.write("copy", section=self.section, gb_per_second=self._copy)
+        return self._copy
 
     def case(
         self,
@@ -220,48 +157,67 @@ class Bench:
         seconds: float = 1.0,
         may_fail: bool = False,
     ) -> dict[str, Row]:
-        """Measures the variants in turn and records a row for each; one that raised has none.
+        """Measures the variants in turn for about ``seconds``, and writes a row for each: when it
+        has run once, after 1, 2, 4, ... rounds, and at the end. One that raised has none.
 
         may_fail: whether a variant that raises is a note, and no error.
         """
         self.copy()
+        rows: dict[str, Row] = {}
+        ready: dict[str, Callable[[], float]] = {}
 
-        def report(rows: dict[str, Row]) -> None:
-            for row in rows.values():
-                row.what = what
-            self.rows(rows.values())
+        def attempt(name: str, work: Callable[[], float]) -> None:
+            try:
+                rows[name].seconds.append(work())
+            except Exception:
+                rows.pop(name)
+                ready.pop(name, None)
+                text = traceback.format_exc(limit=-8)
+                if may_fail:
+                    self.note(f"{what}: {name}: {text.strip().splitlines()[-1][:300]}")
+                else:
+                    self.error(f"{what}: {name}", text)
+                if self.clock.cuda:
+                    torch.cuda.empty_cache()
 
-        limits = self.size((5, 50), (1, 1))
-        rows, errors = self.clock.measure(
-            makers, seconds=self.size(seconds, 0), rounds=limits, report=report
-        )
-        for name, text in errors.items():
-            # It may have run before it failed.
-            self.record["rows"] = [
-                row for row in self.record["rows"] if (row["what"], row["variant"]) != (what, name)
-            ]
-            if may_fail:
-                self.note(f"{what}: {name}: {text.strip().splitlines()[-1][:300]}")
-            else:
-                self.error(f"{what}: {name}", text)
-        for name, row in rows.items():
-            if row.note.startswith("eager: "):
-                self.note(f"{what}: {name}: {row.note}")
+        def prepared(name: str, make: Callable[[], Variant]) -> float:
+            variant = make()
+            run = self.clock.prepare(variant, rows[name])
+            ready[name] = lambda: self.clock.once(run) / variant.calls
+            return ready[name]()
+
+        for name, make in makers.items():
+            rows[name] = Row(variant=name, what=what)
+            attempt(name, lambda name=name, make=make: prepared(name, make))
+            # Before the next one is prepared, which may take minutes to compile.
+            self.rows(rows[name] for name in [name] if name in rows)
+            if name in rows and rows[name].note.startswith("eager: "):
+                self.note(f"{what}: {name}: {rows[name].note}")
+        for row in rows.values():
+            # That was a time to report, and not one of the rounds, in which variants take turns.
+            row.seconds = []
+        least, most = self.size((5, 50), (1, 1))
+        end = time.perf_counter() + self.size(seconds, 0)
+        for turn in range(most):
+            if turn >= least and time.perf_counter() > end:
+                break
+            for name, once in list(ready.items()):
+                attempt(name, once)
+            if (turn + 1).bit_count() == 1:
+                self.rows(rows.values())
+        self.rows(rows.values())
         return rows
 
     def rows(self, rows: Iterable[Row]) -> None:
-        """Records rows; each replaces the row of its case and variant."""
-        known = {(row["what"], row["variant"]): row for row in self.record["rows"]}
+        """Writes rows; each replaces the row of its case and variant."""
         for row in rows:
-            plain = row.as_dict() | {"fraction_of_copy": self.fraction(row)}
-            known[row.what, row.variant] = plain
-        self.record["rows"] = list(known.values())
-        self.save(self.record)
+            fraction = {"fraction_of_copy": self.fraction(row)}
+            self._run.write("row", section=self.section, **row.as_dict() | fraction)
 
     def target(self, what: str, value: float | None, wanted: float, *, at_most: bool = False):
-        """Records whether a target was reached; the value is None if it was not measured."""
-        self.record["targets"].append(claim(what, value, wanted, at_most=at_most))
-        self.save(self.record)
+        """Writes whether a target was reached; the value is None if it was not measured."""
+        found = claim(what, value, wanted, at_most=at_most)
+        self._run.write("target", section=self.section, **found)
 
     def fraction(self, row: Row | None) -> float | None:
         """The row's fraction of the copy's bandwidth."""

@@ -1,23 +1,20 @@
-"""Every launch of the GPU backends once, with operands of the table `deepfast.launches`.
+"""Every launch of the GPU backends once, with operands of the table `deepfast.launches`: the first
+items of `make gpu`, which also run under compute-sanitizer and ncu."""
 
-    python -m bench.gpu.launches --by triton --thorough
-    compute-sanitizer --tool racecheck python -m bench.gpu.launches --by cuda --thorough
-
-`make gpu` runs it first of all, and under compute-sanitizer and ncu.
-"""
-
-import argparse
-import sys
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
+import pytest
 import torch
 
-from bench.gpu.journal import Journal
-from bench.gpu.machine import device as device_of
+from bench.gpu.machine import emulate_cuda
 from deepfast import backend
 from deepfast.depth.state import empty_slots
 from deepfast.launches import LAUNCHES
+
+MAIN = "DEEPFAST_GPU_MAIN"
+"""The environment variable with the only size, as 8192x512, where kernels are measured."""
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 ROWS = 100
@@ -147,30 +144,19 @@ def every_launch(ops, device: str, tokens: int, dim: int) -> None:
                 pass
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--by", choices=("triton", "cuda"), required=True)
-    parser.add_argument("--share", default="0/1", help="i/n: only the i-th of n parts")
-    parser.add_argument("--thorough", action="store_true", help="all sizes and dtypes")
-    parser.add_argument("--size", type=int, nargs=2, help="tokens and width", metavar=("T", "D"))
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU")
-    args = parser.parse_args(argv)
-    device = device_of(args.dry_run)
-    sizes = (args.size,) if args.size else TOY if args.dry_run else SIZES
-    sizes, dtypes = (sizes, DTYPES) if args.thorough else (sizes[:1], DTYPES[:1])
-
-    def work(name: str) -> None:
-        for dtype in dtypes:
-            run = getattr(backend.choose(LAUNCHES[name].op, args.by, device, dtype)[1], name)
-            for tokens, dim in sizes:
-                for given, made in launch(run, name, tokens, dim, dtype, device, args.dry_run):
-                    check_finite(name, given, made)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    index, count = map(int, args.share.split("/"))
-    return 0 if Journal().run(names(args.by)[index::count], work) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize(
+    ("by", "name"), [(by, name) for by in ("cuda", "triton") for name in names(by)]
+)
+def test_launch(run, by, name):
+    """All its variants; in the profile stage the main ones at sizes of their own."""
+    main = os.environ.get(MAIN)
+    sizes = [tuple(map(int, main.split("x")))] if main else TOY if run.dry else SIZES
+    if run.dry and by == "cuda":
+        emulate_cuda()
+    for dtype in DTYPES[:1] if run.dry or main else DTYPES:
+        launcher = getattr(backend.choose(LAUNCHES[name].op, by, run.device, dtype)[1], name)
+        for tokens, dim in sizes:
+            for given, made in launch(launcher, name, tokens, dim, dtype, run.device, run.dry):
+                check_finite(name, given, made)
+    if run.device == "cuda":
+        torch.cuda.synchronize()

@@ -78,11 +78,9 @@ def emulate_cuda() -> None:
     backend.emulate_cuda(torch.ops.deepfast_emulated)
 
 
-def device(dry: bool) -> str:
-    """Where a process of this command runs its work."""
-    if dry:
-        emulate_cuda()
-    return "cpu" if dry else "cuda"
+def slug(device: str) -> str:
+    """A file's name for a device."""
+    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 def first_line(*command: str, last: bool = False) -> str | None:
@@ -128,14 +126,14 @@ def facts(dry: bool) -> dict:
     return found
 
 
-def child_environment(dry: bool, **more: str) -> dict[str, str]:
+def child_environment(dry: bool) -> dict[str, str]:
     """The environment of the processes that this command starts."""
-    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_PROOF": "off"}
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # A variable of the shell must not change what is measured.
     ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_PROOF")
-    return {k: v for k, v in os.environ.items() if k not in ours} | changed | more
+    return {k: v for k, v in os.environ.items() if k not in ours} | changed
 
 
 if __name__ == "__main__":

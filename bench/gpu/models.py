@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
 from bench.gpu.launches import arguments
-from bench.gpu.ops import ours
+from bench.gpu.ops import compiled, ours
 from deepfast import backend, ops
-from deepfast.measure.clock import timed
+from deepfast.clock import on_cpu
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.measure.rows import Row
@@ -152,7 +151,7 @@ class _Training:
 
     def _compile(self, encoder: torch.nn.Module) -> None:
         for layer in encoder.layers:
-            layer.forward = peers.compiled(layer.forward, self.bench.toy)
+            layer.forward = compiled(layer.forward, self.bench.toy)
 
 
 def _training(bench: Bench, backends: tuple[str | None, ...], whole: bool) -> None:
@@ -196,7 +195,7 @@ def _host_seconds(bench: Bench, run) -> list[float]:
     """Seconds until Python has queued the work, not until the GPU has done it."""
     seconds = []
     for turn in range(bench.size(30, 1)):
-        elapsed = timed(run)
+        elapsed = on_cpu(run)
         if bench.device == "cuda":
             torch.cuda.synchronize()
         if turn >= bench.size(5, 0):

@@ -1,53 +1,27 @@
-"""GPU benchmarks of the ops around matrix products: layer_norm, depth_mix, boundary."""
+"""GPU benchmarks of the ops, most of them of calls of `deepfast.cases`, beside torch and others."""
 
 import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from bench.gpu import peers
 from bench.gpu.clock import Bench, Variant
 from bench.gpu.launches import arguments
 from deepfast import backend, ops
+from deepfast.cases import ops as calls
+from deepfast.cases.case import Case, Rows, torchs, tuple_of
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
 from deepfast.measure.rows import Row
 
 BF16 = torch.bfloat16
 DROPOUT = 0.1
-
-
-def random(bench: Bench, *shape: int, grad: bool = False) -> torch.Tensor:
-    return torch.randn(shape, device=bench.device).to(BF16).requires_grad_(grad)
-
-
-def _seed(bench: Bench) -> torch.Tensor:
-    return torch.tensor(5, device=bench.device)
-
-
-def _forward_and_backward(apply, sets, grads, leaves, nbytes):
-    """Functions that make a forward and a backward of ``apply`` over all sets of operands.
-
-    leaves: further tensors that need gradients. nbytes: of each direction.
-    """
-
-    def forward():
-        f = apply()
-        return Variant(run=lambda: [f(*s) for s in sets], calls=len(sets), nbytes=nbytes[0])
-
-    def backward():
-        f = apply()
-        outputs = [f(*s) for s in sets]
-        return Variant(
-            run=lambda: [
-                torch.autograd.grad(y, (*s, *leaves), g, retain_graph=True)
-                for y, s, g in zip(outputs, sets, grads, strict=True)
-            ],
-            calls=len(sets),
-            nbytes=nbytes[1],
-        )
-
-    return forward, backward
-
 
 # Target fractions of a copy, forward and backward, by width.
 LAYER_NORM = {
@@ -58,9 +32,86 @@ DEPTH_MIX = {"triton": (0.80, 0.80), "cuda": (0.90, 0.85)}
 BOUNDARY = {"cuda": 0.80}
 
 
+def random(bench: Bench, *shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device=bench.device).to(BF16).requires_grad_(grad)
+
+
 def ours(by: str | None) -> str:
     """The name of a variant of deepfast; None is what deepfast chooses."""
     return "deepfast" if by is None else f"deepfast, {by}"
+
+
+def compiled(function: Callable, toy: bool) -> Callable:
+    """torch.compile; at toy size it traces without generating code."""
+    # Imported here: torch itself imports it only with its compiler.
+    from torch._functorch import config
+
+    # The benchmarks run one backward many times over the same saved tensors.
+    config.donated_buffer = False
+    return torch.compile(function, dynamic=False, backend="aot_eager" if toy else "inductor")
+
+
+def others(package: str, name: str, load: Callable[[], Callable]) -> dict[str, Callable]:
+    """A function that imports another package's form; nothing where it is not installed."""
+    return {name: load} if importlib.util.find_spec(package) is not None else {}
+
+
+def _forward_and_backward(form: Callable, sets: list[dict], moved) -> tuple[Callable, Callable]:
+    """Functions that make a forward and a backward of ``form`` over all sets of operands."""
+
+    def forward():
+        return Variant(run=lambda: [form(**s) for s in sets], calls=len(sets), nbytes=moved[0])
+
+    def backward():
+        outputs = [tuple_of(form(**s)) for s in sets]
+        grads = [list(map(torch.ones_like, y)) for y in outputs]
+        return Variant(
+            run=lambda: [
+                torch.autograd.grad(y, list(s.values()), g, retain_graph=True)
+                for y, s, g in zip(outputs, sets, grads, strict=True)
+            ],
+            calls=len(sets),
+            nbytes=moved[1],
+        )
+
+    return forward, backward
+
+
+def call(bench: Bench, what: str, case: Case, theirs: dict[str, Callable[[], Callable]]):
+    """Measures a call forward and backward by every backend, in torch's ops, compiled, and by
+    others. ``theirs``: by name what makes a form of the operands.
+
+    Returns:
+        For forward and backward its name, and the rows by variant.
+    """
+    nbytes = sum(x.x.numel() * BF16.itemsize for x in case.operands.values())
+    count = bench.sets(nbytes)
+    own = [case.leaves(BF16, BF16, bench.device) for _ in range(count)]
+    low = [case.of_one_dtype(BF16, bench.device) for _ in range(count)]
+    moved = [m.nbytes(BF16) for m in case.moved]
+    plain = functools.partial(case.plain, torchs)
+    theirs = {"torch": lambda: plain, "torch.compile": lambda: compiled(plain, bench.toy)} | theirs
+    forms = {
+        ours(by): (lambda by=by: functools.partial(case.run, backend=by), own)
+        for by in bench.backends(case.op)
+    }
+    forms |= {name: (load, low) for name, load in theirs.items()}
+    first = next(iter(own[0].values())).detach()
+    copies = [torch.empty_like(first) for _ in own]
+    copy = lambda: Variant(  # noqa: E731
+        run=lambda: [c.copy_(next(iter(s.values())).detach())
+                     for c, s in zip(copies, own, strict=True)],
+        calls=count, nbytes=2 * first.nbytes,
+    )  # fmt: skip
+    found = []
+    for i, which in enumerate(("forward", "backward")):
+        makers = {
+            name: lambda load=load, sets=sets, i=i: _forward_and_backward(load(), sets, moved)[i]()
+            for name, (load, sets) in forms.items()
+        }
+        title = f"{what} {which}, bf16"
+        found.append((title, bench.case(title, makers | {"copy of the first operand": copy})))
+    return found
 
 
 def copy(bench: Bench) -> None:
@@ -94,60 +145,87 @@ def layer_norm(bench: Bench) -> None:
             bench.attempt(_layer_norm, dim, fused)
 
 
+def _liger_norm():
+    function = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
+    return lambda x, weight, bias: function.apply(x, weight, bias, 1e-5)
+
+
+def _fla_norm():
+    function = importlib.import_module("fla.modules.layernorm").layer_norm
+    return lambda x, weight, bias: function(x, weight, bias, eps=1e-5)
+
+
 def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
     """LN alone or, fused, with residual and dropout in the same pass."""
     T, D = bench.size(32768, 8), bench.size(dim, dim // 32)
-    state, inputs = 2 * T * D, 1 + fused
-    sets = [
-        tuple(random(bench, T, D, grad=True) for _ in range(inputs))
-        for _ in range(bench.sets(2 * inputs * state))
-    ]
-    grads = [tuple(random(bench, T, D) for _ in range(inputs)) for _ in sets]
-    w, b = (torch.randn(D, device=bench.device, requires_grad=True) for _ in range(2))
-    low = [p.detach().to(BF16).requires_grad_() for p in (w, b)]
-    nbytes = 2 * inputs * state + 8 * T, (3 + 2 * fused) * state + 8 * T
-    options = {"dropout_p": DROPOUT, "training": True, "seed": _seed(bench)} if fused else {}
-
-    def own(by):
-        return lambda x, *residual: ops.layer_norm(
-            x, w, b, residual=residual[0] if fused else None, backend=by, **options
-        )
-
-    def plain(x, *residual):
-        if fused:
-            return peers.plain_fused_layer_norm(x, *residual, *low, DROPOUT)
-        return peers.plain_layer_norm(x, *low)
-
-    def other(load):
-        norm = load()
-        return lambda x: norm(x, *low)
-
-    theirs = {"torch": lambda: plain, "torch.compile": lambda: peers.compiled(plain, bench.toy)}
-    if not fused:
-        for name, load in peers.other_layer_norms().items():
-            theirs[name] = functools.partial(other, load)
-    kernels = bench.backends("layer_norm")
-    makers = {
-        ours(by): _forward_and_backward(functools.partial(own, by), sets, grads, (w, b), nbytes)
-        for by in kernels
-    }
-    for name, apply in theirs.items():
-        makers[name] = _forward_and_backward(apply, sets, grads, low, nbytes)
-    copies = [torch.empty_like(s[0]) for s in sets]
-    makers["copy of x"] = 2 * [
-        lambda: Variant(
-            run=lambda: [c.copy_(s[0].detach()) for c, s in zip(copies, sets, strict=True)],
-            calls=len(sets),
-            nbytes=2 * state,
-        )
-    ]
-    for i, which in enumerate(("forward", "backward")):
-        name = "residual + dropout + LN" if fused else "LN"
-        what = f"{name} {which}, T={T}, D={D}, bf16"
-        rows = bench.case(what, {name: pair[i] for name, pair in makers.items()})
-        for by in () if fused else kernels:
+    case = calls.layer_norm("", Rows((T,), D), residual=fused, p=DROPOUT if fused else 0.0)
+    theirs = {} if fused else (
+        others("liger_kernel", "Liger", _liger_norm) | others("fla", "fla", _fla_norm)
+    )  # fmt: skip
+    name = "residual + dropout + LN" if fused else "LN"
+    for i, (what, rows) in enumerate(call(bench, f"{name}, T={T}, D={D}", case, theirs)):
+        for by in () if fused else bench.backends("layer_norm"):
             reached, wanted = bench.fraction(rows.get(ours(by))), LAYER_NORM[by][dim][i]
             bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
+
+
+def depth_mix(bench: Bench) -> None:
+    bench.attempt(_depth_mix)
+    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
+    rows, size = Rows((T,), D), f"{count} sources, T={T}, D={D}"
+    bench.attempt(call, f"functional depth_mix with LN, {size}",
+                  calls.depth_mix("", rows, count), {})  # fmt: skip
+    for hops in (1, 4):
+        case = calls.depth_attention("", rows, count, hops, gain=False, lse=False)
+        bench.attempt(call, f"depth attention, {hops} hops, {size}", case, {})
+
+
+def linear_cross_entropy(bench: Bench) -> None:
+    for vocabulary in (32000, 128256):
+        bench.attempt(_linear_cross_entropy, vocabulary)
+
+
+def _liger_loss():
+    module = importlib.import_module("liger_kernel.transformers")
+    loss = module.LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+    return lambda hidden, weight, target: loss(weight, hidden, target)
+
+
+def _linear_cross_entropy(bench: Bench, vocabulary: int) -> None:
+    """A step of the projection to a vocabulary and its loss."""
+    T, D = bench.size((8192, 512), (8, 16))
+    V = bench.size(vocabulary, vocabulary // 1000)
+    case = calls.linear_cross_entropy("", Rows((T,), D), V)
+    leaves = case.of_one_dtype(BF16, bench.device)
+    plain = functools.partial(case.plain, torchs)
+    forms: dict[str, Callable] = {
+        ours(by): lambda by=by: functools.partial(case.run, backend=by)
+        for by in bench.backends("linear_cross_entropy")
+    }
+    forms |= {"torch": lambda: plain, "torch.compile": lambda: compiled(plain, bench.toy)}
+    target = torch.randint(V, (T,), device=bench.device)
+    for name, load in ({} if bench.toy else others("liger_kernel", "Liger", _liger_loss)).items():
+        forms[name] = lambda load=load: functools.partial(load(), target=target)
+
+    def maker(load):
+        def make():
+            loss = load()
+            # No graph: Liger's form reads a count back to the host. Python's share is small here.
+            return Variant(
+                run=lambda: torch.autograd.grad(loss(**leaves), list(leaves.values())), graph=False
+            )
+
+        return make
+
+    what = f"linear cross entropy, T={T}, D={D}, V={V}, bf16"
+    rows = bench.case(what, {name: maker(load) for name, load in forms.items()})
+    for by in bench.backends("linear_cross_entropy"):
+        if ours(by) in rows and "torch" in rows:
+            ratio = rows["torch"].median / rows[ours(by)].median
+            bench.target(f"{what}, {by}, times as fast as torch", ratio, 1.0)
+
+
+# ---- launches of a deep stack --------------------------------------------------------------------
 
 
 class Stack:
@@ -207,13 +285,6 @@ class Stack:
         return count * self.T * self.D * 2
 
 
-def depth_mix(bench: Bench) -> None:
-    bench.attempt(_depth_mix)
-    bench.attempt(_functional_depth_mix)
-    for hops in (1, 4):
-        bench.attempt(_depth_attention, hops)
-
-
 def _depth_mix(bench: Bench) -> None:
     """All passes over far states of a forward, and of a backward, of a 100-layer stack."""
     layers, T, D = bench.size((100, 8192, 512), (9, 8, 16))
@@ -236,58 +307,22 @@ def _depth_mix(bench: Bench) -> None:
             bench.target(f"{what}, {by}, fraction of copy", reached, DEPTH_MIX[by][i])
 
 
-def _functional_depth_mix(bench: Bench) -> None:
-    """ops.depth_mix over a list of tensors, with the sources' LN."""
-    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
-    weight = torch.randn(count, device=bench.device, requires_grad=True)
-    norm = [torch.randn(count, D, device=bench.device, requires_grad=True) for _ in range(2)]
-
-    def apply(by, *sources):
-        return ops.depth_mix(
-            list(sources), weight, norm_weight=norm[0], norm_bias=norm[1], backend=by
-        )
-
-    states = count + 1, 2 * count + 1
-    what = "functional depth_mix with LN"
-    _over_sources(bench, "depth_mix", what, apply, (weight, *norm), states, (), 8 * count * T)
-
-
-def _depth_attention(bench: Bench, hops: int) -> None:
-    """ops.depth_attention over a list of tensors, with queries against the tensors' RMSNorm."""
-    count, _, D = bench.size((24, 8192, 512), (3, 8, 16))
-    query = torch.randn(hops, D, device=bench.device, requires_grad=True)
-
-    def apply(by, *sources):
-        return ops.depth_attention(list(sources), query, backend=by)
-
-    states = count + hops, 2 * count + 2 * hops
-    what = f"depth attention, {hops} hops"
-    _over_sources(bench, "depth_attention", what, apply, (query,), states, (hops,), 0)
-
-
-def _over_sources(bench: Bench, op: str, what: str, apply, leaves, states, hops, more: int) -> None:
-    """Forward and backward of an op over a list of tensors.
-
-    states: how many states each direction moves. hops: an axis of the result. more: bytes beside.
-    """
-    count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
-    sets = [[random(bench, T, D, grad=True) for _ in range(count)]]
-    grads = [random(bench, T, *hops, D)]
-    nbytes = [moved * 2 * T * D + more for moved in states]
-    makers = {
-        ours(by): _forward_and_backward(
-            lambda by=by: functools.partial(apply, by), sets, grads, leaves, nbytes
-        )
-        for by in bench.backends(op)
-    }
-    for i, which in enumerate(("forward", "backward")):
-        name = f"{what}, {count} sources, T={T}, D={D}, bf16, {which}"
-        bench.case(name, {by: pair[i] for by, pair in makers.items()})
-
-
 def boundary(bench: Bench) -> None:
     for dim in bench.size((512, 1024), (512,)):
         bench.attempt(_boundary, dim)
+
+
+def plain_boundary(branch, residual, partial, states, weight, norm, out_norm, p: float):
+    """A boundary between two layers in torch's ops: push y, mix, LN of the next layer.
+
+    states: the block's earlier ones, normalised; weight: theirs and the new one's.
+    """
+    y = residual + F.dropout(branch, p)
+    z = F.layer_norm(y, y.shape[-1:], *norm)
+    x = partial + weight[-1] * z
+    for w, state in zip(weight[:-1].unbind(), states, strict=True):
+        x = x + w * state
+    return z, x, F.layer_norm(x, x.shape[-1:], *out_norm)
 
 
 class Boundary:
@@ -309,7 +344,8 @@ class Boundary:
         self.shared = {
             "states": stack.states, "weight": stack.weight, "norm_weight": stack.norm_weight,
             "norm_bias": stack.norm_bias, "norm_source": True, "source_eps": 1e-5, "out_eps": 1e-5,
-            "source_rms": False, "out_rms": False, "dropout_p": DROPOUT, "seed": _seed(bench),
+            "source_rms": False, "out_rms": False, "dropout_p": DROPOUT,
+            "seed": torch.tensor(5, device=bench.device),
             "out_norm_weight": weight, "out_norm_bias": bias, "source_rstd": source_rstd,
             "out_mean": mean, "out_rstd": rstd, "dweight": stack.dweight, "grads": stack.states,
         }  # fmt: skip
@@ -341,7 +377,7 @@ class Boundary:
         near = stack.states[k - self.place : k].unbind()
         weights = stack.weight[k, k - self.place : k + 1].to(BF16)
         norm = [self.shared[f"out_norm_{name}"].to(BF16) for name in ("weight", "bias")]
-        return peers.plain_boundary(
+        return plain_boundary(
             self.inputs[k]["branch"], self.inputs[k]["residual"], stack.out[self.place], near,
             weights, norm, norm, DROPOUT,
         )  # fmt: skip
@@ -379,3 +415,94 @@ def _boundary(bench: Bench, dim: int) -> None:
         for by in set(kernels) & set(BOUNDARY):
             reached = bench.fraction(timings.get(ours(by)))
             bench.target(f"{what}, {by}, fraction of copy", reached, BOUNDARY[by])
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def varlen_attention(q, k, v, cu_seqlens, longest: int):
+    """torch's flash attention over packed sentences (T, H, d)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The further arguments are left out: their names differ between versions of torch.
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+
+def sentence_lengths(tokens: int, shortest: int, longest: int) -> list[int]:
+    """Random lengths that add up to ``tokens``."""
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        lengths.append(min(drawn, left))
+    return lengths
+
+
+class Packed:
+    """Sentences of 20 to 60 tokens: packed, and for SDPA padded to the longest."""
+
+    def __init__(self, bench: Bench):
+        tokens, heads, width = bench.size((8192, 8, 64), (16, 1, 16))
+        lengths = sentence_lengths(tokens, *bench.size((20, 60), (5, 9)))
+        self.longest, self.state = max(lengths), 2 * tokens * heads * width
+        self.size = f"{tokens} tokens in {len(lengths)} sentences, {heads} heads of {width}, bf16"
+        cu = [0, *accumulate(lengths)]
+        self.cu = torch.tensor(cu, dtype=torch.int32, device=bench.device)
+        count = bench.sets(8 * self.state)
+        # Slices of one projection, as a layer passes them.
+        self.packed = [
+            [x.detach().requires_grad_() for x in random(bench, tokens, 3, heads, width).unbind(1)]
+            for _ in range(count)
+        ]
+        self.dpacked = [random(bench, tokens, heads, width) for _ in range(count)]
+        shape = len(lengths), heads, self.longest, width
+        self.padded = [[random(bench, *shape, grad=True) for _ in range(3)] for _ in range(count)]
+        self.dpadded = [random(bench, *shape) for _ in range(count)]
+        real = torch.arange(self.longest, device=bench.device) < self.cu.diff()[:, None]
+        self.mask = real[:, None, None, :]
+
+    def ours(self, q, k, v):
+        return ops.attention(
+            q, k, v, cu_seqlens_q=self.cu, cu_seqlens_k=self.cu, max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest, backend="triton",
+        )  # fmt: skip
+
+    def varlen(self, q, k, v):
+        return varlen_attention(q, k, v, self.cu, self.longest)
+
+    def sdpa(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, self.mask)
+
+    def maker(self, apply, operands, grads, training: bool):
+        def both():
+            return [
+                torch.autograd.grad(apply(*xs), xs, g) if training else apply(*xs)
+                for xs, g in zip(operands, grads, strict=True)
+            ]
+
+        moved = (12 if training else 4) * self.state
+        return lambda: Variant(run=both, calls=len(operands), nbytes=moved)
+
+
+def attention(bench: Bench) -> None:
+    bench.attempt(_attention)
+
+
+def _attention(bench: Bench) -> None:
+    case = Packed(bench)
+    for training in (False, True):
+        forms = {
+            ours("triton"): case.maker(case.ours, case.packed, case.dpacked, training),
+            "SDPA, padded": case.maker(case.sdpa, case.padded, case.dpadded, training),
+        }
+        reason = backend.refusal("attention", "varlen", bench.device, BF16)
+        if reason is None:
+            forms["torch varlen"] = case.maker(case.varlen, case.packed, case.dpacked, training)
+        elif not training:
+            bench.note(f"no torch varlen: {reason}")
+        what = f"attention {'forward + backward' if training else 'forward'}, {case.size}"
+        timings = bench.case(what, forms)
+    fast = timings.pop(ours("triton"), None)
+    best = min((t.median for t in timings.values()), default=math.nan)
+    reached = best / fast.median if fast and timings else None
+    bench.target(f"{what}, times the best of SDPA and varlen", reached, 1.5)

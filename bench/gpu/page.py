@@ -1,63 +1,35 @@
 """The results of `bench.gpu` as a page of Markdown, and in short for the terminal."""
 
+from collections import Counter
+
+from bench.gpu.results import Run
 from deepfast.proof.show import lines as proof_lines
 from deepfast.proof.table import Table
 
 
-def _cell(value) -> str:
-    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
-
-
 def _table(head: list[str], rows: list[list]) -> list[str]:
-    if not rows:
-        return []
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(map(_cell, line)) + " |" for line in lines] + [""]
+    def cell(value) -> str:
+        return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+    lines = [head, ["---"] * len(head), *rows] if rows else []
+    return ["| " + " | ".join(map(cell, line)) + " |" for line in lines] + [""] * bool(rows)
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1][:300]
-
-
-def _launches(record: dict) -> list[str]:
+def _items(run: Run) -> list[str]:
+    """For each stage how many items passed, and what failed or was skipped."""
+    last = {(x["stage"], x["item"]): x for x in run.lines("item")}
     lines = []
-    for by, found in record.get("launches", {}).items():
-        failed = {name: run for name, run in found.items() if run["outcome"] != "ok"}
-        lines.append(f"- {by}: {len(found) - len(failed)} of {len(found)} launches ran.")
-        lines += [
-            f"- {by}, `{name}` {run['outcome']}: {_last_line(run['text'])}"
-            for name, run in failed.items()
-        ]
-    return ["## Each launch once", "", *lines, ""] if lines else []
-
-
-def proof(record: dict) -> list[str]:
-    """What `deepfast prove` found."""
-    found = record.get("proof")
-    if not found:
-        return []
-    said = [found["said"].strip()] if found["said"] else []
-    table = found["table"] or {"key": {}, "ops": {}}
-    told = proof_lines(Table(table["key"], table["ops"]))
-    return ["## deepfast prove", "", f"{found['status']}, {found['seconds']} s", "", "```",
-            *told, *said, "```", ""]  # fmt: skip
-
-
-def _tests(record: dict) -> list[str]:
-    files = record.get("tests", {})
-    if not files:
-        return ["Tests: not run.", ""]
-    rows = [
-        [name, f["collected"], f["passed"], len(f["failed"]), len(f["skipped"]), f["seconds"]]
-        for name, f in sorted(files.items())
-    ]
-    head = ["file", "tests", "passed", "failed", "skipped", "seconds"]
-    lines = ["## Tests", "", *_table(head, rows)]
-    for f in files.values():
-        for outcome in ("failed", "skipped"):
-            for line in f[outcome]:
-                lines.append(f"- {outcome}: `{line['test']}`: {_last_line(line['text'])}")
-    return [*lines, ""]
+    for stage in dict.fromkeys(stage for stage, _ in last):
+        found = {item: x for (of, item), x in last.items() if of == stage}
+        counts = Counter(x["outcome"] for x in found.values())
+        said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+        lines += [f"## {stage}", "", f"{len(found)} items: {said}.", ""]
+        for item, x in found.items():
+            if x["outcome"] != "passed":
+                text = (x["text"].strip().splitlines() or [""])[-1][:300]
+                lines.append(f"- {x['outcome']}: `{item}`: {text}")
+        lines += [""]
+    return lines
 
 
 def _row(row: dict) -> list:
@@ -74,87 +46,64 @@ def _row(row: dict) -> list:
     ]
 
 
-def _section(name: str, section: dict) -> list[str]:
-    lines = [f"## {name}", "", f"{section['status']}, {section.get('seconds', 0)} s."]
-    if "copy_gb_per_second" in section:
-        lines[-1] += f" A copy moves {section['copy_gb_per_second']:.0f} GB/s."
-    lines += [f"Note: {note}" for note in section.get("notes", [])] + [""]
+def _sections(run: Run) -> list[str]:
+    rows = {(x["section"], x["what"], x["variant"]): x for x in run.lines("row")}
+    copies = {x["section"]: x["gb_per_second"] for x in run.lines("copy")}
+    notes = dict.fromkeys((x["section"], x["note"]) for x in run.lines("note"))
+    lines = []
     head = ["what", "variant", "µs", "GB/s", "of a copy", "peak MiB", "runs", "timed"]
-    lines += _table(head, [_row(row) for row in section.get("rows", [])])
-    for error in section.get("errors", []):
-        lines += [f"Raised in {error['what']}:", "", "```", error["error"].strip(), "```", ""]
+    for name in dict.fromkeys(section for section, *_ in rows):
+        lines += [f"## {name}", ""]
+        if name in copies:
+            lines += [f"A copy moves {copies[name]:.0f} GB/s."]
+        lines += [f"Note: {note}" for section, note in notes if section == name] + [""]
+        found = [x for (section, *_), x in rows.items() if section == name and x["seconds"]]
+        lines += _table(head, [_row(x) for x in found])
     return lines
 
 
-def told(name: str, section: dict) -> str:
-    """A section's rows, notes and errors as text."""
-    lines, what = [f"{name}: {section['status']}, {section['seconds']} s"], None
-    for row in section.get("rows", []):
-        if row["what"] != what:
-            what = row["what"]
-            lines.append(f"  {what}")
-        _, variant, seconds, rate, fraction, *_ = _row(row)
-        speed = f"{rate:>7} GB/s {fraction} of a copy" if rate else ""
-        lines.append(f"    {variant:34} {seconds:>10} us {speed}")
-    lines += [f"  note: {note}" for note in section.get("notes", [])]
-    lines += [f"  ERROR {e['what']}\n{e['error'][-1500:]}" for e in section.get("errors", [])]
-    return "\n".join(lines)
+def _targets(run: Run) -> list[str]:
+    last = {x["what"]: x for x in run.lines("target")}
+    rows = [
+        [what, x["target"], "not measured" if x["value"] is None else x["value"],
+         "yes" if x["met"] else "no"]
+        for what, x in last.items()
+    ]  # fmt: skip
+    return ["## Targets", "", *_table(["target", "wanted", "reached", "met"], rows)]
 
 
-def _targets(record: dict) -> list[str]:
-    rows = []
-    for section in record.get("sections", {}).values():
-        for t in section.get("targets", []):
-            reached = "not measured" if t["value"] is None else t["value"]
-            rows.append([t["what"], t["target"], reached, "yes" if t["met"] else "no"])
-    return _table(["target", "wanted", "reached", "met"], rows)
+def proof(found: dict) -> list[str]:
+    """What `deepfast prove` found."""
+    table = found["table"] or {"key": {}, "ops": {}}
+    told = proof_lines(Table(table["key"], table["ops"]))
+    return ["## deepfast prove", "", f"{found['status']}, {found['seconds']} s", "", "```",
+            *told, found["said"].strip(), "```", ""]  # fmt: skip
 
 
-def _profile(record: dict) -> list[str]:
-    lines = []
-    for name, found in record.get("profile", {}).items():
-        if "note" in found:
-            lines += [f"- {found['note']}", ""]
-            continue
-        status = f"exit status {found.get('exit', 'unknown: it was stopped')}"
-        lines += [f"- {name}: {found['launches']} launches, {status}", ""]
-        if found.get("output"):
-            lines += ["```", found["output"].strip(), "```", ""]
-        if rows := found.get("kernels"):
-            lines += _table(list(rows[0]), [list(row.values()) for row in rows])
-    return ["## compute-sanitizer and ncu", "", *lines] if lines else []
-
-
-def summary(record: dict) -> str:
+def summary(run: Run) -> str:
     """The short tables at the end of the command's output."""
-    return "\n".join([*_launches(record), *_tests(record), *_targets(record)])
+    return "\n".join([*_items(run), *_targets(run)])
 
 
-def page(data: dict, digest: str) -> str:
-    """The page of the kernel sources ``digest``."""
-    record = data["sources"][digest]
-    last = record["runs"][-1]
-    lines = [f"# {data['device']}, kernel sources {digest}", ""]
-    if last["dry_run"]:
+def page(run: Run) -> str:
+    """The page of the kernel sources of a run."""
+    runs = run.lines("run")
+    facts = runs[-1]["machine"]
+    lines = [f"# {facts['device']}, kernel sources {run.sources}", ""]
+    if run.dry:
         lines += ["A dry run on the CPU at toy sizes: its numbers mean nothing.", ""]
-    others = [name for name in data["sources"] if name != digest]
-    if others:
-        lines += ["The JSON file also holds results of other kernel sources, which are not on this "
-                  f"page: {', '.join(others)}.", ""]  # fmt: skip
+    if others := run.others():
+        lines += ["The file also holds results of other kernel sources, not on this page: "
+                  f"{', '.join(others)}.", ""]  # fmt: skip
     lines += ["`make gpu`. Medians; variants of a case took turns, L2 was emptied before each run.",
               "Bytes are those that an algorithm has to move.", ""]  # fmt: skip
-    runs = [
-        [run["date"], ", ".join(f"{name}: {s['status']}" for name, s in run["stages"].items()),
-         run.get("seconds"), *(run.get("clocks", {}).get(when) for when in ("before", "after"))]
-        for run in record["runs"]
-    ]  # fmt: skip
-    lines += _table(["run", "stages", "seconds", "clocks before", "clocks after"], runs)
-    facts = last["machine"].items()
-    lines += _table(["", ""], [[k, v] for k, v in facts if v is not None])
-    if (last.get("build") or {}).get("error"):
-        lines += ["Building the ops failed:", "", "```", last["build"]["error"], "```", ""]
-    lines += [*_launches(record), *proof(record), "## Targets", "", *_targets(record)]
-    lines += _tests(record)
-    for name, section in record.get("sections", {}).items():
-        lines += _section(name, section)
-    return "\n".join([*lines, *_profile(record)]) + "\n"
+    told = [[x["date"], x["stage"], x["status"], x["seconds"], x["clocks"]] for x in runs]
+    lines += _table(["run", "stage", "status", "seconds", "clocks"], told)
+    lines += _table(["", ""], [[k, v] for k, v in facts.items() if v is not None])
+    for found in run.lines("proof")[-1:]:
+        lines += proof(found)
+    lines += [*_targets(run), *_items(run), *_sections(run)]
+    for found in run.lines("kernels"):
+        lines += [f"## {found['name']}", ""]
+        lines += _table(list(found["rows"][0]), [list(x.values()) for x in found["rows"]])
+    return "\n".join(lines) + "\n"

@@ -1,98 +1,71 @@
-"""The results file of a device, to which every run of `make gpu` adds.
+"""The results of a device: a file to which every process of every run appends lines of JSON.
 
-    {"device": ..., "sources": {DIGEST: {"runs": [...], "launches": {...}, "tests": {...},
-                                         "sections": {...}, "profile": {...}}}}
-
-Results belong to the kernel sources that they were measured with, which DIGEST names: those of
-other sources stay in the file, apart, and the page says so.
+Each line names the kernel sources that it belongs to, and its ``kind``: the "run" of a command, an
+"item" (a launch, a test or a section, with its outcome), the "row", "target", "note" or "copy" of a
+section, a "proof", or the "kernels" that ncu measured. The last line about something holds.
 """
 
 import json
 import os
-import shutil
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu import page
-
-SAVE_SECONDS = 1.0
-"""The least time between two writes of the file, which a run makes after nearly every row."""
+VARIABLE = "DEEPFAST_GPU_RUN"
+"""The environment variable in which the processes of a run find it, as JSON."""
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces the file at once: a process that is killed leaves no half-written one."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
+@dataclass(frozen=True)
+class Run:
+    """Where the results of a run go."""
+
+    path: str
+    sources: str
+    """A digest of the kernel sources."""
+    dry: bool
+    """Whether it is a dry run, on a CPU at toy sizes."""
+    limit: float
+    """Seconds of one item, compiling included."""
+
+    @classmethod
+    def current(cls) -> "Run":
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+    def variable(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(vars(self))}
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Adds a line at once; lines of several processes do not mix."""
+        line = json.dumps({"sources": self.sources, "kind": kind, **fields}) + "\n"
+        with Path(self.path).open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+    def lines(self, kind: str) -> list[dict]:
+        """What is known so far of these sources. What a killed process left of a line counts
+        as nothing."""
+        found = (_object(line) for line in _bytes(self.path).splitlines())
+        return [x for x in found if x.get("kind") == kind and x["sources"] == self.sources]
+
+    def done(self, stage: str) -> list[str]:
+        """The items of a stage that passed, or have a reason to be skipped."""
+        last = {x["item"]: x["outcome"] for x in self.lines("item") if x["stage"] == stage}
+        return [item for item, outcome in last.items() if outcome in ("passed", "skipped")]
+
+    def others(self) -> list[str]:
+        """The other kernel sources that the file has results of."""
+        found = (_object(line).get("sources") for line in _bytes(self.path).splitlines())
+        return [name for name in dict.fromkeys(found) if name not in (None, self.sources)]
 
 
-def slug(device: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+def _bytes(path: str) -> bytes:
+    return Path(path).read_bytes() if Path(path).exists() else b""
 
 
-def merge(old: dict, new: dict) -> dict:
-    """A section's results so far with those of another run: a row replaces the row of its case and
-    variant, and other rows stay."""
-
-    def joined(name: str, *keys: str) -> list:
-        rows = {tuple(row[k] for k in keys): row for row in old.get(name, []) + new.get(name, [])}
-        return list(rows.values())
-
-    return old | new | {
-        "rows": joined("rows", "what", "variant"),
-        "targets": joined("targets", "what"),
-        "notes": list(dict.fromkeys(old.get("notes", []) + new.get("notes", []))),
-    }  # fmt: skip
-
-
-class Results:
-    """The files ``<device>.json`` and ``<device>.md`` in a folder.
-
-    Args:
-        run: what the page says of this run: its date, command and machine.
-        copies: a folder that gets a copy of both files at every write, or None.
-    """
-
-    def __init__(self, folder: Path, digest: str, run: dict, copies: Path | None = None):
-        self.start = self.saved = time.perf_counter()
-        self.run, self.digest, self.copies = run | {"stages": {}}, digest, copies
-        device = run["machine"]["device"]
-        self.paths = folder / f"{slug(device)}.json", folder / f"{slug(device)}.md"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.data = self._load() or {"device": device, "sources": {}}
-        self.record = self.data["sources"].setdefault(digest, {"runs": []})
-        self.record["runs"].append(self.run)
-        self.changed = True
-
-    def _load(self) -> dict | None:
-        path = self.paths[0]
-        if not path.exists():
-            return None
-        try:
-            data = json.loads(path.read_text())
-            if set(data) == {"device", "sources"}:
-                return data
-            reason = "it has other fields than device and sources"
-        except json.JSONDecodeError as error:
-            reason = str(error)
-        aside = path.with_suffix(".unreadable.json")
-        path.rename(aside)
-        print(f"{path}: expected the results of this command ({reason}); it is now {aside.name}")
-        return None
-
-    def part(self, name: str) -> dict:
-        """A part of this digest's results, to be changed in place."""
-        self.changed = True
-        return self.record.setdefault(name, {})
-
-    def save(self, now: bool = False) -> None:
-        """Writes both files if something changed, at most once a second unless ``now``."""
-        elapsed = time.perf_counter() - self.saved
-        if not now and not (self.changed and elapsed > SAVE_SECONDS):
-            return
-        self.run["seconds"] = round(time.perf_counter() - self.start, 1)
-        write(self.paths[0], json.dumps(self.data, indent=1) + "\n")
-        write(self.paths[1], page.page(self.data, self.digest))
-        for path in self.paths if self.copies is not None else ():
-            shutil.copy(path, self.copies)
-        self.saved, self.changed = time.perf_counter(), False
+def _object(line: bytes) -> dict:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return {}

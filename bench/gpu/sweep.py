@@ -13,9 +13,8 @@ from unittest import mock
 
 import torch
 
-from bench.gpu.attention import Packed
 from bench.gpu.clock import Bench, Variant
-from bench.gpu.ops import BF16, Boundary, Stack, ours, random
+from bench.gpu.ops import BF16, Boundary, Packed, Stack, ours, random
 from deepfast.nn import DLCL, DepthHistory
 
 CHOSEN = "as it is"

@@ -75,6 +75,19 @@ class Moved(NamedTuple):
         return self.values * dtype.itemsize + 4 * self.statistics
 
 
+def on_devices(*tensors: Tensor) -> Callable[[Device], tuple[Tensor, ...]]:
+    """device -> the tensors there, copied once: a copy from the host in a call would be timed, and
+    ends the capture of a CUDA graph."""
+    kept: dict[Device, tuple[Tensor, ...]] = {}
+
+    def there(device: Device) -> tuple[Tensor, ...]:
+        if device not in kept:
+            kept[device] = tuple(x.to(device) for x in tensors)
+        return kept[device]
+
+    return there
+
+
 Dropout = Callable[[Tensor, float, int], Tensor]
 """(x, p, seed) -> x with elements dropped, and the others scaled."""
 

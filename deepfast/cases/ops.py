@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import ops
-from deepfast.cases.case import Case, Computed, Moved, Rows, Stored
+from deepfast.cases.case import Case, Computed, Moved, Rows, Stored, on_devices
 from deepfast.reference.peephole_lstm import cell
 
 SEED = 5
@@ -316,9 +316,12 @@ def attention(
     given = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
     longest = max(queries, default=0), max(keys, default=0)
 
+    there = on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
+
     def run(q, k, v, *, backend=None):
+        of_queries, of_keys = there(q.device)
         return ops.attention(
-            q, k, v, cu_seqlens_q=offsets(queries, q.device), cu_seqlens_k=offsets(keys, q.device),
+            q, k, v, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys,
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=causal, window=window,
             dropout_p=p, seed=SEED, backend=backend,
         )  # fmt: skip
@@ -353,12 +356,13 @@ def linear_cross_entropy(
     """Every fifth target is ignored."""
     target = torch.randint(vocabulary, rows.lead)
     target[1::5] = -100
+    there = on_devices(target)
     given: dict = {"hidden": rows.random(), "weight": linear(vocabulary, rows.dim)}
     given |= {"bias": Stored(torch.randn(vocabulary))} if bias else {}
 
     def run(hidden, weight, bias=None, *, backend=None):
         return ops.linear_cross_entropy(
-            hidden, weight, target.to(hidden.device), bias=bias, label_smoothing=smoothing,
+            hidden, weight, there(hidden.device)[0], bias=bias, label_smoothing=smoothing,
             reduction=reduction, chunk=chunk, backend=backend,
         )  # fmt: skip
 
@@ -366,7 +370,7 @@ def linear_cross_entropy(
         logits = F.linear(hidden, weight, bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(
-            logits.flatten(0, -2), target.flatten().to(hidden.device), label_smoothing=smoothing,
+            logits.flatten(0, -2), there(hidden.device)[0].flatten(), label_smoothing=smoothing,
             reduction=reduction,
         )  # fmt: skip
 

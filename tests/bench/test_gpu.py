@@ -1,266 +1,164 @@
-"""The parts of `bench.gpu`: its processes and their journals, the results file, the clock."""
+"""`make gpu` without a GPU: its dry run, its results and its clock."""
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
-from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+pytest.importorskip("xdist")
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import log, machine, page, profiling, results, stages, sweep, workers
-from bench.gpu.clock import Bench, Clock, Variant
-from deepfast.measure.rows import Row
+from bench.gpu import launches, machine, page, plugin, sweep
+from bench.gpu.clock import Bench, Variant
+from bench.gpu.results import Run
+from bench.gpu.sections import BENCH, SECTIONS, SMOKE
+from deepfast.launches import LAUNCHES
 
 ROOT = Path(__file__).parents[2]
 
 
-# ---- processes and their journals ----------------------------------------------------------------
+def dry_run(folder, *options):
+    """The lines of a dry run's results, and its page."""
+    assert gpu.main(["--dry-run", "--output", str(folder), *options]) == 0
+    lines = [json.loads(line) for line in (folder / "dry-run.jsonl").read_text().splitlines()]
+    return lines, (folder / "dry-run.md").read_text()
 
-SCRIPT = """
-import json, os, sys, time
-path = os.environ["DEEPFAST_JOURNAL"]
-def write(**event):
-    with open(path, "a") as file:
-        file.write(json.dumps(event) + "\\n")
-done = []
-if os.path.exists(path):
-    events = [json.loads(line) for line in open(path) if line.strip().endswith("}")]
-    done = [event.get("end") for event in events]
-for item in sys.argv[1:]:
-    if item in done:
-        continue
-    write(begin=item)
-    if item == "abort":
-        print("this one aborts", flush=True)
-        open(path, "a").write('{"half a li')
-        os.abort()
-    if item == "hang":
-        time.sleep(60)
-    write(end=item, outcome="ok", seconds=0.0, text="")
-    if item == "exit":
-        sys.exit(3)
-write(finished=True)
+
+def test_a_dry_run(tmp_path):
+    words = ["--stage", "tests", "--tests", "tests/gpu/test_ops.py::test_the_reference_draws_alike"]
+    lines, told = dry_run(tmp_path, *words, "--copies", str(tmp_path.parent))
+    assert [(x["stage"], x["outcome"]) for x in lines if x["kind"] == "item"] == [
+        ("tests", "passed")
+    ]
+    assert "## tests" in told
+    assert "its numbers mean nothing" in told
+    assert (tmp_path.parent / "dry-run.jsonl").exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_passed_is_left_out(run, monkeypatch, again):
+    """Unless it is asked for; what failed runs again."""
+    commands = []
+    monkeypatch.setattr(
+        gpu.Stage, "start", lambda self, command, **more: commands.append(command) or (0, "", "")
+    )
+    for item, outcome in (("one", "passed"), ("two", "failed"), ("three", "skipped")):
+        run.write("item", stage="tests", item=item, outcome=outcome)
+    stage = gpu.Stage("tests", run, gpu.arguments(["--dry-run", *["--again"] * again]))
+    stage.pytest(["file"], 1)
+    left = {word for word in commands[0] if word.startswith("--deselect")}
+    assert left == (set() if again else {"--deselect=one", "--deselect=three"})
+
+
+@pytest.mark.exhaustive
+def test_every_stage_of_a_dry_run(tmp_path):
+    lines, told = dry_run(tmp_path)
+    run = Run(str(tmp_path / "dry-run.jsonl"), lines[0]["sources"], True, 1.0)
+    assert [x["stage"] for x in run.lines("run")] == list(gpu.STAGES)
+    assert all(x["status"] == "ok" for x in run.lines("run"))
+    for by in ("cuda", "triton"):
+        for name in launches.names(by):
+            assert f"bench/gpu/launches.py::test_launch[{by}-{name}]" in run.done("smoke")
+    found = run.lines("row")
+    assert {x["section"] for x in found} == set(SECTIONS)
+    assert all(x["median_seconds"] > 0 for x in found if x["seconds"])
+    assert all(x["value"] is not None for x in run.lines("target"))
+    wanted = " ".join(x["what"] for x in run.lines("target"))
+    mixing = ("depth mix forward", "depth mix pull", "stack and sum", "DenseFormer")
+    for part in ("LN forward", "LN backward", *mixing, "SDPA and varlen", "over the residual"):
+        assert part in wanted
+    assert all(f"## {name}" in told for name in (*SECTIONS, "Targets", "profile"))
+
+
+ITEMS = """
+import os, time, pytest
+def test_one(): pass
+def test_aborts(): os.abort()
+def test_hangs(): time.sleep(60)
+def test_two(): pass
+def test_fails(): raise ValueError("this one fails")
 """
 
 
-def play(*items, seconds=30.0, item_seconds=0.5):
-    """Outcomes by item, the last event, and the problems, of a process with these items."""
-    events = []
-    problems = workers.run(
-        [workers.Task("a task", [sys.executable, "-c", SCRIPT, *items])],
-        lambda task, event: events.append(event), seconds=seconds,
-        item_seconds=lambda item: item_seconds, environment=dict(os.environ),
+@pytest.mark.exhaustive
+def test_a_crash_and_a_hang_cost_one_item(tmp_path):
+    (tmp_path / "test_items.py").write_text(ITEMS)
+    run = Run(str(tmp_path / "results.jsonl"), "abc", True, 3.0)
+    subprocess.run(
+        [*gpu.pytest_command(), "-n", "1", str(tmp_path / "test_items.py")],
+        cwd=ROOT, env=os.environ | run.variable() | {plugin.STAGE: "tests"}, timeout=300,
+        capture_output=True,
     )  # fmt: skip
-    ends = [event for event in events if "end" in event]
-    assert len({event["end"] for event in ends}) == len(ends)
-    return {event["end"]: event for event in ends}, events[-1], problems
-
-
-def test_a_crash_and_a_hang_cost_one_item():
-    found, last, problems = play("one", "abort", "two", "hang", "exit", "three")
-    assert {name: event["outcome"] for name, event in found.items()} == {
-        "one": "ok", "abort": "crashed", "two": "ok", "hang": "stopped", "exit": "ok",
-        "three": "ok",
+    found = {x["item"].rpartition("::")[2]: x for x in run.lines("item")}
+    assert {name: x["outcome"] for name, x in found.items()} == {
+        "test_one": "passed", "test_aborts": "failed", "test_hangs": "failed",
+        "test_two": "passed", "test_fails": "failed",
     }  # fmt: skip
-    assert "exit status -6" in found["abort"]["text"]
-    assert "this one aborts" in found["abort"]["text"]
-    assert last["exit"] == 0
-    assert problems == []
+    assert "crashed" in found["test_hangs"]["text"]
+    assert "this one fails" in found["test_fails"]["text"]
+    assert [item.rpartition("::")[2] for item in run.done("tests")] == ["test_one", "test_two"]
 
 
-def test_out_of_time():
-    found, _, problems = play("one", "hang", "two", seconds=1.0, item_seconds=60)
-    assert {name: event["outcome"] for name, event in found.items()} == {
-        "one": "ok", "hang": "stopped"
-    }  # fmt: skip
-    assert problems == ["a task: stopped: out of time"]
+def test_stages_and_files():
+    assert SMOKE == ("copy", "training ratio")
+    assert BENCH[0] == "training"
+    assert set(launches.names("cuda")) < set(launches.names("triton")) == set(LAUNCHES)
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files | {"tests/memory/test_count.py"} <= set(gpu.test_files(dry=False))
 
 
-def test_a_process_that_cannot_start():
-    problems = workers.run(
-        [workers.Task("a task", [sys.executable, "-c", "raise SystemExit('no such thing')"])],
-        lambda task, event: None, seconds=30, item_seconds=lambda item: 1,
-        environment=dict(os.environ),
-    )  # fmt: skip
-    assert len(problems) == 1
-    assert "no such thing" in problems[0]
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from bench.gpu import results, workers
-machine = {"device": "a device"}
-found = results.Results(Path(sys.argv[1]), "abc", {"date": "now", "dry_run": True,
-                                                   "machine": machine})
-def take(task, event):
-    if "end" in event:
-        found.part("launches").setdefault("triton", {})[event["end"]] = event
-workers.run([workers.Task("t", [sys.executable, "-c", sys.argv[2], "one", "hang"])], take,
-            seconds=60, item_seconds=lambda item: 60, environment=dict(os.environ),
-            tick=found.save)
-"""
+# ---- results and the clock -----------------------------------------------------------------------
 
 
-def test_a_killed_command_keeps_what_it_had(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), SCRIPT],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    path, end = tmp_path / "a-device.json", time.monotonic() + 60
-    while time.monotonic() < end and not (path.exists() and '"one"' in path.read_text()):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    record = json.loads(path.read_text())["sources"]["abc"]
-    assert list(record["launches"]["triton"]) == ["one"]
-    assert "1 of 1 launches ran" in path.with_suffix(".md").read_text()
+@pytest.fixture
+def run(tmp_path):
+    return Run(str(tmp_path / "results.jsonl"), "abc", True, 1.0)
 
 
-def test_shares_of_tests():
-    groups = [["a1", "a2", "a3"], ["b1"], ["c1", "c2"], ["d1"]]
-    parts = [log.share(groups, i, 2) for i in range(2)]
-    assert sorted(chain(*parts)) == sorted(chain(*groups))
-    assert [len(part) for part in parts] == [4, 3]
-    for group in groups:
-        assert any(set(group) <= set(part) for part in parts)
+def test_results_of_other_sources_stay_apart_and_the_last_line_holds(run):
+    Run(run.path, "def", True, 1.0).write("item", stage="tests", item="old", outcome="passed")
+    for item, outcome in (("a", "failed"), ("a", "passed"), ("b", "passed"), ("b", "failed")):
+        run.write("item", stage="tests", item=item, outcome=outcome, text="", seconds=0.0)
+    with Path(run.path).open("a") as file:
+        file.write('{"half a li')
+    assert run.done("tests") == ["a"]
+    assert run.others() == ["def"]
+    run.write("run", date="today", stage="tests", status="ok", seconds=1, clocks=None,
+              machine={"device": "A device"})  # fmt: skip
+    assert run.done("bench") == []
 
 
-# ---- the results file ----------------------------------------------------------------------------
-
-
-def results_in(folder, digest="abc"):
-    run = {"date": "today", "dry_run": True, "machine": {"device": "A device"}}
-    return results.Results(folder, digest, run)
-
-
-def row(variant, seconds, what="a case"):
-    found = Row(what=what, variant=variant, seconds=[seconds]).as_dict()
-    return found | {"fraction_of_copy": None}
-
-
-def test_results_of_other_sources_stay_apart(tmp_path):
-    for digest, variant in (("abc", "old"), ("def", "new")):
-        found = results_in(tmp_path, digest)
-        found.part("sections")["LN"] = {"status": "ok", "rows": [row(variant, 1.0)]}
-        found.save(now=True)
-    data = json.loads((tmp_path / "a-device.json").read_text())
-    assert set(data["sources"]) == {"abc", "def"}
-    told = (tmp_path / "a-device.md").read_text()
-    assert "| new |" in told
-    assert "| old |" not in told
-    assert "other kernel sources" in told
-    assert "abc" in told
-
-
-def test_rows_of_separate_runs_add_up():
-    old = {"rows": [row("a", 1.0), row("b", 2.0)], "notes": ["x"], "errors": ["raised"]}
-    new = {"rows": [row("b", 3.0), row("c", 4.0)], "notes": ["x", "y"], "errors": []}
-    found = results.merge(old, new)
-    assert {r["variant"]: r["median_seconds"] for r in found["rows"]} == {"a": 1, "b": 3, "c": 4}
-    assert found["notes"] == ["x", "y"]
-    assert found["errors"] == []
-
-
-def test_an_unreadable_file_is_kept_aside(tmp_path, capsys):
-    (tmp_path / "a-device.json").write_text('{"device": ')
-    results_in(tmp_path).save(now=True)
-    assert "a-device.unreadable.json" in capsys.readouterr().out
-    assert (tmp_path / "a-device.unreadable.json").read_text() == '{"device": '
-    assert set(json.loads((tmp_path / "a-device.json").read_text())["sources"]) == {"abc"}
-
-
-def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch):
-    """Sections that are ok and files that passed; a failed one runs again."""
-    started = []
-
-    def run(self, tasks, take, item_seconds, seconds=0):
-        started.extend(word for task in tasks for word in task.command)
-
-    monkeypatch.setattr(stages.Stage, "run", run)
-    options = gpu.arguments(["--dry-run", "--tests", "tests/a.py", "tests/b.py"])
-    stage = stages.Stage(results_in(tmp_path), options, 60.0)
-    stage.results.part("sections").update(copy={"status": "ok"}, mixing={"status": "crashed"})
-    fine = {"collected": 3, "passed": 2, "failed": [], "skipped": ["c"], "seconds": 0.0}
-    stage.results.part("tests").update({"tests/a.py": fine, "tests/b.py": fine | {"passed": 1}})
-    stages.measure(stage, ("copy", "mixing"))
-    stages.tests(stage)
-    assert {"mixing", "tests/b.py"} <= set(started)
-    assert not {"copy", "tests/a.py"} & set(started)
-    options.again = True
-    stages.measure(stage, ("copy", "mixing"))
-    stages.tests(stage)
-    assert {"copy", "tests/a.py"} <= set(started)
-
-
-def test_a_proof_is_kept_and_told(tmp_path, monkeypatch):
-    entry = {"errors": {"cuda": "wrong dx", "triton": None},
-             "seconds": {"512": {"triton": 1e-5, "reference": 2e-5}}}  # fmt: skip
-    proved = json.dumps({"source": "a file", "key": {}, "ops": {"layer_norm": {"float16": entry}}})
-    calls = []
-
-    def run(command, **options):
-        calls.append(command)
-        return subprocess.CompletedProcess(command, 1, proved, "a line of the log")
-
-    monkeypatch.setattr(stages.subprocess, "run", run)
-    monkeypatch.setattr(machine, "proved", lambda: False)
-    stage = stages.Stage(results_in(tmp_path), gpu.arguments([]), 60.0)
-    stages.prove(stage)
-    # Once in a command.
-    stages.prove(stage)
-    assert len(calls) == 1
-    assert stage.problems == ["deepfast prove: exit status 1"]
-    told = (tmp_path / "a-device.md").read_text()
-    assert "layer_norm float16: cuda failed (wrong dx), triton is proved" in told
-    assert "width 512: triton serves" in told
-    assert "a line of the log" in told
-
-
-# ---- measuring -----------------------------------------------------------------------------------
-
-
-def test_a_variant_that_raises_leaves_the_others():
-    saved = []
-    bench = Bench("cpu", saved.append)
+def test_a_variant_that_raises_leaves_the_others(run):
+    bench, made = Bench(run, "a section"), []
 
     def broken():
         raise RuntimeError("this one is broken")
 
+    def known():
+        return {x["variant"] for x in run.lines("row")}
+
     runs = iter([None])
-    makers = {"whole": lambda: Variant(run=lambda: None), "made badly": broken}
-    makers["runs badly"] = lambda: Variant(run=broken)
-    makers["runs once"] = lambda: Variant(run=lambda: next(runs))
+    makers = {
+        "whole": lambda: made.append(known()) or Variant(run=lambda: None),
+        "made badly": broken, "runs badly": lambda: Variant(run=broken),
+        "runs once": lambda: made.append(known()) or Variant(run=lambda: next(runs)),
+    }  # fmt: skip
     assert list(bench.case("a case", makers)) == ["whole"]
-    assert [row["variant"] for row in saved[-1]["rows"]] == ["whole"]
-    texts = [error["error"] for error in saved[-1]["errors"]]
-    assert len(texts) == 3
-    assert sum("this one is broken" in text for text in texts) == 2
-
-
-def test_a_variant_is_reported_when_it_has_run_once():
-    told, made = [], []
-
-    def maker(name):
-        def make():
-            made.append((name, list(told[-1]) if told else []))
-            return Variant(run=lambda: None)
-
-        return make
-
-    rows, _ = Clock("cpu").measure(
-        {name: maker(name) for name in "abc"}, seconds=0, rounds=(5, 5), report=told.append
-    )
-    # Before the next one is prepared, which may take minutes to compile.
-    assert made == [("a", []), ("b", ["a"]), ("c", ["a", "b"])]
-    assert [len(row.seconds) for row in rows.values()] == [5, 5, 5]
+    # A row comes before the next variant is prepared, which may take minutes to compile.
+    assert made == [set(), {"whole"}]
+    assert len(bench.failed) == 3
+    assert sum("this one is broken" in text for text in bench.failed) == 2
+    assert "| a case | whole |" in "\n".join(page._sections(run))
 
 
 def test_a_setting_reaches_the_kernel_and_ends():
@@ -283,16 +181,35 @@ def test_a_setting_reaches_the_kernel_and_ends():
 
 
 def test_what_ncu_prints_is_read():
-    names = list(profiling.METRICS)
+    names = list(gpu.METRICS)
     head = ",".join(f'"{name}"' for name in ["ID", "Kernel Name", *names])
     units = ",".join(f'"{unit}"' for unit in ["", "", *["u"] * len(names)])
     values = ",".join(f'"{value}"' for value in ["0", "layer_norm_fwd_kernel", *range(len(names))])
-    text = f"==PROF== Connected\nok\n{head}\n{units}\n{values}\n"
-    (found,) = profiling.kernels(text)
-    assert found["kernel"] == "layer_norm_fwd_kernel"
-    assert [found[said] for said in profiling.METRICS.values()] == [
-        str(i) for i in range(len(names))
-    ]
-    assert "layer_norm_fwd_kernel" in "\n".join(
-        page._profile({"profile": {"ncu of triton": {"launches": 1, "kernels": [found]}}})
-    )
+    (found,) = gpu.kernels(f"==PROF== Connected\nok\n{head}\n{units}\n{values}\n")
+    assert found == {"kernel": "layer_norm_fwd_kernel"} | {
+        said: str(i) for i, said in enumerate(gpu.METRICS.values())
+    }
+
+
+def test_a_file_in_place_of_the_link(tmp_path):
+    """In a copy of the tree without symbolic links."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    (tmp_path / "deepfast").mkdir()
+    (tmp_path / "deepfast" / "kernels").write_text("../kernels")
+    machine.link_kernels(tmp_path)
+    machine.link_kernels(tmp_path)
+    assert (tmp_path / "deepfast" / "kernels" / "__init__.py").exists()
+
+
+def test_compiles_for_the_named_architecture(monkeypatch):
+    class Build:
+        CUDA_ARCHITECTURES = ("80", "90")
+
+        @staticmethod
+        def compile_ops(target):
+            assert target == machine.OPS
+
+    monkeypatch.setattr(machine, "module", lambda path: Build)
+    machine.compile_ops(["89"])
+    assert Build.CUDA_ARCHITECTURES == ("89",)

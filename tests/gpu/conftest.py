@@ -1,13 +1,12 @@
 """The kernels on a GPU, at realistic sizes.
 
-`make gpu` runs these. Without a GPU they run on the CPU, at toy sizes, with Triton's interpreter
+`make gpu` runs these. Without a GPU some run on the CPU, at toy sizes, with Triton's interpreter
 and the emulator of tests/cuda: that tests the tests.
 """
 
 import contextlib
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,20 @@ from deepfast import backend
 INTERPRETED = importlib.util.find_spec("triton") is not None
 
 
+_seen: set[str] = set()
+
+
 def pytest_itemcollected(item):
-    # tests/kernels and tests/depth have the pairs: a dry run needs each value only.
-    if not torch.cuda.is_available():
-        item.add_marker(pytest.mark.each_value)
+    """On a CPU the first case of each test runs, and of those only one every day."""
+    if torch.cuda.is_available():
+        return
+    test = item.nodeid.partition("[")[0]
+    if test in _seen:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        item.add_marker("exhaustive")
+    elif not test.endswith("test_ops.py::test_op"):
+        item.add_marker("exhaustive")
+    _seen.add(test)
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +55,6 @@ def by(request, device):
     if reason is not None:
         pytest.skip(reason)
     return request.param
-
-
-@pytest.fixture(scope="session")
-def twins():
-    """A launcher or op beside its reference, see twins.py."""
-    spec = importlib.util.spec_from_file_location("twins", Path(__file__).parent / "twins.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

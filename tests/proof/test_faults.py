@@ -47,36 +47,28 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("fault", SAID)
-def test_a_broken_triton_kernel(device, broken, served, monkeypatch, fault):
+@pytest.mark.parametrize("fault", [None, *SAID])
+@pytest.mark.parametrize("by", ["triton", "cuda"])
+def test_a_broken_kernel(emulated, device, broken, served, monkeypatch, caplog, by, fault):
+    """It is named, and the next backend serves; a right one serves itself."""
     only_float32(monkeypatch)
-    broken(("triton",), fault)
-    assert served() == "cpu"
-    (error,) = errors().values()
-    assert error.startswith(SAID[fault])
-    reason = backend.explain("layer_norm", "cpu", torch.float32)["triton"]
+    if by == "triton":
+        monkeypatch.setitem(backend.PROVABLE, "cpu", ("triton",))
+    if fault is not None:
+        broken((by,), fault)
+    next_one = {"triton": "cpu", "cuda": "triton"}[by]
+    assert [served(), served()] == 2 * [by if fault is None else next_one]
+    assert errors().get("triton" if by == "cuda" else None) is None
+    if fault is None:
+        assert errors()[by] is None
+        first, last = (record.getMessage() for record in caplog.records)
+        assert "layer_norm is used on cpu for the first time" in first
+        assert f"{by} is proved" in last
+        assert "kept in" in last
+        return
+    assert errors()[by].startswith(SAID[fault])
+    reason = backend.explain("layer_norm", "cpu", torch.float32)[by]
     assert reason.startswith(f"failed its proof here ({SAID[fault]}")
-    assert served() == "cpu"
-    assert device.runs == 1
-
-
-@pytest.mark.parametrize("fault", SAID)
-def test_a_broken_cuda_kernel(emulated, device, broken, served, monkeypatch, fault):
-    only_float32(monkeypatch)
-    broken(("cuda",), fault)
-    assert served() == "triton"
-    assert errors()["triton"] is None
-    assert errors()["cuda"].startswith(SAID[fault])
-
-
-def test_a_right_kernel_serves(emulated, device, served, monkeypatch, caplog):
-    only_float32(monkeypatch)
-    assert served() == "cuda"
-    assert errors() == {"cuda": None, "triton": None}
-    first, last = (record.getMessage() for record in caplog.records)
-    assert "layer_norm is used on cpu for the first time" in first
-    assert "about a minute" in first
-    assert "float32: cuda is proved, triton is proved; kept in" in last
 
 
 def test_a_proof_without_memory_is_not_kept(
@@ -137,6 +129,7 @@ def run(fault, silence, *dtypes):
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_crash_is_of_its_dtype_alone(device):
     """Another process goes on with the dtypes that are left."""
     (dtype, error), other = run("abort_in_float32", 120, "float32", "float16")
@@ -146,6 +139,7 @@ def test_a_crash_is_of_its_dtype_alone(device):
     assert error.startswith(f"{case}: the process ended by SIGABRT")
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_the_system_killed_had_no_memory(device):
     """A kernel that is wrong ends its process in other ways."""
     assert [memory("killed", 120), memory("abort", 120), memory("hang", 1)] == [True, False, False]
@@ -157,6 +151,7 @@ def memory(fault, silence):
     return result["memory"]
 
 
+@pytest.mark.exhaustive
 def test_a_hang_is_ended(device):
     ((_, error),) = run("hang", 1, "float32")
     assert error == "odd width, rows apart, residual, dropout: no answer within 1 s"
@@ -174,12 +169,6 @@ def test_a_worker_that_does_not_start_blames_no_kernel(device, served, cache, ca
     assert "the process ended with status 1: no room for a context" in caplog.text
     assert not list(cache.glob("*.json"))
     assert served() == "cpu"
-
-
-def test_a_process_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(NoWorker, match=r"no process could be started .*/nowhere/python"):
-        list(Runner(CPU).run("layer_norm", items("float32")))
 
 
 def test_every_op_has_cases():

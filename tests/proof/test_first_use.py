@@ -232,20 +232,24 @@ def test_heads_that_a_kernel_cannot_hold_are_torchs(device):
         ops.attention(q, q, q, **sizes, backend="triton")
 
 
+def test_ranks_without_a_store_do_not_compare(device, monkeypatch, caplog):
+    """With MPI. Each has its own answer, and a line says so."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)
+    norm()
+    backend.forget()
+    norm()
+    assert served() == "triton"
+    assert caplog.text.count("has no store (as with MPI): the ranks do not compare") == 1
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_proves_and_prints(device, monkeypatch, capsys, tmp_path):
-    command = [
-        "prove",
-        "--device",
-        "cpu",
-        "--op",
-        "layer_norm",
-        "--write",
-        str(tmp_path / "t.json"),
-    ]
-    assert main(command) == 0
+    words = ["--device", "cpu", "--op", "layer_norm", "--write", str(tmp_path / "t.json")]
+    assert main(["prove", *words]) == 0
     assert "layer_norm float32: triton is proved\nkept in " in capsys.readouterr().out
     assert "layer_norm" in (tmp_path / "t.json").read_text()
     assert main(["info", "--device", "cpu"]) == 0

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepfast import backend
-
 # Its fixture holds here too.
 from tests.proof.test_first_use import CPU, _only_float32, norm, served  # noqa: F401
 
+pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -150,15 +149,3 @@ def test_ranks_take_one_answer_or_stop_with_the_difference(tmp_path, early):
         [*before[2], f"{same.format(2)}, where these backends are proved: triton: wrong"],
         [*before[3], f"{same.format(3)}: torch is 9.9, not {torch.__version__}"],
     ], output
-
-
-def test_ranks_without_a_store_do_not_compare(device, monkeypatch, caplog):
-    """With MPI. Each has its own answer, and a line says so."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)
-    norm()
-    backend.forget()
-    norm()
-    assert served() == "triton"
-    assert caplog.text.count("has no store (as with MPI): the ranks do not compare") == 1
