@@ -2,7 +2,7 @@
 does strikes all of them alike."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -35,7 +35,7 @@ def clock_of(device: torch.device | str) -> Clock:
 
 
 def take_turns(
-    variants: dict[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
     warmup: int = 1,

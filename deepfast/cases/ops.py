@@ -142,9 +142,9 @@ def feed_forward(
         "down": linear(rows.dim, width), "down_bias": Stored(torch.randn(rows.dim)),
     }  # fmt: skip
 
-    def run(x, norm_weight, *linears, residual=None, norm_bias=None, backend=None, **named):
+    def run(x, norm_weight, residual=None, norm_bias=None, *, backend=None, **linears):
         return ops.feed_forward(
-            x, norm_weight, norm_bias, *linears, **named, eps=RMS_EPS if rms else EPS, rms=rms,
+            x, norm_weight, norm_bias, **linears, eps=RMS_EPS if rms else EPS, rms=rms,
             residual=residual, dropout_p=p if residual is not None else 0.0, seed=SEED,
             activation=kind, activation_dropout_p=p, activation_seed=SEED + 1, training=True,
             backend=backend,
@@ -299,7 +299,7 @@ def offsets(lengths: Sequence[int], device) -> Tensor:
 class Heads(NamedTuple):
     """Heads of attention."""
 
-    count: int
+    number: int
     width: int
     group: int = 1
     """How many heads share one of the keys."""
@@ -311,9 +311,9 @@ def attention(
 ) -> Case:  # fmt: skip
     """Sentences of these lengths; without ``keys`` theirs are the queries'."""
     keys = queries if keys is None else keys
-    shape = {"q": (sum(queries), heads.count), "k": (sum(keys), heads.count // heads.group)}
+    shape = {"q": (sum(queries), heads.number), "k": (sum(keys), heads.number // heads.group)}
     shape["v"] = shape["k"]
-    given = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
+    given: dict = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
     longest = max(queries, default=0), max(keys, default=0)
 
     there = on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
@@ -340,8 +340,10 @@ def attention(
 
     # SDPA's padded form has no windows, and another dropout mask.
     has_plain = not (causal or p or window or heads.group > 1) and queries and min(keys) > 0
-    product = 2 * heads.count * heads.width * sum(a * b for a, b in zip(queries, keys, strict=True))
-    state = sum(queries) * heads.count * heads.width
+    product = (
+        2 * heads.number * heads.width * sum(a * b for a, b in zip(queries, keys, strict=True))
+    )
+    state = sum(queries) * heads.number * heads.width
     return Case(
         name=name, op="attention", operands=given, run=run, plain=plain if has_plain else None,
         how="sentences padded, scaled_dot_product_attention, unpadded",
@@ -426,7 +428,7 @@ def peephole_lstm(
     product = 2 * steps * batch * width * 4 * width
     return Case(
         name=name, op="peephole_lstm", operands=given, run=run,
-        plain=lambda _, f, *rest, **named: loop_of_ops(f, *rest, **named, **options(f)),
+        plain=lambda _, **named: loop_of_ops(**named, **options(named["f"])),
         how=f"a loop of ops over {steps} steps", flops=(product, 2 * product),
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
     torch.manual_seed(1)
     case = CASES[op](sizes)
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    both = {"deepfast": case.run, "torch": partial(case.plain, torchs)}
+    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torchs)}
 
     def run(form: Callable, backward: bool):
         outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]

@@ -6,7 +6,7 @@ the machine is measured in the same run and compared with a kernel's bytes per s
 
 import ctypes
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -30,7 +30,7 @@ def keep_memory() -> bool:
 
 
 def interleave(
-    variants: dict[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     *,
     repeats: int = 5,
     warmup: int = 1,

@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows has no such locks: there two processes may prove the same twice.
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = "1"
+FORMAT = "2"
 """Raised when the file's fields change, or when the cases get stricter: old results then end."""
 
 VARIES = ("driver", "library")
