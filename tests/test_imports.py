@@ -13,9 +13,9 @@ PACKAGE = ROOT / "deepfast"
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
 #   backend -> proof.known -> proof.prove, which starts proof.worker -> cases -> nn
-# checks, dtypes, files and memory lie at the bottom.
+# checks, connections, dtypes, files and memory lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "dtypes", "files", "memory", "version"}
+BOTTOM = {"checks", "connections", "dtypes", "files", "memory", "version"}
 PROOF = {"proof.known", "proof.show", "proof.table"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth"} | OPS
@@ -23,9 +23,10 @@ MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
     "checks": set(),
+    "connections": set(),
     "dtypes": set(),
     "files": set(),
-    "memory": {"checks", "version"},
+    "memory": {"checks", "connections", "version"},
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),

@@ -11,14 +11,14 @@ from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.memory import POLICIES
 from deepfast.attach.passes import NAME, Layers, Settings
+from deepfast.connections import BLOCKS, CONNECTIONS
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
-from deepfast.memory.policies import ATTENTION_RESIDUALS
-from deepfast.nn.connections.residual import BLOCKS, PRESETS, dlcl_options
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
+from deepfast.nn.connections.dlcl import dlcl_options
 
 OP = "deepfast.connect"
-CONNECTIONS = (*PRESETS, *ATTENTION_RESIDUALS)
 
 
 def connect(
@@ -92,7 +92,7 @@ def connect(
             "of your own"
         )
     checks.choice(OP, ("pre", "post", None), norm=norm)
-    checks.choice(OP, CONNECTIONS, connection=connection)
+    checks.choice(OP, MIXING, connection=connection)
     checks.choice(OP, POLICIES, memory=memory)
     checks.flag(OP, inplace=inplace)
     if dim is not None:
@@ -221,7 +221,7 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
 
 def _make(layers: int, dim: int, norm: str | None, connection: str, options: dict):
     """The connection."""
-    if connection in PRESETS:
+    if CONNECTIONS[connection].dlcl is not None:
         useless = {"norm_kind", "normalize_embedding"} & options.keys()
         if useless and dlcl_options(connection, norm, options)["norm"] is None:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from deepfast.connections import BLOCKS
 from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.measure import attention_forms, forms, mudd_forms
 from deepfast.measure.progress import Job
@@ -18,7 +19,6 @@ from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import OpTraffic, engine_moved
 from deepfast.measure.turns import turns
 from deepfast.nn import DLCL, MUDD, AttentionResiduals
-from deepfast.nn.connections.residual import BLOCKS
 
 OURS, PLAIN = "deepfast", "plain PyTorch"
 

@@ -36,7 +36,7 @@ class FormEncoder(nn.Module):
 
     def __init__(self, encoder: TransformerEncoder, form: Callable):
         super().__init__()
-        if encoder.connection.dlcl is None or encoder.connection.norm != "pre":
+        if not isinstance(encoder.connection.depth, DLCL) or encoder.connection.norm != "pre":
             raise ValueError("FormEncoder: expected a pre-norm encoder with connection='dlcl'")
         if encoder.connection.dropout:
             raise ValueError(f"FormEncoder: expected dropout 0, got {encoder.connection.dropout}")

@@ -9,11 +9,9 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
                       weights
 """
 
+from deepfast.connections import BLOCKS
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
-
-BLOCKS = 8
-"""Blocks of "block_attnres" by default. A row reads the embedding and the blocks up to its own."""
 
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:
@@ -28,6 +26,7 @@ def _mix(sizes: Sizes, decoder: bool) -> float:
     if kind not in MIXING:
         return 0.0
     if kind == "block_attnres":
+        # A row reads the embedding and the blocks up to its own.
         sources = min(sources, BLOCKS + 3)
     channels = 2 if kind in ATTENTION_RESIDUALS else 1
     return sizes.parts(decoder) * channels * sizes.width * sources

@@ -17,12 +17,12 @@ as "history". Every policy gives the same losses and gradients; on a CPU in fp32
 
 from collections.abc import Sequence
 
+from deepfast.connections import names
+
 POLICIES = ("keep", "lean", "leaner", "states", "history")
 """From most memory to least. Each recomputes more than the one before it."""
 
-ATTENTION_RESIDUALS = ("attnres", "block_attnres")
-MIXING = ("dlcl", "denseformer", *ATTENTION_RESIDUALS)
-"""The depth connections: they keep a state of every layer, and mix each layer's input from them."""
+ATTENTION_RESIDUALS, MIXING = names("attends"), names("mixes")
 
 RERUN = ("states", "history")
 """Policies under which backward runs the layer's forward pass again."""

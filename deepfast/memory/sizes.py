@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from deepfast import checks
+from deepfast.connections import names
 from deepfast.memory.policies import ATTENTION_RESIDUALS
 
-CONNECTIONS = ("dlcl", "residual", "latent", "attnres", "block_attnres")
+CONNECTIONS = names("planned")
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
 """Bytes of state per parameter; "sgd" is without momentum."""
 CHOICES = {

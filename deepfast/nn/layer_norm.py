@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.connections import names
 from deepfast.depth.boundary import OutNorm
 from deepfast.nn.recompute import Kept, Recompute, plain
 from deepfast.ops.layer_norm import compute, normalise
@@ -142,16 +143,14 @@ class NoNorm(nn.Module):
 NORMS: dict[str, Any] = {"layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 """Kind of norm in a stack -> its module."""
 
-WITHOUT_NORM = ("residual", "latent")
-"""The connections of stacks that may have no norms."""
-
 
 def check_norms(op: str, connection: str, norm: str, norm_kind: str) -> None:
     """Refuses a kind of norm that there is not, and a stack that cannot do without norms."""
     checks.choice(op, NORMS, norm_kind=norm_kind)
-    if norm_kind == "none" and (connection not in WITHOUT_NORM or norm != "pre"):
+    if norm_kind == "none" and (connection not in names("without_norm") or norm != "pre"):
         raise ValueError(
-            f"{op}: norm_kind='none' needs norm='pre' and the connection residual or latent, got "
+            f"{op}: norm_kind='none' needs norm='pre' and the connection "
+            f"{' or '.join(names('without_norm'))}, got "
             f"norm={norm!r} and {connection!r}"
         )
 

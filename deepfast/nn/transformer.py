@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from deepfast import checks
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
+from deepfast.nn.connections.base import LayerCall, Options, connection_of, reading_parts
 from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
-from deepfast.nn.connections.residual import Connection, LayerCall, rows_per_layer
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
 from deepfast.nn.step import layer_steps
@@ -57,7 +57,7 @@ class _Stack(nn.Module):
             if options is not None:
                 checks.dictionary(op, **{name: options})
         self.dim = dim
-        rows = rows_per_layer(op, connection, reads, len(self.layer.parts))
+        parts = reading_parts(op, connection, reads, self.layer.parts)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
                 dim,
@@ -72,24 +72,15 @@ class _Stack(nn.Module):
                 activation_dropout=activation_dropout,
                 activation=activation,
                 first_norm=False,
-                later_norms=rows == 1,
+                later_norms=not parts,
                 backend=backend,
             )
             for _ in range(num_layers)
         )
-        self.connection = Connection(
-            op,
-            num_layers,
-            dim,
-            connection=connection,
-            norm=norm,
-            norm_kind=norm_kind,
-            dropout=dropout,
-            backend=backend,
-            dlcl=dlcl,
-            block=block,
-            reads=rows,
+        about = Options(
+            op, connection, num_layers, dim, norm, norm_kind, dropout, dlcl, block, parts, backend
         )
+        self.connection = connection_of(about)
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
@@ -111,16 +102,12 @@ class _Stack(nn.Module):
         post = self.connection.norm == "post"
         used = zip(self.layers, self.policies, options, gates, strict=True)
         for layer, policy, given, gate in used:
-            if self.connection.reads > 1:
-                calls += [
-                    LayerCall(layer, policy, given | {"part": part}) for part in self.layer.parts
-                ]
-            elif is_chosen(gate, 0.0):
+            if is_chosen(gate, 0.0):
                 calls.append(LayerCall(layer.norms_alone, "keep", {}) if post else None)
-            elif gate is None or is_chosen(gate, 1.0):
-                calls.append(LayerCall(layer, policy, given))
-            else:
-                calls.append(LayerCall(layer, policy, given | {"gate": gate}))
+                continue
+            if gate is not None and not is_chosen(gate, 1.0):
+                given = given | {"gate": gate}
+            calls += self.connection.calls(layer, policy, given)
         return calls
 
     def set_memory(self, memory: str | Sequence[str] | object) -> None:
@@ -153,7 +140,7 @@ class TransformerEncoder(_Stack):
         dim, heads, ffn_dim: D, H, F.
         num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
         window: of every self-attention, see `MultiheadAttention`.
-        connection: one of `deepfast.nn.connections.residual.CONNECTIONS`: "dlcl"; "residual";
+        connection: one of `deepfast.connections.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
@@ -332,7 +319,7 @@ class TransformerDecoder(_Stack):
             for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
         ]
         calls = self._calls(options, cache.gates)
-        whole = self.connection.reads == 1 and self.connection.mudd is None
+        whole = not self.connection.parts and self.connection.kind != "mudd"
         if whole and compiled(x_BD) and not torch._C._is_any_autocast_enabled():
             if cache.steps is None:
                 cache.steps = layer_steps(self.layers, x_BD)

@@ -9,50 +9,52 @@ from torch import Tensor, nn
 
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import MIXING
-from deepfast.nn.connections.residual import Connection, LayerCall
+from deepfast.nn.connections.attention_residuals import Attended
+from deepfast.nn.connections.base import LayerCall
+from deepfast.nn.connections.dlcl import Mixed
 from deepfast.nn.packing import Packing
 from deepfast.nn.transformer import TransformerEncoder
 from deepfast.parallel.depth import StageDepth
 from deepfast.parallel.edges import OP, Edge, layer_counts, plan_edges
 
 
-class StageConnection(Connection):
-    """A `Connection` between the layers of one stage: a copy of the depth connection's parameters,
+class _Stage(Mixed):
+    """The connection between the layers of one stage: a copy of the depth connection's parameters,
     and the norms before the stage's layers. The last stage has the final norm."""
 
-    def __init__(
-        self, whole: Connection, first: int, last: int, below: Edge | None, above: Edge | None
-    ):
+    def __init__(self, whole: Mixed, first: int, last: int, below: Edge | None, above: Edge | None):
         nn.Module.__init__(self)
         self.kind, self.norm = whole.kind, whole.norm
-        self.dropout, self.reads = whole.dropout, whole.reads
+        self.dropout, self.reads, self.parts = whole.dropout, whole.reads, whole.parts
         # Stages in one process have parameters of their own, whose gradients a schedule scales.
-        self.dlcl, self.residuals = copy.deepcopy(whole.dlcl), copy.deepcopy(whole.residuals)
-        self.mudd = self.norms = None
+        own = copy.deepcopy(whole.depth)
+        setattr(self, whole.child, own)
+        self.norms = None
         if whole.norms is not None:
             rows = range(first, last + (above is None))
             self.norms = nn.ModuleDict({str(row): whole.norms[row] for row in rows})  # type: ignore
-        depth = self.residuals if self.dlcl is None else self.dlcl
-        self.part = StageDepth(depth, first, last, below, above)
+        self.part = StageDepth(own, first, last, below, above)
 
     @property
     def depth(self) -> StageDepth:  # type: ignore[override]
         return self.part
 
     def forward(  # type: ignore[override]
-        self, payload: tuple[Tensor, ...], calls: Sequence[LayerCall | None]
+        self, payload: tuple[Tensor, ...], calls: Sequence[LayerCall]
     ) -> tuple[Tensor, ...]:
         """From what crosses the edge below to what crosses the edge above, (T, D) each; the last
         stage returns its output alone."""
-        history = DepthHistory()
+        history, norms = DepthHistory(), None
         x = self.part.begin(payload, history)
-        if self.norms is None:
-            x = self._post_norm(x, calls, history, None)
-        else:
+        if self.norms is not None:
             norms = list(self.norms.values())  # type: ignore[attr-defined]
-            norms = norms if self.part.above is None else [*norms, None]
-            x = self._pre_norm(x, calls, norms, history, None)
+            norms += [] if self.part.above is None else [None]
+        x = self.mix(x, calls, norms, history)
         return (x,) if self.part.above is None else self.part.end(payload, x, history)
+
+
+class _AttendedStage(_Stage, Attended):
+    """The same for attention residuals."""
 
 
 class EncoderStage(nn.Module):
@@ -82,7 +84,8 @@ class EncoderStage(nn.Module):
         self.policies = encoder.policies[first : first + count]
         whole = encoder.connection
         ends = first * whole.reads, (first + count) * whole.reads
-        self.connection = StageConnection(whole, *ends, self.below, self.above)
+        make = _AttendedStage if isinstance(whole, Attended) else _Stage
+        self.connection = make(whole, *ends, self.below, self.above)
         self.train(encoder.training)
 
     def forward(
@@ -103,7 +106,7 @@ class EncoderStage(nn.Module):
         if self.below is not None:
             expected = self.below.tensors
             if self.below.kind == "sums":
-                softmax = getattr(self.connection.residuals, "weights", None) == "softmax"
+                softmax = getattr(self.connection.part.whole, "weights", None) == "softmax"
                 expected = 1 + bool(self.below.carried) * (1 + softmax)
         if len(payload) != expected:
             raise TypeError(f"{name}: expected {expected} tensors, got {len(payload)}")
@@ -135,16 +138,10 @@ class EncoderStage(nn.Module):
             if tuple(y.shape) != shape:
                 raise ValueError(f"{name}: tensor {i} must be {shape}, got {tuple(y.shape)}")
 
-    def _calls(self, packing: Packing) -> list[LayerCall | None]:
-        calls: list[LayerCall | None] = []
-        for layer, policy in zip(self.layers.values(), self.policies, strict=True):
-            options = {"packing": packing}
-            if self.connection.reads == 1:
-                calls.append(LayerCall(layer, policy, options))
-                continue
-            parts = TransformerEncoder.layer.parts
-            calls += [LayerCall(layer, policy, options | {"part": part}) for part in parts]
-        return calls
+    def _calls(self, packing: Packing) -> list[LayerCall]:
+        each = zip(self.layers.values(), self.policies, strict=True)
+        calls = [self.connection.calls(*layer, {"packing": packing}) for layer in each]
+        return [call for of_layer in calls for call in of_layer]
 
 
 class _Unsplit:

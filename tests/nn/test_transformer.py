@@ -265,7 +265,7 @@ def test_activation_and_attention_dropout_follow_the_mode():
 @NORMS
 @pytest.mark.parametrize("connection", ["dlcl", "residual"])
 def test_autocast(monkeypatch, norm, connection):
-    from deepfast.nn.connections import residual as module
+    from deepfast.nn.connections import dlcl as module
 
     made = []
     plain = module.DepthHistory

@@ -119,7 +119,7 @@ def attention_row(m, v, row):
 
 def stack_and_sum(connection, x, bodies):
     """The naive loop: every state kept, stacked, normalised and summed at every layer."""
-    d, states = connection.dlcl, [x]
+    d, states = connection.depth, [x]
     w = None if d is None else d.effective_weight()
 
     def mix(row):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.connections import CONNECTIONS
 from deepfast.mt.models.interface import Part
 from deepfast.mt.models.transformer import DecodeState, PackedModel, Transformer, init_fan_in
 from deepfast.mt.models.transformer_config import TransformerConfig
 from deepfast.nn import LayerNorm, Packing, TransformerDecoder, TransformerEncoder
-from deepfast.nn.connections.residual import CONNECTIONS
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class DepthGrowingConfig(TransformerConfig):
     top_decoder_layers: int = 2
     """M of the decoder."""
     top_encoder_connection: str = "residual"
-    """One of deepfast.nn.connections.residual.CONNECTIONS except "latent". The top has its own
+    """One of deepfast.connections.CONNECTIONS except "latent". The top has its own
     depth history."""
     top_decoder_connection: str = "residual"
     """The same for the top's decoder."""

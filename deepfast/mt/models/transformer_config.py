@@ -8,17 +8,13 @@ from typing import Any
 import torch
 
 from deepfast import checks
+from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.mt.models.interface import ModelConfig, target_vocab_size
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
+from deepfast.nn.connections.dlcl import dlcl_options
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
-from deepfast.nn.connections.residual import (
-    CONNECTIONS,
-    PRE_NORM,
-    PRESETS,
-    dlcl_options,
-)
 from deepfast.nn.layer_norm import check_norms
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
@@ -63,7 +59,7 @@ class TransformerConfig(ModelConfig):
     decoder_layers: int = 6
     """L of the decoder."""
     encoder_connection: str = "dlcl"
-    """One of deepfast.nn.connections.residual.CONNECTIONS."""
+    """One of deepfast.connections.CONNECTIONS."""
     decoder_connection: str = "residual"
     """The same for the decoder."""
     attnres_block: int | None = None
@@ -185,11 +181,11 @@ class TransformerConfig(ModelConfig):
             connection: {"num_layers": 1, "dim": self.dim}
             | dlcl_options(connection, self.norm, known)
             for connection in sides.values()
-            if connection in PRESETS
+            if CONNECTIONS[connection].dlcl is not None
         }
         self._check_options(op, dlcl, "connection 'dlcl'", arguments)
         for side, connection in sides.items():
-            if self.norm != "pre" and connection in PRE_NORM:
+            if self.norm != "pre" and CONNECTIONS[connection].pre_norm:
                 raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
         for option, most, needs in (("block", None, ATTENTION_RESIDUALS[1:]),
                                     ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip
@@ -273,7 +269,9 @@ class TransformerConfig(ModelConfig):
         latent["seed"] = 2 * latent.get("seed", 0) + (side == "decoder")
         return options | {
             "connection": connection,
-            "dlcl": getattr(self, f"{prefix}dlcl") if connection in PRESETS else None,
+            "dlcl": getattr(self, f"{prefix}dlcl")
+            if CONNECTIONS[connection].dlcl is not None
+            else None,
             "block": block if connection == "block_attnres" else None,
             "reads": reads if connection in ATTENTION_RESIDUALS else None,
             "latent": latent if connection == "latent" else None,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepfast.checks import shown
+from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
@@ -26,7 +27,6 @@ from deepfast.mt.training.sections import (
     convert,
     field_types,
 )
-from deepfast.nn.connections.residual import CONNECTIONS
 
 SIZES = {"base": base, "big": big}
 

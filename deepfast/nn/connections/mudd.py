@@ -19,6 +19,8 @@ from deepfast import checks, ops
 from deepfast.depth.check_push import check_state
 from deepfast.depth.initial import part
 from deepfast.dtypes import compute_dtype
+from deepfast.memory.policies import RERUN
+from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 from deepfast.ops.depth_mix import mix_tokens, mix_tokens_backward
@@ -282,3 +284,37 @@ class ReadStreams(nn.Module):
             each = zip(self.norms, found, streams, strict=True)
             options["recompute_n"] = tuple(norm.recompute(n, x) for norm, n, x in each)
         return self.layer(residual, normed=tuple(found), **options)
+
+
+class Streams(Connection):
+    """`MUDD` between the layers of a pre-norm stack; each of its first three streams has a norm.
+
+    A state between two layers is the next layer's residual stream.
+    """
+
+    def make_children(self, options: Options) -> None:
+        self.mudd = MUDD(options.num_layers, options.dim, backend=options.backend)
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        # Of keys and of values. The first layer has one norm for all streams.
+        count = options.num_layers - 1
+        self.key_norms, self.value_norms = (self.make_norms(options, count) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+    ) -> Tensor:
+        (x,) = common.autocast(x)
+        history = MUDDHistory()
+        x = self.mudd(x, history)
+        for k, call in enumerate(calls):
+            note(states, x if k == 0 else x[..., -1, :])
+            if k == 0:
+                x, branch = run_layer(call, x, self.norms[0](x), self.norms[0], None)
+            else:
+                norms = [self.norms[k], self.key_norms[k - 1], self.value_norms[k - 1]]
+                reader = ReadStreams(call.layer, norms, call.policy not in RERUN)
+                x, branch = run_layer(call._replace(layer=reader), x, None, None, None)
+            x = self.mudd(branch, history, residual=x, dropout_p=self.dropout)
+        note(states, x)
+        return self.norms[-1](x)

@@ -1,0 +1,50 @@
+"""The connections of stacks by name: the one list that modules, planner, recipes and errors read.
+
+To add a connection, write its class in a file of `deepfast/nn/connections/` and add a line here.
+"""
+
+from typing import NamedTuple
+
+BLOCKS = 8
+"""How many blocks of layers "block_attnres" has by default, as in the paper."""
+
+
+class Kind(NamedTuple):
+    """What is known of a connection without its class, which needs torch."""
+
+    place: str
+    """Module in `deepfast.nn.connections`, and in it the subclass of `Connection`."""
+    dlcl: dict | None = None
+    """Where it is a `DLCL`: the arguments that it changes from their defaults."""
+    mixes: bool = False
+    """Whether it keeps a state of every layer, and mixes each layer's input from them."""
+    attends: bool = False
+    """Whether it mixes by attention over depth; then each sublayer may push and read."""
+    pre_norm: bool = False
+    """Whether only pre-norm stacks have it."""
+    without_norm: bool = False
+    """Whether a stack that has it may have no norms."""
+    planned: bool = True
+    """Whether the planner of memory knows it."""
+
+
+CONNECTIONS = {
+    "dlcl": Kind("dlcl.Mixed", dlcl={}, mixes=True),
+    "residual": Kind("residual.Residual", without_norm=True),
+    # Depth-weighted averages start as the identity and mix the states without layer-norms;
+    # ``dilation`` and ``period`` are those of the paper (Pagliardini et al., DenseFormer, 2024).
+    # The paper takes no average at the embedding and between periods. Here such a row has one
+    # learned scale, which starts at 1.
+    "denseformer": Kind(
+        "dlcl.Mixed", dlcl={"norm": None, "init": "identity"}, mixes=True, planned=False
+    ),
+    "attnres": Kind("attention_residuals.Attended", mixes=True, attends=True, pre_norm=True),
+    "block_attnres": Kind("attention_residuals.Attended", mixes=True, attends=True, pre_norm=True),
+    "mudd": Kind("mudd.Streams", pre_norm=True, planned=False),
+    "latent": Kind("residual.Residual", without_norm=True),
+}
+
+
+def names(quality: str) -> tuple[str, ...]:
+    """The connections of which a field of `Kind` is true, in the order of the list."""
+    return tuple(name for name, kind in CONNECTIONS.items() if getattr(kind, quality))

@@ -1,0 +1,250 @@
+"""What every connection between the layers of a stack has, and how it runs a layer.
+
+`deepfast.connections` lists the connections. Each is a subclass of `Connection` in a file beside
+this one, which shows its loop over the layers.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepfast import checks
+from deepfast.connections import CONNECTIONS
+from deepfast.depth.boundary import recompute_row
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.history import DepthHistory
+from deepfast.memory.policies import RERUN
+from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
+from deepfast.nn.recompute import Kept, Recompute, not_saved
+from deepfast.nn.rerun import rerun
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a stack says of its connection; see `TransformerEncoder`."""
+
+    op: str
+    """The class of the stack, which errors name."""
+    connection: str
+    num_layers: int
+    dim: int
+    norm: str
+    norm_kind: str
+    dropout: float
+    dlcl: dict | None = None
+    block: int | None = None
+    parts: tuple[str, ...] = ()
+    """The parts of a layer that each push and read, see `reading_parts`."""
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        op, name = self.op, self.connection
+        checks.whole(op, num_layers=self.num_layers, dim=self.dim)
+        checks.probability(op, self.dropout, argument="dropout")
+        checks.choice(op, CONNECTIONS, connection=name)
+        check_norms(op, name, self.norm, self.norm_kind)
+        if self.dlcl and CONNECTIONS[name].dlcl is None:
+            raise ValueError(f"{op}: dlcl options need connection='dlcl', got {name!r}")
+        if self.block is not None and name != "block_attnres":
+            raise ValueError(f"{op}: block needs connection='block_attnres', got {name!r}")
+        if CONNECTIONS[name].pre_norm and self.norm != "pre":
+            raise ValueError(f"{op}: connection={name!r} needs norm='pre', got {self.norm!r}")
+
+
+def reading_parts(
+    op: str, connection: str, reads: int | None, parts: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The parts of a layer that each push and read; none where the layer does once.
+
+    Args:
+        op: the stack's name in errors.
+        connection: one of `CONNECTIONS`.
+        reads: 1: once; 2: each of its ``parts`` does; None: 2 for attention residuals, else 1.
+
+    Raises:
+        ValueError: for other ``reads``, and for 2 without attention residuals.
+    """
+    attends = connection in CONNECTIONS and CONNECTIONS[connection].attends
+    reads = 1 + attends if reads is None else reads
+    checks.whole(op, 1, 2, reads=reads)
+    if reads == 2 and not attends:
+        raise ValueError(f"{op}: reads must be 1 or None where connection={connection!r}, got 2")
+    return parts if reads == 2 else ()
+
+
+class LayerCall(NamedTuple):
+    """How a stack calls one of its layers: ``layer(x, normed=n, **options)``.
+
+    In pre-norm x is the layer's input, n = LN(x), and the layer returns its last residual and its
+    last branch. In post-norm n is None and the layer returns its output. With ``part`` among the
+    options the call is ``layer(n, normed=None, **options)``, and the layer returns a branch.
+    """
+
+    layer: Any
+    """The layer; for a layer that latent depth skips, one of its methods (`norms_alone`)."""
+    policy: str
+    """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
+    options: dict
+
+
+def part_of(call: LayerCall) -> str | None:
+    """The part of the layer that the call runs; None for the whole layer. No property, because the
+    compiler of torch 2.10 knows none of a named tuple."""
+    return call.options.get("part")
+
+
+class Connection(nn.Module):
+    """Runs the layers of a stack; a subclass has `forward`, the loop over them.
+
+    All work between two layers is one pass over memory. Without a depth connection
+
+        pre-norm    ``x_{l+1} = y_l`` and ``n = LN(x_{l+1})`` for the next layer, and a final LN
+        post-norm   ``y_l = LN(r + f)``, inside the layer
+
+    where y_l = r + dropout(f) is the output of layer l, with its last residual r and branch f.
+
+    The pre-norm layer-norms between layers, or between sublayers, belong to this module, not to the
+    layers, so that a sharding wrapper around a layer never hides them.
+
+    Attributes:
+        reads: how often a layer pushes and reads.
+        norms: pre-norm only: entry l is the first LN of layer l, or of sublayer l if each of them
+            reads; the last one is the stack's final LN.
+        depth: the depth connection, which keeps a state of every layer; None where a layer reads
+            only the layer below it.
+    """
+
+    norms: Sequence[Norm] | None
+    depth: DepthConnection | None = None
+
+    def __init__(self, options: Options):
+        super().__init__()
+        self.kind, self.norm, self.dropout = options.connection, options.norm, options.dropout
+        self.parts, self.reads = options.parts, len(options.parts) or 1
+        self.make_children(options)
+        self.norms = None
+        if options.norm == "pre":
+            self.norms = self.make_norms(options, self.reads * options.num_layers + 1)
+
+    def make_children(self, options: Options) -> None:
+        """Makes what a subclass has beside the norms."""
+
+    @staticmethod
+    def make_norms(options: Options, count: int) -> Sequence[Norm]:
+        """A list of norms of the stack's kind."""
+        make = NORMS[options.norm_kind]
+        return nn.ModuleList(make(options.dim, backend=options.backend) for _ in range(count))  # type: ignore[return-value]
+
+    def calls(self, layer: Any, policy: str, options: dict) -> list[LayerCall]:
+        """The calls of one layer: one or, where each of its parts reads, one for each."""
+        if not self.parts:
+            return [LayerCall(layer, policy, options)]
+        return [LayerCall(layer, policy, options | {"part": part}) for part in self.parts]
+
+    def forward(
+        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+    ) -> Tensor:
+        """From the embedding (T, D) to the stack's output (T, D).
+
+        Args:
+            calls: one for each layer, or for each sublayer that reads. None skips the layer, its
+                norm and its state (pre-norm without a depth connection only).
+            states: a list to append the L + 1 states (T, D) to: the embedding, then the input of
+                each next layer (under a depth connection, its mixture). The list keeps them alive.
+        """
+        raise NotImplementedError
+
+
+def note(states: list[Tensor] | None, x: Tensor) -> None:
+    """Appends a state to the list that the caller of `Connection.forward` may have given."""
+    if states is not None:
+        states.append(x)
+
+
+def connection_of(options: Options) -> Connection:
+    """The connection of a stack."""
+    module, _, name = CONNECTIONS[options.connection].place.partition(".")
+    return getattr(importlib.import_module(f"deepfast.nn.connections.{module}"), name)(options)
+
+
+def run_layer(
+    call: LayerCall,
+    x: Tensor,
+    n: Tensor | None,
+    norm: Norm | None,
+    history: DepthHistory | None,
+) -> Any:
+    """Runs one layer, or one part of it, under its memory policy; returns what the layer returns.
+
+    Args:
+        x: the layer's input; for a part, its normalised input.
+        n: norm(x); None for a part and in post-norm.
+        norm: the norm before the layer or part; None in post-norm.
+        history: the pass of the depth connection; None without one.
+    """
+    layer, policy, options = call
+    part = part_of(call)
+    # The feed-forward block without its hidden activation runs again from n, without its last
+    # product.
+    if part is not None and (policy in RERUN or (part == "feed_forward" and policy != "keep")):
+        policy = "history"
+
+    def run(x: Tensor, n: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        return layer(x, normed=n, **options)
+
+    if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and policy not in RERUN):
+        return run(x, n)
+    if torch.compiler.is_compiling():
+        # A compiler understands torch's checkpointing, and chooses itself what else to save.
+        return checkpoint(run, x, n, use_reentrant=False)
+    # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
+    # that torch.compile traces has none.
+    learns = x.requires_grad or (n is not None and n.requires_grad)
+    states = learns and history is not None and history.state is not None
+    if policy == "history" and states:
+        return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
+    if policy in RERUN:
+        return rerun(layer, run, (x, n), _from_input(x, n, norm), options)
+    if part is not None and states:
+        # Backward recomputes the part's input from the states.
+        inputs = _from_states(norm, history, False)
+        again = Recompute(x, lambda: inputs()[0])
+        with not_saved([(x, again)]):
+            return layer(x, recompute_n=again, **options)
+    # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
+    # and backward recomputes n.
+    if n is not None and history is None and plain_norm(norm):
+        return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
+    return layer(x, normed=n, **options)
+
+
+def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
+    """Returns the function that recomputes the inputs from the states (policy "history"): x and n
+    or, unless ``both``, the only input of a post-norm layer or of a part."""
+    # The function must not hold the history: the history's token holds the graph, and the graph
+    # holds this function.
+    state, k = history.state, history.state.pushed - 1
+    out_norm = None if norm is None else norm.keep_output()
+
+    def inputs() -> tuple[Tensor, Tensor | None]:
+        x, normed = recompute_row(
+            state, k, None if out_norm is None else out_norm(), both or out_norm is None
+        )
+        # In post-norm a row may have its own norm. Its result is then the layer's input.
+        return (x, normed) if both else (x if normed is None else normed, None)
+
+    return inputs
+
+
+def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
+    """Returns the function that gives x, which it keeps, and recomputes n (policy "states")."""
+    x_kept = Kept(x)
+    if n is None:
+        return lambda: (x_kept(), None)
+    n_again = norm.recompute(n, x).function if plain_norm(norm) else Kept(n)
+    return lambda: (x_kept(), n_again())

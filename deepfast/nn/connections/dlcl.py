@@ -1,0 +1,127 @@
+"""Stacks whose layers read a weighted sum of the states of all layers: DLCL and DenseFormer."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deepfast.connections import CONNECTIONS
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
+from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
+from deepfast.nn.layer_norm import Norm
+from deepfast.ops import common
+
+
+def dlcl_options(connection: str, norm: str, dlcl: dict | None) -> dict:
+    """The arguments of `DLCL` in a stack, except its sizes. The user's replace the preset's.
+
+    Args:
+        connection: one that is a `DLCL`, see `deepfast.connections`.
+        norm: "pre" or "post", of the stack.
+        dlcl: the user's arguments. Its "norm" may only be the stack's norm, or None for no
+            layer-norms in the mixture.
+
+    Raises:
+        ValueError: for another "norm".
+    """
+    options = {"norm": norm} | CONNECTIONS[connection].dlcl | (dlcl or {})
+    if options["norm"] not in (norm, None):
+        raise ValueError(
+            f"dlcl: norm must be None or the stack's {norm!r}, got {options['norm']!r}"
+        )
+    return options
+
+
+class Mixed(Connection):
+    """Each layer reads a mixture of all states, made by a depth connection.
+
+        pre-norm    ``x_{l+1} = sum_k W[l,k] LN_k(y_k)``, and ``n = LN(x_{l+1})`` in the same pass
+        post-norm   ``x_{l+1} = LN_l(sum_k W[l,k] y_k)``
+
+    The mixed inputs x are not kept for backward, which recomputes them from the states, block by
+    block. So the stack needs no more memory than the plain residual one.
+    """
+
+    child = "dlcl"
+    """The name of the depth connection among the children."""
+
+    def make_children(self, options: Options) -> None:
+        given = dlcl_options(options.connection, options.norm, options.dlcl)
+        self.dlcl = DLCL(
+            options.num_layers, options.dim, states="autocast", backend=options.backend,
+            **{"norm_kind": options.norm_kind} | given,
+        )  # fmt: skip
+
+    @property
+    def depth(self) -> DepthConnection:  # type: ignore[override]
+        return getattr(self, self.child)
+
+    def forward(
+        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+    ) -> Tensor:
+        (x,) = common.autocast(x)
+        return self.mix(x, calls, self.norms, DepthHistory(), states)
+
+    def mix(
+        self,
+        x: Tensor,
+        calls: Sequence[LayerCall],
+        norms: Sequence[Norm | None] | None,
+        history: DepthHistory,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """`forward` from the first push of a pass, for a stack or a stage of one.
+
+        Args:
+            norms: None in post-norm; else of each call, and the last one, which is None where a
+                stage ends with its last push.
+        """
+        if norms is not None:
+            return self.pre_norm(x, calls, norms, history, states)
+        for call in (None, *calls):
+            if call is not None:
+                x = run_layer(call, x, None, None, history)
+            x = self.depth(x, history)  # type: ignore[assignment]
+            note(states, x)
+        return x
+
+    def pre_norm(
+        self,
+        x: Tensor,
+        calls: Sequence[LayerCall],
+        norms: Sequence[Norm | None],
+        history: DepthHistory,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """`mix` in pre-norm."""
+        branch, residual, p = x, None, 0.0
+        for call, norm in zip(calls, norms, strict=False):
+            x, n = self.depth(
+                branch, history, residual=residual, dropout_p=p, out_norm=norm.as_output()
+            )
+            note(states, x)
+            # Freed here, so that only the layer holds its input.
+            branch = residual = None
+            residual, branch = run_layer(call, x, n, norm, history)
+            p = self.dropout
+        return self.last_row(branch, residual, p, norms[-1], history, states)
+
+    def last_row(
+        self,
+        branch: Tensor,
+        residual: Tensor | None,
+        dropout_p: float,
+        norm: Norm | None,
+        history: DepthHistory,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """Pushes the last state; returns its row, normalised where there is a norm."""
+        if norm is None:
+            return self.depth(branch, history, residual=residual, dropout_p=dropout_p)  # type: ignore[return-value]
+        x, n = self.depth(
+            branch, history, residual=residual, dropout_p=dropout_p, out_norm=norm.as_output(),
+            want_x=states is not None,
+        )  # fmt: skip
+        note(states, x)
+        return n
