@@ -50,60 +50,57 @@ class LayerState:
         self.tensors = [(name, t, Kept(t)) for name, t in _tensors(options)]
         self.entries: list[tuple[dict, str, object]] = []
         self.learns = [(p, p.requires_grad) for p in layer.parameters() if p.is_leaf]
-        self.types = []
+        self.types = [(part, type(part)) for part in layer.modules()]
         for part in layer.modules():
             attributes = vars(part)
-            self.types.append((part, type(part)))
-            # A tensor with a graph is a result that forward has stored, not a value that it reads.
-            loose = {
-                name: t for name, t in attributes.items() if isinstance(t, Tensor) and t.is_leaf
-            }
-            for table, named in (
-                (part._parameters, part._parameters),
-                (part._buffers, part._buffers),
-                (attributes, loose),
-            ):
-                for name, tensor in named.items():
-                    if tensor is not None and not tensor.is_inference():
-                        self.tensors.append((name, tensor, Kept(tensor)))
-                    if tensor is None or type(tensor) in ORDINARY:
-                        self.entries.append((table, name, tensor))
+            for table in (part._parameters, part._buffers, attributes):
+                for name, value in table.items():
+                    if not isinstance(value, Tensor):
+                        self._restore(table, name, value)
+                    # One with a graph is a result that forward has stored, not a value that it
+                    # reads.
+                    elif table is not attributes or value.is_leaf:
+                        self._keep(name, value)
+                        if type(value) in ORDINARY:
+                            self.entries.append((table, name, value))
             self.entries += [(part._modules, name, child) for name, child in part._modules.items()]
-            self.entries += [
-                (attributes, name, value)
-                for name, value in attributes.items()
-                if type(value) in SIMPLE
-            ]
             self.entries += [(attributes, name, attributes[name].copy()) for name in HOOKS]
         for table in _tables(options):
             for name, value in table.items():
-                if isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
-                    self.tensors.append((name, value, Kept(value)))
-                elif type(value) not in SIMPLE:
-                    continue
-                self.entries.append((table, name, value))
+                if not isinstance(value, Tensor):
+                    self._restore(table, name, value)
+                elif value.is_leaf and not value.is_inference():
+                    self._keep(name, value)
+                    self.entries.append((table, name, value))
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_inference():
+            self.tensors.append((name, tensor, Kept(tensor)))
+
+    def _restore(self, table: dict, name: str, value: object) -> None:
+        if type(value) in SIMPLE:
+            self.entries.append((table, name, value))
 
     def check(self) -> None:
         """Raises where a value that forward read cannot be restored."""
+        changed = []
         for name, tensor, kept in self.tensors:
             kept(f"{name} of a layer or its arguments")
             if type(tensor) in ORDINARY and tensor.data_ptr() != kept.tensor.data_ptr():
-                raise RuntimeError(
-                    f"memory policy: backward needs {name} {tuple(tensor.shape)} as it was in "
-                    "forward, but its data has been replaced since"
-                )
-        for part, kind in self.types:
-            if type(part) is not kind:
-                raise RuntimeError(
-                    f"memory policy: backward needs a {kind.__name__} as it was in forward, got "
-                    f"{type(part).__name__}"
-                )
-        for table, name, _ in self.entries:
-            if name not in table:
-                raise RuntimeError(
-                    f"memory policy: backward needs {name!r} of a layer as it was in forward, but "
-                    "it has been deleted since"
-                )
+                changed.append(f"the data of {name} {tuple(tensor.shape)} has been replaced")
+        changed += [
+            f"a {kind.__name__} has become a {type(part).__name__}"
+            for part, kind in self.types
+            if type(part) is not kind
+        ]
+        changed += [
+            f"{name!r} has been deleted" for table, name, _ in self.entries if name not in table
+        ]
+        if changed:
+            raise RuntimeError(
+                f"memory policy: backward needs a layer as it was in forward, but {changed[0]} "
+                "since then"
+            )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -170,21 +167,11 @@ class _Slot:
 
     def __init__(self, run: "_Run", tensor: Tensor):
         self.run, self.value = run, None
-        self.kind = tensor.shape, tensor.dtype
+        self.kind = tensor.dtype, tuple(tensor.shape)
         # Only weights and views of weights have a version to check: a layer may modify its own
         # intermediate results in place.
         source = tensor if tensor._base is None else tensor._base
         self.version = tensor._version if source.is_leaf and source.requires_grad else None
-
-
-def _generators(device: torch.device) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The states of the random generators that code on ``device`` may use, after their setters."""
-    states: list[tuple[Callable[[Tensor], None], Tensor]]
-    states = [(torch.set_rng_state, torch.get_rng_state())]
-    if device.type == "cuda":
-        put = torch.cuda.set_rng_state
-        states.append((lambda state: put(state, device), torch.cuda.get_rng_state(device)))
-    return states
 
 
 class _Run:
@@ -198,11 +185,13 @@ class _Run:
         options: dict,
         device: torch.device,
     ):
-        self.call, self.inputs, self.device = call, inputs, device
+        self.call, self.inputs = call, inputs
         self.state = LayerState(layer, options)
         # Weak references: the graph holds the slots, and the slots hold this object.
         self.slots: list[weakref.ref[_Slot]] = []
-        self.generators = _generators(device)
+        self.devices = [device] if device.type == "cuda" else []
+        self.random = torch.get_rng_state()
+        self.device_random = [torch.cuda.get_rng_state(device) for device in self.devices]
         kind = common.autocast_device(device)
         self.autocast: dict[str, Any] = {
             "device_type": kind,
@@ -243,11 +232,11 @@ class _Run:
             nonlocal found
             slot = self.slots[found]()
             if slot is not None:
-                if slot.kind != (tensor.shape, tensor.dtype):
+                kind = tensor.dtype, tuple(tensor.shape)
+                if slot.kind != kind:
                     raise RuntimeError(
-                        f"memory policy: a layer saved {_words(*slot.kind)} in forward and "
-                        f"{_words(tensor.shape, tensor.dtype)} when it ran again; it must do the "
-                        "same both times"
+                        f"memory policy: a layer saved {slot.kind} in forward and {kind} when it "
+                        "ran again; it must do the same both times"
                     )
                 if slot.version is not None:
                     check_version(tensor, slot.version)
@@ -256,10 +245,10 @@ class _Run:
             if found == len(self.slots):
                 raise _AllSaved
 
-        before = _generators(self.device)
-        for (put, state), _ in zip(self.generators, before, strict=True):
-            put(state)
-        try:
+        with torch.random.fork_rng(self.devices):
+            torch.set_rng_state(self.random)
+            for device, state in zip(self.devices, self.device_random, strict=True):
+                torch.cuda.set_rng_state(state, device)
             with torch.no_grad():
                 inputs = self.inputs()
             with (
@@ -270,18 +259,11 @@ class _Run:
                 contextlib.suppress(_AllSaved),
             ):
                 self.call(*inputs)
-        finally:
-            for put, state in before:
-                put(state)
         if found < len(self.slots):
             raise RuntimeError(
                 f"memory policy: a layer saved {len(self.slots)} tensors in forward and {found} "
                 "when it ran again; it must do the same both times"
             )
-
-
-def _words(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{dtype} {tuple(shape)}"
 
 
 def _untraced(hook: Callable) -> Callable:
