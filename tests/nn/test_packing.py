@@ -33,11 +33,3 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(packing.unpack, t)
     assert torch.autograd.gradgradcheck(packing.pack, x)
     assert torch.autograd.gradgradcheck(packing.unpack, t)
-
-
-@pytest.mark.parametrize(
-    "padding", [torch.zeros(4, 3).bool(), torch.zeros(4, 4), torch.zeros(16).bool()]
-)
-def test_refuses_a_mask_of_another_shape_or_kind(padding):
-    with pytest.raises(ValueError, match=r"key_padding_mask must be bool \(4, 4\), got"):
-        Packing.of(4, 4, padding)

@@ -1,4 +1,7 @@
-"""What modules refuse, each with one sentence."""
+"""What modules refuse, each with one sentence: one table of options, and one of calls."""
+
+import functools
+import math
 
 import pytest
 import torch
@@ -12,13 +15,302 @@ from deepfast.nn import (
     LatentDepth,
     LayerFusion,
     LayerNorm,
+    MUDDHistory,
     MultiheadAttention,
     Packing,
+    RMSNorm,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    TransparentAttention,
 )
+from deepfast.nn.connections.fusion import FUSIONS
+
+LAYER = {"dim": 8, "heads": 2, "ffn_dim": 16}
+SIZES = {
+    TransformerEncoder: LAYER | {"num_layers": 5},
+    TransformerDecoder: LAYER | {"num_layers": 5},
+    TransformerEncoderLayer: LAYER,
+    TransformerDecoderLayer: LAYER,
+    MultiheadAttention: {"dim": 8, "heads": 2},
+    LayerNorm: {"dim": 4},
+    RMSNorm: {"dim": 4},
+    MUDD: {"num_layers": 2, "dim": 8},
+    LatentDepth: {"num_layers": 5},
+    LayerFusion: {"num_states": 3, "dim": 6},
+    TransparentAttention: {"encoder_layers": 3, "decoder_layers": 2, "dim": 4},
+}
+ENCODER, STACKS = (TransformerEncoder,), (TransformerEncoder, TransformerDecoder)
+LAYERS, NORMS = (TransformerEncoderLayer, TransformerDecoderLayer), (LayerNorm, RMSNorm)
+ATTENTION, LATENT, FUSION = (MultiheadAttention,), (LatentDepth,), (LayerFusion,)
+TRANSPARENT = (TransparentAttention,)
+ONE = "must be a whole number of at least 1, got"
+OPTIONS = [
+    (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post, got 'sandwich'"),
+    (STACKS, {"connection": "dense"}, "connection must be one of .*got 'dense'"),
+    (STACKS, {"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
+    (STACKS, {"heads": 5}, "heads must divide dim 8, got 5"),
+    (STACKS, {"num_layers": 0}, f"num_layers {ONE} 0"),
+    (STACKS, {"num_layers": 0, "connection": "residual"}, f"num_layers {ONE} 0"),
+    (STACKS, {"num_layers": 1.5}, f"num_layers {ONE} 1.5"),
+    (STACKS, {"ffn_dim": 0}, f"ffn_dim {ONE} 0"),
+    (STACKS, {"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
+    (STACKS, {"attention_dropout": 3.0}, "attention_dropout must be between 0 and 1, got 3.0"),
+    (STACKS, {"activation_dropout": math.nan}, "activation_dropout must be between 0 and 1, got"),
+    (STACKS, {"connection": "residual", "dlcl": {"window": 2}}, "dlcl options need connection='dl"),
+    (STACKS, {"connection": "latent", "dlcl": {"window": 2}}, "need connection='dlcl', got 'lat"),
+    (STACKS, {"dlcl": {"window": 0}}, "window must be a whole number of at least 1"),
+    (STACKS, {"dlcl": ["window"]}, r"dlcl must be a dict, got \['window'\]"),
+    (STACKS, {"connection": "latent", "latent": 3}, "latent must be a dict, got 3"),
+    (STACKS, {"latent": {"tau": 2.0}}, "latent options need connection='latent', got 'dlcl'"),
+    (ENCODER, {"connection": "attnres", "norm": "post"}, "'attnres' needs norm='pre', got 'post'"),
+    (ENCODER, {"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
+    (ENCODER, {"connection": "attnres", "reads": 3}, "reads must be a whole num"),
+    (ENCODER, {"reads": 2}, "reads must be 1 or None where connection='dlcl'"),
+    (ENCODER, {"connection": "mudd", "norm": "post"}, "'mudd' needs norm='pre', got 'post'"),
+    (ENCODER, {"norm_kind": "none"}, "norm_kind='none' needs norm='pre' and the connection resid"),
+    (ENCODER, {"norm_kind": "none", "connection": "latent", "norm": "post"}, "'none' needs norm="),
+    (ENCODER, {"memory": "less"}, "expected one of keep, lean, .*, got 'less'"),
+    (ENCODER, {"memory": ["keep", "lean"]}, "one policy for each of 5 layers, got 2"),
+    (ENCODER, {"memory": 3}, "expected a policy, one for each layer, or a plan"),
+    *(
+        (ENCODER, {"memory": "history", "connection": name}, "'history' recomputes inputs from the "
+         "states of a depth .*use 'states'")
+        for name in ("residual", "mudd")
+    ),
+    (LAYERS, {"dropout": 5.0}, "dropout must be between 0 and 1, got 5.0"),
+    (LAYERS, {"attention_dropout": "a"}, "attention_dropout must be between 0 and 1, got 'a'"),
+    (LAYERS, {"ffn_dim": 1.5}, f"ffn_dim {ONE} 1.5"),
+    (LAYERS, {"first_norm": 0}, "first_norm must be True or False"),
+    (LAYERS, {"later_norms": 0}, "later_norms must be True or False"),
+    (ATTENTION, {"dim": 0, "heads": 1}, f"dim {ONE} 0"),
+    (ATTENTION, {"heads": 0}, f"heads {ONE} 0"),
+    (ATTENTION, {"heads": 3}, "heads must divide dim 8, got 3"),
+    (ATTENTION, {"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
+    (ATTENTION, {"num_kv_heads": 0}, f"num_kv_heads {ONE} 0"),
+    (ATTENTION, {"num_kv_heads": 4}, "num_kv_heads must divide heads 2, got 4"),
+    (ATTENTION, {"window": "wide"}, "window must be None, a whole number .*, got 'wide'"),
+    (ATTENTION, {"window": (1, -2)}, r"window must be None, a whole number .*, got \(1, -2\)"),
+    (ATTENTION, {"window": 3, "cross": True}, "window must be None where cross is True, got 3"),
+    (NORMS, {"dim": -1}, f"dim {ONE} -1"),
+    (NORMS, {"eps": math.nan}, "eps must be a number of at least 0, got nan"),
+    (NORMS, {"eps": -1e-5}, "eps must be a number of at least 0, got -1e-05"),
+    ((MUDD,), {"streams": 0}, f"streams {ONE} 0"),
+    ((MUDD,), {"eps": -1.0}, "eps must be a number of at least 0"),
+    (LATENT, {"tau": 0}, "tau: expected a number above 0, got 0"),
+    (LATENT, {"tau": 10**400}, "tau: expected a number above 0, got 10+"),
+    (LATENT, {"tau": math.inf}, "tau: expected a number above 0, got inf"),
+    (LATENT, {"tau": "warm"}, "tau: expected a number above 0, got 'warm'"),
+    (LATENT, {"kl_weight": math.inf}, "kl_weight: expected a number of at least 0, got inf"),
+    (LATENT, {"kl_weight": -1}, "kl_weight: expected a number of at least 0, got -1"),
+    (LATENT, {"prior": "flat"}, "prior: expected one of uniform, beta, mean, got 'flat'"),
+    (LATENT, {"beta": (2, 1)}, r"beta: expected \(1, 1\) for the prior uniform, got \(2, 1\)"),
+    (LATENT, {"prior": "beta", "beta": (2, 0)}, "beta: expected two numbers above 0"),
+    (LATENT, {"prior": "beta", "beta": (2, math.inf)}, "beta: expected two numbers above 0"),
+    (LATENT, {"prior": "beta", "beta": 2}, "beta: expected two numbers above 0, got 2"),
+    (LATENT, {"target_weight": 1}, "target_layers: expected a number where target_weight is set"),
+    (LATENT, {"target_layers": 6}, "target_layers: expected above 0 and at most the 5 layers"),
+    (LATENT, {"evaluation": "sample"}, "evaluation: expected one of threshold, mean, got 'sample'"),
+    (LATENT, {"threshold": 1}, "threshold: expected a number between 0 and 1, got 1"),
+    (LATENT, {"soft_steps": -1}, "soft_steps must be a whole number of at least 0, got -1"),
+    (LATENT, {"languages": 1.5}, f"languages {ONE} 1.5"),
+    (LATENT, {"hard": "no"}, "hard must be True or False, got 'no'"),
+    (LATENT, {"seed": 1.5}, "seed: expected a whole number, got 1.5"),
+    (FUSION, {"kind": "sum"}, "kind must be one of .*got 'sum'"),
+    (FUSION, {"activation": "gelu"}, "activation must be one of .*got 'gelu'"),
+    (FUSION, {"hops": 0}, f"hops {ONE} 0"),
+    (FUSION, {"hops": 1.5}, f"hops {ONE} 1.5"),
+    (FUSION, {"shared": "no"}, "shared must be True or False, got 'no'"),
+    (FUSION, {"word_embedding": 1}, "word_embedding must be True or False, got 1"),
+    (FUSION, {"num_states": 1, "word_embedding": False}, "num_states must be .* at least 2, got 1"),
+    (TRANSPARENT, {"encoder_layers": 0}, f"encoder_layers {ONE} 0"),
+    (TRANSPARENT, {"decoder_layers": 1.5}, f"decoder_layers {ONE} 1.5"),
+    (TRANSPARENT, {"dim": -4}, f"dim {ONE} -4"),
+    (TRANSPARENT, {"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
+    (TRANSPARENT, {"eps": math.nan}, "eps must be a number of at least 0, got nan"),
+    (TRANSPARENT, {"norm": "mid"}, "norm must be 'pre' or 'post', got 'mid'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "options", "words"), OPTIONS)
+def test_options(kinds, options, words):
+    """Errors begin with the class or the argument that the user knows."""
+    for kind in kinds:
+        known = f"{kind.__name__}(Layer)?|MultiheadAttention|DLCL|memory"
+        with pytest.raises(ValueError, match=f"^({known}): .*{words}"):
+            kind(**SIZES[kind] | options)
+
+
+X, ENCODED, EMBEDDED = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(3, 8)
+RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
+PACKING, SHORT, Z = Packing(2, 3), torch.randn(5, 8), torch.randn(5, 6)
+
+
+def encoder(*args):
+    return TransformerEncoder(1, 8, 2, 16)(*args)
+
+
+def encoder_layer(*args):
+    return TransformerEncoderLayer(8, 2, 16)(*args)
+
+
+def decoder(*args):
+    return TransformerDecoder(1, 8, 2, 16)(*args)
+
+
+def decoder_layer(*args):
+    return TransformerDecoderLayer(8, 2, 16)(*args)
+
+
+def packed(*args):
+    return TransformerEncoder(1, 8, 2, 16).forward_packed(*args)
+
+
+def decoded(*args):
+    return TransformerDecoder(1, 8, 2, 16).forward_packed(*args)
+
+
+def start(*args):
+    return TransformerDecoder(1, 8, 2, 16).start(*args)
+
+
+def step(x, *given):
+    """With the cache of two sentences or with what is given."""
+    m = TransformerDecoder(1, 8, 2, 16)
+    return m.step(x, *(given or (m.start(X.flatten(0, 1), PACKING),)))
+
+
+def mudd(*pushed):
+    m, history = MUDD(1, 8), MUDDHistory()
+    for y in pushed:
+        m(y, history)
+
+
+def fusion(*args, kind="attention", own_embedding=True, **options):
+    return LayerFusion(3, 6, kind, own_embedding=own_embedding)(*args, **options)
+
+
+without_embedding = functools.partial(fusion, own_embedding=False)
+
+
+def transparent(*args):
+    return TransparentAttention(3, 2, 4)(*args)
+
+
+def wide(*shape):
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+def meta(*shape):
+    return torch.ones(*shape, device="meta")
+
+
+ENCODERS, DECODERS = (encoder, encoder_layer), (decoder, decoder_layer)
+AS_WEIGHTS = r"\S* must be torch\.float32 like the weights, got torch\.float64"
+ON_CPU = r"\S* must be on cpu like the weights, got meta"
+WIDE = [wide(3, 6)] * 3
+CALLS = [
+    (ENCODERS, (X[0],), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
+    (ENCODERS, (ENCODED[..., :7],), ValueError, r"x must be \(B, S, 8\), got \(2, 4, 7\)"),
+    (ENCODERS, ([1.0],), TypeError, "x must be a tensor, got list"),
+    (ENCODERS, (X, [[0]]), TypeError, "key_padding_mask must be a tensor or None, got list"),
+    (ENCODERS, (X, RIGHT[:1]), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
+    (ENCODERS, (X, RIGHT.float()), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
+    (ENCODERS, (wide(2, 3, 8),), ValueError, f"x{AS_WEIGHTS}"),
+    (DECODERS, (X[0], ENCODED), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
+    (DECODERS, (X, ENCODED[0]), ValueError, r"encoded must be \(B, S, 8\), got \(4, 8\)"),
+    (DECODERS, (X, ENCODED[..., :7]), ValueError, r"encoded must be \(B, S, 8\), got \(2, 4, 7\)"),
+    (DECODERS, (X, ENCODED[:1]), ValueError, "encoded must have x's batch size 2, got 1"),
+    (DECODERS, (X, None), TypeError, "encoded must be a tensor, got NoneType"),
+    (DECODERS, (X, ENCODED, None, RIGHT), ValueError, r"encoded_key_padding_mask must be bool \(2"),
+    (DECODERS, (X, ENCODED, RIGHT.flip(1)), ValueError, "padding of x must be on the right.*e 1"),
+    (DECODERS, (X, ENCODED, RIGHT.roll(1, 1)), ValueError, "must be on the right.*sentence 1"),
+    (DECODERS, (wide(2, 3, 8), wide(2, 3, 8)), ValueError, f"x{AS_WEIGHTS}"),
+    (DECODERS, (X, wide(2, 3, 8)), ValueError, f"encoded{AS_WEIGHTS}"),
+    (DECODERS, (X, meta(2, 3, 8)), ValueError, f"encoded{ON_CPU}"),
+    (packed, (SHORT, PACKING), ValueError, r"Encoder: x must be \(6, 8\), got \(5, 8\)"),
+    (packed, (SHORT, None), TypeError, "Encoder: packing must be .*, got NoneType"),
+    (packed, (SHORT, 5), TypeError, "Encoder: packing must be .*, got int"),
+    (decoded, (SHORT, PACKING, X.view(6, 8), PACKING), ValueError, r"Decoder: x must be \(6, 8\)"),
+    (decoded, (SHORT, 5, SHORT, 5), TypeError, "Decoder: packing must be .*, got int"),
+    (decoded, (X.view(6, 8), PACKING, [X.view(6, 8)] * 2, PACKING), ValueError,
+     "one encoder output for each of 1 layers, got 2"),
+    (start, (SHORT, PACKING), ValueError, r"Decoder: encoded must be \(6, 8\), got \(5, 8\)"),
+    (start, ([SHORT], PACKING), ValueError, r"Decoder: encoded must be \(6, 8\), got \(5, 8\)"),
+    (start, (SHORT, 5), TypeError, "Decoder: packing must be .*, got int"),
+    (step, (SHORT[:1],), ValueError, r"TransformerDecoder: x must be \(2, 8\), got"),
+    (step, (SHORT, 5), TypeError, "cache must be what start returns, got int"),
+    (MultiheadAttention(8, 2), (wide(6, 8), PACKING), ValueError, f"x{AS_WEIGHTS}"),
+    (MultiheadAttention(8, 2), (meta(6, 8), PACKING), ValueError, f"x{ON_CPU}"),
+    *(
+        (Packing.of, (4, 4, mask), ValueError, r"key_padding_mask must be bool \(4, 4\), got")
+        for mask in (torch.zeros(4, 3).bool(), torch.zeros(4, 4), torch.zeros(16).bool())
+    ),
+    (mudd, (torch.randn(3, 4),), ValueError, r"input must be \(\.\.\., 8\), got \(3, 4\)"),
+    (mudd, (EMBEDDED.int(),), ValueError, "MUDD: the input must have a floating-point dtype, got"),
+    (mudd, (meta(3, 8),), ValueError, "MUDD: the input must be on cpu, got meta"),
+    *(
+        (TransformerEncoder(2, 8, 2, 16, connection=name), (wide(2, 3, 8),), ValueError,
+         f"x{AS_WEIGHTS}")
+        for name in ("residual", "mudd")
+    ),
+    (mudd, (None,), TypeError, "the layer's output must be a tensor"),
+    (mudd, (EMBEDDED, X[0, :2]), ValueError, "must have the embedding's shape"),
+    (mudd, (EMBEDDED,) * 3, RuntimeError, "expected 2 pushes with one history, got one more"),
+    (LatentDepth(5, 3), (3,), ValueError, "language must be a whole number from 0 to 2, got 3"),
+    # A bool would index the whole table.
+    (LatentDepth(5, 3), (True,), ValueError, "language must be a whole number from 0 to 2, got Tr"),
+    (LatentDepth(5).set_step, (-5,), ValueError, "step must be a whole number of at least 0, got"),
+    (fusion, ([Z] * 2,), ValueError, "expected 3 states, got 2"),
+    (fusion, (WIDE,), ValueError, rf"states\[0\]{AS_WEIGHTS}"),
+    (fusion, ([meta(3, 6)] * 3,), ValueError, rf"states\[0\]{ON_CPU}"),
+    (fusion, ([Z] * 3, torch.zeros(3, 6)), ValueError, "where own_embedding=False .*got one"),
+    (functools.partial(fusion, kind="average", return_attention=True), ([Z] * 3,), ValueError,
+     "'average' has no attention"),
+    (without_embedding, ([Z] * 3,), ValueError, "exactly where own_embedding=False .*got none"),
+    (without_embedding, ([Z] * 3, Z[:2]), ValueError, r"\(at least 3, 6\), got \(2, 6\)"),
+    (without_embedding, ([Z] * 3, [1]), TypeError, "layer_embedding must be a tensor, got list"),
+    *(
+        (functools.partial(fusion, kind=kind), (states,), error, f"LayerFusion: .*{words}")
+        for kind in FUSIONS
+        for states, error, words in (
+            ([Z, Z, "z"], TypeError, r"states\[2\] must be a tensor, got str"),
+            ([Z, Z, torch.zeros(5, 7)], ValueError, r"states\[0\]'s shape \(5, 6\), got \(5, 7\)"),
+            ([Z, Z, Z.double()], ValueError, "dtype torch.float32, got torch.float64"),
+            ([torch.zeros(5, 7)] * 3, ValueError, r"states\[0\] must be \(\.\.\., 6\), got"),
+        )
+    ),
+    (transparent, ([torch.zeros(1, 4)] * 3, torch.zeros(1, 4)), ValueError, "expected 4 states"),
+    (transparent, (None, torch.zeros(1, 4)), TypeError, "states must be a list of tensors"),
+    (transparent, ([torch.zeros(1, 5)] * 4, torch.zeros(1, 5)), ValueError,
+     r"output must be \(T, 4\), got \(1, 5\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "args", "error", "words"), CALLS)
+def test_calls(calls, args, error, words):
+    for call in calls if isinstance(calls, tuple) else (calls,):
+        with pytest.raises(error, match=words):
+            call(*args)
+        if "like the weights" in words and "float64" in words:
+            with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="float64"):
+                call(*args)
+
+
+def test_padding_on_the_right_and_of_whole_sentences_is_taken():
+    """The tokens get what they get without it; the encoder's output may be padded anywhere."""
+    whole = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
+    left = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]).bool()
+    decoders = (
+        TransformerDecoder(1, 8, 2, 16, dropout=0.0),
+        TransformerDecoderLayer(8, 2, 16, dropout=0.0),
+    )
+    for m in decoders:
+        for padding in (RIGHT, whole):
+            out = m(X, ENCODED, padding, left)
+            torch.testing.assert_close(out[1:, :1], m(X[1:, :1], ENCODED[1:, 2:]))
+
 
 TOO_LARGE = {
     "DLCL: num_layers": lambda n: DLCL(n, 8),
@@ -39,54 +331,6 @@ TOO_LARGE = {
 def test_sizes_have_an_end(name, size):
     with pytest.raises(ValueError, match=f"^{name} must be at most [0-9]+, got {size}$"):
         TOO_LARGE[name](size)
-
-
-def wide(*shape):
-    return torch.ones(*shape, dtype=torch.float64)
-
-
-OF_ANOTHER_DTYPE = {
-    "x": lambda: TransformerEncoder(1, 8, 2, 16)(wide(2, 3, 8)),
-    "x of a residual stack": lambda: TransformerEncoder(1, 8, 2, 16, connection="residual")(
-        wide(2, 3, 8)
-    ),
-    "x of MUDD": lambda: TransformerEncoder(2, 8, 2, 16, connection="mudd")(wide(2, 3, 8)),
-    "x of a layer": lambda: TransformerEncoderLayer(8, 2, 16)(wide(2, 3, 8)),
-    "x of a decoder layer": lambda: TransformerDecoderLayer(8, 2, 16)(wide(2, 3, 8), wide(2, 3, 8)),
-    "x of attention": lambda: MultiheadAttention(8, 2)(wide(6, 8), Packing(2, 3)),
-    "encoded": lambda: TransformerDecoder(1, 8, 2, 16)(torch.ones(2, 3, 8), wide(2, 3, 8)),
-    "states": lambda: LayerFusion(2, 8)([wide(3, 8)] * 2),
-}
-
-
-@pytest.mark.parametrize("name", OF_ANOTHER_DTYPE)
-def test_inputs_of_another_dtype_than_the_weights(name):
-    first = name.partition(" ")[0]
-    expected = rf"{first}\S* must be torch\.float32 like the weights, got torch\.float64"
-    with pytest.raises(ValueError, match=expected):
-        OF_ANOTHER_DTYPE[name]()
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="float64"):
-        OF_ANOTHER_DTYPE[name]()
-
-
-ON_ANOTHER_DEVICE = {
-    "x": lambda x: MultiheadAttention(8, 2)(x.flatten(0, 1), Packing(2, 3)),
-    "encoded": lambda x: TransformerDecoder(1, 8, 2, 16)(torch.ones(2, 3, 8), x),
-    "states": lambda x: LayerFusion(2, 8)([x] * 2),
-}
-
-
-@pytest.mark.parametrize("name", ON_ANOTHER_DEVICE)
-def test_inputs_on_another_device_than_the_weights(name):
-    expected = rf": {name}\S* must be on cpu like the weights, got meta"
-    with pytest.raises(ValueError, match=expected):
-        ON_ANOTHER_DEVICE[name](torch.ones(2, 3, 8, device="meta"))
-
-
-@pytest.mark.parametrize("argument", ["connection", "activation", "dropout"])
-def test_errors_name_classes_that_users_know(argument):
-    with pytest.raises(ValueError, match=f"^TransformerEncoder(Layer)?: {argument} must be"):
-        TransformerEncoder(1, 8, 2, 16, **{argument: "none"})
 
 
 def push(x):
@@ -112,19 +356,3 @@ def test_vmap():
     assert mapped(x).equal(ops.layer_norm(x, one, one))
     with pytest.raises(NotImplementedError, match="DLCL: expected no transforms, got one"):
         torch.func.vmap(push)(x)
-
-
-@pytest.mark.parametrize("packing", [None, 5])
-def test_what_is_no_packing_and_no_cache(packing):
-    encoder, decoder = TransformerEncoder(1, 16, 2, 32), TransformerDecoder(1, 16, 2, 32)
-    x = torch.randn(5, 16)
-    kind = type(packing).__name__
-    for call in (
-        lambda: encoder.forward_packed(x, packing),
-        lambda: decoder.forward_packed(x, packing, x, packing),
-        lambda: decoder.start(x, packing),
-    ):
-        with pytest.raises(TypeError, match=rf"^Transformer\w+: packing must be .*, got {kind}$"):
-            call()
-    with pytest.raises(TypeError, match=rf"cache must be what start returns, got {kind}$"):
-        decoder.step(x, packing)

@@ -141,16 +141,7 @@ def test_dropout_masks_are_those_of_the_reference(connection, reads):
         torch.testing.assert_close(x, attention_row(residuals, dropped, row))
 
 
-def test_stacks_refuse():
-    sizes = (LAYERS, DIM, HEADS, FFN)
-    for options, message in (
-        ({"connection": "attnres", "norm": "post"}, "'attnres' needs norm='pre', got 'post'"),
-        ({"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
-        ({"connection": "attnres", "reads": 3}, "^TransformerEncoder: reads must be a whole num"),
-        ({"reads": 2}, "^TransformerEncoder: reads must be 1 or None where connection='dlcl'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TransformerEncoder(*sizes, **options)
+def test_blocks_are_an_eighth_of_the_layers():
     m = TransformerEncoder(9, DIM, HEADS, FFN, connection="block_attnres")
     assert m.connection.residuals.block == 2
 

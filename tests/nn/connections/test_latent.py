@@ -1,7 +1,6 @@
 """Latent depth alone: draws and losses against the specification."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -138,51 +137,6 @@ def test_weights_of_the_losses_never_fall_below_zero():
         expected = first * 2 * kl + second * (3 * entropy + 0.5 * target)
         assert module.penalty().item() == pytest.approx(expected, rel=1e-5)
     assert latent().penalty().item() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tau": 0}, "tau: expected a number above 0, got 0"),
-        ({"tau": 10**400}, "tau: expected a number above 0, got 10+"),
-        ({"tau": math.inf}, "tau: expected a number above 0, got inf"),
-        ({"kl_weight": math.inf}, "kl_weight: expected a number of at least 0, got inf"),
-        ({"prior": "beta", "beta": (2, math.inf)}, "beta: expected two numbers above 0"),
-        ({"prior": "flat"}, "prior: expected one of uniform, beta, mean, got 'flat'"),
-        ({"beta": (2, 1)}, r"beta: expected \(1, 1\) for the prior uniform, got \(2, 1\)"),
-        ({"prior": "beta", "beta": (2, 0)}, "beta: expected two numbers above 0"),
-        ({"kl_weight": -1}, "kl_weight: expected a number of at least 0, got -1"),
-        ({"target_weight": 1}, "target_layers: expected a number where target_weight is set"),
-        ({"target_layers": 6}, "target_layers: expected above 0 and at most the 5 layers"),
-        ({"evaluation": "sample"}, "evaluation: expected one of threshold, mean, got 'sample'"),
-        ({"threshold": 1}, "threshold: expected a number between 0 and 1, got 1"),
-        ({"soft_steps": -1}, "soft_steps must be a whole number of at least 0, got -1"),
-        ({"languages": 1.5}, "languages must be a whole number of at least 1, got 1.5"),
-        ({"hard": "no"}, "hard must be True or False, got 'no'"),
-        ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
-        ({"tau": "warm"}, "tau: expected a number above 0, got 'warm'"),
-        ({"prior": "beta", "beta": 2}, "beta: expected two numbers above 0, got 2"),
-    ],
-)
-def test_options_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
-        LatentDepth(LAYERS, **options)
-
-
-def test_a_step_before_the_first():
-    module = latent()
-    module.set_step(3)
-    with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -5"):
-        module.set_step(-5)
-    assert module.step == 3
-
-
-def test_an_unknown_language():
-    with pytest.raises(ValueError, match="language must be a whole number from 0 to 2, got 3"):
-        latent()(3)
-    # A bool would index the whole table.
-    with pytest.raises(ValueError, match="language must be a whole number from 0 to 2, got True"):
-        latent()(True)
 
 
 def test_draws_are_remembered_for_so_many_forwards(monkeypatch):

@@ -89,31 +89,3 @@ def test_dropout_of_whole_weights_in_training_alone():
     assert 140 < (rows == 0).sum() < 260
     assert not torch.equal(rows[0], rows[1])
     assert (torch.cat(module.eval()(states, states[-1])) > 0).all()
-
-
-def test_refuses_other_states():
-    with pytest.raises(ValueError, match="expected 4 states, got 3"):
-        TransparentAttention(3, 2, 4)([torch.zeros(1, 4)] * 3, torch.zeros(1, 4))
-    with pytest.raises(TypeError, match="states must be a list of tensors, got NoneType"):
-        TransparentAttention(3, 2, 4)(None, torch.zeros(1, 4))
-    for norm in ("pre", "post"):
-        module, wide = TransparentAttention(3, 2, 4, norm=norm), torch.zeros(1, 5)
-        with pytest.raises(ValueError, match=r"output must be \(T, 4\), got \(1, 5\)"):
-            module([wide] * 4, wide)
-    with pytest.raises(ValueError, match="norm must be 'pre' or 'post', got 'mid'"):
-        TransparentAttention(3, 2, 4, norm="mid")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"encoder_layers": 0}, "encoder_layers must be a whole number of at least 1, got 0"),
-        ({"decoder_layers": 1.5}, "decoder_layers must be a whole number of at least 1, got 1.5"),
-        ({"dim": -4}, "dim must be a whole number of at least 1, got -4"),
-        ({"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
-        ({"eps": float("nan")}, "eps must be a number of at least 0, got nan"),
-    ],
-)
-def test_refuses_options(change, message):
-    with pytest.raises(ValueError, match=f"TransparentAttention: {message}"):
-        TransparentAttention(**{"encoder_layers": 3, "decoder_layers": 2, "dim": 4} | change)
