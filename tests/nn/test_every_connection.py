@@ -1,0 +1,160 @@
+"""What holds for stacks with every connection."""
+
+import math
+
+import pytest
+import torch
+
+from deepfast.connections import CONNECTIONS
+from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
+from tests.nn.written_out import DIM, HEADS, leaf, shaken
+
+STACKS = TransformerEncoder, TransformerDecoder
+SIZES = (4, DIM, HEADS, 20)
+PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
+OPTIONS = [
+    *({"connection": name, "norm": "pre"} for name in CONNECTIONS),
+    *({"connection": name, "norm": "post"} for name, c in CONNECTIONS.items() if not c.pre_norm),
+    *({"connection": name, "norm": "pre", "reads": 1} for name, c in CONNECTIONS.items()
+      if c.attends),
+]  # fmt: skip
+EVERY = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def made(kind, options, dropout=0.0):
+    """Parameters away from their start; latent depth uses all layers."""
+    module = shaken(kind(*SIZES, dropout=dropout, **options))
+    if module.latent is not None:
+        torch.nn.init.constant_(module.latent.logits, 1.5)
+    return module
+
+
+@EVERY
+def test_decoding_step_by_step_equals_the_whole(options):
+    """With hypotheses that change their places."""
+    decoder = made(TransformerDecoder, options).eval()
+    x, encoded = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
+    packing, order = Packing.of(3, 5, PADDING), torch.tensor([2, 0, 0])
+    want = decoder(x, encoded, None, PADDING)
+    with torch.no_grad():
+        cache = decoder.start(packing.pack(encoded), packing)
+        for t in range(3):
+            got = decoder.step(x[:, t], cache)
+            torch.testing.assert_close(got, want[:, t], rtol=1e-4, atol=1e-5)
+        cache.reorder(order)
+        x = torch.cat((x[order, :3], x[:, 3:]), 1)
+        want = decoder(x, encoded[order], None, PADDING[order])
+        for t in (3, 4):
+            got = decoder.step(x[:, t], cache)
+            torch.testing.assert_close(got, want[:, t], rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+def test_states_are_the_inputs_of_the_layers_and_the_last_output(options):
+    encoder, states, seen = made(TransformerEncoder, options).eval(), [], []
+    x, packing = torch.randn(8, DIM), Packing(2, 4)
+
+    def see(_, args):
+        # MUDD gives a layer one input for each stream, the residual stream last.
+        seen.append(args[0] if args[0].dim() == 2 else args[0][:, -1])
+
+    for layer in encoder.layers:
+        layer.register_forward_pre_hook(see)
+    y = encoder.forward_packed(x, packing, states=states)
+    assert torch.equal(y, encoder.forward_packed(x, packing))
+    assert len(states) == 5
+    norm = encoder.connection.norms[-1] if options["norm"] == "pre" else lambda x: x
+    torch.testing.assert_close(y, norm(states[-1]))
+    if not encoder.connection.parts:
+        assert all(map(torch.equal, states[:-1], seen[:4]))
+
+
+@EVERY
+def test_gradients_flow_from_every_state(options):
+    """Finite differences along one direction."""
+    encoder = made(TransformerEncoder, options).double().eval()
+    packing, weights = Packing(2, 4), torch.randn(5, 8, DIM, dtype=torch.float64)
+    x = torch.randn(8, DIM, dtype=torch.float64, requires_grad=True)
+
+    def total(x):
+        states = []
+        encoder.forward_packed(x, packing, states=states)
+        return sum((w * s).sum() for w, s in zip(weights, states, strict=True))
+
+    (gradient,) = torch.autograd.grad(total(x), x)
+    direction, step = torch.randn_like(x), 1e-6
+    with torch.no_grad():
+        slope = (total(x + step * direction) - total(x - step * direction)) / (2 * step)
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-5, atol=1e-6)
+
+
+@EVERY
+def test_a_padded_batch_equals_each_sentence_alone(options):
+    """And what stands at padding does not matter, in forward and in backward."""
+    encoder, decoder = (made(kind, options).eval() for kind in STACKS)
+    x, y = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
+    bad = x.masked_fill(PADDING.unsqueeze(-1), math.nan).requires_grad_()
+    encoded = encoder(bad, PADDING)
+    out = decoder(y, encoded, PADDING, PADDING)
+    for i, length in enumerate((~PADDING).sum(1).tolist()):
+        alone = encoder(x[i : i + 1, :length])
+        torch.testing.assert_close(encoded[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
+        alone = decoder(y[i : i + 1, :length], alone)
+        torch.testing.assert_close(out[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
+    assert encoded[PADDING].eq(0).all()
+    out.square().sum().backward()
+    for t in (bad, *encoder.parameters(), *decoder.parameters()):
+        assert t.grad is None or t.grad.isfinite().all()
+
+
+@EVERY
+def test_every_parameter_gets_a_gradient(options):
+    encoder, decoder = (made(kind, options) for kind in STACKS)
+    decoder(torch.randn(3, 4, DIM), encoder(torch.randn(3, 5, DIM))).square().sum().backward()
+    for module in (encoder, decoder):
+        for name, p in module.named_parameters():
+            assert p.grad is not None, name
+            assert torch.isfinite(p.grad).all(), name
+            # Index 0 of DLCL has no norm by default, and keys' biases cancel in the softmax.
+            if "dlcl" not in name and "query_key_value.bias" not in name:
+                assert p.grad.abs().sum() > 0, name
+
+
+@EVERY
+def test_dropout_follows_mode_and_seed(options):
+    m, x = made(TransformerEncoder, options, dropout=0.5), torch.randn(2, 5, DIM)
+
+    def seeded():
+        torch.manual_seed(1)
+        if m.latent is not None:
+            m.latent.set_step(1)
+        return m(x)
+
+    assert torch.equal(seeded(), seeded())
+    assert not torch.equal(seeded(), m(x))
+    m.eval()
+    assert torch.equal(m(x), m(x))
+
+
+@EVERY
+def test_autocast(options):
+    m, x = made(TransformerEncoder, options).eval(), leaf(2, 5, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), m(x), rtol=0.1, atol=0.2)
+    out.float().square().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+@EVERY
+def test_no_tokens_and_padding_alone(options):
+    m = made(TransformerEncoder, options)
+    for shape, padding in (((0, 5), None), ((3, 0), None), ((2, 3), torch.ones(2, 3).bool())):
+        x = leaf(*shape, DIM)
+        out = m(x, padding)
+        assert out.shape == x.shape
+        assert out.eq(0).all()
+        out.sum().backward()
+        assert x.grad.eq(0).all()
