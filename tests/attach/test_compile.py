@@ -97,7 +97,7 @@ class Loop(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layers", [3, 12])
+@pytest.mark.parametrize("layers", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_a_pass_that_leaves_its_graph(layers):
     """A graph break inside of the loop gives the same numbers, or ends with a sentence."""
     model = Loop(layers)

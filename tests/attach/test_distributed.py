@@ -13,6 +13,7 @@ FORMS = [f"{form}-{name}" for form in ("ddp", "fsdp") for name in NAMES]
 FORMS += [f"{form}-{name}-history" for form in ("ddp", "fsdp") for name in NAMES[:3]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks(agree_on_two_ranks, form):
     agree_on_two_ranks(form)

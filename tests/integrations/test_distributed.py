@@ -11,6 +11,7 @@ FORMS = [f"{form}-{name}" for form in ("ddp", "fsdp")
          for name in ("BertForMaskedLM", "LlamaForCausalLM")]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks(agree_on_two_ranks, form):
     agree_on_two_ranks(form)

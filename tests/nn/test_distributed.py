@@ -11,6 +11,7 @@ FORMS += [f"{form}-attnres-{memory}" for form in ("ddp", "fsdp") for memory in (
 FORMS += ["fsdp-attnres-history", "latent-pre-keep", "latent-post-states"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks(agree_on_two_ranks, form):
     agree_on_two_ranks(form)

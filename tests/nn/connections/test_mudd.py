@@ -264,11 +264,14 @@ def test_starts_as_the_plain_residual_stack():
     torch.testing.assert_close(m(x), plain(x))
 
 
-def test_compiles_to_one_graph():
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_compiles_to_one_graph(whole):
+    """The connection alone, and in a stack."""
     torch._dynamo.reset()
-    m = stack(TransformerEncoder)
+    m = stack(TransformerEncoder) if whole else learned(2, DIM)
     x = torch.randn(2, 4, DIM, dtype=torch.float64, requires_grad=True)
+    run = m if whole else lambda x: fused(m, x)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager" if whole else "eager")
     leaves = [x, *m.parameters()]
-    run = torch.compile(m, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(run(x), leaves), gradients(m(x), leaves), strict=True):
+    for a, b in zip(gradients(compiled(x), leaves), gradients(run(x), leaves), strict=True):
         torch.testing.assert_close(a, b)
