@@ -61,7 +61,7 @@ class StepCase:
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
         options: dict[str, Any] = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
-        self._disturb(self.encoder.connection.dlcl)
+        self._disturb(self.encoder.connection.depth)
         with torch.device("meta"):
             plain = TransformerEncoder(*sizes, connection="residual", **options)
         plain.layers = self.encoder.layers

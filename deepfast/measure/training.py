@@ -77,7 +77,7 @@ class Training:
         model, vocabulary = _load(self.result.for_translation)
         folder = self.result.output / "phrases"
         with torch.no_grad():
-            weights = model.encoder.connection.dlcl.effective_weight().tolist()
+            weights = model.encoder.connection.depth.effective_weight().tolist()
         pairs = read_parallel(folder / "test.en", folder / "test.de").pairs
         sources, references = zip(*pairs[: self.settings.sentences], strict=True)
         options = DecodingOptions(beam=self.settings.beam)

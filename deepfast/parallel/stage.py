@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class _Stage(Mixed):
         self.part = StageDepth(own, first, last, below, above)
 
     @property
-    def depth(self) -> StageDepth:  # type: ignore[override]
+    def depth(self) -> StageDepth:
         return self.part
 
     def forward(  # type: ignore[override]
@@ -82,7 +83,7 @@ class EncoderStage(nn.Module):
         here = range(first, first + count)
         self.layers = nn.ModuleDict({str(i): encoder.layers[i] for i in here})  # type: ignore
         self.policies = encoder.policies[first : first + count]
-        whole = encoder.connection
+        whole: Any = encoder.connection
         ends = first * whole.reads, (first + count) * whole.reads
         make = _AttendedStage if isinstance(whole, Attended) else _Stage
         self.connection = make(whole, *ends, self.below, self.above)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from deepfast import checks
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.boundary import recompute_row
-from deepfast.depth.connection import DepthConnection
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
@@ -120,7 +119,8 @@ class Connection(nn.Module):
     """
 
     norms: Sequence[Norm] | None
-    depth: DepthConnection | None = None
+    # A `DLCL`, an `AttentionResiduals` or, in a stage of a pipeline, a part of one.
+    depth: Any = None
 
     def __init__(self, options: Options):
         super().__init__()

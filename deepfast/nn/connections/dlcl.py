@@ -1,11 +1,11 @@
 """Stacks whose layers read a weighted sum of the states of all layers: DLCL and DenseFormer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from deepfast.connections import CONNECTIONS
-from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
 from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
@@ -54,7 +54,7 @@ class Mixed(Connection):
         )  # fmt: skip
 
     @property
-    def depth(self) -> DepthConnection:  # type: ignore[override]
+    def depth(self) -> Any:  # type: ignore[override]
         return getattr(self, self.child)
 
     def forward(
@@ -82,7 +82,7 @@ class Mixed(Connection):
         for call in (None, *calls):
             if call is not None:
                 x = run_layer(call, x, None, None, history)
-            x = self.depth(x, history)  # type: ignore[assignment]
+            x = self.depth(x, history)
             note(states, x)
         return x
 
@@ -118,7 +118,7 @@ class Mixed(Connection):
     ) -> Tensor:
         """Pushes the last state; returns its row, normalised where there is a norm."""
         if norm is None:
-            return self.depth(branch, history, residual=residual, dropout_p=dropout_p)  # type: ignore[return-value]
+            return self.depth(branch, history, residual=residual, dropout_p=dropout_p)
         x, n = self.depth(
             branch, history, residual=residual, dropout_p=dropout_p, out_norm=norm.as_output(),
             want_x=states is not None,
