@@ -22,7 +22,7 @@ from deepfast.nn import DLCL, DepthHistory, LayerNorm
 LAYERS, DIM, DROPOUT = 200, 16, 0.1
 
 
-def _nothing(*_) -> None:
+def _nothing(**_) -> None:
     """Replaces a launch."""
 
 

@@ -336,18 +336,19 @@ def _resolve(op: str, requested: str | None, device, dtype: torch.dtype, width: 
 
 
 def _launchers(op: str, name: str) -> SimpleNamespace | None:
-    """The launches of ``op``, or None for torch's own attention."""
+    """The launches of ``op``, which take their operands by name; None for torch's own attention."""
     if op == "attention" and name in ("varlen", *SDPA):
         return None
     if name in ("cpu", "cuda"):
         # cpu and cuda are one library; the dispatcher chooses by the tensors' device.
         ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
-        return SimpleNamespace(**{f: getattr(ops, f).default for f in OPS[op]})
+        # The function inside of an op of torch, which calls the dispatcher, costs less time.
+        found = {f: LAUNCHES[f].by_name(getattr(ops, f).default._op) for f in OPS[op]}
+        return SimpleNamespace(**found)
     files = [] if name == "reference" else [_triton_module(f)[0] for f in _kernel_files(op)]
     modules = files or [_reference]
-    return SimpleNamespace(
-        **{f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
-    )
+    launchers = {f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
+    return SimpleNamespace(**{f: LAUNCHES[f].of_record(run) for f, run in launchers.items()})
 
 
 _records: list[list[tuple[str, str]]] = []

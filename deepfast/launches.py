@@ -1,10 +1,14 @@
 """Every kernel launch of the package: its operands by name and in order, and its arithmetic.
 
 A launch writes into tensors that its caller allocates and returns nothing.
-`deepfast.reference.launchers` shows what each one computes. Three things are generated from this
-table: the schemas that deepfast._C defines (schemas.h, written by the build), the fakes and FLOPs
-of the compiled launches (`deepfast.ops.register`), and the operands in the tests of kernels. This
-module imports only the standard library, so that the build can import it.
+`deepfast.reference.launchers` shows what each one computes. Everything else is generated from this
+table: the schemas that deepfast._C defines, the functions by which the package calls a launch, the
+fakes and FLOPs of the compiled launches (`deepfast.ops.register`), and the operands in the tests of
+kernels. This module imports only the standard library, so that the build can import it.
+
+The package names each operand when it calls a launch. The ops of deepfast._C get the operands in
+the order of the table. A launcher that is written in Python gets them as one record, whose fields
+have the operands' names.
 
 In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
 shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations. ``compute``
@@ -18,6 +22,7 @@ is float32, or float64 where storage is float64. Shapes:
 """
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +74,25 @@ class Launch:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(operand.name for operand in self.operands)
+
+    @cached_property
+    def record(self) -> type:
+        """The record of its operands, a named tuple, which launchers in Python take."""
+        return namedtuple(self.name, self.names)  # type: ignore[misc]
+
+    def by_name(self, run: Callable[..., None]) -> Callable[..., None]:
+        """``run``, which takes the operands in order, as a function that takes them by name. A
+        ``Tensor?`` that is not named is None."""
+        named = (f"{o.name}=None" if o.type == "Tensor?" else o.name for o in self.operands)
+        # Compiled once, because a function with *args or **kwargs would cost each call more time.
+        call = eval(f"lambda *, {', '.join(named)}: run({', '.join(self.names)})", {"run": run})
+        call.__name__ = call.__qualname__ = self.name
+        return call
+
+    def of_record(self, launcher: Callable) -> Callable[..., None]:
+        """A launcher in Python, which takes a record, as a function that takes operands by name."""
+        record = self.record
+        return self.by_name(lambda *operands: launcher(record(*operands)))
 
     @property
     def schema(self) -> str:

@@ -14,13 +14,12 @@ import triton.language as tl
 
 from .common import (
     dropout,
-    dropout_factors,
     even_programs,
+    launch,
     launcher,
     multiprocessors,
     residency,
     rounded,
-    stride,
     sum_partials,
 )
 
@@ -113,38 +112,32 @@ def activation_bwd_kernel(
 
 
 @launcher
-def activation_forward(h, bias, kind, dropout_p, seed, out):
-    """See `deepfast.reference.launchers.activation_forward`."""
-    T, F = h.shape
+def activation_forward(a):
+    T, F = a.h.shape
     if T == 0:
         return
-    sides = tile(F, h.element_size())
-    threshold, scale = dropout_factors(dropout_p)
+    sides = tile(F, a.h.element_size())
     programs = triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"])
-    activation_fwd_kernel[(programs,)](
-        h, bias, seed if dropout_p > 0 else None, out, T, threshold, scale, stride(h), stride(out),
-        F=F, RELU=kind == "relu", **sides, enable_fp_fusion=True,
-    )  # fmt: skip
+    launch(activation_fwd_kernel, (programs,), a, T=T, F=F, RELU=a.kind == "relu", **sides)
 
 
 @launcher
-def activation_backward(dout, saved, bias, kind, dropout_p, seed, dh, dbias):
-    """See `deepfast.reference.launchers.activation_backward`."""
-    T, F = dout.shape
-    sides = tile(F, dout.element_size())
+def activation_backward(a):
+    T, F = a.dout.shape
+    sides = tile(F, a.dout.element_size())
     rows, columns = triton.cdiv(T, sides["BT"]), triton.cdiv(F, sides["BF"])
     partial = registers = None
-    if dbias is not None:
+    if a.dbias is not None:
         most, registers = residency(24, sides["num_warps"])
-        rows = even_programs(rows, triton.cdiv(most * multiprocessors(dout.device), columns))
-        partial = dbias.new_empty(rows, 1, 1, F)
-    threshold, scale = dropout_factors(dropout_p)
-    relu = kind == "relu"
+        rows = even_programs(rows, triton.cdiv(most * multiprocessors(a.dout.device), columns))
+        partial = a.dbias.new_empty(rows, 1, 1, F)
+    relu = a.kind == "relu"
+    # The result of relu says where it and dropout made it 0.
+    unread = {"p_bias": None, "p_seed": None} if relu else {}
     if T > 0:
-        activation_bwd_kernel[(rows * columns,)](
-            dout, saved, None if relu else bias, seed if dropout_p > 0 and not relu else None, dh,
-            partial, T, threshold, scale, stride(dout), stride(saved), stride(dh), F=F, RELU=relu,
-            **sides, maxnreg=registers, enable_fp_fusion=True,
+        launch(
+            activation_bwd_kernel, (rows * columns,), a, p_partial=partial, T=T, F=F, RELU=relu,
+            maxnreg=registers, **unread, **sides,
         )  # fmt: skip
     if partial is not None:
-        sum_partials(partial, dbias.view(1, F))
+        sum_partials(partial, a.dbias.view(1, F))

@@ -235,53 +235,46 @@ def attention_bwd_dq_kernel(
 
 
 @launcher
-def attention_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, scale, dropout_p,
-    seed, o, lse,
-):  # fmt: skip
-    """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
-    N, (TQ, H, D) = cu_seqlens_q.numel() - 1, q.shape
+def attention_forward(a):
+    N, (TQ, H, D) = a.cu_seqlens_q.numel() - 1, a.q.shape
     if TQ == 0:
         return
-    BD, G = side(D, 256), H // k.shape[1]
-    left, right = reached(left, right, max_seqlen_q, max_seqlen_k)
-    launch, whole_row = forward_launch(max_seqlen_q, max_seqlen_k, BD, q.element_size())
-    operands = q, k, v, o
-    attention_fwd_kernel[(N * H, triton.cdiv(max_seqlen_q, launch.BQ))](
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seed if dropout_p else None, o, lse,
-        TQ, H, float(scale), *dropout_factors(dropout_p),
+    BD, G = side(D, 256), H // a.k.shape[1]
+    left, right = reached(a.left, a.right, a.max_seqlen_q, a.max_seqlen_k)
+    launch, whole_row = forward_launch(a.max_seqlen_q, a.max_seqlen_k, BD, a.q.element_size())
+    seqlens_and_seed = a.cu_seqlens_q, a.cu_seqlens_k, a.seed if a.dropout_p else None
+    operands = a.q, a.k, a.v, a.o
+    attention_fwd_kernel[(N * H, triton.cdiv(a.max_seqlen_q, launch.BQ))](
+        a.q, a.k, a.v, *seqlens_and_seed, a.o, a.lse,
+        TQ, H, float(a.scale), *dropout_factors(a.dropout_p),
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
         G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @launcher
-def attention_backward(
-    q, k, v, o, lse, dout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
-    scale, dropout_p, seed, dq, dk, dv,
-):  # fmt: skip
-    """Gradients of attention_forward from that of ``o``."""
-    N, (TQ, H, D) = cu_seqlens_q.numel() - 1, q.shape
+def attention_backward(a):
+    N, (TQ, H, D) = a.cu_seqlens_q.numel() - 1, a.q.shape
     if N == 0:
         return
-    BD, G = side(D, 256), H // k.shape[1]
-    left, right = reached(left, right, max_seqlen_q, max_seqlen_k)
-    launch, whole_row = backward_launch(max_seqlen_q, max_seqlen_k, BD, q.element_size(), G)
-    seqlens_and_seed = cu_seqlens_q, cu_seqlens_k, seed if dropout_p else None
-    sizes = TQ, H, float(scale), *dropout_factors(dropout_p)
-    delta = None if whole_row else torch.empty_like(lse)
+    BD, G = side(D, 256), H // a.k.shape[1]
+    left, right = reached(a.left, a.right, a.max_seqlen_q, a.max_seqlen_k)
+    launch, whole_row = backward_launch(a.max_seqlen_q, a.max_seqlen_k, BD, a.q.element_size(), G)
+    seqlens_and_seed = a.cu_seqlens_q, a.cu_seqlens_k, a.seed if a.dropout_p else None
+    sizes = TQ, H, float(a.scale), *dropout_factors(a.dropout_p)
+    delta = None if whole_row else torch.empty_like(a.lse)
     if not whole_row:
-        operands = q, k, v, o, dout, dq
-        attention_bwd_dq_kernel[(N * H, triton.cdiv(max_seqlen_q, launch.BQ))](
-            q, k, v, o, lse, delta, dout, *seqlens_and_seed, dq, *sizes,
+        operands = a.q, a.k, a.v, a.o, a.dout, a.dq
+        attention_bwd_dq_kernel[(N * H, triton.cdiv(a.max_seqlen_q, launch.BQ))](
+            a.q, a.k, a.v, a.o, a.lse, delta, a.dout, *seqlens_and_seed, a.dq, *sizes,
             *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
             G=G, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
         launch = keys_launch(launch, BD, G, left)
-    operands = q, k, v, dout, dq, dk, dv
-    attention_bwd_kernel[(N * H // G, 1 if whole_row else triton.cdiv(max_seqlen_k, launch.BK))](
-        q, k, v, lse, delta, dout, *seqlens_and_seed, dq, dk, dv, *sizes,
+    operands = a.q, a.k, a.v, a.dout, a.dq, a.dk, a.dv
+    attention_bwd_kernel[(N * H // G, 1 if whole_row else triton.cdiv(a.max_seqlen_k, launch.BK))](
+        a.q, a.k, a.v, a.lse, delta, a.dout, *seqlens_and_seed, a.dq, a.dk, a.dv, *sizes,
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
-        G=G, WHOLE_ROW=whole_row, ONE_TILE=whole_row and max_seqlen_q <= launch.BQ and G == 1,
+        G=G, WHOLE_ROW=whole_row, ONE_TILE=whole_row and a.max_seqlen_q <= launch.BQ and G == 1,
         LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
     )  # fmt: skip

@@ -29,17 +29,17 @@ from .attend import (
 from .attend_rows import LOADS, attend_tile, query_grads
 from .common import (
     dropout,
-    dropout_factors,
     even_programs,
+    launch,
     launcher,
     multiprocessors,
     passed,
+    passed_pulls,
     residency,
     rounded,
     row_channels,
     row_sum,
     store_sum,
-    stride,
     sum_partials,
 )
 from .near_sum import (
@@ -239,77 +239,46 @@ def attention_boundary_bwd_kernel(
 
 
 @launcher
-def attention_boundary_forward(
-    branch, residual, dropout_p, seed, states, k, near, query, bias, kind, eps, partial,
-    partial_stats, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out, source_rstd, stats,
-    out_mean, out_rstd,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.attention_boundary_forward`."""
-    _, T, D = states.shape
+def attention_boundary_forward(a):
+    _, T, D = a.states.shape
     if T == 0:
         return
     # The kernel adds state k last, from registers.
-    first, step, count = passed("attention_boundary", "near", [j for j in near if j != k])
-    tile = attend_tile(D, states.element_size(), 8)
-    threshold, scale = dropout_factors(dropout_p)
-    attention_boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-        branch, residual, seed if dropout_p > 0 else None, states, query, bias, partial,
-        partial_stats, out_norm_weight, out_norm_bias, x, out, source_rstd, stats, out_mean,
-        out_rstd,
-        T, query.shape[0], k, first, step, count, eps, out_eps, threshold, scale,
-        stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
-        stride(x), stride(out),
-        RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, UNROLL=LOADS,
-        D=D, **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
-        enable_fp_fusion=True,
+    near = passed("attention_boundary", "near", [j for j in a.near if j != a.k])
+    tile = attend_tile(D, a.states.element_size(), 8)
+    launch(
+        attention_boundary_fwd_kernel, (triton.cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
+        R=a.query.shape[0], **near._asdict(), s_n=a.states.stride(0), s_state=a.states.stride(1),
+        RELU=a.kind == "relu", READS_OWN=a.k in a.near, UNROLL=LOADS, D=D, **tile._asdict(),
+        maxnreg=residency(16, tile.num_warps).registers,
     )  # fmt: skip
 
 
 @launcher
-def attention_boundary_backward(
-    states, k, near, query, bias, kind, partial, partial_stats, out_norm_weight, out_norm_bias,
-    out_rms, source_rstd, stats, out_mean, out_rstd, dropout_p, seed, dx, dout, grads, grad_slot,
-    pull_rows, pull_slots, pulled, dbranch, dresidual, dquery, dbias, dout_norm_weight,
-    dout_norm_bias,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.attention_boundary_backward`."""
-    _, T, D = states.shape
-    op = "attention_boundary"
-    first, step, count = passed(op, "near", [j for j in near if j != k])
-    # The kernel adds row k's own gradient first, from registers.
-    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
-    rows = [r for r, _ in others]
-    first_row, row_step, pulls = passed(op, "pull_rows", rows)
-    first_slot, slot_step, _ = passed(op, "pull_slots", [s for _, s in others])
-    pulls_own = k in pull_rows
-    rows = [k] * pulls_own + rows
-
-    tile = attend_tile(D, states.element_size(), 4)
+def attention_boundary_backward(a):
+    _, T, D = a.states.shape
+    near = passed("attention_boundary", "near", [j for j in a.near if j != a.k])
+    pulls = passed_pulls("attention_boundary", a)
+    tile = attend_tile(D, a.states.element_size(), 4)
     programs, registers = residency(8, tile.num_warps)
-    programs *= multiprocessors(states.device)
+    programs *= multiprocessors(a.states.device)
     programs = even_programs(triton.cdiv(T, tile.BT), programs)
     ds = sums = None
-    if dquery is not None and rows:
-        ds = query.new_empty(T, len(rows), 1)
-    channels = dout_norm_weight, dout_norm_bias
+    if a.dquery is not None and pulls.rows:
+        ds = a.query.new_empty(T, len(pulls.rows), 1)
+    channels = a.dout_norm_weight, a.dout_norm_bias
     if any(d is not None for d in channels):
-        sums = query.new_empty(programs, 2, 1, D)
-    threshold, scale = dropout_factors(dropout_p)
+        sums = a.query.new_empty(programs, 2, 1, D)
     if T > 0:
         # One state at a time: with two, Triton 3.6 spills.
-        attention_boundary_bwd_kernel[(programs,)](
-            states, query, bias, partial, partial_stats, out_norm_weight, source_rstd, stats,
-            out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads, pulled, dbranch,
-            dresidual, ds, sums,
-            T, query.shape[0], k, grad_slot, first, step, count, first_row, row_step, first_slot,
-            slot_step, pulls, threshold, scale,
-            states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
-            grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            RELU=kind == "relu", OUT_RMS=out_rms, READS_OWN=k in near, PULLS_OWN=pulls_own,
-            UNROLL=1, D=D, **tile._asdict(),
-            maxnreg=registers, enable_fp_fusion=True,
+        launch(
+            attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds,
+            p_sums=sums, T=T, R=a.query.shape[0], **near._asdict(), **pulls.numbers,
+            s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
+            s_grad=a.grads.stride(1), RELU=a.kind == "relu", READS_OWN=a.k in a.near, UNROLL=1,
+            D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
     if ds is not None:
-        query_grads(ds, states, (k, 1), source_rstd, rows, dquery, dbias)
+        query_grads(ds, a, (a.k, 1), pulls.rows)

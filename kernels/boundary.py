@@ -19,20 +19,20 @@ import triton.language as tl
 from .common import (
     RowTile,
     dropout,
-    dropout_factors,
     even_programs,
+    launch,
     launcher,
     multiprocessors,
     norm_backward,
     normalise,
     passed,
+    passed_pulls,
     progression,
     residency,
     rounded,
     row_channels,
     row_tile,
     store_sum,
-    stride,
     sum_partials,
 )
 from .near_sum import (
@@ -290,79 +290,50 @@ def boundary_bwd_kernel(
 
 
 @launcher
-def boundary_forward(
-    branch, residual, dropout_p, seed, states, k, near, weight, norm_weight, norm_bias, norm_source,
-    source_eps, source_rms, partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out,
-    source_rstd, out_mean, out_rstd,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.boundary_forward`."""
-    _, T, D = states.shape
+def boundary_forward(a):
+    _, T, D = a.states.shape
     if T == 0:
         return
     # The kernel adds state k last, from registers.
-    first, step, count = passed("boundary", "near", [j for j in near if j != k])
-    tile = forward_tile(D, states.element_size())
-    threshold, scale = dropout_factors(dropout_p)
-    boundary_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-        branch, residual, seed if dropout_p > 0 else None, states, weight, norm_weight,
-        norm_bias, partial, out_norm_weight, out_norm_bias, x, out, source_rstd, out_mean, out_rstd,
-        T, weight.shape[0], k, k, first, step, count, source_eps, out_eps, threshold,
-        scale,
-        stride(branch), stride(residual), states.stride(0), states.stride(1), stride(partial),
-        stride(x), stride(out),
-        NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
-        VECTOR=weight.dim() == 3, UNROLL=loads_at_once(D, states.element_size()),
-        D=D, **tile._asdict(), enable_fp_fusion=True,
+    near = passed("boundary", "near", [j for j in a.near if j != a.k])
+    tile = forward_tile(D, a.states.element_size())
+    launch(
+        boundary_fwd_kernel, (triton.cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], row=a.k,
+        **near._asdict(), s_n=a.states.stride(0), s_state=a.states.stride(1),
+        READS_OWN=a.k in a.near, VECTOR=a.weight.dim() == 3,
+        UNROLL=loads_at_once(D, a.states.element_size()), D=D, **tile._asdict(),
     )  # fmt: skip
 
 
 @launcher
-def boundary_backward(
-    states, k, near, weight, norm_weight, norm_bias, norm_source, source_rms, partial,
-    out_norm_weight, out_norm_bias, out_rms, source_rstd, out_mean, out_rstd, dropout_p, seed, dx,
-    dout, grads, grad_slot, pull_rows, pull_slots, pulled, dbranch, dresidual, dweight,
-    dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.boundary_backward`."""
-    _, T, D = states.shape
-    device, vector = states.device, weight.dim() == 3
-    first, step, count = passed("boundary", "near", [j for j in near if j != k])
-    # The kernel adds row k's own gradient first, from registers.
-    others = [(r, s) for r, s in zip(pull_rows, pull_slots, strict=True) if r != k]
-    rows, slots = [r for r, _ in others], [s for _, s in others]
-    first_row, row_step, pulls = passed("boundary", "pull_rows", rows)
-    first_slot, slot_step, _ = passed("boundary", "pull_slots", slots)
-    pulls_own = k in pull_rows
-    rows = [k] * pulls_own + rows
-
-    tile = backward_tile(D, states.element_size())
+def boundary_backward(a):
+    _, T, D = a.states.shape
+    device, vector = a.states.device, a.weight.dim() == 3
+    near = passed("boundary", "near", [j for j in a.near if j != a.k])
+    pulls = passed_pulls("boundary", a)
+    tile = backward_tile(D, a.states.element_size())
     programs, registers = residency(12, tile.num_warps)
     programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(device))
     dots = sums = None
-    if dweight is not None and rows:
-        dots = weight.new_empty(programs, 1, len(rows), D if vector else 1)
-    channels = (dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias)
+    if a.dweight is not None and pulls.rows:
+        dots = a.weight.new_empty(programs, 1, len(pulls.rows), D if vector else 1)
+    channels = (a.dnorm_weight, a.dnorm_bias, a.dout_norm_weight, a.dout_norm_bias)
     if any(d is not None for d in channels):
-        sums = weight.new_empty(programs, 4, 1, D)
-    threshold, scale = dropout_factors(dropout_p)
+        sums = a.weight.new_empty(programs, 4, 1, D)
     if T > 0:
-        boundary_bwd_kernel[(programs,)](
-            states, weight, norm_weight, norm_bias, partial, out_norm_weight,
-            source_rstd, out_mean, out_rstd, seed if dropout_p > 0 else None, dx, dout, grads,
-            pulled, dbranch, dresidual, dots, sums,
-            T, weight.shape[0], k, k, k, grad_slot, first, step, count, first_row,
-            row_step, first_slot, slot_step, pulls, threshold, scale,
-            states.stride(0), states.stride(1), stride(partial), stride(dx), stride(dout),
-            grads.stride(0), grads.stride(1), stride(pulled), stride(dbranch), stride(dresidual),
-            NORM_SOURCE=norm_source, SOURCE_RMS=source_rms, OUT_RMS=out_rms, READS_OWN=k in near,
-            PULLS_OWN=pulls_own, VECTOR=vector, UNROLL=loads_at_once(D, states.element_size()),
-            NP=max(8, triton.next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
-            enable_fp_fusion=True,
+        launch(
+            boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
+            R=a.weight.shape[0], row=a.k, column=a.k, **near._asdict(), **pulls.numbers,
+            s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
+            s_grad=a.grads.stride(1), READS_OWN=a.k in a.near, VECTOR=vector,
+            UNROLL=loads_at_once(D, a.states.element_size()),
+            NP=max(8, triton.next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
+            maxnreg=registers,
         )  # fmt: skip
     if sums is not None:
         sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
     if dots is not None:
-        _sum_dots(dots, dweight, rows, k)
+        _sum_dots(dots, a.dweight, pulls.rows, a.k)
 
 
 def _sum_dots(dots, dweight, rows, column):

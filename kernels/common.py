@@ -2,9 +2,11 @@
 
 Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
 a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
-BT, BD, BK the sides of a tile. A launcher has the signature of the function
-of its name in `deepfast.reference.launchers`. It does not check its operands, and writes into
-tensors that the caller allocates. A missing operand is None, and Triton compiles a variant for it.
+BT, BD, BK the sides of a tile. A launcher takes the operands of its
+launch as one record (`deepfast.launches`), computes what the function of its name in
+`deepfast.reference.launchers` computes, and checks nothing. It writes into tensors that the caller
+allocates. A missing operand is None, and Triton compiles a variant for it. A parameter ``p_NAME``
+of a kernel is the operand NAME where the launcher says nothing else: see `launch`.
 
 Kernels that hold whole rows use tiles (BA, BT, BC): BT tokens with BA * BC channels, where (a, c)
 is channel ``a * BC + c``. Triton spreads BC over the threads of a row, 16 bytes each, BT over
@@ -35,12 +37,12 @@ def launcher(launch: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(launch)
-    def run(*args, **named):
-        x = next(x for x in args or named.values() if isinstance(x, torch.Tensor))
+    def run(a):
+        x = next(x for x in a if isinstance(x, torch.Tensor))
         if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-            return launch(*args, **named)
+            return launch(a)
         with torch.cuda.device(x.get_device()):
-            return launch(*args, **named)
+            return launch(a)
 
     return run
 
@@ -79,6 +81,32 @@ def multiprocessors(device: torch.device) -> int:
 def stride(x: torch.Tensor | None) -> int:
     """The distance from row to row; 0 for a missing operand."""
     return 0 if x is None else x.stride(0)
+
+
+@functools.cache
+def _parameters(kernel) -> list[tuple[str, str, bool]]:
+    """A kernel's parameters: the name, the operand's name, and whether it is a distance of rows."""
+    return [
+        (name, name[2:] if name.startswith(("p_", "s_")) else name.lower(), name.startswith("s_"))
+        for name in kernel.arg_names
+    ]
+
+
+def launch(kernel, programs: tuple[int, ...], a, **given) -> None:
+    """Launches a kernel with what ``given`` names, and with operands of the record ``a``.
+
+    Of the parameters that ``given`` leaves out ``p_NAME`` is the operand NAME, ``s_NAME`` the
+    distance of its rows, ``threshold`` and ``scale`` are those of the dropout, without which
+    ``p_seed`` is None, and another parameter is the operand of its name in lower case.
+    """
+    if "threshold" in kernel.arg_names:
+        given["threshold"], given["scale"] = dropout_factors(a.dropout_p)
+        given.setdefault("p_seed", a.seed if a.dropout_p > 0 else None)
+    for parameter, operand, is_stride in _parameters(kernel):
+        if parameter not in given:
+            x = getattr(a, operand)
+            given[parameter] = stride(x) if is_stride else x
+    kernel[programs](**given, enable_fp_fusion=True)
 
 
 def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
@@ -132,6 +160,29 @@ def passed(op: str, name: str, indices: list[int]) -> Progression:
     if known is None:
         raise ValueError(f"{op}: {name} but k must be an arithmetic progression, got {indices}")
     return known
+
+
+class Pulls(NamedTuple):
+    """The rows of a block that pull a state, as a boundary's kernel takes them."""
+
+    rows: list[int]
+    """All of them, row k itself first."""
+    numbers: dict[str, int]
+    """The kernel's arguments: the progressions of the others, and whether row k is one."""
+
+
+def passed_pulls(op: str, a) -> Pulls:
+    """The kernel adds row k's own gradient first, from registers."""
+    others = [(r, s) for r, s in zip(a.pull_rows, a.pull_slots, strict=True) if r != a.k]
+    rows = [r for r, _ in others]
+    first_row, row_step, pulls = passed(op, "pull_rows", rows)
+    first_slot, slot_step, _ = passed(op, "pull_slots", [s for _, s in others])
+    own = a.k in a.pull_rows
+    numbers = {
+        "first_row": first_row, "row_step": row_step, "first_slot": first_slot,
+        "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": own,
+    }  # fmt: skip
+    return Pulls([a.k] * own + rows, numbers)
 
 
 def progressions(*columns, limit):

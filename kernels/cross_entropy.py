@@ -12,7 +12,7 @@ cache. Whole blocks of BV have no mask: with one, an odd V would force accesses 
 import triton
 import triton.language as tl
 
-from .common import launcher, rounded, stride
+from .common import launch, launcher, rounded
 
 NUM_WARPS = 8
 # Two accesses of 16 bytes for each thread, in 16 bits.
@@ -99,15 +99,11 @@ def cross_entropy_kernel(
 
 
 @launcher
-def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):
-    """See `deepfast.reference.launchers.cross_entropy`."""
-    T, V = logits.shape
+def cross_entropy(a):
+    T, V = a.logits.shape
     if T == 0:
         return
-    cross_entropy_kernel[(T,)](
-        logits, target, loss, nll,
-        V, ignore_index, label_smoothing,
-        stride(logits),
-        WRITE_GRAD=write_grad, BV=min(MOST, max(16, triton.next_power_of_2(V))),
-        num_warps=NUM_WARPS, enable_fp_fusion=True,
+    launch(
+        cross_entropy_kernel, (T,), a, V=V, smoothing=a.label_smoothing,
+        BV=min(MOST, max(16, triton.next_power_of_2(V))), num_warps=NUM_WARPS,
     )  # fmt: skip

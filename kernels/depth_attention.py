@@ -23,6 +23,7 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
+    launch,
     launcher,
     load_rows,
     multiprocessors,
@@ -239,82 +240,67 @@ def _columns(table, first, H):
 
 
 @launcher
-def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
-    """See `deepfast.reference.launchers.depth_attention_forward`."""
-    (T, D), K = sources[0].shape, len(sources)
-    H = scores.shape[2] if query is None else query.shape[0]
-    tile = row_tile(D, out.element_size(), per_thread=32, num_warps=4)
+def depth_attention_forward(a):
+    (T, D), K = a.sources[0].shape, len(a.sources)
+    H = a.scores.shape[2] if a.query is None else a.query.shape[0]
+    tile = row_tile(D, a.out.element_size(), per_thread=32, num_warps=4)
     more = SOURCES.value < K
-    carried = out.new_empty(T * H, D, dtype=torch.float32) if more else None
+    carried = a.out.new_empty(T * H, D, dtype=torch.float32) if more else None
     if T == 0:
         return
     for first in range(0, K, SOURCES.value):
-        group = source_group(sources, first)
-        depth_attention_fwd_kernel[(H * triton.cdiv(T, tile.BT),)](
-            group, query, _columns(scores, first, H), carried, out, lse, most, total,
-            T, min(SOURCES.value, K - first), eps,
-            row_strides(group), K * H,
-            H=H, NORM=norm, FIRST=first == 0, LAST=first + SOURCES.value >= K,
-            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(), enable_fp_fusion=True,
+        group = source_group(a.sources, first)
+        launch(
+            depth_attention_fwd_kernel, (H * triton.cdiv(T, tile.BT),), a, sources=group,
+            s_sources=row_strides(group), p_scores=_columns(a.scores, first, H), s_scores=K * H,
+            p_sum=carried, T=T, K=min(SOURCES.value, K - first), H=H, FIRST=first == 0,
+            LAST=first + SOURCES.value >= K, STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
         )  # fmt: skip
 
 
 @launcher
-def depth_attention_backward(
-    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, accumulate, dquery,
-    dscores,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.depth_attention_backward`."""
-    (T, D), K = sources[0].shape, len(sources)
-    H = scores.shape[2] if query is None else query.shape[0]
+def depth_attention_backward(a):
+    (T, D), K = a.sources[0].shape, len(a.sources)
+    H = a.scores.shape[2] if a.query is None else a.query.shape[0]
     if T == 0:
-        return None if dquery is None else dquery.zero_()
-    tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
-    delta = torch.empty_like(most) if H > 1 and most is not None else None
+        return None if a.dquery is None else a.dquery.zero_()
+    tile = row_tile(D, a.dout.element_size(), per_thread=16, num_warps=4)
+    sides = tile._asdict() | {"D": D}
+    delta = torch.empty_like(a.most) if H > 1 and a.most is not None else None
     if delta is not None:
         # With one hop the main kernel computes delta itself, once for all sources.
-        depth_attention_delta_kernel[(triton.cdiv(T * H, tile.BT),)](
-            out,
-            dout,
-            dlse,
-            delta,
-            T * H,
-            dout.stride(0),
-            D=D,
-            **tile._asdict(),
-            enable_fp_fusion=True,
-        )
+        programs = (triton.cdiv(T * H, tile.BT),)
+        launch(depth_attention_delta_kernel, programs, a, p_delta=delta, R=T * H, **sides)
     # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
-    programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
+    programs = (1 + 8 // tile.num_warps) * multiprocessors(a.dout.device)
     chunks = min(triton.cdiv(T, tile.BT), programs)
     groups = triton.cdiv(K, SOURCES.value)
-    learns, options = dquery is not None, tile._asdict() | {"D": D, "H": H}
+    learns = a.dquery is not None
     # With several hops another kernel sums the gradients of their queries.
-    slopes = most.new_empty(T, K, H) if learns and H > 1 else None
+    slopes = a.most.new_empty(T, K, H) if learns and H > 1 else None
     hop_chunks = min(chunks, triton.cdiv(programs, H))
-    partial = most.new_empty(groups, hop_chunks, 1, H, D) if learns else None
+    partial = a.most.new_empty(groups, hop_chunks, 1, H, D) if learns else None
+    # Reading fp32 tiles ahead would not leave enough registers.
+    stages = 1 if a.dout.element_size() == 4 else 3
     for i, first in enumerate(range(0, K, SOURCES.value)):
-        count, group = min(SOURCES.value, K - first), source_group(sources, first)
-        dgroup = source_group(dsources, first) if dsources else None
-        strides = row_strides(group)
-        # Reading fp32 tiles ahead would not leave enough registers.
-        stages = 1 if dout.element_size() == 4 else 3
-        depth_attention_bwd_kernel[(chunks,)](
-            group, query, _columns(scores, first, H), out, most, total, dout, dlse, delta, dgroup,
-            _columns(slopes, first, H), _columns(dscores, first, H),
-            partial[i] if learns and H == 1 else None,
-            T, count, eps,
-            strides, dout.stride(0), row_strides(dgroup) if dsources else None, K * H,
-            NORM=norm, ACCUMULATE=accumulate, STAGES=stages if H == 1 else 1,
-            maxnreg=min(168, 2048 // tile.num_warps), **options, enable_fp_fusion=True,
+        group = source_group(a.sources, first)
+        dgroup = source_group(a.dsources, first) if a.dsources else None
+        common = sides | {
+            "sources": group, "s_sources": row_strides(group), "T": T, "H": H,
+            "K": min(SOURCES.value, K - first), "p_slopes": _columns(slopes, first, H),
+        }  # fmt: skip
+        launch(
+            depth_attention_bwd_kernel, (chunks,), a, **common, dsources=dgroup,
+            s_dsources=row_strides(dgroup) if dgroup else None, s_scores=K * H,
+            p_scores=_columns(a.scores, first, H), p_dscores=_columns(a.dscores, first, H),
+            p_delta=delta, p_partial=partial[i] if learns and H == 1 else None,
+            STAGES=stages if H == 1 else 1, maxnreg=min(168, 2048 // tile.num_warps),
         )  # fmt: skip
         if slopes is not None:
-            depth_attention_query_kernel[(H, hop_chunks)](
-                group, _columns(slopes, first, H), partial[i],
-                T, count,
-                strides, K * H,
-                STAGES=stages, **options, enable_fp_fusion=True,
+            launch(
+                depth_attention_query_kernel, (H, hop_chunks), a, **common, s_slopes=K * H,
+                p_partial=partial[i], STAGES=stages,
             )  # fmt: skip
     if learns:
-        sum_partials(partial.flatten(0, 1), dquery)
+        sum_partials(partial.flatten(0, 1), a.dquery)
     return None

@@ -16,6 +16,7 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
+    launch,
     launcher,
     load_rows,
     multiprocessors,
@@ -125,72 +126,67 @@ def depth_mix_bwd_kernel(
         store_sum(p + K * D, b_g, m_d)
 
 
-def _from(table, first):
-    """Rows of a table from ``first`` on, or None."""
-    return None if table is None else table[first:]
+def _group(a, first: int) -> dict:
+    """The kernels' arguments for the sources from ``first`` on."""
+    group = source_group(a.sources, first)
+    mean, rstd = (a.mean, a.rstd) if a.norm else (None, None)
+    tables = {"p_weight": a.weight, "p_norm_weight": a.norm_weight, "p_mean": mean, "p_rstd": rstd}
+    return {name: None if x is None else x[first:] for name, x in tables.items()} | {
+        "sources": group, "s_sources": row_strides(group),
+        "K": min(SOURCES.value, len(a.sources) - first), "PER_CHANNEL": a.weight.dim() == 2,
+    }  # fmt: skip
 
 
 @launcher
-def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
-    """See `deepfast.reference.launchers.depth_mix_forward`."""
-    T, D = out.shape
-    tile = row_tile(D, out.element_size(), per_thread=32, num_warps=4)
-    more = len(sources) > SOURCES.value
-    total = weight.new_empty(T, D) if more else None
-    for first in range(0, len(sources), SOURCES.value):
-        group = source_group(sources, first)
-        depth_mix_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-            group, weight[first:], _from(norm_weight, first), _from(norm_bias, first), total, out,
-            _from(mean, first) if norm else None, _from(rstd, first) if norm else None,
-            T, min(SOURCES.value, len(sources) - first), eps,
-            row_strides(group), out.stride(0),
-            PER_CHANNEL=weight.dim() == 2, FIRST=first == 0,
-            LAST=first + SOURCES.value >= len(sources), STAGES=3 if D <= 2048 else 2,
-            D=D, **tile._asdict(), enable_fp_fusion=True,
+def depth_mix_forward(a):
+    T, D = a.out.shape
+    tile = row_tile(D, a.out.element_size(), per_thread=32, num_warps=4)
+    more = len(a.sources) > SOURCES.value
+    total = a.weight.new_empty(T, D) if more else None
+    for first in range(0, len(a.sources), SOURCES.value):
+        launch(
+            depth_mix_fwd_kernel, (triton.cdiv(T, tile.BT),), a, **_group(a, first),
+            p_norm_bias=None if a.norm_bias is None else a.norm_bias[first:], p_sum=total, T=T,
+            FIRST=first == 0, LAST=first + SOURCES.value >= len(a.sources),
+            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
         )  # fmt: skip
 
 
 @launcher
-def depth_mix_backward(
-    sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
-    dnorm_weight, dnorm_bias,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.depth_mix_backward`."""
-    T, D = dout.shape
-    tile = row_tile(D, dout.element_size(), per_thread=16, num_warps=4)
+def depth_mix_backward(a):
+    T, D = a.dout.shape
+    tile = row_tile(D, a.dout.element_size(), per_thread=16, num_warps=4)
     # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
-    programs = (1 + 8 // tile.num_warps) * multiprocessors(dout.device)
-    want = [p for p in (dweight, dnorm_weight, dnorm_bias) if p is not None]
-    sums = weight.new_empty(2, len(sources), D) if want else None
-    for first in range(0, len(sources), SOURCES.value):
-        K = min(SOURCES.value, len(sources) - first)
-        group = source_group(sources, first)
-        dgroup = source_group(dsources, first) if dsources else None
+    programs = (1 + 8 // tile.num_warps) * multiprocessors(a.dout.device)
+    want = [p for p in (a.dweight, a.dnorm_weight, a.dnorm_bias) if p is not None]
+    sums = a.weight.new_empty(2, len(a.sources), D) if want else None
+    for first in range(0, len(a.sources), SOURCES.value):
+        group = _group(a, first)
+        K = group["K"]
+        dgroup = source_group(a.dsources, first) if a.dsources else None
         chunks = min(triton.cdiv(T, tile.BT), triton.cdiv(programs, K))
-        partial = weight.new_empty(chunks, 2, K, D) if want else None
-        depth_mix_bwd_kernel[(K, chunks)](
-            group, weight[first:], _from(norm_weight, first), _from(mean, first) if norm else None,
-            _from(rstd, first) if norm else None, dout, dgroup, partial,
-            T, K,
-            row_strides(group), dout.stride(0), row_strides(dgroup) if dsources else None,
+        partial = a.weight.new_empty(chunks, 2, K, D) if want else None
+        launch(
+            depth_mix_bwd_kernel, (K, chunks), a, **group, dsources=dgroup,
+            s_dsources=row_strides(dgroup) if dgroup else None, p_partial=partial, T=T,
             # Reading fp32 tiles ahead would not leave enough registers.
-            PER_CHANNEL=weight.dim() == 2, STAGES=1 if dout.element_size() == 4 else 3,
-            maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(), enable_fp_fusion=True,
+            STAGES=1 if a.dout.element_size() == 4 else 3,
+            maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),
         )  # fmt: skip
         if want:
             sum_partials(partial, *sums[:, first : first + K])
     if want:
-        _weight_gradients(*sums, weight, norm_weight, norm_bias, dweight, dnorm_weight, dnorm_bias)
+        _weight_gradients(a, *sums)
 
 
-def _weight_gradients(gn, g, weight, norm_weight, norm_bias, dweight, dnorm_weight, dnorm_bias):
+def _weight_gradients(a, gn, g):
     """Weight gradients from gn and g, the sums over tokens of dout * n and of dout, (K, D) each."""
-    w = weight if weight.dim() == 2 else weight[:, None]
-    if dnorm_weight is not None:
-        torch.mul(gn, w, out=dnorm_weight)
-    if dnorm_bias is not None:
-        torch.mul(g, w, out=dnorm_bias)
-    if dweight is not None:
-        d = gn if norm_weight is None else gn * norm_weight
-        d = d if norm_bias is None else torch.addcmul(d, g, norm_bias)
-        dweight.copy_(d if weight.dim() == 2 else d.sum(1))
+    w = a.weight if a.weight.dim() == 2 else a.weight[:, None]
+    if a.dnorm_weight is not None:
+        torch.mul(gn, w, out=a.dnorm_weight)
+    if a.dnorm_bias is not None:
+        torch.mul(g, w, out=a.dnorm_bias)
+    if a.dweight is not None:
+        d = gn if a.norm_weight is None else gn * a.norm_weight
+        d = d if a.norm_bias is None else torch.addcmul(d, g, a.norm_bias)
+        a.dweight.copy_(d if a.weight.dim() == 2 else d.sum(1))

@@ -17,9 +17,9 @@ from .common import (
     Residency,
     RowTile,
     dropout,
-    dropout_factors,
     even_programs,
     flat_rows,
+    launch,
     launcher,
     load_rows,
     multiprocessors,
@@ -31,7 +31,6 @@ from .common import (
     row_tile,
     store_rows,
     store_sum,
-    stride,
     sum_partials,
 )
 
@@ -161,43 +160,30 @@ def layer_norm_bwd_kernel(
 
 
 @launcher
-def layer_norm_forward(x, residual, weight, bias, eps, rms, dropout_p, seed, sum, y, mean, rstd):
-    """See `deepfast.reference.launchers.layer_norm_forward`."""
-    T, D = x.shape
+def layer_norm_forward(a):
+    T, D = a.x.shape
     if T == 0:
         return
-    tile = forward_tile(D, x.element_size())
-    threshold, scale = dropout_factors(dropout_p)
-    layer_norm_fwd_kernel[(triton.cdiv(T, tile.BT),)](
-        x, residual, weight, bias, seed if dropout_p > 0 else None, sum, y, mean, rstd,
-        T, eps, threshold, scale,
-        stride(x), stride(residual), stride(sum), stride(y),
-        # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
-        RMS=rms, D=D, **tile._asdict(), maxnreg=128 if dropout_p > 0 else None,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    tile = forward_tile(D, a.x.element_size())
+    # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
+    registers = 128 if a.dropout_p > 0 else None
+    programs = (triton.cdiv(T, tile.BT),)
+    launch(layer_norm_fwd_kernel, programs, a, T=T, D=D, maxnreg=registers, **tile._asdict())
 
 
 @launcher
-def layer_norm_backward(
-    sum, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
-):
-    """See `deepfast.reference.launchers.layer_norm_backward`."""
-    T, D = sum.shape
-    tile = backward_tile(D, sum.element_size())
-    programs, registers = backward_residency(tile, dsum is not None or dropout_p > 0)
-    programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(sum.device))
+def layer_norm_backward(a):
+    T, D = a.sum.shape
+    tile = backward_tile(D, a.sum.element_size())
+    programs, registers = backward_residency(tile, a.dsum is not None or a.dropout_p > 0)
+    programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(a.sum.device))
     partial = None
-    if dweight is not None or dbias is not None:
-        partial = rstd.new_empty(programs, 2, 1, D)
-    threshold, scale = dropout_factors(dropout_p)
+    if a.dweight is not None or a.dbias is not None:
+        partial = a.rstd.new_empty(programs, 2, 1, D)
     if T > 0:
-        layer_norm_bwd_kernel[(programs,)](
-            sum, dy, dsum, weight, mean, rstd, seed if dropout_p > 0 else None, dx, dresidual,
-            partial,
-            T, threshold, scale,
-            stride(sum), stride(dy), stride(dsum), stride(dx), stride(dresidual),
-            RMS=rms, D=D, **tile._asdict(), maxnreg=registers, enable_fp_fusion=True,
+        launch(
+            layer_norm_bwd_kernel, (programs,), a, p_partial=partial, T=T, D=D,
+            maxnreg=registers, **tile._asdict(),
         )  # fmt: skip
     if partial is not None:
-        sum_partials(partial, *(None if d is None else d.view(1, D) for d in (dweight, dbias)))
+        sum_partials(partial, *(None if d is None else d.view(1, D) for d in (a.dweight, a.dbias)))

@@ -241,11 +241,10 @@ def _stream_tile(T, D, BD, elements):
 
 
 @launcher
-def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_rows, accumulate):
-    """See `deepfast.reference.launchers.mix_rows`."""
-    T, D = _stream_shape(states, weight, norm_weight, norm_bias)
-    for count, row, place in progressions(rows, out_rows, limit=ROWS):
-        if states.dtype == torch.bfloat16 and weight.dim() == 2:
+def mix_rows(a):
+    T, D = _stream_shape(a.states, a.weight, a.norm_weight, a.norm_bias)
+    for count, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
+        if a.states.dtype == torch.bfloat16 and a.weight.dim() == 2:
             kernel, BR = mix_rows_dot_kernel, max(8, triton.next_power_of_2(count))
             BT, BD = _stream_tile(T, D, 64, 512)
             sides = {"BT": BT, "BD": BD, "STAGES": 2, "num_warps": 4}
@@ -253,57 +252,53 @@ def mix_rows(states, sources, weight, rows, norm_weight, norm_bias, out, out_row
             kernel, BR = mix_rows_kernel, triton.next_power_of_2(count)
             BT, BD = _stream_tile(T, D, 128, 2048 if count <= 8 else 1024)
             sides = {
-                "PER_CHANNEL": weight.dim() == 3,
+                "PER_CHANNEL": a.weight.dim() == 3,
                 "BT": BT,
                 "BD": BD,
                 "STAGES": 4,
                 "num_warps": 4,
             }
         grid = (triton.cdiv(T, BT) * triton.cdiv(D, BD),)
-        for i, (K, k) in enumerate(progressions(sources, limit=len(sources))):
+        for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
             kernel[grid](
-                states, weight, norm_weight, norm_bias, out,
-                T, D, weight.shape[0], *k, K, *row, count, *place,
-                states.stride(0), out.stride(0),
-                ACCUMULATE=accumulate or i > 0, BR=BR, **sides, enable_fp_fusion=True,
+                a.states, a.weight, a.norm_weight, a.norm_bias, a.out,
+                T, D, a.weight.shape[0], *k, K, *row, count, *place,
+                a.states.stride(0), a.out.stride(0),
+                ACCUMULATE=a.accumulate or i > 0, BR=BR, **sides, enable_fp_fusion=True,
             )  # fmt: skip
 
 
 @launcher
-def pull_rows(
-    grads, grad_slots, rows, states, sources, weight, norm_weight, norm_bias, out, out_rows,
-    accumulate, dweight,
-):  # fmt: skip
-    """See `deepfast.reference.launchers.pull_rows`."""
-    T, D = _stream_shape(states, weight, norm_weight, norm_bias)
-    per_channel = weight.dim() == 3
-    use_dot = states.dtype == torch.bfloat16 and not per_channel
-    for K, k, place in progressions(sources, out_rows, limit=ROWS if use_dot else ROWS // 2):
+def pull_rows(a):
+    T, D = _stream_shape(a.states, a.weight, a.norm_weight, a.norm_bias)
+    per_channel = a.weight.dim() == 3
+    use_dot = a.states.dtype == torch.bfloat16 and not per_channel
+    for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS if use_dot else ROWS // 2):
         BK = max(8, triton.next_power_of_2(K))
         if use_dot:
-            kernel, shape = pull_rows_dot_kernel, (states[0].numel(), states.shape[2])
+            kernel, shape = pull_rows_dot_kernel, (a.states[0].numel(), a.states.shape[2])
             sides = {"BW": 4, "BN": 1024 // BK, "num_warps": 4, "num_stages": 1}
             programs = triton.cdiv(shape[0], sides["BW"] * sides["BN"])
-            programs = min(programs, 3 * multiprocessors(states.device))
+            programs = min(programs, 3 * multiprocessors(a.states.device))
         else:
             kernel, shape = pull_rows_kernel, (T, D)
             # A weight per channel needs a partial sum per channel, so tiles have more tokens.
             BT, BD = _stream_tile(T, D, 32 if per_channel else 128, 2048)
             sides = {"PER_CHANNEL": per_channel, "BT": BT, "BD": BD, "STAGES": 3, "num_warps": 8}
             programs = triton.cdiv(T, BT) * triton.cdiv(D, BD)
-        for i, (L, row, slot) in enumerate(progressions(rows, grad_slots, limit=len(rows))):
+        for i, (L, row, slot) in enumerate(progressions(a.rows, a.grad_slots, limit=len(a.rows))):
             partial = None
-            if dweight is not None:
+            if a.dweight is not None:
                 size = (triton.cdiv(T, BT), 1, L, K * D) if per_channel else (programs, 1, L, K)
-                partial = weight.new_zeros(size) if use_dot else weight.new_empty(size)
+                partial = a.weight.new_zeros(size) if use_dot else a.weight.new_empty(size)
             kernel[(programs,)](
-                grads, states, weight, norm_weight, norm_bias, out, partial,
-                *shape, weight.shape[0], *slot, *row, L, *k, K, *place,
-                grads.stride(0), states.stride(0), out.stride(0),
-                ACCUMULATE=accumulate or i > 0, BK=BK, **sides, enable_fp_fusion=True,
+                a.grads, a.states, a.weight, a.norm_weight, a.norm_bias, a.out, partial,
+                *shape, a.weight.shape[0], *slot, *row, L, *k, K, *place,
+                a.grads.stride(0), a.states.stride(0), a.out.stride(0),
+                ACCUMULATE=a.accumulate or i > 0, BK=BK, **sides, enable_fp_fusion=True,
             )  # fmt: skip
             if partial is not None:
-                sum_into(partial, dweight, L, row, K, k)
+                sum_into(partial, a.dweight, L, row, K, k)
 
 
 def sum_into(partial, dweight, L, row, K, k):

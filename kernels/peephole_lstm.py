@@ -190,57 +190,51 @@ def _start(state, first):
 
 
 @launcher
-def peephole_lstm_forward(
-    f, weight, peephole, h0, c0, lengths, reverse, h, h_last, c_last, c, gates
-):
-    """See `deepfast.reference.launchers.peephole_lstm_forward`."""
-    T, B, H = h.shape
-    sides = tile(B, H, f.element_size())
-    for out in (h, c, gates):
-        if out is not None and lengths is not None:
+def peephole_lstm_forward(a):
+    T, B, H = a.h.shape
+    sides = tile(B, H, a.f.element_size())
+    for out in (a.h, a.c, a.gates):
+        if out is not None and a.lengths is not None:
             out.zero_()
-    _start(h_last, h0)
-    _start(c_last, c0)
+    _start(a.h_last, a.h0)
+    _start(a.c_last, a.c0)
     if B == 0:
         return
     grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
     for step in range(T):
-        before = h if step or h0 is None else h0
-        depth = 0 if before is h and step == 0 else H
+        before = a.h if step or a.h0 is None else a.h0
+        depth = 0 if before is a.h and step == 0 else H
         peephole_lstm_fwd_kernel[grid](
-            f, weight, peephole, before, lengths, h, h_last, c_last, c, gates, step, depth, T, B,
-            H=H, REVERSE=reverse, **sides, enable_fp_fusion=True,
+            a.f, a.weight, a.peephole, before, a.lengths, a.h, a.h_last, a.c_last, a.c, a.gates,
+            step, depth, T, B, H=H, REVERSE=a.reverse, **sides, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @launcher
-def peephole_lstm_backward(
-    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
-):
-    """See `deepfast.reference.launchers.peephole_lstm_backward`."""
-    T, B, H = c.shape
-    sides = tile(B, H, df.element_size())
-    if lengths is not None:
-        df.zero_()
-    dc = c.new_empty(B, H) if dc0 is None else dc0
-    _start(dc, dc_last)
+def peephole_lstm_backward(a):
+    T, B, H = a.c.shape
+    sides = tile(B, H, a.df.element_size())
+    if a.lengths is not None:
+        a.df.zero_()
+    dc = a.c.new_empty(B, H) if a.dc0 is None else a.dc0
+    _start(dc, a.dc_last)
     grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
-    sums = c.new_zeros(max(1, grid[0]), 3, H)
+    sums = a.c.new_zeros(max(1, grid[0]), 3, H)
     for step in reversed(range(T if B else 0)):
         peephole_lstm_bwd_kernel[grid](
-            dh, dh_last, weight, peephole, c0, lengths, c, gates, df, dc, sums, step, T, B,
-            H=H, REVERSE=reverse, **sides, enable_fp_fusion=True,
+            a.dh, a.dh_last, a.weight, a.peephole, a.c0, a.lengths, a.c, a.gates, a.df, dc, sums,
+            step, T, B, H=H, REVERSE=a.reverse, **sides, enable_fp_fusion=True,
         )  # fmt: skip
-    dpeephole.copy_(sums.sum(0))
-    if dh0 is None:
+    a.dpeephole.copy_(sums.sum(0))
+    if a.dh0 is None:
         return
     # A sentence of length 0 has df = 0, and its last h is h0 itself.
-    n = dh0.new_full((B,), T, dtype=torch.int64) if lengths is None else lengths.clamp(0, T)
-    o_first = (n - 1).clamp(min=0) if reverse else n * 0
-    first = (
-        df.gather(0, o_first.view(1, B, 1).expand(1, B, 4 * H))[0] if T else df.new_zeros(B, 4 * H)
-    )
-    d = first.float() @ weight.float().T
-    if dh_last is not None:
-        d = d + dh_last.float().where((n == 0).unsqueeze(1), 0.0)
-    dh0.copy_(d)
+    n = a.dh0.new_full((B,), T, dtype=torch.int64) if a.lengths is None else a.lengths.clamp(0, T)
+    o_first = (n - 1).clamp(min=0) if a.reverse else n * 0
+    first = a.df.new_zeros(B, 4 * H)
+    if T:
+        first = a.df.gather(0, o_first.view(1, B, 1).expand(1, B, 4 * H))[0]
+    d = first.float() @ a.weight.float().T
+    if a.dh_last is not None:
+        d = d + a.dh_last.float().where((n == 0).unsqueeze(1), 0.0)
+    a.dh0.copy_(d)

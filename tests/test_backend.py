@@ -1,7 +1,6 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from deepfast import backend, ops
 from deepfast.backend import BackendError
 from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
-from deepfast.reference import launchers
 
 DTYPES = list(backend.DTYPES)
 
@@ -157,17 +155,6 @@ def test_record_ends_with_an_exception():
 )
 def test_the_reference_serves_on_any_device(op):
     assert backend.chosen(op, None, torch.device("mps"), torch.float32) == "reference"
-
-
-COMPILED = sorted(f for op, group in backend.OPS.items() if op != "attention" for f in group)
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_reference_launchers_have_the_signatures_of_the_compiled_ops(name):
-    schema = getattr(torch.ops.deepfast, name).default._schema
-    assert list(inspect.signature(getattr(launchers, name)).parameters) == [
-        argument.name for argument in schema.arguments
-    ]
 
 
 FORKS = """

@@ -107,11 +107,6 @@ def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: boo
     return {o.name: made[o.name] for o in LAUNCHES[name].operands}
 
 
-def arguments(name: str, **operands: object) -> list:
-    """A launch's arguments in order; an operand that is not given is missing."""
-    return [operands.get(operand) for operand in LAUNCHES[name].names]
-
-
 def launch(
     run: Callable, name: str, tokens: int, dim: int, dtype, device: str, toy: bool = False
 ) -> Iterator[tuple[dict, dict]]:

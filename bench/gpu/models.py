@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.clock import Bench, Variant
-from bench.gpu.launches import arguments
 from bench.gpu.ops import compiled, ours
 from deepfast import backend, ops
 from deepfast.clock import on_cpu
@@ -249,19 +248,20 @@ def _boundary_launch_by(bench: Bench, by: str) -> None:
     row, seed = layers, torch.tensor(5, device=bench.device)
 
     source_rstd, (out_mean, out_rstd) = state.source_rstd[row], state.out_statistics(row)
-    operands = arguments(
-        "boundary_forward", branch=branch.detach(), residual=out, dropout_p=0.1, seed=seed,
-        states=state.states, k=row, near=state.near(row), weight=state.weights.weight,
-        norm_weight=state.norm_weight, norm_bias=state.norm_bias, norm_source=True,
-        source_eps=1e-5, source_rms=False, out_norm_weight=weight, out_norm_bias=bias, out_eps=1e-5,
-        out_rms=False, x=x, out=out, source_rstd=source_rstd, out_mean=out_mean, out_rstd=out_rstd,
-    )  # fmt: skip
+    operands = {
+        "branch": branch.detach(), "residual": out, "dropout_p": 0.1, "seed": seed,
+        "states": state.states, "k": row, "near": state.near(row), "weight": state.weights.weight,
+        "norm_weight": state.norm_weight, "norm_bias": state.norm_bias, "norm_source": True,
+        "source_eps": 1e-5, "source_rms": False, "out_norm_weight": weight, "out_norm_bias": bias,
+        "out_eps": 1e-5, "out_rms": False, "x": x, "out": out, "source_rstd": source_rstd,
+        "out_mean": out_mean, "out_rstd": out_rstd,
+    }  # fmt: skip
 
     calls = bench.size(50, 2)
 
     def launches():
         for _ in range(calls):
-            state.weights.launch.boundary_forward(*operands)
+            state.weights.launch.boundary_forward(**operands)
 
     seconds = _host_seconds(bench, launches)
     _launch_row(bench, what, "the launch alone, forward", seconds, calls)

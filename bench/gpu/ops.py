@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.clock import Bench, Variant
-from bench.gpu.launches import arguments
 from deepfast import backend, ops
 from deepfast.cases import ops as calls
 from deepfast.cases.case import Case, Rows, torchs, tuple_of
 from deepfast.depth.schedule import default_block
 from deepfast.depth.state import empty_slots
+from deepfast.launches import LAUNCHES
 from deepfast.measure.rows import Row
 
 BF16 = torch.bfloat16
@@ -255,8 +255,10 @@ class Stack:
         launch = self.launch(by)
         for start, end in self.blocks()[1:]:
             launch.mix_rows(
-                self.states, list(range(start)), self.weight, list(range(start, end)),
-                self.norm_weight, self.norm_bias, self.out, list(range(end - start)), False,
+                states=self.states, sources=list(range(start)), weight=self.weight,
+                rows=list(range(start, end)), norm_weight=self.norm_weight,
+                norm_bias=self.norm_bias, out=self.out, out_rows=list(range(end - start)),
+                accumulate=False,
             )  # fmt: skip
 
     def mix_by_product(self) -> None:
@@ -270,9 +272,10 @@ class Stack:
         for start, end in self.blocks()[:-1]:
             rows = list(range(end, self.rows))
             launch.pull_rows(
-                self.states, [r + 1 for r in rows], rows, self.states, list(range(start, end)),
-                self.weight, self.norm_weight, self.norm_bias, self.out, list(range(end - start)),
-                False, self.dweight,
+                grads=self.states, grad_slots=[r + 1 for r in rows], rows=rows, states=self.states,
+                sources=list(range(start, end)), weight=self.weight, norm_weight=self.norm_weight,
+                norm_bias=self.norm_bias, out=self.out, out_rows=list(range(end - start)),
+                accumulate=False, dweight=self.dweight,
             )  # fmt: skip
 
     def nbytes(self, pull: bool) -> int:
@@ -363,7 +366,8 @@ class Boundary:
         }  # fmt: skip
         made = {result: torch.empty_like(operands["branch"]) for result in results}
         operands |= made
-        getattr(self.stack.launch(by), name)(*arguments(name, **operands))
+        given = {o: operands[o] for o in LAUNCHES[name].names if o in operands}
+        getattr(self.stack.launch(by), name)(**given)
         return list(made.values())
 
     def forward(self, by: str, k: int):

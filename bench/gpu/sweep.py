@@ -15,6 +15,7 @@ import torch
 
 from bench.gpu.clock import Bench, Variant
 from bench.gpu.ops import BF16, Boundary, Packed, Stack, ours, random
+from deepfast import backend
 from deepfast.nn import DLCL, DepthHistory
 
 CHOSEN = "as it is"
@@ -26,6 +27,7 @@ class _With:
 
     def __init__(self, kernel, options: dict):
         self.kernel, self.options = kernel, options
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid):
         launch = self.kernel[grid]
@@ -127,7 +129,7 @@ def layer_norm(bench: Bench) -> None:
 
 def _layer_norm(bench: Bench) -> None:
     T, D = bench.size((32768, 512), (8, 16))
-    launch = import_module("deepfast.kernels.layer_norm")
+    launch = backend.choose("layer_norm", "triton", bench.device, torch.bfloat16)[1]
     sets = [random(bench, 3, T, D) for _ in range(bench.sets(6 * T * D))]
     weight, bias, dweight, dbias = torch.randn(4, D, device=bench.device)
     mean, rstd = torch.rand(2, T, device=bench.device)
@@ -135,14 +137,16 @@ def _layer_norm(bench: Bench) -> None:
     def forward():
         for x, y, _ in sets:
             launch.layer_norm_forward(
-                x, None, weight, bias, 1e-5, False, 0.0, None, None, y, mean, rstd
-            )
+                x=x, weight=weight, bias=bias, eps=1e-5, rms=False, dropout_p=0.0, y=y, mean=mean,
+                rstd=rstd,
+            )  # fmt: skip
 
     def backward():
         for x, dy, dx in sets:
             launch.layer_norm_backward(
-                x, dy, None, weight, False, mean, rstd, 0.0, None, dx, None, dweight, dbias
-            )
+                sum=x, dy=dy, weight=weight, rms=False, mean=mean, rstd=rstd, dropout_p=0.0, dx=dx,
+                dweight=dweight, dbias=dbias,
+            )  # fmt: skip
 
     size, count = f"T={T}, D={D}, bf16", len(sets)
     _case(bench, f"LN forward, {size}", "layer_norm", _rows("forward_tile"), forward, count,

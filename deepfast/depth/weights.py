@@ -57,27 +57,30 @@ class ConstantWeights:
 
     def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
         self.launch.mix_rows(
-            state.states, sources, self.weight, list(rows), state.norm_weight, state.norm_bias,
-            out, out_rows, accumulate,
+            states=state.states, sources=sources, weight=self.weight, rows=list(rows),
+            norm_weight=state.norm_weight, norm_bias=state.norm_bias, out=out, out_rows=out_rows,
+            accumulate=accumulate,
         )  # fmt: skip
 
     def pull(self, state, grads, slot, sources, rows, out, out_rows, accumulate) -> None:
-        grad_slots = [slot(r) for r in rows]
         self.launch.pull_rows(
-            grads, grad_slots, rows, state.states, list(sources), self.weight,
-            state.norm_weight, state.norm_bias, out, out_rows, accumulate, self.dweight,
+            grads=grads, grad_slots=[slot(r) for r in rows], rows=rows, states=state.states,
+            sources=list(sources), weight=self.weight, norm_weight=state.norm_weight,
+            norm_bias=state.norm_bias, out=out, out_rows=out_rows, accumulate=accumulate,
+            dweight=self.dweight,
         )  # fmt: skip
 
     def forward(
         self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
         out_eps, out_rms, x, out, out_mean, out_rstd,
     ) -> None:  # fmt: skip
-        source_eps, source_rms = state.eps, state.rms
         self.launch.boundary_forward(
-            branch, residual, dropout_p, seed, state.states, k, state.near(k), self.weight,
-            state.norm_weight, state.norm_bias, state.norm_source[k], source_eps, source_rms,
-            partial, out_norm_weight, out_norm_bias, out_eps, out_rms, x, out,
-            state.source_rstd[k], out_mean, out_rstd,
+            branch=branch, residual=residual, dropout_p=dropout_p, seed=seed, states=state.states,
+            k=k, near=state.near(k), weight=self.weight, norm_weight=state.norm_weight,
+            norm_bias=state.norm_bias, norm_source=state.norm_source[k], source_eps=state.eps,
+            source_rms=state.rms, partial=partial, out_norm_weight=out_norm_weight,
+            out_norm_bias=out_norm_bias, out_eps=out_eps, out_rms=out_rms, x=x, out=out,
+            source_rstd=state.source_rstd[k], out_mean=out_mean, out_rstd=out_rstd,
         )  # fmt: skip
 
     def backward(
@@ -86,13 +89,17 @@ class ConstantWeights:
         dout_norm_weight, dout_norm_bias,
     ) -> None:  # fmt: skip
         pull_slots = [state.grad_slot(r) for r in pull_rows]
-        source_rms = state.rms
         self.launch.boundary_backward(
-            state.states, k, state.near(k), self.weight, state.norm_weight, state.norm_bias,
-            state.norm_source[k], source_rms, partial, out_norm_weight, out_norm_bias, out_rms,
-            state.source_rstd[k], out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads,
-            state.grad_slot(k), pull_rows, pull_slots, pulled, dbranch, dresidual, self.dweight,
-            dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
+            states=state.states, k=k, near=state.near(k), weight=self.weight,
+            norm_weight=state.norm_weight, norm_bias=state.norm_bias,
+            norm_source=state.norm_source[k], source_rms=state.rms, partial=partial,
+            out_norm_weight=out_norm_weight, out_norm_bias=out_norm_bias, out_rms=out_rms,
+            source_rstd=state.source_rstd[k], out_mean=out_mean, out_rstd=out_rstd,
+            dropout_p=dropout_p, seed=seed, dx=dx, dout=dout, grads=state.grads,
+            grad_slot=state.grad_slot(k), pull_rows=pull_rows, pull_slots=pull_slots,
+            pulled=pulled, dbranch=dbranch, dresidual=dresidual, dweight=self.dweight,
+            dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias, dout_norm_weight=dout_norm_weight,
+            dout_norm_bias=dout_norm_bias,
         )  # fmt: skip
 
     def lse(self, rows: int) -> None:
@@ -177,16 +184,17 @@ class AttentionWeights:
     def mix(self, state, rows, sources, out, out_rows, accumulate) -> None:
         out_stats = None if self.far_stats is None else self.far_stats[: out.shape[0]]
         self.launch.attend_rows(
-            state.states, sources, self.query, self.bias, self.kind, self.source_rstd, list(rows),
-            out, out_stats, out_rows, accumulate,
+            states=state.states, sources=sources, query=self.query, bias=self.bias, kind=self.kind,
+            source_rstd=self.source_rstd, rows=list(rows), out=out, out_stats=out_stats,
+            out_rows=out_rows, accumulate=accumulate,
         )  # fmt: skip
 
     def pull(self, state, grads, slot, sources, rows, out, out_rows, accumulate) -> None:
-        grad_slots = [slot(r) for r in rows]
         self.launch.attend_pull(
-            grads, grad_slots, rows, state.states, list(sources), self.query, self.bias,
-            self.kind, self.source_rstd, self.stats, out, out_rows, accumulate, self.dquery,
-            self.dbias,
+            grads=grads, grad_slots=[slot(r) for r in rows], rows=rows, states=state.states,
+            sources=list(sources), query=self.query, bias=self.bias, kind=self.kind,
+            source_rstd=self.source_rstd, stats=self.stats, out=out, out_rows=out_rows,
+            accumulate=accumulate, dquery=self.dquery, dbias=self.dbias,
         )  # fmt: skip
 
     def _partial_stats(self, state, k: int, partial: Tensor | None) -> Tensor | None:
@@ -198,11 +206,13 @@ class AttentionWeights:
         self, state, k, branch, residual, dropout_p, seed, partial, out_norm_weight, out_norm_bias,
         out_eps, out_rms, x, out, out_mean, out_rstd,
     ) -> None:  # fmt: skip
-        partial_stats = self._partial_stats(state, k, partial)
         self.launch.attention_boundary_forward(
-            branch, residual, dropout_p, seed, state.states, k, state.near(k), self.query,
-            self.bias, self.kind, self.eps, partial, partial_stats, out_norm_weight, out_norm_bias,
-            out_eps, out_rms, x, out, self.source_rstd, self.stats, out_mean, out_rstd,
+            branch=branch, residual=residual, dropout_p=dropout_p, seed=seed, states=state.states,
+            k=k, near=state.near(k), query=self.query, bias=self.bias, kind=self.kind,
+            eps=self.eps, partial=partial, partial_stats=self._partial_stats(state, k, partial),
+            out_norm_weight=out_norm_weight, out_norm_bias=out_norm_bias, out_eps=out_eps,
+            out_rms=out_rms, x=x, out=out, source_rstd=self.source_rstd, stats=self.stats,
+            out_mean=out_mean, out_rstd=out_rstd,
         )  # fmt: skip
 
     def backward(
@@ -211,13 +221,15 @@ class AttentionWeights:
         dout_norm_weight, dout_norm_bias,
     ) -> None:  # fmt: skip
         pull_slots = [state.grad_slot(r) for r in pull_rows]
-        partial_stats = self._partial_stats(state, k, partial)
         self.launch.attention_boundary_backward(
-            state.states, k, state.near(k), self.query, self.bias, self.kind, partial,
-            partial_stats, out_norm_weight, out_norm_bias, out_rms, self.source_rstd, self.stats,
-            out_mean, out_rstd, dropout_p, seed, dx, dout, state.grads, state.grad_slot(k),
-            pull_rows, pull_slots, pulled, dbranch, dresidual, self.dquery, self.dbias,
-            dout_norm_weight, dout_norm_bias,
+            states=state.states, k=k, near=state.near(k), query=self.query, bias=self.bias,
+            kind=self.kind, partial=partial, partial_stats=self._partial_stats(state, k, partial),
+            out_norm_weight=out_norm_weight, out_norm_bias=out_norm_bias, out_rms=out_rms,
+            source_rstd=self.source_rstd, stats=self.stats, out_mean=out_mean, out_rstd=out_rstd,
+            dropout_p=dropout_p, seed=seed, dx=dx, dout=dout, grads=state.grads,
+            grad_slot=state.grad_slot(k), pull_rows=pull_rows, pull_slots=pull_slots,
+            pulled=pulled, dbranch=dbranch, dresidual=dresidual, dquery=self.dquery,
+            dbias=self.dbias, dout_norm_weight=dout_norm_weight, dout_norm_bias=dout_norm_bias,
         )  # fmt: skip
 
     def lse(self, rows: int) -> Tensor | None:

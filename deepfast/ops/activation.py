@@ -26,7 +26,9 @@ def compute(
     given, h = h, common.rows(h)
     out = h.view(given.shape) if inplace else common.empty_contiguous(given)
     bias = common.parameter(bias, h.dtype)
-    launch.activation_forward(h, bias, kind, dropout_p, seed, out.view(h.shape))
+    launch.activation_forward(
+        h=h, bias=bias, kind=kind, dropout_p=dropout_p, seed=seed, out=out.view(h.shape)
+    )
     return out
 
 
@@ -57,8 +59,8 @@ def compute_grad(
     dh = dout.view(given.shape) if inplace else common.empty_contiguous(given)
     dbias, bias = empty_bias_grad(dout, want_bias), common.parameter(bias, dout.dtype)
     launch.activation_backward(
-        dout, common.rows(saved), bias, kind, dropout_p, seed, dh.view(dout.shape),
-        dbias if want_bias else None,
+        dout=dout, saved=common.rows(saved), bias=bias, kind=kind, dropout_p=dropout_p, seed=seed,
+        dh=dh.view(dout.shape), dbias=dbias if want_bias else None,
     )  # fmt: skip
     return dh, dbias
 

@@ -26,11 +26,18 @@ def _contiguous_channels(x: Tensor) -> Tensor:
 def _forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     o, lse = _fake(a)
-    launch.attention_forward(
-        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.left,
-        a.right, a.scale, a.dropout_p, a.seed, o, lse,
-    )  # fmt: skip
+    launch.attention_forward(**_shared(a), o=o, lse=lse)
     return o, lse
+
+
+def _shared(a) -> dict:
+    """The operands that the launches of forward and of backward share."""
+    return {
+        "q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q,
+        "cu_seqlens_k": a.cu_seqlens_k, "max_seqlen_q": a.max_seqlen_q,
+        "max_seqlen_k": a.max_seqlen_k, "left": a.left, "right": a.right, "scale": a.scale,
+        "dropout_p": a.dropout_p, "seed": a.seed,
+    }  # fmt: skip
 
 
 def _fake(a):
@@ -42,10 +49,7 @@ def _grad_forward(a):
     _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
     dq, dk, dv = _grad_fake(a)
     dout = _contiguous_channels(a.dout)
-    launch.attention_backward(
-        a.q, a.k, a.v, a.o, a.lse, dout, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q,
-        a.max_seqlen_k, a.left, a.right, a.scale, a.dropout_p, a.seed, dq, dk, dv,
-    )  # fmt: skip
+    launch.attention_backward(**_shared(a), o=a.o, lse=a.lse, dout=dout, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 

@@ -37,7 +37,8 @@ def _forward(a):
     out = results[0].view(tokens * hops, dim)
     lse, most, total = (x.view(tokens, hops) for x in results[1:])
     launch.depth_attention_forward(
-        sources, query, scores, a.norm, a.eps, out, lse, most, total
+        sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps, out=out, lse=lse,
+        most=most, total=total,
     )  # fmt: skip
     return results
 
@@ -61,8 +62,10 @@ def _grad_forward(a):
     dlse = None if a.dlse is None else a.dlse.reshape(-1, hops).contiguous()
     dscores = None if dscores is None else dscores.view(scores.shape)
     launch.depth_attention_backward(
-        sources, query, scores, a.norm, a.eps, a.out.view(-1, shape[1]), a.most.view(-1, hops),
-        a.total.view(-1, hops), common.rows(a.dout), dlse, dsources, False, dquery, dscores,
+        sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps,
+        out=a.out.view(-1, shape[1]), most=a.most.view(-1, hops), total=a.total.view(-1, hops),
+        dout=common.rows(a.dout), dlse=dlse, dsources=dsources, accumulate=False, dquery=dquery,
+        dscores=dscores,
     )  # fmt: skip
     return results
 

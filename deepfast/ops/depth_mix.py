@@ -18,15 +18,18 @@ from deepfast.ops.register import gradients, register
 from deepfast.reference.depth_mix import depth_mix as reference
 
 
-def _launch_operands(a):
-    """The launches of the backend, the sources as rows (T, D), the parameters as kernels read them,
-    whether there is a norm, and a view of the statistics (K, T) as kernels take them."""
+def _launch_operands(a, mean, rstd):
+    """The launches of the backend, and the operands that forward and backward share: the sources
+    as rows (T, D), the parameters as kernels read them, the statistics (K, T) of a norm."""
     first = a.sources[0]
     _, launch = backends.choose("depth_mix", a.backend, first.device, first.dtype, first.shape[-1])
     rows = [common.rows(s) for s in a.sources]
-    params = (common.parameter(p, first.dtype) for p in (a.weight, a.norm_weight, a.norm_bias))
-    norm, shape = _has_norm(a), (len(rows), rows[0].shape[0])
-    return launch, rows, *params, norm, lambda x: x.view(shape) if norm else None
+    names, norm = ("weight", "norm_weight", "norm_bias"), _has_norm(a)
+    shared = {name: common.parameter(getattr(a, name), first.dtype) for name in names}
+    if norm:
+        shape = len(rows), rows[0].shape[0]
+        shared |= {"mean": mean.view(shape), "rstd": rstd.view(shape)}
+    return launch, {"sources": rows, "norm": norm} | shared
 
 
 def _has_norm(a) -> bool:
@@ -35,11 +38,8 @@ def _has_norm(a) -> bool:
 
 def _forward(a):
     out, mean, rstd = _fake(a)
-    launch, sources, weight, norm_weight, norm_bias, norm, view = _launch_operands(a)
-    launch.depth_mix_forward(
-        sources, weight, norm_weight, norm_bias, norm, a.eps, out.view(sources[0].shape),
-        view(mean), view(rstd),
-    )  # fmt: skip
+    launch, shared = _launch_operands(a, mean, rstd)
+    launch.depth_mix_forward(**shared, eps=a.eps, out=out.view(shared["sources"][0].shape))
     return out, mean, rstd
 
 
@@ -52,15 +52,15 @@ def _fake(a):
 
 
 def _grad_forward(a):
-    launch, sources, weight, norm_weight, norm_bias, norm, view = _launch_operands(a)
+    launch, shared = _launch_operands(a, a.mean, a.rstd)
     results = _grad_fake(a)
     dsources, dweight, dnorm_weight, dnorm_bias = (
         x if want else None for x, want in zip(results, a.wants, strict=True)
     )
-    dsources = [d.view(sources[0].shape) for d in dsources or ()]
     launch.depth_mix_backward(
-        sources, weight, norm_weight, norm_bias, norm, view(a.mean), view(a.rstd),
-        common.rows(a.dout), dsources, dweight, dnorm_weight, dnorm_bias,
+        **shared, dout=common.rows(a.dout),
+        dsources=[d.view(shared["sources"][0].shape) for d in dsources or ()],
+        dweight=dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
     )  # fmt: skip
     return results
 
@@ -135,7 +135,9 @@ def mix_tokens(sources: list[Tensor], weight: Tensor, backend: str | None) -> Te
     launch, sources, scores = _token_operands(sources, weight, backend)
     out = first.new_empty(*lead, scores.shape[-1], dim)
     out_rows = out.view(-1, dim)
-    launch.depth_attention_forward(sources, None, scores, False, 0.0, out_rows, None, None, None)
+    launch.depth_attention_forward(
+        sources=sources, scores=scores, norm=False, eps=0.0, out=out_rows
+    )
     return out
 
 
@@ -160,8 +162,8 @@ def mix_tokens_backward(
     dsources = [d.view(sources[0].shape) for d in dsources]
     dscores = None if dweight is None else dweight.view(scores.shape)
     launch.depth_attention_backward(
-        sources, None, scores, False, 0.0, None, None, None, common.rows(dout), None, dsources,
-        accumulate, None, dscores,
+        sources=sources, scores=scores, norm=False, eps=0.0, dout=common.rows(dout),
+        dsources=dsources, accumulate=accumulate, dscores=dscores,
     )  # fmt: skip
 
 

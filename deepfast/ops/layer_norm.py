@@ -25,9 +25,9 @@ def compute(x, residual, weight, bias, eps, rms, dropout_p, seed, backend):
     weight, bias = common.parameter(weight, x.dtype), common.parameter(bias, x.dtype)
     x = common.rows(x)
     launch.layer_norm_forward(
-        x, residual, weight, bias, eps, rms, dropout_p, seed,
-        sum.view(x.shape) if changed else None, y.view(x.shape), None if rms else mean.view(-1),
-        rstd.view(-1),
+        x=x, residual=residual, weight=weight, bias=bias, eps=eps, rms=rms, dropout_p=dropout_p,
+        seed=seed, sum=sum.view(x.shape) if changed else None, y=y.view(x.shape),
+        mean=None if rms else mean.view(-1), rstd=rstd.view(-1),
     )  # fmt: skip
     return results
 
@@ -51,9 +51,11 @@ def compute_grads(s, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, wants, 
     dy = torch.zeros_like(sum) if dy is None else common.rows(dy)
     dsum = None if dsum is None else common.rows(dsum)
     launch.layer_norm_backward(
-        sum, dy, dsum, common.parameter(weight, s.dtype), rms, None if rms else mean.view(-1),
-        rstd.view(-1), dropout_p, seed, None if dx is None else dx.view(sum.shape),
-        None if dresidual is None else dresidual.view(sum.shape), dweight, dbias,
+        sum=sum, dy=dy, dsum=dsum, weight=common.parameter(weight, s.dtype), rms=rms,
+        mean=None if rms else mean.view(-1), rstd=rstd.view(-1), dropout_p=dropout_p, seed=seed,
+        dx=None if dx is None else dx.view(sum.shape),
+        dresidual=None if dresidual is None else dresidual.view(sum.shape), dweight=dweight,
+        dbias=dbias,
     )  # fmt: skip
     return results
 

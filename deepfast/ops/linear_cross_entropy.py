@@ -105,8 +105,9 @@ def _forward(a):
             # The launch may write gradients over the logits.
             correct += (logits.argmax(1) == target[part]).sum()
         launch.cross_entropy(
-            logits, target[part], a.label_smoothing, a.ignore_index, write_grad, loss, nll
-        )
+            logits=logits, target=target[part], label_smoothing=a.label_smoothing,
+            ignore_index=a.ignore_index, write_grad=write_grad, loss=loss, nll=nll,
+        )  # fmt: skip
         if a.want_dhidden:
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
         if a.want_dweight:

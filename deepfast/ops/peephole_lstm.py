@@ -24,8 +24,9 @@ def _forward(a):
     f, weight, h0, lengths = map(_contiguous, (a.f, a.weight, a.h0, a.lengths))
     peephole, c0 = (common.parameter(p, f.dtype) for p in (a.peephole, a.c0))
     _launches(a.f, a.backend).peephole_lstm_forward(
-        f, weight, peephole, h0, c0, lengths, a.reverse, h, h_last, c_last, c, gates
-    )
+        f=f, weight=weight, peephole=peephole, h0=h0, c0=c0, lengths=lengths, reverse=a.reverse,
+        h=h, h_last=h_last, c_last=c_last, c=c, gates=gates,
+    )  # fmt: skip
     return results
 
 
@@ -72,8 +73,9 @@ def _grad_forward(a):
     )
     peephole, c0 = (common.parameter(p, a.h.dtype) for p in (a.peephole, a.c0))
     _launches(a.gates, a.backend).peephole_lstm_backward(
-        dh, dh_last, dc_last, weight, peephole, c0, lengths, a.reverse, a.c, a.gates, df, dh0, dc0,
-        dpeephole,
+        dh=dh, dh_last=dh_last, dc_last=dc_last, weight=weight, peephole=peephole, c0=c0,
+        lengths=lengths, reverse=a.reverse, c=a.c, gates=a.gates, df=df, dh0=dh0, dc0=dc0,
+        dpeephole=dpeephole,
     )  # fmt: skip
     if want.dweight:
         _weight_grad(df, a.h, a.h0, a.lengths, a.reverse, dweight)

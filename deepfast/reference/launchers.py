@@ -1,6 +1,7 @@
-"""Every kernel launch of the package in plain PyTorch, with the signatures of deepfast._C.
+"""Every kernel launch of the package in plain PyTorch.
 
-These functions run where nothing is compiled, on any device and dtype, and every backend is tested
+Each function takes the operands as one record, whose fields `deepfast.launches` lists. These
+functions run where nothing is compiled, on any device and dtype, and every backend is tested
 against them. They write results into tensors that the caller allocates. There are T tokens and D
 channels. States have the storage dtype; weights, statistics and weight gradients have the compute
 dtype (fp32, or fp64 for fp64). ``seed`` is a 0-dim int64 tensor, or None without dropout.
@@ -33,92 +34,90 @@ from deepfast.reference.peephole_lstm import cell, position
 from deepfast.reference.rows import affine, entry, load, norm_backward, normalised, put
 
 
-def layer_norm_forward(x, residual, weight, bias, eps, rms, dropout_p, seed, sum, y, mean, rstd):
+def layer_norm_forward(a):
     """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``.
 
     With ``rms`` the normalisation subtracts no mean, and ``mean`` is None.
     """
-    s = dropout(load(x), dropout_p, seed)
-    s = s if residual is None else s + load(residual)
-    if sum is not None:
-        sum.copy_(s)
-        s = load(sum)
-    n, m, r = normalise(s, eps, rms)
-    put(mean, m)
-    rstd.copy_(r)
-    y.copy_(affine(n, weight, bias))
+    s = dropout(load(a.x), a.dropout_p, a.seed)
+    s = s if a.residual is None else s + load(a.residual)
+    if a.sum is not None:
+        a.sum.copy_(s)
+        s = load(a.sum)
+    n, m, r = normalise(s, a.eps, a.rms)
+    put(a.mean, m)
+    a.rstd.copy_(r)
+    a.y.copy_(affine(n, a.weight, a.bias))
 
 
-def layer_norm_backward(
-    sum, dy, dsum, weight, rms, mean, rstd, dropout_p, seed, dx, dresidual, dweight, dbias
-):
+def layer_norm_backward(a):
     """Gradients of layer_norm_forward from ``dy`` and, unless it is None, ``dsum``."""
-    n = normalised(load(sum), mean, rstd)
-    g = load(dy)
-    put(dweight, (g * n).sum(0))
-    put(dbias, g.sum(0))
-    ds = norm_backward(affine(g, weight, None), n, rstd, rms)
-    ds = ds if dsum is None else ds + load(dsum)
-    put(dresidual, ds)
-    put(dx, dropout(ds, dropout_p, seed))
+    n = normalised(load(a.sum), a.mean, a.rstd)
+    g = load(a.dy)
+    put(a.dweight, (g * n).sum(0))
+    put(a.dbias, g.sum(0))
+    ds = norm_backward(affine(g, a.weight, None), n, a.rstd, a.rms)
+    ds = ds if a.dsum is None else ds + load(a.dsum)
+    put(a.dresidual, ds)
+    put(a.dx, dropout(ds, a.dropout_p, a.seed))
 
 
-def activation_forward(h, bias, kind, dropout_p, seed, out):
+def activation_forward(a):
     """``out = dropout(act(h + bias))``; ``out`` may be ``h``."""
-    out.copy_(activation(h, kind, bias=bias, dropout_p=dropout_p, seed=seed))
+    a.out.copy_(activation(a.h, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed))
 
 
-def activation_backward(dout, saved, bias, kind, dropout_p, seed, dh, dbias):
+def activation_backward(a):
     """Gradients of activation_forward. ``saved`` is ``out`` for relu, which needs no bias, and
     ``h`` for gelu; ``dh`` may be ``dout`` or ``saved``."""
-    grads = activation_grad(dout, saved, kind, bias=bias, dropout_p=dropout_p, seed=seed)
-    dh.copy_(grads[0])
-    put(dbias, grads[1])
+    grads = activation_grad(
+        a.dout, a.saved, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed
+    )
+    a.dh.copy_(grads[0])
+    put(a.dbias, grads[1])
 
 
-def depth_mix_forward(sources, weight, norm_weight, norm_bias, norm, eps, out, mean, rstd):
+def depth_mix_forward(a):
     """``out = sum_k weight[k] * LN_k(sources[k])`` over separate tensors."""
     total = 0
-    for k, source in enumerate(sources):
+    for k, source in enumerate(a.sources):
         n = load(source)
-        if norm:
-            n, mean[k], rstd[k] = normalise(n, eps)
-        z = affine(n, entry(norm_weight, k), entry(norm_bias, k))
-        total = total + weight[k] * z
-    out.copy_(total)
+        if a.norm:
+            n, a.mean[k], a.rstd[k] = normalise(n, a.eps)
+        z = affine(n, entry(a.norm_weight, k), entry(a.norm_bias, k))
+        total = total + a.weight[k] * z
+    a.out.copy_(total)
 
 
-def depth_mix_backward(
-    sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, dweight,
-    dnorm_weight, dnorm_bias,
-):  # fmt: skip
+def depth_mix_backward(a):
     """Gradients of depth_mix_forward; ``dsources`` is empty where no source needs one."""
-    g = load(dout)
-    for k, source in enumerate(sources):
+    g = load(a.dout)
+    for k, source in enumerate(a.sources):
         n = load(source)
-        if norm:
-            n = normalised(n, mean[k], rstd[k])
-        z = affine(n, entry(norm_weight, k), entry(norm_bias, k))
-        u = weight[k] * g
-        if dweight is not None:
-            dweight[k] = (g * z).sum(0) if weight.dim() == 2 else (g * z).sum()
-        if dnorm_weight is not None:
-            dnorm_weight[k] = (u * n).sum(0)
-        if dnorm_bias is not None:
-            dnorm_bias[k] = u.sum(0)
-        if dsources:
-            u = u if norm_weight is None else u * norm_weight[k]
-            dsources[k].copy_(norm_backward(u, n, rstd[k]) if norm else u)
+        if a.norm:
+            n = normalised(n, a.mean[k], a.rstd[k])
+        z = affine(n, entry(a.norm_weight, k), entry(a.norm_bias, k))
+        u = a.weight[k] * g
+        if a.dweight is not None:
+            a.dweight[k] = (g * z).sum(0) if a.weight.dim() == 2 else (g * z).sum()
+        if a.dnorm_weight is not None:
+            a.dnorm_weight[k] = (u * n).sum(0)
+        if a.dnorm_bias is not None:
+            a.dnorm_bias[k] = u.sum(0)
+        if a.dsources:
+            u = u if a.norm_weight is None else u * a.norm_weight[k]
+            a.dsources[k].copy_(norm_backward(u, n, a.rstd[k]) if a.norm else u)
 
 
-def _depth_scores(sources, query, scores, norm, eps):
+def _depth_scores(a):
     """The sources (K, T, D), the factors of their norms (K, T, 1), and the scores (T, K, H)."""
-    v = torch.stack([load(x) for x in sources])
-    r = (v.square().mean(-1, keepdim=True) + eps).rsqrt() if norm else torch.ones_like(v[..., :1])
-    return v, r, torch.einsum("ktd,hd->tkh", v * r, query) if scores is None else scores
+    v = torch.stack([load(x) for x in a.sources])
+    r = torch.ones_like(v[..., :1])
+    r = (v.square().mean(-1, keepdim=True) + a.eps).rsqrt() if a.norm else r
+    return v, r, torch.einsum("ktd,hd->tkh", v * r, a.query) if a.scores is None else a.scores
 
 
-def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, total):
+def depth_attention_forward(a):
     """``out = sum_k softmax_k(s)_k v_k``, (T * H, D): row t * H + h has token t and hop h.
 
     Also, (T, H) each: ``most``, the largest score, ``total = sum_k exp(s_k - most)`` and
@@ -126,95 +125,86 @@ def depth_attention_forward(sources, query, scores, norm, eps, out, lse, most, t
     replaces v_k by RMSNorm(v_k). Without a query s is ``scores``. Where lse, most and total are
     None, the scores are the weights, without a softmax.
     """
-    v, _, s = _depth_scores(sources, query, scores, norm, eps)
-    p = s if most is None else s.softmax(1)
-    out.copy_(torch.einsum("tkh,ktd->thd", p, v).flatten(0, 1))
-    if most is None:
+    v, _, s = _depth_scores(a)
+    p = s if a.most is None else s.softmax(1)
+    a.out.copy_(torch.einsum("tkh,ktd->thd", p, v).flatten(0, 1))
+    if a.most is None:
         return
-    lse.copy_(s.logsumexp(1))
-    most.copy_(s.amax(1))
-    total.copy_((s - most.unsqueeze(1)).exp().sum(1))
+    a.lse.copy_(s.logsumexp(1))
+    a.most.copy_(s.amax(1))
+    a.total.copy_((s - a.most.unsqueeze(1)).exp().sum(1))
 
 
-def depth_attention_backward(
-    sources, query, scores, norm, eps, out, most, total, dout, dlse, dsources, accumulate, dquery,
-    dscores,
-):  # fmt: skip
+def depth_attention_backward(a):
     """Gradients of depth_attention_forward from ``dout`` and, unless it is None, ``dlse``.
 
     ``dsources`` is empty where no source needs one; with ``accumulate`` the gradients are added to
     what is there. Without a softmax out, most and total are None.
     """
-    v, r, s = _depth_scores(sources, query, scores, norm, eps)
-    g = load(dout).unflatten(0, (s.shape[0], s.shape[2]))
+    v, r, s = _depth_scores(a)
+    g = load(a.dout).unflatten(0, (s.shape[0], s.shape[2]))
     p, ds = s, torch.einsum("thd,ktd->tkh", g, v)
-    if most is not None:
-        delta = (g * load(out).unflatten(0, most.shape)).sum(-1)
-        delta = delta if dlse is None else delta - dlse
-        p = (s - most.unsqueeze(1)).exp() / total.unsqueeze(1)
+    if a.most is not None:
+        delta = (g * load(a.out).unflatten(0, a.most.shape)).sum(-1)
+        delta = delta if a.dlse is None else delta - a.dlse
+        p = (s - a.most.unsqueeze(1)).exp() / a.total.unsqueeze(1)
         ds = p * (ds - delta.unsqueeze(1))
-    put(dscores, ds)
+    put(a.dscores, ds)
     c = ds * r.transpose(0, 1)
-    if dquery is not None:
-        dquery.copy_(torch.einsum("tkh,ktd->hd", c, v))
+    if a.dquery is not None:
+        a.dquery.copy_(torch.einsum("tkh,ktd->hd", c, v))
     dv = torch.einsum("tkh,thd->ktd", p, g)
-    dv = dv if query is None else dv + torch.einsum("tkh,hd->ktd", c, query)
-    if norm:
+    dv = dv if a.query is None else dv + torch.einsum("tkh,hd->ktd", c, a.query)
+    if a.norm:
         dv = dv - v * r.square() * (ds * s).sum(-1).T.unsqueeze(-1) / v.shape[-1]
-    for target, d in zip(dsources, dv, strict=False):
-        target.copy_(load(target) + d if accumulate else d)
+    for target, d in zip(a.dsources, dv, strict=False):
+        target.copy_(load(target) + d if a.accumulate else d)
 
 
-def attention_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, scale,
-    dropout_p, seed, o, lse,
-):  # fmt: skip
+def attention_forward(a):
     """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
     values = attention(
-        load(q), load(k), load(v), cu_seqlens_q, cu_seqlens_k,
-        left=left, right=right, scale=scale, dropout_p=dropout_p, seed=seed,
+        load(a.q), load(a.k), load(a.v), a.cu_seqlens_q, a.cu_seqlens_k,
+        left=a.left, right=a.right, scale=a.scale, dropout_p=a.dropout_p, seed=a.seed,
     )  # fmt: skip
-    put(o, values[0])
-    put(lse, values[1])
+    put(a.o, values[0])
+    put(a.lse, values[1])
 
 
-def attention_backward(
-    q, k, v, o, lse, dout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
-    scale, dropout_p, seed, dq, dk, dv,
-):  # fmt: skip
+def attention_backward(a):
     """Gradients of attention_forward from that of ``o``."""
-    heads, groups = q.shape[1], (k.shape[1], -1)
-    masks = weight_masks(seed, q.shape[0], heads, max_seqlen_k, dropout_p, load(q))
-    for a, b in sentences(cu_seqlens_q, cu_seqlens_k):
-        q_a, g = load(q[a]), load(dout[a])
-        k_b, v_b = grouped(load(k[b]), heads), grouped(load(v[b]), heads)
-        s = scores(q_a, k_b, left, right, scale)
-        weights = (s - lse[:, a, None]).exp().masked_fill(s == -torch.inf, 0)
-        mask = masks[a, :, : s.shape[2]].transpose(0, 1)
+    heads, groups = a.q.shape[1], (a.k.shape[1], -1)
+    masks = weight_masks(a.seed, a.q.shape[0], heads, a.max_seqlen_k, a.dropout_p, load(a.q))
+    for rows, keys in sentences(a.cu_seqlens_q, a.cu_seqlens_k):
+        q_a, g = load(a.q[rows]), load(a.dout[rows])
+        k_b, v_b = grouped(load(a.k[keys]), heads), grouped(load(a.v[keys]), heads)
+        s = scores(q_a, k_b, a.left, a.right, a.scale)
+        weights = (s - a.lse[:, rows, None]).exp().masked_fill(s == -torch.inf, 0)
+        mask = masks[rows, :, : s.shape[2]].transpose(0, 1)
         dweights = torch.einsum("mhd,nhd->hmn", g, v_b) * mask
-        delta = (g * load(o[a])).sum(-1).T
-        ds = scale * weights * (dweights - delta.unsqueeze(-1))
-        dq[a] = torch.einsum("hmn,nhd->mhd", ds, k_b)
-        dk[b] = torch.einsum("hmn,mhd->nhd", ds, q_a).unflatten(1, groups).sum(2)
-        dv[b] = torch.einsum("hmn,mhd->nhd", weights * mask, g).unflatten(1, groups).sum(2)
+        delta = (g * load(a.o[rows])).sum(-1).T
+        ds = a.scale * weights * (dweights - delta.unsqueeze(-1))
+        a.dq[rows] = torch.einsum("hmn,nhd->mhd", ds, k_b)
+        a.dk[keys] = torch.einsum("hmn,mhd->nhd", ds, q_a).unflatten(1, groups).sum(2)
+        a.dv[keys] = torch.einsum("hmn,mhd->nhd", weights * mask, g).unflatten(1, groups).sum(2)
 
 
-def cross_entropy(logits, target, label_smoothing, ignore_index, write_grad, loss, nll):
+def cross_entropy(a):
     """``loss`` and ``nll`` of each row; with ``write_grad`` the gradient overwrites the logits.
 
     logits (T, V), target (T,) int64, loss and nll (T,) in the compute dtype. The gradient is
     ``softmax - (1 - label_smoothing) * onehot - label_smoothing / V``, 0 where ignored.
     """
-    x = load(logits)
-    values = losses(x, target, label_smoothing, ignore_index)
-    loss.copy_(values[0])
-    nll.copy_(values[1])
-    if write_grad:
-        counts = (target != ignore_index).unsqueeze(-1)
-        d = x.softmax(-1) - label_smoothing / x.shape[1]
-        hit = target.unsqueeze(-1).where(counts, 0)
-        d.scatter_add_(-1, hit, torch.full_like(d[:, :1], label_smoothing - 1))
-        logits.copy_(d.where(counts, 0.0))
+    x = load(a.logits)
+    values = losses(x, a.target, a.label_smoothing, a.ignore_index)
+    a.loss.copy_(values[0])
+    a.nll.copy_(values[1])
+    if a.write_grad:
+        counts = (a.target != a.ignore_index).unsqueeze(-1)
+        d = x.softmax(-1) - a.label_smoothing / x.shape[1]
+        hit = a.target.unsqueeze(-1).where(counts, 0)
+        d.scatter_add_(-1, hit, torch.full_like(d[:, :1], a.label_smoothing - 1))
+        a.logits.copy_(d.where(counts, 0.0))
 
 
 def _running(steps, batch, lengths, device):
@@ -224,63 +214,59 @@ def _running(steps, batch, lengths, device):
     return lengths.clamp(0, steps), torch.arange(batch, device=device)
 
 
-def peephole_lstm_forward(
-    f, weight, peephole, h0, c0, lengths, reverse, h, h_last, c_last, c, gates
-):
+def peephole_lstm_forward(a):
     """``z = f_t + h_{t-1} W`` and the cell of `deepfast.reference.peephole_lstm`, step by step.
 
     f and gates (T, B, 4H), h and c (T, B, H), c in the compute dtype. c and gates are both given or
     both None. After a sentence's length h, c and gates are 0. h0 and c0 (B, H), or None for zeros.
     """
-    length, row = _running(f.shape[0], f.shape[1], lengths, f.device)
-    w = load(weight)
-    for out in (h, c, gates):
+    length, row = _running(a.f.shape[0], a.f.shape[1], a.lengths, a.f.device)
+    w = load(a.weight)
+    for out in (a.h, a.c, a.gates):
         if out is not None:
             out.zero_()
-    h_last.zero_() if h0 is None else h_last.copy_(h0)
-    c_last.zero_() if c0 is None else c_last.copy_(c0)
-    for step in range(f.shape[0]):
+    a.h_last.zero_() if a.h0 is None else a.h_last.copy_(a.h0)
+    a.c_last.zero_() if a.c0 is None else a.c_last.copy_(a.c0)
+    for step in range(a.f.shape[0]):
         at = row[step < length]
-        place = position(step, length[at], reverse), at
+        place = position(step, length[at], a.reverse), at
         new_h, new_c, activations = cell(
-            load(f[place]) + load(h_last[at]) @ w, c_last[at], peephole
+            load(a.f[place]) + load(a.h_last[at]) @ w, a.c_last[at], a.peephole
         )
-        h_last[at], c_last[at] = new_h.to(h.dtype), new_c
-        h[place] = h_last[at]
-        if c is not None:
-            c[place], gates[place] = new_c, activations.to(f.dtype)
+        a.h_last[at], a.c_last[at] = new_h.to(a.h.dtype), new_c
+        a.h[place] = a.h_last[at]
+        if a.c is not None:
+            a.c[place], a.gates[place] = new_c, activations.to(a.f.dtype)
 
 
-def peephole_lstm_backward(
-    dh, dh_last, dc_last, weight, peephole, c0, lengths, reverse, c, gates, df, dh0, dc0, dpeephole
-):
+def peephole_lstm_backward(a):
     """Gradients of peephole_lstm_forward, except the weight's, ``sum_t h_{t-1}^T df_t``.
 
     df is 0 after a sentence's length; dh, dh_last and dc_last may be None.
     """
-    length, row = _running(df.shape[0], df.shape[1], lengths, df.device)
-    w = load(weight)
-    c_zero = c.new_zeros(c.shape[1:]) if c0 is None else c0
-    dh_in = torch.zeros_like(c_zero) if dh_last is None else load(dh_last).clone()
-    dc_in = torch.zeros_like(c_zero) if dc_last is None else dc_last.clone()
-    df.zero_()
-    dpeephole.zero_()
-    for step in reversed(range(df.shape[0])):
+    length, row = _running(a.df.shape[0], a.df.shape[1], a.lengths, a.df.device)
+    w = load(a.weight)
+    c_zero = a.c.new_zeros(a.c.shape[1:]) if a.c0 is None else a.c0
+    dh_in = torch.zeros_like(c_zero) if a.dh_last is None else load(a.dh_last).clone()
+    dc_in = torch.zeros_like(c_zero) if a.dc_last is None else a.dc_last.clone()
+    a.df.zero_()
+    a.dpeephole.zero_()
+    for step in reversed(range(a.df.shape[0])):
         at = row[step < length]
-        place = position(step, length[at], reverse), at
-        before = c[position(step - 1, length[at], reverse), at] if step else c_zero[at]
-        value, enter, stay, leave = load(gates[place]).chunk(4, -1)
-        now, d = c[place], dh_in[at] if dh is None else dh_in[at] + load(dh[place])
+        place = position(step, length[at], a.reverse), at
+        before = a.c[position(step - 1, length[at], a.reverse), at] if step else c_zero[at]
+        value, enter, stay, leave = load(a.gates[place]).chunk(4, -1)
+        now, d = a.c[place], dh_in[at] if a.dh is None else dh_in[at] + load(a.dh[place])
         top = now.tanh()
         dpi = d * top * leave * (1 - leave)
-        dc = dc_in[at] + d * leave * (1 - top * top) + dpi * peephole[2]
+        dc = dc_in[at] + d * leave * (1 - top * top) + dpi * a.peephole[2]
         drho, dphi = dc * value * enter * (1 - enter), dc * before * stay * (1 - stay)
         dz = torch.cat((dc * enter * (1 - value * value), drho, dphi, dpi), -1)
-        df[place] = dz.to(df.dtype)
-        dpeephole += torch.stack(
-            [(drho * before).sum(0), (dphi * before).sum(0), (dpi * now).sum(0)]
+        a.df[place] = dz.to(a.df.dtype)
+        a.dpeephole.add_(
+            torch.stack([(drho * before).sum(0), (dphi * before).sum(0), (dpi * now).sum(0)])
         )
-        dc_in[at] = dc * stay + drho * peephole[0] + dphi * peephole[1]
+        dc_in[at] = dc * stay + drho * a.peephole[0] + dphi * a.peephole[1]
         dh_in[at] = dz @ w.T
-    put(dh0, dh_in)
-    put(dc0, dc_in)
+    put(a.dh0, dh_in)
+    put(a.dc0, dc_in)

@@ -34,24 +34,23 @@ class Reads:
             | {"boundary_forward": self.forward, "boundary_backward": self.backward}
         )
 
-    def mix_rows(self, states, sources, weight, rows, *rest):
+    def mix_rows(self, *, sources, rows, **rest):
         self.mixed.append(len(sources))
         self.pairs |= {(row, k) for row in rows for k in sources}
-        self.launch.mix_rows(states, sources, weight, rows, *rest)
+        self.launch.mix_rows(sources=sources, rows=rows, **rest)
 
-    def pull_rows(self, grads, slots, rows, *rest):
+    def pull_rows(self, *, rows, **rest):
         self.pulled.append(len(rows))
-        self.launch.pull_rows(grads, slots, rows, *rest)
+        self.launch.pull_rows(rows=rows, **rest)
 
-    def forward(self, *args):
-        row, near = args[5:7]
+    def forward(self, *, k, near, **rest):
         self.mixed.append(len(near))
-        self.pairs |= {(row, k) for k in near}
-        self.launch.boundary_forward(*args)
+        self.pairs |= {(k, j) for j in near}
+        self.launch.boundary_forward(k=k, near=near, **rest)
 
-    def backward(self, *args):
-        self.pulled.append(len(args[21]))
-        self.launch.boundary_backward(*args)
+    def backward(self, *, pull_rows, **rest):
+        self.pulled.append(len(pull_rows))
+        self.launch.boundary_backward(pull_rows=pull_rows, **rest)
 
 
 def run(layers, block, **options):

@@ -93,7 +93,10 @@ def test_cross_entropy(tolerances, room, device):
     target = torch.randint(V, (T,), device=device)
     losses = torch.empty(2, T, device=device)
     _, launch = backend.choose("linear_cross_entropy", "triton", x.device.type, x.dtype)
-    launch.cross_entropy(x, target, 0.0, -100, True, *losses)
+    launch.cross_entropy(
+        logits=x, target=target, label_smoothing=0.0, ignore_index=-100, write_grad=True,
+        loss=losses[0], nll=losses[1],
+    )  # fmt: skip
     expected = F.cross_entropy(exact, target[rows].cpu(), reduction="none")
     (grad,) = torch.autograd.grad(expected.sum(), exact)
     expected = expected.detach()
@@ -113,10 +116,10 @@ def test_boundary(by, tolerances, room, device):
     weight = torch.tensor([[1.0, 0.0], [0.5, -0.75]], device=device)
     dweight = torch.zeros_like(weight)
     _, launch = backend.choose("boundary", by, torch.device(device).type, dtype)
-    norm = None, None, False
     launch.boundary_forward(
-        branch, residual, 0.0, None, states, 1, [0, 1], weight, *norm, 1e-5, False, None, None,
-        None, 0.0, False, x, None, None, None, None,
+        branch=branch, residual=residual, dropout_p=0.0, states=states, k=1, near=[0, 1],
+        weight=weight, norm_source=False, source_eps=1e-5, source_rms=False, out_eps=0.0,
+        out_rms=False, x=x,
     )  # fmt: skip
     tail = slice(T - 9, T)
     y = branch[tail].cpu().double() + residual[tail].cpu().double()
@@ -126,8 +129,9 @@ def test_boundary(by, tolerances, room, device):
     tolerances.assert_accurate(x[tail].cpu(), expected.to(dtype), expected, dtype, "x")
     y_before = states[1].clone()
     launch.boundary_backward(
-        states, 1, [0, 1], weight, *norm, False, None, None, None, False, None, None, None, 0.0,
-        None, dx, None, states, 2, [1], [2], None, dbranch, None, dweight, None, None, None, None,
+        states=states, k=1, near=[0, 1], weight=weight, norm_source=False, source_rms=False,
+        out_rms=False, dropout_p=0.0, dx=dx, grads=states, grad_slot=2, pull_rows=[1],
+        pull_slots=[2], dbranch=dbranch, dweight=dweight,
     )  # fmt: skip
     assert torch.equal(states[2][tail], dx[tail])
     expected = -0.75 * dx[tail].cpu().double()
@@ -154,7 +158,10 @@ def test_mix_rows(by, tolerances, room, device):
         return torch.einsum("rk,ktd->rtd", w.double().cpu(), picked[:, tokens].double().cpu())
 
     out = empty_slots(2, like)
-    launch.mix_rows(states, sources, weight, rows, None, None, out, [0, 1], False)
+    launch.mix_rows(
+        states=states, sources=sources, weight=weight, rows=rows, out=out, out_rows=[0, 1],
+        accumulate=False,
+    )  # fmt: skip
     expected = exact(weight[rows][:, sources], states[: SLOTS - 2])
     plain = expected.to(dtype)
     tolerances.assert_accurate(out[:, tokens].cpu(), plain, expected, dtype, "mix_rows")
@@ -162,8 +169,9 @@ def test_mix_rows(by, tolerances, room, device):
     dweight = torch.zeros_like(weight)
     later = list(range(2, SLOTS))
     launch.pull_rows(
-        states, later, later, states, [0, 1], weight, None, None, out, [0, 1], False, dweight
-    )
+        grads=states, grad_slots=later, rows=later, states=states, sources=[0, 1], weight=weight,
+        out=out, out_rows=[0, 1], accumulate=False, dweight=dweight,
+    )  # fmt: skip
     expected = exact(weight[later][:, [0, 1]].T, states[2:])
     plain = expected.to(dtype)
     tolerances.assert_accurate(out[:, tokens].cpu(), plain, expected, dtype, "pull_rows")

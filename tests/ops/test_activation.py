@@ -189,7 +189,7 @@ def test_the_gradient_may_take_the_place_of_what_was_saved(backend, kind):
     saved = compute(h, None, kind, P, seed, backend) if kind == "relu" else h
     expected, _ = compute_grad(dout, saved, None, kind, P, seed, False, backend)
     _, launch = backends.choose("activation", backend, "cpu", torch.float32)
-    launch.activation_backward(dout, saved, None, kind, P, seed, saved, None)
+    launch.activation_backward(dout=dout, saved=saved, kind=kind, dropout_p=P, seed=seed, dh=saved)
     assert torch.equal(saved, expected)
 
 
@@ -238,10 +238,10 @@ def test_the_launch_guards_its_memory():
     _, launch = backends.choose("activation", "cpu", "cpu", torch.float32)
     h, out, seed = torch.ones(3, 4), torch.ones(3, 4), torch.tensor(1)
     with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
-        launch.activation_forward(h, None, "relu", 0.5, None, out)
+        launch.activation_forward(h=h, kind="relu", dropout_p=0.5, out=out)
     with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5 and the seed is missing"):
-        launch.activation_backward(out, h, None, "gelu", 0.5, None, out, None)
+        launch.activation_backward(dout=out, saved=h, kind="gelu", dropout_p=0.5, dh=out)
     with pytest.raises(RuntimeError, match="expected relu or gelu, got tanh"):
-        launch.activation_forward(h, None, "tanh", 0.5, seed, out)
+        launch.activation_forward(h=h, kind="tanh", dropout_p=0.5, seed=seed, out=out)
     with pytest.raises(RuntimeError, match=r"expected a tensor of shape \(3, 4\)"):
-        launch.activation_forward(h, None, "relu", 0.5, seed, out[:2])
+        launch.activation_forward(h=h, kind="relu", dropout_p=0.5, seed=seed, out=out[:2])

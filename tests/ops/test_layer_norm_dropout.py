@@ -66,11 +66,13 @@ def test_a_launch_with_dropout_needs_a_seed(seed, message):
     x, y, s = torch.randn(3, 4, 8)
     mean, rstd = torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_forward(x, None, None, None, 1e-5, False, 0.5, seed, s, y, mean, rstd)
+        launch.layer_norm_forward(
+            x=x, eps=1e-5, rms=False, dropout_p=0.5, seed=seed, sum=s, y=y, mean=mean, rstd=rstd,
+        )  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         launch.layer_norm_backward(
-            s, y, None, None, False, mean, rstd, 0.5, seed, x, None, None, None
-        )
+            sum=s, dy=y, rms=False, mean=mean, rstd=rstd, dropout_p=0.5, seed=seed, dx=x,
+        )  # fmt: skip
 
 
 def test_dropout_seeds(backend):

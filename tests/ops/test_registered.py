@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepfast import backend as backends
 from deepfast import ops
 from deepfast.cases.case import tuple_of
+from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
 from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results, serves
 
@@ -44,10 +45,11 @@ def launched(monkeypatch):
 
     def spies(op, name):
         def spy(launch, call):
-            def run(*args):
-                copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+            def run(**named):
+                given = LAUNCHES[launch].by_name(lambda *operands: operands)(**named)
+                copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
                 calls.setdefault(launch, copies)
-                return call(*args)
+                return call(**named)
 
             return run
 

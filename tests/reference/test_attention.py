@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.reference import launchers
+from deepfast import backend
 from deepfast.reference.attention import attention
 from deepfast.reference.dropout import dropout_mask
 
@@ -143,11 +143,16 @@ def test_launches_are_the_op_and_its_gradient(lengths, window, heads, dropout_p)
     grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
     expected = (o, lse, *grads)
 
-    got = [torch.full_like(x, torch.nan) for x in expected]
-    longest = [max(n, default=0) for n in lengths]
-    common = (*map(cumulated, lengths), *longest, *window, 0.7, dropout_p, SEED)
-    data = [x.detach() for x in tensors]
-    launchers.attention_forward(*data, *common, *got[:2])
-    launchers.attention_backward(*data, *got[:2], do, *common, *got[2:])
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    names = ("o", "lse", "dq", "dk", "dv")
+    got = {name: torch.full_like(x, torch.nan) for name, x in zip(names, expected, strict=True)}
+    shared = dict(zip("qkv", (x.detach() for x in tensors), strict=True)) | {
+        "left": left, "right": right, "scale": 0.7, "dropout_p": dropout_p, "seed": SEED,
+        "o": got["o"], "lse": got["lse"],
+    }  # fmt: skip
+    for side, n in zip("qk", lengths, strict=True):
+        shared |= {f"cu_seqlens_{side}": cumulated(n), f"max_seqlen_{side}": max(n, default=0)}
+    _, launch = backend.choose("attention", "reference", "cpu", torch.float64)
+    launch.attention_forward(**shared)
+    launch.attention_backward(**shared, dout=do, dq=got["dq"], dk=got["dk"], dv=got["dv"])
+    for name, b in zip(names, expected, strict=True):
+        torch.testing.assert_close(got[name], b)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.reference import launchers
+from deepfast import backend
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy
 
 
@@ -35,10 +35,17 @@ def test_gradient_of_the_launcher_is_autograds(smoothing):
         logits, target, label_smoothing=smoothing, ignore_index=-1, reduction="none"
     )
     (expected,) = torch.autograd.grad(loss.sum(), logits)
+    _, launch = backend.choose("linear_cross_entropy", "reference", "cpu", logits.dtype)
     got, (losses, nll) = logits.detach().clone(), torch.empty(2, 7, dtype=torch.float64)
-    launchers.cross_entropy(got, target, smoothing, -1, True, losses, nll)
+    launch.cross_entropy(
+        logits=got, target=target, label_smoothing=smoothing, ignore_index=-1, write_grad=True,
+        loss=losses, nll=nll,
+    )  # fmt: skip
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(losses, loss.detach())
     untouched = logits.detach().clone()
-    launchers.cross_entropy(untouched, target, smoothing, -1, False, losses, nll)
+    launch.cross_entropy(
+        logits=untouched, target=target, label_smoothing=smoothing, ignore_index=-1,
+        write_grad=False, loss=losses, nll=nll,
+    )  # fmt: skip
     assert torch.equal(untouched, logits)
