@@ -33,6 +33,8 @@ if X86:
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", *(["-DDEEPFAST_X86"] if X86 else [])]
+# launches.h is in the folder of the build.
+COMMON_FLAGS += ["-I.", f"-I{CSRC.parent}"]
 # -Wno-psabi: vector types never cross a library boundary. -Wno-maybe-uninitialized: GCC 12 warns
 # inside its own intrinsics header.
 KERNEL_FLAGS = [*COMMON_FLAGS, "-O3", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi"]
@@ -118,16 +120,21 @@ def cuda_refusal() -> str | None:
     return reason
 
 
+def write_headers(folder: Path):
+    """Writes what is generated from the table of launches; deepfast may not be importable yet."""
+    runpy.run_path(str(CSRC / "headers.py"))["write"](folder)
+
+
 # ---- the build, file by file ---------------------------------------------------------------------
 
 
 def cuda_flags(architectures: list[str]) -> list[str]:
-    """The flags of a .cu file."""
+    """The flags of a .cu file, which is compiled in the folder of `write_headers`."""
     from torch.utils.cpp_extension import include_paths
 
     flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", TARGET_VERSION]
     flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    return flags + [f"-isystem={path}" for path in include_paths()]
+    return [*flags, "-I.", f"-I{CSRC.parent}", *(f"-isystem={path}" for path in include_paths())]
 
 
 def op_flags(cxx: str) -> list[str]:
@@ -139,7 +146,7 @@ def op_flags(cxx: str) -> list[str]:
     # pybind11's own headers before torch's copy, which refuses the stable ABI before torch 2.13.
     includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
     return [
-        *COMMON_FLAGS, "-O2", "-Wall", "-I.", *(f"-isystem {path}" for path in includes),
+        *COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem {path}" for path in includes),
         TARGET_VERSION,
         f"-DDEEPFAST_TORCH_VERSION={torch.__version__}",
         f"-DDEEPFAST_ARCHITECTURE={platform.machine()}",
@@ -179,7 +186,7 @@ def cuda_objects(ninja: Ninja, cxx: str, nvcc: str, version: str, architectures:
     return [f"-DDEEPFAST_CUDA={'+'.join(architectures)}", f"-DDEEPFAST_NVCC={version}"], link
 
 
-def ninja_file(cxx: str, target: Path) -> str:
+def ninja_file(cxx: str, target: Path, folder: Path) -> str:
     """The build, file by file."""
     import torch
 
@@ -194,15 +201,18 @@ def ninja_file(cxx: str, target: Path) -> str:
     else:
         print(f"deepfast: the CUDA kernels are left out: {refusal}", file=sys.stderr)
         flags.append(shlex.quote(f'-DDEEPFAST_NO_CUDA="{refusal}"'))
-    for source in [CSRC / "bindings.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]:
+    checks = [folder / "launches.cpp", CSRC / "common" / "arguments.cpp"]
+    for source in [CSRC / "bindings.cpp", *checks, *sorted((CSRC / "cpu").glob("*.cpp"))]:
         if not source.stem.endswith("_kernel"):
             ninja.compile("compile", source, source.stem, flags)
             continue
         for isa, isa_flags in INSTRUCTION_SETS.items():
             kernel_flags = [*KERNEL_FLAGS, *isa_flags, f"-DDEEPFAST_ISA={isa}"]
             ninja.compile("compile", source, f"{source.stem}_{isa}", kernel_flags)
-    folder = Path(torch.__file__).parent / "lib"
-    ninja.rule("link", f"{cxx} -shared $in -o $out -L{folder} {' '.join(libraries)}", depends=False)
+    torch_folder = Path(torch.__file__).parent / "lib"
+    ninja.rule(
+        "link", f"{cxx} -shared $in -o $out -L{torch_folder} {' '.join(libraries)}", depends=False
+    )
     ninja.lines += [f"build {target}: link {' '.join(ninja.objects)}", f"default {target}"]
     return "\n".join(ninja.lines) + "\n"
 
@@ -222,9 +232,8 @@ def compile_ops(target: Path):
     folder = CSRC.parent / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # deepfast itself may not be importable yet.
-    runpy.run_path(str(CSRC.parent / "deepfast" / "launches.py"))["write_header"](folder)
-    (folder / "build.ninja").write_text(ninja_file(compiler(), target))
+    write_headers(folder)
+    (folder / "build.ninja").write_text(ninja_file(compiler(), target, folder))
     jobs = os.environ.get("MAX_JOBS") or str(parallel_jobs())
     command = [sys.executable, "-m", "ninja", "-C", str(folder), "-j", jobs]
     if subprocess.run(command).returncode != 0:

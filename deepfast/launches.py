@@ -11,8 +11,10 @@ the order of the table. A launcher that is written in Python gets them as one re
 have the operands' names.
 
 In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
-shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations. ``compute``
-is float32, or float64 where storage is float64. Shapes:
+shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, with
+contiguous channels; ``dense`` is the same of a contiguous tensor. ``compute`` is float32, or
+float64 where storage is float64, and contiguous. Words are separated by bars. ``< states, R`` says
+that an index is smaller than the number of slots of the operand ``states`` and than R. Shapes:
 
     T  tokens           D  channels        R  rows of the depth weights, L + 1
     S  slots            B  rows, or sources, of one far pass
@@ -26,7 +28,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Operand:
     """The dtype of a tensor: storage, compute, int32 or int64."""
     shapes: tuple[tuple[str, ...], ...] = ()
     """The shapes that a tensor may have, as products and sums of the sizes."""
+    dense: bool = False
+    """Whether a tensor of storage must be contiguous; else only its last dimension must."""
+    below: tuple[str, ...] = ()
+    """Of an int, or of those in a list: it is smaller than these sizes, or than the number of slots
+    of these operands."""
+    words: tuple[str, ...] = ()
+    """The values that a str may have."""
 
     def shape(self, sizes: dict[str, int], choice: int = 0) -> tuple[int, ...]:
         """One of its shapes, with the numbers in ``sizes`` for the letters."""
@@ -56,10 +64,16 @@ def _operand(line: str) -> Operand:
     name, kind, *rest = line.split(maxsplit=3)
     if not rest:
         return Operand(name, kind, False)
+    if kind == "str":
+        return Operand(name, kind, False, words=tuple(rest[0].split("|")))
+    if rest[0] == "<":
+        return Operand(name, kind, False, below=tuple(rest[1].split(", ")))
     dtype, choices = rest
     entries = (shape.strip()[1:-1].split(",") for shape in choices.split(" or "))
     shapes = tuple(tuple(e.strip() for e in shape if e.strip()) for shape in entries)
-    return Operand(name, kind.replace("!", ""), "!" in kind, dtype, shapes)
+    dense = dtype == "dense"
+    kind, writes = kind.replace("!", ""), "!" in kind
+    return Operand(name, kind, writes, "storage" if dense else dtype, shapes, dense)
 
 
 @dataclass(frozen=True)
@@ -189,7 +203,7 @@ layer_norm: layer_norm_backward
 activation: activation_forward
     h          Tensor   storage  (T, D)
     bias       Tensor?  compute  (D)
-    kind       str
+    kind       str  relu|gelu
     dropout_p  float
     seed       Tensor?  int64    ()
     out        Tensor!  storage  (T, D)
@@ -198,7 +212,7 @@ activation: activation_backward
     dout       Tensor    storage  (T, D)
     saved      Tensor    storage  (T, D)
     bias       Tensor?   compute  (D)
-    kind       str
+    kind       str  relu|gelu
     dropout_p  float
     seed       Tensor?   int64    ()
     dh         Tensor!   storage  (T, D)
@@ -210,8 +224,8 @@ boundary: boundary_forward
     dropout_p        float
     seed             Tensor?   int64    ()
     states           Tensor!   storage  (S, T, D)
-    k                int
-    near             int[]
+    k                int  < states, R
+    near             int[]  < states, R
     weight           Tensor    compute  (R, R) or (R, R, D)
     norm_weight      Tensor?   compute  (R, D)
     norm_bias        Tensor?   compute  (R, D)
@@ -231,8 +245,8 @@ boundary: boundary_forward
 
 boundary: boundary_backward
     states            Tensor    storage  (S, T, D)
-    k                 int
-    near              int[]
+    k                 int  < states, R
+    near              int[]  < states, R
     weight            Tensor    compute  (R, R) or (R, R, D)
     norm_weight       Tensor?   compute  (R, D)
     norm_bias         Tensor?   compute  (R, D)
@@ -250,9 +264,9 @@ boundary: boundary_backward
     dx                Tensor?   storage  (T, D)
     dout              Tensor?   storage  (T, D)
     grads             Tensor!   storage  (S, T, D)
-    grad_slot         int
-    pull_rows         int[]
-    pull_slots        int[]
+    grad_slot         int  < grads
+    pull_rows         int[]  < R
+    pull_slots        int[]  < grads
     pulled            Tensor?   storage  (T, D)
     dbranch           Tensor?!  storage  (T, D)
     dresidual         Tensor?!  storage  (T, D)
@@ -264,26 +278,26 @@ boundary: boundary_backward
 
 boundary: mix_rows
     states       Tensor   storage  (S, T, D)
-    sources      int[]
+    sources      int[]  < states, R
     weight       Tensor   compute  (R, R) or (R, R, D)
-    rows         int[]
+    rows         int[]  < R
     norm_weight  Tensor?  compute  (R, D)
     norm_bias    Tensor?  compute  (R, D)
     out          Tensor!  storage  (B, T, D)
-    out_rows     int[]
+    out_rows     int[]  < out
     accumulate   bool
 
 boundary: pull_rows
     grads        Tensor    storage  (S, T, D)
-    grad_slots   int[]
-    rows         int[]
+    grad_slots   int[]  < grads
+    rows         int[]  < R
     states       Tensor    storage  (S, T, D)
-    sources      int[]
+    sources      int[]  < states, R
     weight       Tensor    compute  (R, R) or (R, R, D)
     norm_weight  Tensor?   compute  (R, D)
     norm_bias    Tensor?   compute  (R, D)
     out          Tensor!   storage  (B, T, D)
-    out_rows     int[]
+    out_rows     int[]  < out
     accumulate   bool
     dweight      Tensor?!  compute  (R, R) or (R, R, D)
 
@@ -293,11 +307,11 @@ attention_boundary: attention_boundary_forward
     dropout_p        float
     seed             Tensor?   int64    ()
     states           Tensor!   storage  (S, T, D)
-    k                int
-    near             int[]
+    k                int  < states, R
+    near             int[]  < states, R
     query            Tensor    compute  (R, D)
     bias             Tensor?   compute  (R, R)
-    kind             str
+    kind             str  softmax|relu
     eps              float
     partial          Tensor?   storage  (T, D)
     partial_stats    Tensor?   compute  (2, T)
@@ -314,11 +328,11 @@ attention_boundary: attention_boundary_forward
 
 attention_boundary: attention_boundary_backward
     states            Tensor    storage  (S, T, D)
-    k                 int
-    near              int[]
+    k                 int  < states, R
+    near              int[]  < states, R
     query             Tensor    compute  (R, D)
     bias              Tensor?   compute  (R, R)
-    kind              str
+    kind              str  softmax|relu
     partial           Tensor?   storage  (T, D)
     partial_stats     Tensor?   compute  (2, T)
     out_norm_weight   Tensor?   compute  (D)
@@ -333,9 +347,9 @@ attention_boundary: attention_boundary_backward
     dx                Tensor?   storage  (T, D)
     dout              Tensor?   storage  (T, D)
     grads             Tensor!   storage  (S, T, D)
-    grad_slot         int
-    pull_rows         int[]
-    pull_slots        int[]
+    grad_slot         int  < grads
+    pull_rows         int[]  < R
+    pull_slots        int[]  < grads
     pulled            Tensor?   storage  (T, D)
     dbranch           Tensor?!  storage  (T, D)
     dresidual         Tensor?!  storage  (T, D)
@@ -346,30 +360,30 @@ attention_boundary: attention_boundary_backward
 
 attention_boundary: attend_rows
     states       Tensor    storage  (S, T, D)
-    sources      int[]
+    sources      int[]  < states, R
     query        Tensor    compute  (R, D)
     bias         Tensor?   compute  (R, R)
-    kind         str
+    kind         str  softmax|relu
     source_rstd  Tensor    compute  (R, T)
-    rows         int[]
+    rows         int[]  < R
     out          Tensor!   storage  (B, T, D)
     out_stats    Tensor?!  compute  (B, 2, T)
-    out_rows     int[]
+    out_rows     int[]  < out
     accumulate   bool
 
 attention_boundary: attend_pull
     grads        Tensor    storage  (S, T, D)
-    grad_slots   int[]
-    rows         int[]
+    grad_slots   int[]  < grads
+    rows         int[]  < R
     states       Tensor    storage  (S, T, D)
-    sources      int[]
+    sources      int[]  < states, R
     query        Tensor    compute  (R, D)
     bias         Tensor?   compute  (R, R)
-    kind         str
+    kind         str  softmax|relu
     source_rstd  Tensor    compute  (R, T)
     stats        Tensor?   compute  (R, 3, T)
     out          Tensor!   storage  (B, T, D)
-    out_rows     int[]
+    out_rows     int[]  < out
     accumulate   bool
     dquery       Tensor?!  compute  (R, D)
     dbias        Tensor?!  compute  (R, R)
@@ -405,7 +419,7 @@ depth_attention: depth_attention_forward
     scores   Tensor?   compute  (T, K, H)
     norm     bool
     eps      float
-    out      Tensor!   storage  (T*H, D)
+    out      Tensor!   dense    (T*H, D)
     lse      Tensor?!  compute  (T, H)
     most     Tensor?!  compute  (T, H)
     total    Tensor?!  compute  (T, H)
@@ -416,7 +430,7 @@ depth_attention: depth_attention_backward
     scores      Tensor?    compute  (T, K, H)
     norm        bool
     eps         float
-    out         Tensor?    storage  (T*H, D)
+    out         Tensor?    dense    (T*H, D)
     most        Tensor?    compute  (T, H)
     total       Tensor?    compute  (T, H)
     dout        Tensor     storage  (T*H, D)
@@ -472,50 +486,34 @@ linear_cross_entropy: cross_entropy
     nll              Tensor!  compute  (T)
 
 peephole_lstm: peephole_lstm_forward
-    f         Tensor    storage  (P, N, 4*H)
-    weight    Tensor    storage  (H, 4*H)
+    f         Tensor    dense    (P, N, 4*H)
+    weight    Tensor    dense    (H, 4*H)
     peephole  Tensor    compute  (3, H)
-    h0        Tensor?   storage  (N, H)
+    h0        Tensor?   dense    (N, H)
     c0        Tensor?   compute  (N, H)
     lengths   Tensor?   int64    (N)
     reverse   bool
-    h         Tensor!   storage  (P, N, H)
-    h_last    Tensor!   storage  (N, H)
+    h         Tensor!   dense    (P, N, H)
+    h_last    Tensor!   dense    (N, H)
     c_last    Tensor!   compute  (N, H)
     c         Tensor?!  compute  (P, N, H)
-    gates     Tensor?!  storage  (P, N, 4*H)
+    gates     Tensor?!  dense    (P, N, 4*H)
 
 peephole_lstm: peephole_lstm_backward
-    dh         Tensor?   storage  (P, N, H)
-    dh_last    Tensor?   storage  (N, H)
+    dh         Tensor?   dense    (P, N, H)
+    dh_last    Tensor?   dense    (N, H)
     dc_last    Tensor?   compute  (N, H)
-    weight     Tensor    storage  (H, 4*H)
+    weight     Tensor    dense    (H, 4*H)
     peephole   Tensor    compute  (3, H)
     c0         Tensor?   compute  (N, H)
     lengths    Tensor?   int64    (N)
     reverse    bool
     c          Tensor    compute  (P, N, H)
-    gates      Tensor    storage  (P, N, 4*H)
-    df         Tensor!   storage  (P, N, 4*H)
-    dh0        Tensor?!  storage  (N, H)
+    gates      Tensor    dense    (P, N, 4*H)
+    df         Tensor!   dense    (P, N, 4*H)
+    dh0        Tensor?!  dense    (N, H)
     dc0        Tensor?!  compute  (N, H)
     dpeephole  Tensor!   compute  (3, H)
 """
 
-_HEADER = """// Written by the build from deepfast/launches.py.
-#pragma once
-
-template <class Library>
-void define_launches(Library& m) {"""
-
 LAUNCHES = {launch.name: launch for launch in map(_launch, _TABLE.strip().split("\n\n"))}
-
-
-def write_header(folder: Path) -> None:
-    """Writes schemas.h, which defines the launches of deepfast._C. An unchanged file is not written
-    again, so that its includers are compiled again only when the table changes."""
-    lines = (f'  m.def("{launch.schema}");' for launch in LAUNCHES.values())
-    text = "\n".join([_HEADER, *lines, "}\n"])
-    path = folder / "schemas.h"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)

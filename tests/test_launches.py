@@ -1,10 +1,13 @@
 """The table of launches, and what is generated from it."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
 from deepfast import backend
-from deepfast.launches import LAUNCHES, Operand, write_header
+from deepfast.launches import LAUNCHES, Operand
 
 
 def test_shapes_are_read():
@@ -18,15 +21,17 @@ def test_shapes_are_read():
     assert lstm["f"].shape({"P": 2, "N": 3, "H": 5}) == (2, 3, 20)
 
 
-def test_the_header_is_written_when_it_changes(tmp_path):
-    path = tmp_path / "schemas.h"
-    write_header(tmp_path)
-    before = path.stat().st_mtime_ns
-    write_header(tmp_path)
-    assert path.stat().st_mtime_ns == before
-    path.write_text("old")
-    write_header(tmp_path)
-    assert all(f'm.def("{LAUNCHES[name].schema}");' in path.read_text() for name in LAUNCHES)
+def test_headers_are_written_when_they_change(tmp_path):
+    write = runpy.run_path(str(Path(__file__).parents[1] / "csrc" / "headers.py"))["write"]
+    write(tmp_path)
+    paths = [tmp_path / name for name in ("schemas.h", "launches.h", "launches.cpp")]
+    before = [path.stat().st_mtime_ns for path in paths]
+    write(tmp_path)
+    assert [path.stat().st_mtime_ns for path in paths] == before
+    paths[0].write_text("old")
+    write(tmp_path)
+    text = paths[0].read_text()
+    assert all(f'm.def("{launch.schema}");' in text for launch in LAUNCHES.values())
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -91,6 +96,50 @@ def operand(name, o, absent):
     if not o.writes or o.name in CHANGED:
         return torch.randn(shape)
     return torch.zeros(shape) if (name, o.name) in PARTS else torch.full(shape, torch.nan)
+
+
+def layer_norm(**changed):
+    rows, channels, tokens = torch.zeros(5, 8), torch.ones(8), torch.zeros(5)
+    given = {
+        "x": rows, "residual": rows, "weight": channels, "eps": 1e-5, "rms": False,
+        "dropout_p": 0.0, "sum": rows.clone(), "y": rows.clone(), "mean": tokens, "rstd": tokens,
+    } | changed  # fmt: skip
+    backend.choose("layer_norm", "cpu", "cpu", torch.float32)[1].layer_norm_forward(**given)
+
+
+def mix(**changed):
+    given = {
+        "states": torch.zeros(5, 3, 8), "sources": [0], "weight": torch.zeros(4, 4), "rows": [1],
+        "out": torch.zeros(2, 3, 8), "out_rows": [0], "accumulate": False,
+    } | changed  # fmt: skip
+    backend.choose("boundary", "cpu", "cpu", torch.float32)[1].mix_rows(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "words"),
+    [
+        (layer_norm, {"y": torch.zeros(5, 7)}, r"y: expected \(5, 8\) in float32 .* got \(5, 7\)"),
+        (layer_norm, {"residual": torch.zeros(5, 8).double()}, "residual: expected .* in float32"),
+        (layer_norm, {"weight": torch.ones(8).double()}, "weight: expected .* got .* in float64"),
+        (layer_norm, {"weight": torch.ones(16)[::2]}, "weight: expected .* not contiguous"),
+        (layer_norm, {"y": torch.zeros(5, 16)[:, ::2]}, "y: expected .* with channels apart"),
+        (
+            layer_norm,
+            {"rstd": torch.zeros(5, device="meta")},
+            "rstd: expected .* on another device",
+        ),
+        (layer_norm, {"x": torch.zeros(5)}, "x: expected more than 1 dimensions"),
+        (layer_norm, {"x": torch.zeros(5, 8).int()}, "x: expected float32, float64, bfloat16"),
+        (mix, {"sources": [4]}, "sources: expected indices below 4, got 4"),
+        (mix, {"rows": [-1]}, "rows: expected indices below 4, got -1"),
+        (mix, {"out_rows": [2]}, "out_rows: expected indices below 2, got 2"),
+        (mix, {"rows": [1, 2]}, "expected as many out_rows as rows, 2, got 1"),
+        (mix, {"out": torch.zeros(2, 4, 8)}, r"out: expected \(2, 3, 8\)"),
+    ],
+)
+def test_an_operand_that_does_not_fit_is_named(call, changed, words):
+    with pytest.raises(RuntimeError, match=words):
+        call(**changed)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

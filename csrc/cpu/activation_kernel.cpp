@@ -25,7 +25,7 @@ DEEPFAST_INLINE void for_dropped(const Dropout& dropout, int64_t t, int64_t dim,
 }
 
 template <class T>
-void forward(const Activation& op, int64_t begin, int64_t end) {
+void forward(const ActivationForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const A *bias = at<A>(op.bias, 0), *none = nullptr;
   for (int64_t t = begin; t < end; ++t) {
@@ -35,29 +35,29 @@ void forward(const Activation& op, int64_t begin, int64_t end) {
       return affine(lanes, load(lanes, h + d), none, bias, d);
     };
     const auto put = [&](auto lanes, int64_t d, auto y) { store(lanes, out + d, y); };
-    if (op.kind == ActivationKind::relu) {
+    if (op.kind == decltype(op.kind)::relu) {
       const auto relu = [&](auto lanes, int64_t d) {
         const auto x = x_of(lanes, d);
         // Not max(x, 0), which would lose a NaN.
         return x < 0 ? broadcast(lanes, A(0)) : x;
       };
-      for_dropped<A>(op.dropout, t, op.dim, relu, put);
+      for_dropped<A>(op.dropout, t, op.D, relu, put);
     } else {
       const auto gelu = [&](auto lanes, int64_t d) {
         const auto x = x_of(lanes, d);
         return x * normal(lanes, x).cdf;
       };
-      for_dropped<A>(op.dropout, t, op.dim, gelu, put);
+      for_dropped<A>(op.dropout, t, op.D, gelu, put);
     }
   }
 }
 
 template <class T>
-void backward(const Activation& op, int64_t begin, int64_t end, int64_t chunk) {
+void backward(const ActivationBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const A scale = static_cast<A>(op.dropout.scale);
   const A *bias = at<A>(op.bias, 0), *none = nullptr;
-  A* dbias = at<A>(op.dbias, chunk * op.dim);
+  A* dbias = at<A>(op.dbias, chunk * op.D);
   for (int64_t t = begin; t < end; ++t) {
     const T *dout = row_of<T>(op.dout, t), *saved = row_of<T>(op.saved, t);
     T* dh = row_of<T>(op.dh, t);
@@ -65,8 +65,8 @@ void backward(const Activation& op, int64_t begin, int64_t end, int64_t chunk) {
       store(lanes, dh + d, g);
       if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + g);
     };
-    if (op.kind == ActivationKind::relu) {
-      for_lanes<A>(op.dim, [&](auto lanes, int64_t d) {
+    if (op.kind == decltype(op.kind)::relu) {
+      for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
         const auto kept = load(lanes, saved + d) != 0;
         const auto g = load(lanes, dout + d) * scale;
         put(lanes, d, kept ? g : broadcast(lanes, A(0)));
@@ -77,18 +77,18 @@ void backward(const Activation& op, int64_t begin, int64_t end, int64_t chunk) {
         const auto at = normal(lanes, x);
         return load(lanes, dout + d) * (at.cdf + x * at.pdf);
       };
-      for_dropped<A>(op.dropout, t, op.dim, slope, put);
+      for_dropped<A>(op.dropout, t, op.D, slope, put);
     }
   }
 }
 
 }  // namespace
 
-void activation_forward(const Activation& op, int64_t begin, int64_t end, int64_t) {
+void activation_forward(const ActivationForward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
-void activation_backward(const Activation& op, int64_t begin, int64_t end, int64_t chunk) {
+void activation_backward(const ActivationBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
 }
 

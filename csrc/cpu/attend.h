@@ -11,6 +11,11 @@ namespace DEEPFAST_ISA {
 // registers.
 constexpr int kGroup = 4, kAcross = kVectorBytes == 64 ? 4 : 2;
 
+template <class Launch>
+DEEPFAST_INLINE bool is_softmax(const Launch& op) {
+  return op.kind == Launch::Kind::softmax;
+}
+
 template <int N>
 struct Count {
   static constexpr int n = N;

@@ -38,36 +38,43 @@ DEEPFAST_INLINE void add_registers(const Near<T>& near, int64_t count, A* x, int
   for (int i = 0; i < V; ++i) store(lanes, x + d + i * N, sum[i]);
 }
 
+// Entry 0, 1 or 2 of a row's statistics: the largest score, the sum of exponentials, <g, x>.
+template <class A, class Launch>
+DEEPFAST_INLINE A* stat_of(const Launch& op, int64_t row, int64_t entry, int64_t t) {
+  return at<A>(op.stats, (row * 3 + entry) * op.T + t);
+}
+
 // x = sum_k p_k v_k of one token. Stores the row's statistics.
-template <class T>
-DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, int64_t end,
-                                 const Near<T>& near, compute_t<T>* x) {
+template <class T, class Launch>
+DEEPFAST_INLINE void attend_near(const Launch& op, int64_t t, int64_t end, const Near<T>& near,
+                                 compute_t<T>* x) {
   using A = compute_t<T>;
   constexpr int N = kLanes<A>;
   constexpr Lanes<N> lanes;
-  const Boundary& f = op.base;
-  const bool joins = f.partial.data != nullptr;
-  const A* query = at<A>(op.query, 0);
+  const bool joins = op.partial.data != nullptr, softmax = is_softmax(op);
+  const int64_t count = op.near.count;
+  const A* query = at<A>(op.query, op.k * op.D);
+  const A* bias = at<A>(op.bias, op.k * op.R);
   A* p = near.p;
-  for (int64_t j = 0; j < f.near; ++j) {
-    near.v[j] = row_of<T>(f.source[j], t);
-    if (t + 1 < end) prefetch_row(row_of<T>(f.source[j], t + 1), f.dim);
+  for (int64_t j = 0; j < count; ++j) {
+    near.v[j] = row_of<T>(op.states, op.near[j], t);
+    if (t + 1 < end) prefetch_row(row_of<T>(op.states, op.near[j], t + 1), op.D);
   }
-  for_groups<kGroup>(f.near, [&](auto group, int64_t j) {
-    multiply_rows<A, 1, group.n>(&query, near.v.get() + j, f.dim, p + j, 0);
+  for_groups<kGroup>(count, [&](auto group, int64_t j) {
+    multiply_rows<A, 1, group.n>(&query, near.v.get() + j, op.D, p + j, 0);
   });
-  A most = joins && op.softmax ? *at<A>(op.partial_most, t) : -__builtin_inf();
+  A most = joins && softmax ? *at<A>(op.partial_stats, t) : -__builtin_inf();
   const A before = most;
-  for (int64_t j = 0; j < f.near; ++j) {
-    p[j] *= *at<A>(op.rstd[j], t);
-    if (op.bias != nullptr) p[j] += *at<A>(op.bias[j], 0);
+  for (int64_t j = 0; j < count; ++j) {
+    p[j] *= *at<A>(op.source_rstd, op.near[j] * op.T + t);
+    if (bias != nullptr) p[j] += bias[op.near[j]];
     most = p[j] > most ? p[j] : most;
   }
   A kept = joins ? A(1) : A(0);
-  if (op.softmax) {
-    for (int64_t j = f.near; j < padded<A>(f.near); ++j) p[j] = -__builtin_inf();
+  if (softmax) {
+    for (int64_t j = count; j < padded<A>(count); ++j) p[j] = -__builtin_inf();
     auto sum = broadcast(lanes, A(0));
-    for (int64_t j = 0; j < f.near; j += N) {
+    for (int64_t j = 0; j < count; j += N) {
       const auto e = exponential<A>(lanes, load(lanes, p + j) - most);
       store(lanes, p + j, e);
       sum += e;
@@ -75,49 +82,50 @@ DEEPFAST_INLINE void attend_near(const AttentionBoundary& op, int64_t t, int64_t
     A total = sum_lanes<A, N>(sum);
     if (joins) {
       const auto old = exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, before - most));
-      kept = *at<A>(op.partial_total, t) * old[0];
+      kept = *at<A>(op.partial_stats, op.T + t) * old[0];
       total += kept;
     }
     const A scale = A(1) / total;
     kept *= scale;
-    for (int64_t j = 0; j < f.near; ++j) p[j] *= scale;
-    *at<A>(op.most, t) = most;
-    *at<A>(op.total, t) = total;
+    for (int64_t j = 0; j < count; ++j) p[j] *= scale;
+    *stat_of<A>(op, op.k, 0, t) = most;
+    *stat_of<A>(op, op.k, 1, t) = total;
   } else {
-    for (int64_t j = 0; j < f.near; ++j) p[j] = p[j] <= A(0) ? A(0) : p[j];
+    for (int64_t j = 0; j < count; ++j) p[j] = p[j] <= A(0) ? A(0) : p[j];
   }
   if (joins)
-    for_lanes<A>(f.dim, [&](auto width, int64_t d) {
-      store(width, x + d, load(width, row_of<T>(f.partial, t) + d) * kept);
+    for_lanes<A>(op.D, [&](auto width, int64_t d) {
+      store(width, x + d, load(width, row_of<T>(op.partial, t) + d) * kept);
     });
   else
-    memset(x, 0, f.dim * sizeof(A));
+    memset(x, 0, op.D * sizeof(A));
   int64_t d = 0;
-  for (; d + 4 * N <= f.dim; d += 4 * N) add_registers<N, 4>(near, f.near, x, d);
-  for (; d + N <= f.dim; d += N) add_registers<N, 1>(near, f.near, x, d);
-  for (; d < f.dim; ++d) add_registers<1, 1>(near, f.near, x, d);
+  for (; d + 4 * N <= op.D; d += 4 * N) add_registers<N, 4>(near, count, x, d);
+  for (; d + N <= op.D; d += N) add_registers<N, 1>(near, count, x, d);
+  for (; d < op.D; ++d) add_registers<1, 1>(near, count, x, d);
 }
 
 template <class T>
-void forward(const AttentionBoundary& op, int64_t begin, int64_t end) {
+void forward(const AttentionBoundaryForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const Boundary& f = op.base;
-  Scratch<A> row(f.dim), mixed(f.dim);
-  const Near<T> near(f.near);
+  Scratch<A> row(op.D), mixed(op.D);
+  const Near<T> near(op.near.count);
   for (int64_t t = begin; t < end; ++t) {
-    if (f.branch.data != nullptr) {
-      push<T>(f, t, row);
+    if (op.branch.data != nullptr) {
+      load_push<T>(op, t, row);
+      T* state = row_of<T>(op.states, op.k, t);
+      store_row(row.get(), state, op.D);
       // Of the rounded state, which is what every row reads.
-      const T* state = row_of<T>(f.state, t);
-      const auto squares = sum_over_lanes<A, RowSum<A>>(f.dim, [&](auto lanes, int64_t d, auto& s) {
+      const auto squares = sum_over_lanes<A, RowSum<A>>(op.D, [&](auto lanes, int64_t d, auto& s) {
         const auto v = load(lanes, state + d);
         s.add(v * v);
       });
-      const A mean = squares.total() / static_cast<A>(f.dim);
-      *at<A>(op.own_rstd, t) = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
+      const A mean = squares.total() / static_cast<A>(op.D);
+      *at<A>(op.source_rstd, op.k * op.T + t) =
+          A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
     }
     attend_near<T>(op, t, end, near, mixed);
-    store_output<T>(f, t, mixed);
+    store_output<T>(op, t, mixed);
   }
 }
 
@@ -127,32 +135,32 @@ class Pulls {
   using A = compute_t<T>;
 
  public:
-  Pulls(const AttentionBoundaryGrad& op, int64_t chunk)
+  Pulls(const AttentionBoundaryBackward& op, int64_t chunk)
       : op_(op),
-        count_(op.base.pulls),
+        count_(op.pull_rows.count),
         query_(count_),
         grad_(count_),
         p_(padded<A>(count_)),
         c_(padded<A>(count_)),
-        dquery_(at<A>(op.dquery, chunk * count_ * op.base.forward.dim)),
+        dquery_(at<A>(op.dquery, chunk * count_ * op.D)),
         dbias_(at<A>(op.dbias, chunk * count_)) {
-    for (int64_t i = 0; i < count_; ++i) query_[i] = at<A>(op.pull_query[i], 0);
+    for (int64_t i = 0; i < count_; ++i) query_[i] = at<A>(op.query, op.pull_rows[i] * op.D);
     // Padding lanes hold numbers.
     for (int64_t i = count_; i < padded<A>(count_); ++i) p_[i] = c_[i] = A(0);
   }
 
   DEEPFAST_INLINE void add(int64_t t, int64_t end, const A* v, A* u) {
-    const int64_t dim = op_.base.forward.dim;
+    const int64_t dim = op_.D;
     for (int64_t i = 0; i < count_; ++i) {
-      grad_[i] = row_of<T>(op_.base.pull_grad[i], t);
+      grad_[i] = row_of<T>(op_.grads, op_.pull_slots[i], t);
       // The first row's gradient is the one that this pass stores.
-      if (i > 0 && t + 1 < end) prefetch_row(row_of<T>(op_.base.pull_grad[i], t + 1), dim);
+      if (i > 0 && t + 1 < end) prefetch_row(row_of<T>(op_.grads, op_.pull_slots[i], t + 1), dim);
     }
     for_groups<kGroup>(count_, [&](auto group, int64_t i) {
       multiply_rows<A, 1, group.n>(&v, query_.get() + i, dim, p_ + i, 0);
       multiply_rows<A, 1, group.n>(&v, grad_.get() + i, dim, c_ + i, 0);
     });
-    const A rstd = *at<A>(op_.forward.own_rstd, t);
+    const A rstd = *at<A>(op_.source_rstd, op_.k * op_.T + t);
     const A back = weights(t, rstd) * rstd * rstd / static_cast<A>(dim);
     for_groups<kGroup>(count_, [&](auto group, int64_t i) {
       pull_weighted<A, group.n, 1>(grad_.get() + i, query_.get() + i,
@@ -169,16 +177,17 @@ class Pulls {
   DEEPFAST_INLINE A weights(int64_t t, A rstd) {
     A slope = 0;
     for (int64_t i = 0; i < count_; ++i) {
+      const int64_t row = op_.pull_rows[i];
       const A raw = p_[i] * rstd;
-      const A score = op_.pull_bias == nullptr ? raw : raw + *at<A>(op_.pull_bias[i], 0);
+      const A score = op_.bias == nullptr ? raw : raw + *at<A>(op_.bias, row * op_.R + op_.k);
       A p = score <= A(0) ? A(0) : score, ds = score <= A(0) ? A(0) : c_[i];
-      if (op_.forward.softmax) {
+      if (is_softmax(op_)) {
         // Rounding can make the score larger than the largest one by its last digit.
-        const A below = score - *at<A>(op_.pull_most[i], t);
+        const A below = score - *stat_of<A>(op_, row, 0, t);
         const auto e =
             exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, below > A(0) ? A(0) : below));
-        p = e[0] / *at<A>(op_.pull_total[i], t);
-        ds = p * (c_[i] - *at<A>(op_.pull_delta[i], t));
+        p = e[0] / *stat_of<A>(op_, row, 1, t);
+        ds = p * (c_[i] - *stat_of<A>(op_, row, 2, t));
       }
       if (dbias_ != nullptr) dbias_[i] += ds;
       slope += ds * raw;
@@ -188,7 +197,7 @@ class Pulls {
     return slope;
   }
 
-  const AttentionBoundaryGrad& op_;
+  const AttentionBoundaryBackward& op_;
   const int64_t count_;
   Scratch<const A*> query_;
   Scratch<const T*> grad_;
@@ -197,48 +206,43 @@ class Pulls {
 };
 
 template <class T>
-void backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end, int64_t chunk) {
+void backward(const AttentionBoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const BoundaryGrad& b = op.base;
-  const Boundary& f = b.forward;
-  const int64_t dim = f.dim;
+  const int64_t dim = op.D;
   Scratch<A> g(dim), x(dim), n(dim), v(dim), u(dim);
-  const Near<T> near(f.near);
+  const Near<T> near(op.near.count);
   Pulls<T> pulls(op, chunk);
   for (int64_t t = begin; t < end; ++t) {
-    if (b.dout.data != nullptr || op.forward.softmax) attend_near<T>(op.forward, t, end, near, x);
+    if (op.dout.data != nullptr || is_softmax(op)) attend_near<T>(op, t, end, near, x);
     memcpy(n.get(), x.get(), dim * sizeof(A));
-    output_gradient<T>(b, t, chunk, n, g);
+    output_gradient<T>(op, t, chunk, n, g);
     // The state is read before the gradient is stored: the gradient may overwrite a slot of its
     // buffer.
-    load_row(row_of<T>(f.state, t), v.get(), dim);
-    T* stored = row_of<T>(b.grad, t);
+    load_row(row_of<T>(op.states, op.k, t), v.get(), dim);
+    T* stored = row_of<T>(op.grads, op.grad_slot, t);
     store_row(g.get(), stored, dim);
-    if (op.forward.softmax) {
+    if (is_softmax(op)) {
       // Of the rounded gradient, which is what the boundaries read.
       const A* mixed = x;
-      A* delta = at<A>(op.delta, t);
+      A* delta = stat_of<A>(op, op.k, 2, t);
       multiply_rows<A, 1, 1>(&stored, &mixed, dim, delta, 0);
     }
-    if (b.pulled.data != nullptr)
-      load_row(row_of<T>(b.pulled, t), u.get(), dim);
-    else
-      memset(u.get(), 0, dim * sizeof(A));
+    load_pulled<T>(op, t, u);
     pulls.add(t, end, v, u);
-    push_gradient<T>(b, t, chunk, v, u);
+    store_push_gradient<T>(op, t, u);
   }
 }
 
 }  // namespace
 
-void attention_boundary_forward(const AttentionBoundary& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.base.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
+void attention_boundary_forward(const AttentionBoundaryForward& op, int64_t begin, int64_t end,
+                                int64_t) {
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
-void attention_boundary_backward(const AttentionBoundaryGrad& op, int64_t begin, int64_t end,
+void attention_boundary_backward(const AttentionBoundaryBackward& op, int64_t begin, int64_t end,
                                  int64_t chunk) {
-  with_storage(op.base.forward.storage,
-               [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
+  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA

@@ -120,25 +120,25 @@ bool finite(const A* p, int64_t n) {
 }
 
 // One sentence with one head of keys and values.
-template <class T>
+template <class T, class Launch>
 class Sentence {
   using A = compute_t<T>;
 
  public:
-  Sentence(const Attention& op, int64_t number)
+  Sentence(const Launch& op, int64_t number)
       : op_(op),
-        group_(number % op.kv_heads),
-        first_(op.begin_q[number / op.kv_heads]),
-        queries_(op.begin_q[number / op.kv_heads + 1] - first_),
-        first_key_(op.begin_k[number / op.kv_heads]),
-        keys_(op.begin_k[number / op.kv_heads + 1] - first_key_),
+        group_(number % op.G),
+        first_(op.cu_seqlens_q[number / op.G]),
+        queries_(op.cu_seqlens_q[number / op.G + 1] - first_),
+        first_key_(op.cu_seqlens_k[number / op.G]),
+        keys_(op.cu_seqlens_k[number / op.G + 1] - first_key_),
         width_(up_to_lanes<A>(keys_)),
-        stride_(up_to_lanes<A>(op.dim)),
+        stride_(up_to_lanes<A>(op.E)),
         block_(largest(4, least(kMostQueries, kScoreBytes / static_cast<int64_t>(sizeof(A)) /
                                                   largest(1, width_)))) {}
 
   void forward() const {
-    const int64_t dim = op_.dim;
+    const int64_t dim = op_.E;
     Scratch<A> rows(keys_ * stride_), columns(stride_ * width_), q(block_ * stride_),
         scores(block_ * width_), out(block_ * stride_);
     pack<T>(op_.k, first_key_, group_, keys_, dim, A(1), rows.get());
@@ -167,7 +167,7 @@ class Sentence {
   }
 
   void backward() const {
-    const int64_t dim = op_.dim, size = keys_ * stride_;
+    const int64_t dim = op_.E, size = keys_ * stride_;
     Scratch<A> k(size), columns(stride_ * width_), v_columns(stride_ * width_), dk(size), dv(size),
         q(block_ * stride_), dout(block_ * stride_), dq(block_ * stride_), p(block_ * width_),
         ds(block_ * width_);
@@ -225,7 +225,7 @@ class Sentence {
 
   template <class F>
   void for_blocks(const F& f) const {
-    const int64_t each = op_.heads / op_.kv_heads;
+    const int64_t each = op_.H / op_.G;
     for (int64_t h = 0; h < each; ++h)
       for (int64_t i = 0; i < queries_; i += block_) {
         const int64_t count = least(block_, queries_ - i);
@@ -238,8 +238,8 @@ class Sentence {
   void multiply(const A* rows, const A* columns, A* out, const Block& b) const {
     const int64_t width = up_to_lanes<A>(b.last - b.from);
     for (int64_t i = 0; i < b.count; ++i) memset(out + i * width_ + b.from, 0, width * sizeof(A));
-    Product<A>{rows,         stride_, 1,       columns + b.from, width_,
-               out + b.from, width_,  b.count, op_.dim,          width}
+    Product<A>{rows,    stride_, 1,    columns + b.from, width_, out + b.from, width_,
+               b.count, op_.E,   width}
         .run();
   }
 
@@ -272,7 +272,7 @@ class Sentence {
   // Turns scores into exp(s - most), stores the log-sum-exp, and returns the sum.
   A weigh(A* row, const Block& b, int64_t i) const {
     hide(row, b, i, kHidden);
-    A* const lse = at<A>(op_.lse, b.head * op_.tokens + first_ + b.query + i);
+    A* const lse = at<A>(op_.lse, b.head * op_.T + first_ + b.query + i);
     A most = row_max(row + b.from, b.last - b.from);
     if (most == kHidden) most = A(0);  // no key is seen, or only scores of -inf or NaN
     const auto total = sum_over_lanes<A, RowSum<A>>(
@@ -288,7 +288,7 @@ class Sentence {
 
   // p: scores to dropped weights. ds: gradients of the dropped weights to those of the scores.
   void differentiate(A* p, A* ds, A dot, const Block& b, int64_t i) const {
-    const A lse = *at<A>(op_.lse, b.head * op_.tokens + first_ + b.query + i);
+    const A lse = *at<A>(op_.lse, b.head * op_.T + first_ + b.query + i);
     const int64_t width = up_to_lanes<A>(b.last - b.from);
     if (lse == kHidden) {
       memset(p + b.from, 0, width * sizeof(A));
@@ -317,25 +317,27 @@ class Sentence {
   // Calls f(lanes, key, draws) for the weights of query i of a block.
   template <class F>
   DEEPFAST_INLINE void drop(const Block& b, int64_t i, const F& f) const {
-    const int64_t row = (first_ + b.query + i) * op_.heads + b.head;
+    const int64_t row = (first_ + b.query + i) * op_.H + b.head;
     for_drawn_lanes<A>(op_.dropout, row, b.from + up_to_lanes<A>(b.last - b.from), f, b.from);
   }
 
-  const Attention& op_;
+  const Launch& op_;
   const int64_t group_, first_, queries_, first_key_, keys_, width_, stride_, block_;
 };
 
 }  // namespace
 
-void attention_forward(const Attention& op, int64_t begin, int64_t end, int64_t) {
+void attention_forward(const AttentionForward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) {
-    for (int64_t n = begin; n < end; ++n) Sentence<decltype(type)>(op, n).forward();
+    for (int64_t n = begin; n < end; ++n)
+      Sentence<decltype(type), AttentionForward>(op, n).forward();
   });
 }
 
-void attention_backward(const Attention& op, int64_t begin, int64_t end, int64_t) {
+void attention_backward(const AttentionBackward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) {
-    for (int64_t n = begin; n < end; ++n) Sentence<decltype(type)>(op, n).backward();
+    for (int64_t n = begin; n < end; ++n)
+      Sentence<decltype(type), AttentionBackward>(op, n).backward();
   });
 }
 

@@ -7,31 +7,19 @@
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
-// y = residual + dropout(branch), normalised or not, into its slot.
-template <class T>
-DEEPFAST_INLINE void push(const Boundary& op, int64_t t, compute_t<T>* row) {
-  using A = compute_t<T>;
-  const int64_t dim = op.dim;
-  load_row(row_of<T>(op.branch, t), row, dim);
-  if (op.dropout.threshold > 0) dropout_row<A>(op.dropout, t, row, dim);
-  if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, dim);
-  T* state = row_of<T>(op.state, t);
-  if (op.norm_source) {
-    const auto m = moments<A>(row, dim, static_cast<A>(op.source_eps), op.source_rms);
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, state + d, (load(lanes, row + d) - m.mean) * m.rstd);
-    });
-    *at<A>(op.source_rstd, t) = m.rstd;
-  } else {
-    store_row(row, state, dim);
-  }
+// y = residual + dropout(branch) in scratch memory.
+template <class T, class Launch>
+DEEPFAST_INLINE void load_push(const Launch& op, int64_t t, compute_t<T>* row) {
+  load_row(row_of<T>(op.branch, t), row, op.D);
+  if (op.dropout.threshold > 0) dropout_row<compute_t<T>>(op.dropout, t, row, op.D);
+  if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, op.D);
 }
 
 // x and, where it is wanted, out = norm(x), from x in scratch memory.
-template <class T>
-DEEPFAST_INLINE void store_output(const Boundary& op, int64_t t, const compute_t<T>* x) {
+template <class T, class Launch>
+DEEPFAST_INLINE void store_output(const Launch& op, int64_t t, const compute_t<T>* x) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim;
+  const int64_t dim = op.D;
   if (op.x.data != nullptr) store_row(x, row_of<T>(op.x, t), dim);
   if (op.out.data == nullptr) return;
   const A *weight = at<A>(op.out_norm_weight, 0), *bias = at<A>(op.out_norm_bias, 0);
@@ -56,44 +44,42 @@ DEEPFAST_INLINE void scale_row(A* d, const A* weight, int64_t dim) {
 
 // g, the gradient of x: dx plus the gradient through the output's norm. With a dout, `x` holds x,
 // and afterwards x normalised.
-template <class T>
-DEEPFAST_INLINE void output_gradient(const BoundaryGrad& op, int64_t t, int64_t chunk,
-                                     compute_t<T>* x, compute_t<T>* g) {
+template <class T, class Launch>
+DEEPFAST_INLINE void output_gradient(const Launch& op, int64_t t, int64_t chunk, compute_t<T>* x,
+                                     compute_t<T>* g) {
   using A = compute_t<T>;
-  const Boundary& f = op.forward;
-  const int64_t dim = f.dim;
+  const int64_t dim = op.D;
   if (op.dout.data == nullptr) {
     load_row(row_of<T>(op.dx, t), g, dim);
     return;
   }
-  const A mean = f.out_rms ? A(0) : *at<A>(f.out_mean, t), rstd = *at<A>(f.out_rstd, t);
+  const A mean = op.out_rms ? A(0) : *at<A>(op.out_mean, t), rstd = *at<A>(op.out_rstd, t);
   for_lanes<A>(
       dim, [&](auto lanes, int64_t d) { store(lanes, x + d, (load(lanes, x + d) - mean) * rstd); });
   load_row(row_of<T>(op.dout, t), g, dim);
   accumulate_affine<A>(g, x, at<A>(op.dout_norm_weight, chunk * dim),
                        at<A>(op.dout_norm_bias, chunk * dim), dim);
-  scale_row<A>(g, at<A>(f.out_norm_weight, 0), dim);
-  norm_backward_row<A>(g, x, rstd, dim, f.out_rms);
+  scale_row<A>(g, at<A>(op.out_norm_weight, 0), dim);
+  norm_backward_row<A>(g, x, rstd, dim, op.out_rms);
   if (op.dx.data != nullptr) add_row(row_of<T>(op.dx, t), g, dim);
 }
 
-// From u, the gradient of z = n * norm_weight + norm_bias, those of the pushed state's operands. It
-// overwrites u.
-template <class T>
-DEEPFAST_INLINE void push_gradient(const BoundaryGrad& op, int64_t t, int64_t chunk,
-                                   const compute_t<T>* n, compute_t<T>* u) {
-  using A = compute_t<T>;
-  const Boundary& f = op.forward;
-  const int64_t dim = f.dim;
-  accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, chunk * dim), at<A>(op.dnorm_bias, chunk * dim),
-                       dim);
-  scale_row<A>(u, at<A>(op.state_norm_weight, 0), dim);
-  if (f.norm_source) norm_backward_row<A>(u, n, *at<A>(f.source_rstd, t), dim, f.source_rms);
-  if (op.dresidual.data != nullptr) store_row(u, row_of<T>(op.dresidual, t), dim);
-  if (op.dbranch.data != nullptr) {
-    if (f.dropout.threshold > 0) dropout_row<A>(f.dropout, t, u, dim);
-    store_row(u, row_of<T>(op.dbranch, t), dim);
-  }
+// u, the gradient of the pushed y, as those of residual and branch. It overwrites u.
+template <class T, class Launch>
+DEEPFAST_INLINE void store_push_gradient(const Launch& op, int64_t t, compute_t<T>* u) {
+  if (op.dresidual.data != nullptr) store_row(u, row_of<T>(op.dresidual, t), op.D);
+  if (op.dbranch.data == nullptr) return;
+  if (op.dropout.threshold > 0) dropout_row<compute_t<T>>(op.dropout, t, u, op.D);
+  store_row(u, row_of<T>(op.dbranch, t), op.D);
+}
+
+// Later blocks' share of u, or zeros.
+template <class T, class Launch>
+DEEPFAST_INLINE void load_pulled(const Launch& op, int64_t t, compute_t<T>* u) {
+  if (op.pulled.data != nullptr)
+    load_row(row_of<T>(op.pulled, t), u, op.D);
+  else
+    memset(u, 0, op.D * sizeof(compute_t<T>));
 }
 
 }  // namespace DEEPFAST_ISA

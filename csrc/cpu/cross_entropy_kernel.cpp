@@ -16,8 +16,8 @@ namespace {
 template <class T>
 void rows(const CrossEntropy& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t V = op.vocabulary;
-  const A smoothing = static_cast<A>(op.smoothing), even = smoothing / static_cast<A>(V);
+  const int64_t V = op.V;
+  const A smoothing = static_cast<A>(op.label_smoothing), even = smoothing / static_cast<A>(V);
   for (int64_t t = begin; t < end; ++t) {
     T* row = row_of<T>(op.logits, t);
     const int64_t target = op.target[t];

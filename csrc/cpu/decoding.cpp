@@ -1,16 +1,68 @@
 // The ops of one step of decoding on the CPU: checks, threads, registration. Neither has kernels
 // for other devices, so neither is in the table of launches.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
 #include "op.h"
 
 namespace deepfast {
 namespace {
 
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Storage storage_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return Storage::f32;
+    case ScalarType::Double:
+      return Storage::f64;
+    case ScalarType::BFloat16:
+      return Storage::bf16;
+    case ScalarType::Half:
+      return Storage::f16;
+    default:
+      DEEPFAST_CHECK(false, "expected float32, float64, bfloat16 or float16");
+  }
+}
+
+// A (T, D) tensor with contiguous columns.
+Matrix matrix(const Tensor& t, Storage storage, int64_t tokens, int64_t dim) {
+  DEEPFAST_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == tokens && t.size(1) == dim &&
+                     storage_of(t) == storage && (t.stride(1) == 1 || dim == 1 || tokens == 0),
+                 "expected a tensor of shape (", tokens, ", ", dim,
+                 "), in the dtype of the call, with contiguous columns");
+  return {t.mutable_data_ptr(), t.stride(0)};
+}
+
+// `count` contiguous values of the compute type.
+void* values_of(const Tensor& t, Storage storage, int64_t count) {
+  const auto expected = storage == Storage::f64 ? ScalarType::Double : ScalarType::Float;
+  DEEPFAST_CHECK(
+      t.is_cpu() && t.scalar_type() == expected && t.is_contiguous() && t.numel() == count,
+      "expected ", count, " contiguous values of the compute dtype, got ", t.numel());
+  return t.mutable_data_ptr();
+}
+
 // Keys or values (B, G, N, d) with contiguous channels.
 CacheView cache_view(const Tensor& t, Storage storage) {
-  DEEPFAST_CHECK(is_here(t) && t.dim() == 4 && storage_of(t) == storage &&
+  DEEPFAST_CHECK(t.is_cpu() && t.dim() == 4 && storage_of(t) == storage &&
                      (t.stride(3) == 1 || t.size(3) == 1),
                  "expected keys and values (B, G, N, d) in the dtype of q");
   return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+// A contiguous tensor of `count` integers.
+const int64_t* integers(const Tensor& t, int64_t count) {
+  DEEPFAST_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Long && t.is_contiguous() &&
+                     t.dim() == 1 && t.size(0) == count,
+                 "expected ", count, " contiguous values in int64, got ", t.numel());
+  return t.const_data_ptr<int64_t>();
 }
 
 void check_range(const int64_t* p, int64_t count, int64_t end, const char* what) {
@@ -43,9 +95,9 @@ void cached_attention(Tensor q, OptionalTensor key, OptionalTensor value, Tensor
   DEEPFAST_CHECK(key.has_value() == value.has_value() && key.has_value() == columns.has_value(),
                  "cached_attention: key, value and columns go together");
   if (columns.has_value()) {
-    op.key = matrix(key, op.storage, rows, channels);
-    op.value = matrix(value, op.storage, rows, channels);
-    DEEPFAST_CHECK(is_here(*columns) && columns->scalar_type() == ScalarType::Long &&
+    op.key = matrix(*key, op.storage, rows, channels);
+    op.value = matrix(*value, op.storage, rows, channels);
+    DEEPFAST_CHECK(columns->is_cpu() && columns->scalar_type() == ScalarType::Long &&
                        columns->dim() == 2 && columns->size(0) == rows && columns->size(1) > 0 &&
                        (columns->stride(1) == 1 || columns->size(1) == 1),
                    "cached_attention: expected columns (R, T) in int64");
@@ -56,20 +108,18 @@ void cached_attention(Tensor q, OptionalTensor key, OptionalTensor value, Tensor
       check_range(op.columns + row * op.columns_stride, op.count, length, "columns");
   }
   if (padding.has_value()) {
-    DEEPFAST_CHECK(!columns.has_value() && is_here(*padding) &&
+    DEEPFAST_CHECK(!columns.has_value() && padding->is_cpu() &&
                        padding->scalar_type() == ScalarType::Bool && padding->is_contiguous() &&
                        padding->dim() == 2 && padding->size(0) == batch &&
                        padding->size(1) == length,
                    "cached_attention: expected padding (B, N) in bool, and no columns");
     op.padding = static_cast<const uint8_t*>(padding->mutable_data_ptr());
   }
-  Chunks(rows, 32, 4).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels(op.storage).cached_attention(op, begin, end, chunk);
-  });
+  Chunks(rows, 32, 4).run(&Kernels::cached_attention, op);
 }
 
-void best_tokens(Tensor logits, Indices banned, int64_t eos, Tensor values, Tensor tokens,
-                 Tensor of_eos) {
+void best_tokens(Tensor logits, std::vector<int64_t> banned, int64_t eos, Tensor values,
+                 Tensor tokens, Tensor of_eos) {
   BestTokens op{};
   op.storage = storage_of(logits);
   const int64_t rows = logits.size(0);
@@ -79,17 +129,15 @@ void best_tokens(Tensor logits, Indices banned, int64_t eos, Tensor values, Tens
                  ", got ", eos);
   op.eos = eos;
   op.banned = banned.data(), op.bans = static_cast<int64_t>(banned.size());
-  DEEPFAST_CHECK(is_here(tokens) && tokens.dim() == 2 && tokens.size(0) == rows &&
+  DEEPFAST_CHECK(tokens.is_cpu() && tokens.dim() == 2 && tokens.size(0) == rows &&
                      tokens.size(1) > 0 && tokens.is_contiguous() &&
                      tokens.scalar_type() == ScalarType::Long,
                  "best_tokens: expected tokens (R, K) in int64");
   op.count = tokens.size(1);
   op.tokens = tokens.mutable_data_ptr<int64_t>();
-  op.values = parameter(values, op.storage, rows * op.count);
-  op.of_eos = parameter(of_eos, op.storage, rows);
-  Chunks(rows, 32, 4).run([&](int64_t begin, int64_t end, int64_t chunk) {
-    kernels(op.storage).best_tokens(op, begin, end, chunk);
-  });
+  op.values = values_of(values, op.storage, rows * op.count);
+  op.of_eos = values_of(of_eos, op.storage, rows);
+  Chunks(rows, 32, 4).run(&Kernels::best_tokens, op);
 }
 
 }  // namespace

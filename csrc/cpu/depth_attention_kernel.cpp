@@ -36,42 +36,42 @@ DEEPFAST_INLINE A exponential_of(A x) {
 }
 
 // Prefetches a row: the processor's own prefetcher does not follow so many streams.
-template <class T>
-DEEPFAST_INLINE void prefetch_row(const DepthAttention& op, int64_t t, int64_t k) {
-  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.source[k], t));
-  for (int64_t at = 0; at < op.dim * static_cast<int64_t>(sizeof(T)); at += 64)
+template <class T, class Launch>
+DEEPFAST_INLINE void prefetch_row(const Launch& op, int64_t t, int64_t k) {
+  const auto* p = reinterpret_cast<const char*>(row_of<T>(op.sources[k], t));
+  for (int64_t at = 0; at < op.D * static_cast<int64_t>(sizeof(T)); at += 64)
     __builtin_prefetch(p + at, 0, 2);
 }
 
 // Prefetches the next row: that of the next source or, after the last source, that of the first
 // source for the next token.
-template <class T>
-DEEPFAST_INLINE void prefetch_next(const DepthAttention& op, int64_t t, int64_t k, int64_t end) {
-  if (k + 1 < op.sources)
+template <class T, class Launch>
+DEEPFAST_INLINE void prefetch_next(const Launch& op, int64_t t, int64_t k, int64_t end) {
+  if (k + 1 < op.K)
     prefetch_row<T>(op, t, k + 1);
   else if (t + 1 < end)
     prefetch_row<T>(op, t + 1, 0);
 }
 
 // The scores of one source's row, hop by hop.
-template <class T, class A = compute_t<T>>
+template <class T, class Launch, class A = compute_t<T>>
 class Scores {
  public:
-  DEEPFAST_INLINE Scores(const DepthAttention& op, const T* row, int64_t t, int64_t k)
-      : op_(op), row_(row), given_(at<A>(op.scores, (t * op.sources + k) * op.hops)) {
+  DEEPFAST_INLINE Scores(const Launch& op, const T* row, int64_t t, int64_t k)
+      : op_(op), row_(row), given_(at<A>(op.scores, (t * op.K + k) * op.H)) {
     if (op.query == nullptr) return;
     if (!op.norm) {
-      first_ = dot_rows(row, at<A>(op.query, 0), op.dim);
+      first_ = dot_rows(row, at<A>(op.query, 0), op.D);
       return;
     }
     // The norm and the first hop's score in one pass.
     const A* query = at<A>(op.query, 0);
-    const auto sums = sum_over_lanes<A, RowSums<A>>(op.dim, [&](auto lanes, int64_t d, auto& s) {
+    const auto sums = sum_over_lanes<A, RowSums<A>>(op.D, [&](auto lanes, int64_t d, auto& s) {
       const auto x = load(lanes, row + d);
       s.first.add(x * x);
       s.second.add(x * load(lanes, query + d));
     });
-    const A mean = sums.first.total() / static_cast<A>(op.dim);
+    const A mean = sums.first.total() / static_cast<A>(op.D);
     r_ = A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
     first_ = sums.second.total() * r_;
   }
@@ -79,11 +79,11 @@ class Scores {
   DEEPFAST_INLINE A r() const { return r_; }
   DEEPFAST_INLINE A operator()(int64_t h) const {
     if (given_ != nullptr) return given_[h];
-    return h == 0 ? first_ : dot_rows(row_, at<A>(op_.query, h * op_.dim), op_.dim) * r_;
+    return h == 0 ? first_ : dot_rows(row_, at<A>(op_.query, h * op_.D), op_.D) * r_;
   }
 
  private:
-  const DepthAttention& op_;
+  const Launch& op_;
   const T* row_;
   const A* given_;
   A first_ = 0, r_ = 1;
@@ -93,19 +93,19 @@ class Scores {
 
 // The sums with the scores as weights, a few tokens and sources at a time.
 template <class T>
-void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
+void mix_rows(const DepthAttentionForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim, hops = op.hops;
+  const int64_t dim = op.D, hops = op.H;
   const TileShape shape = TileShape::whole_rows(dim);
   Scratch<A> sums(shape.tokens * hops * dim), kept(hops);
   for (int64_t h = 0; h < hops; ++h) kept[h] = 1;
   for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
     memset(sums.get(), 0, shape.tokens * hops * dim * sizeof(A));
-    for_groups<kGroup>(op.sources, [&](auto group, int64_t k) {
+    for_groups<kGroup>(op.K, [&](auto group, int64_t k) {
       for (int64_t t = tile.t0; t < tile.t1; ++t) {
-        const Streams<T, group.n> states(op.source, op.sources, k, tile, t);
+        const Streams<T, group.n> states(op.sources, k, tile, t);
         states.prefetch_row(dim);
-        const A* weight = at<A>(op.scores, (t * op.sources + k) * hops);
+        const A* weight = at<A>(op.scores, (t * op.K + k) * hops);
         A* sum = sums + (t - tile.t0) * hops * dim;
         for_groups<kAcross>(hops, [&](auto across, int64_t h) {
           add_weighted<T, group.n, across.n>(states.row, weight + h, hops, kept.get(),
@@ -114,7 +114,7 @@ void mix_rows(const DepthAttention& op, int64_t begin, int64_t end) {
       }
     });
     for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
-      store_row(sums + (r - tile.t0 * hops) * dim, row_of<T>(op.out, r), dim);
+      store_row(sums + (r - tile.t0 * hops) * dim, at<T>(op.out, r * op.D), dim);
   });
 }
 
@@ -124,26 +124,26 @@ class PullTokens {
   using A = compute_t<T>;
 
  public:
-  explicit PullTokens(const DepthAttention& op)
+  explicit PullTokens(const DepthAttentionBackward& op)
       : op_(op),
-        shape_(TileShape::whole_rows(op.dim)),
-        dout_(shape_.tokens * op.hops * op.dim),
-        u_(kGroup * op.dim),
-        weight_(op.hops * kGroup),
-        g_(op.hops) {
+        shape_(TileShape::whole_rows(op.D)),
+        dout_(shape_.tokens * op.H * op.D),
+        u_(kGroup * op.D),
+        weight_(op.H * kGroup),
+        g_(op.H) {
     for (int c = 0; c < kGroup; ++c) kept_[c] = 1;
   }
 
   void run(int64_t begin, int64_t end) {
-    const int64_t hops = op_.hops, dim = op_.dim;
+    const int64_t hops = op_.H, dim = op_.D;
     for_tiles(begin, end, dim, shape_, [&](const Tile& tile) {
       for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
         load_row(row_of<T>(op_.dout, r), dout_ + (r - tile.t0 * hops) * dim, dim);
-      for_groups<kGroup>(op_.sources, [&](auto group, int64_t k) {
+      for_groups<kGroup>(op_.K, [&](auto group, int64_t k) {
         for (int64_t t = tile.t0; t < tile.t1; ++t) {
           for (int64_t h = 0; h < hops; ++h) g_[h] = dout_ + ((t - tile.t0) * hops + h) * dim;
           if (op_.dscores != nullptr) weight_grads<group.n>(tile, t, k);
-          if (op_.dsource[k].data != nullptr) source_grads<group.n>(tile, t, k);
+          if (op_.dsources.count > 0) source_grads<group.n>(tile, t, k);
         }
       });
     });
@@ -152,35 +152,34 @@ class PullTokens {
  private:
   template <int C>
   DEEPFAST_INLINE void weight_grads(const Tile& tile, int64_t t, int64_t k) {
-    const Streams<T, C> states(op_.source, op_.sources, k, tile, t);
-    states.prefetch_row(op_.dim);
+    const Streams<T, C> states(op_.sources, k, tile, t);
+    states.prefetch_row(op_.D);
     const T* const* v = states.row;
-    A* ds = at<A>(op_.dscores, (t * op_.sources + k) * op_.hops);
-    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
-      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.dim, ds + h, op_.hops);
+    A* ds = at<A>(op_.dscores, (t * op_.K + k) * op_.H);
+    for_groups<kAcross>(op_.H, [&](auto across, int64_t h) {
+      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.D, ds + h, op_.H);
     });
   }
 
   template <int C>
   DEEPFAST_INLINE void source_grads(const Tile& tile, int64_t t, int64_t k) {
-    const A* weight = at<A>(op_.scores, (t * op_.sources + k) * op_.hops);
-    if (op_.accumulate) Streams<T, C>(op_.dsource, op_.sources, k, tile, t).prefetch_row(op_.dim);
+    const A* weight = at<A>(op_.scores, (t * op_.K + k) * op_.H);
+    if (op_.accumulate) Streams<T, C>(op_.dsources, k, tile, t).prefetch_row(op_.D);
     for (int c = 0; c < C; ++c) {
-      for (int64_t h = 0; h < op_.hops; ++h) weight_[h * kGroup + c] = weight[c * op_.hops + h];
+      for (int64_t h = 0; h < op_.H; ++h) weight_[h * kGroup + c] = weight[c * op_.H + h];
       if (op_.accumulate)
-        load_row(row_of<T>(op_.dsource[k + c], t), u_ + c * op_.dim, op_.dim);
+        load_row(row_of<T>(op_.dsources[k + c], t), u_ + c * op_.D, op_.D);
       else
-        memset(u_ + c * op_.dim, 0, op_.dim * sizeof(A));
+        memset(u_ + c * op_.D, 0, op_.D * sizeof(A));
     }
-    for_groups<kAcross>(op_.hops, [&](auto across, int64_t h) {
+    for_groups<kAcross>(op_.H, [&](auto across, int64_t h) {
       add_weighted<A, across.n, C>(g_.get() + h, weight_ + h * kGroup, kGroup, kept_, u_.get(),
-                                   op_.dim, op_.dim);
+                                   op_.D, op_.D);
     });
-    for (int c = 0; c < C; ++c)
-      store_row(u_ + c * op_.dim, row_of<T>(op_.dsource[k + c], t), op_.dim);
+    for (int c = 0; c < C; ++c) store_row(u_ + c * op_.D, row_of<T>(op_.dsources[k + c], t), op_.D);
   }
 
-  const DepthAttention& op_;
+  const DepthAttentionBackward& op_;
   const TileShape shape_;
   Scratch<A> dout_, u_, weight_;
   Scratch<const A*> g_;
@@ -190,18 +189,18 @@ class PullTokens {
 // ---- softmax -----------------------------------------------------------------------------------
 
 template <class T>
-void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
+void forward_rows(const DepthAttentionForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   constexpr A kNone = -__builtin_inf();
-  const int64_t dim = op.dim, hops = op.hops;
+  const int64_t dim = op.D, hops = op.H;
   Scratch<A> sum(hops * dim), most(hops), total(hops);
   for (int64_t t = begin; t < end; ++t) {
     memset(sum.get(), 0, hops * dim * sizeof(A));
     for (int64_t h = 0; h < hops; ++h) most[h] = kNone, total[h] = 0;
-    for (int64_t k = 0; k < op.sources; ++k) {
-      const T* row = row_of<T>(op.source[k], t);
+    for (int64_t k = 0; k < op.K; ++k) {
+      const T* row = row_of<T>(op.sources[k], t);
       prefetch_next<T>(op, t, k, end);
-      const Scores<T> scores(op, row, t, k);
+      const Scores<T, DepthAttentionForward> scores(op, row, t, k);
       for (int64_t h = 0; h < hops; ++h) {
         const A s = scores(h);
         // Its weight is 0 whatever the others are; the difference of two such scores would be NaN.
@@ -221,7 +220,7 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < hops; ++h) {
       const A scale = A(1) / total[h];
       const A* row_sum = sum + h * dim;
-      T* out = row_of<T>(op.out, t * hops + h);
+      T* out = at<T>(op.out, (t * hops + h) * op.D);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
         store(lanes, out + d, load(lanes, row_sum + d) * scale);
       });
@@ -237,9 +236,9 @@ void forward_rows(const DepthAttention& op, int64_t begin, int64_t end) {
 }
 
 template <class T>
-void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
+void backward_rows(const DepthAttentionBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim, hops = op.hops;
+  const int64_t dim = op.D, hops = op.H;
   const A* query = at<A>(op.query, 0);
   A* dquery = at<A>(op.dquery, chunk * hops * dim);
   // Per hop: dout and q in the compute type side by side, p_k, and ds_k r_k.
@@ -247,13 +246,13 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t h = 0; h < hops; ++h) {
       load_row(row_of<T>(op.dout, t * hops + h), dout + h * dim, dim);
-      delta[h] = dot_rows(row_of<T>(op.out, t * hops + h), dout + h * dim, dim);
+      delta[h] = dot_rows(at<T>(op.out, (t * hops + h) * op.D), dout + h * dim, dim);
       if (op.dlse != nullptr) delta[h] -= *at<A>(op.dlse, t * hops + h);
     }
-    for (int64_t k = 0; k < op.sources; ++k) {
-      const T* row = row_of<T>(op.source[k], t);
+    for (int64_t k = 0; k < op.K; ++k) {
+      const T* row = row_of<T>(op.sources[k], t);
       prefetch_next<T>(op, t, k, end);
-      const Scores<T> scores(op, row, t, k);
+      const Scores<T, DepthAttentionBackward> scores(op, row, t, k);
       A slope = 0;
       for (int64_t h = 0; h < hops; ++h) {
         const A s = scores(h);
@@ -261,7 +260,7 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
         const A ds = p[h] * (dot_rows(row, dout + h * dim, dim) - delta[h]);
         c[h] = ds * scores.r();
         slope += ds * s;
-        if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.sources + k) * hops + h) = ds;
+        if (op.dscores != nullptr) *at<A>(op.dscores, (t * op.K + k) * hops + h) = ds;
         if (dquery != nullptr) {
           A* target = dquery + h * dim;
           for_lanes<A>(dim, [&](auto lanes, int64_t d) {
@@ -269,10 +268,10 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
           });
         }
       }
-      if (op.dsource[k].data == nullptr) continue;
+      if (op.dsources.count == 0) continue;
       // Given scores, and rows without a norm, add no gradient of their own.
       const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
-      T* target = row_of<T>(op.dsource[k], t);
+      T* target = row_of<T>(op.dsources[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
         auto u = op.accumulate ? load(lanes, target + d) : broadcast(lanes, A(0));
         if (op.norm) u -= back * load(lanes, row + d);
@@ -288,14 +287,15 @@ void backward_rows(const DepthAttention& op, int64_t begin, int64_t end, int64_t
 
 }  // namespace
 
-void depth_attention_forward(const DepthAttention& op, int64_t begin, int64_t end, int64_t) {
+void depth_attention_forward(const DepthAttentionForward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
     op.most == nullptr ? mix_rows<T>(op, begin, end) : forward_rows<T>(op, begin, end);
   });
 }
 
-void depth_attention_backward(const DepthAttention& op, int64_t begin, int64_t end, int64_t chunk) {
+void depth_attention_backward(const DepthAttentionBackward& op, int64_t begin, int64_t end,
+                              int64_t chunk) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
     op.most == nullptr ? PullTokens<T>(op).run(begin, end)

@@ -23,16 +23,16 @@ constexpr int kPullRows = kManyRegisters ? 4 : 2, kPullSources = kManyRegisters 
 // sums += weights * z for K states from k0 on, of one token's channels [d, d1), V vectors of N
 // channels at once. Returns the first channel that is left.
 template <class T, int N, int V, int K, bool PerChannel>
-DEEPFAST_INLINE int64_t mix_channels(const Mix& op, const Streams<T, K>& states, int64_t d,
+DEEPFAST_INLINE int64_t mix_channels(const MixRows& op, const Streams<T, K>& states, int64_t d,
                                      int64_t d1, int64_t k0, const compute_t<T>* weights,
                                      compute_t<T>* sums, int64_t sums_stride) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
-  const int64_t rows = op.rows, sources = op.sources;
+  const int64_t rows = op.rows.count, sources = op.sources.count;
   const A *norm_weight[K], *norm_bias[K];
   DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
-    norm_weight[k] = at<A>(op.norm_weight[k0 + k], 0);
-    norm_bias[k] = at<A>(op.norm_bias[k0 + k], 0);
+    norm_weight[k] = at<A>(op.norm_weight, op.sources[k0 + k] * op.D);
+    norm_bias[k] = at<A>(op.norm_bias, op.sources[k0 + k] * op.D);
   }
   for (; d + V * N <= d1; d += V * N) {
     states.template prefetch<V * N>(d);
@@ -47,7 +47,7 @@ DEEPFAST_INLINE int64_t mix_channels(const Mix& op, const Streams<T, K>& states,
       DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] = load(lanes, sum + v * N);
       DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
         if constexpr (PerChannel) {
-          const A* w = static_cast<const A*>(op.weight[r * sources + k0 + k]) + d;
+          const A* w = weight_of<A>(op.weight, op.rows[r], op.sources[k0 + k], op.R) + d;
           DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] += load(lanes, w + v * N) * z[k][v];
         } else {
           const auto w = broadcast(lanes, weight[k]);
@@ -61,12 +61,12 @@ DEEPFAST_INLINE int64_t mix_channels(const Mix& op, const Streams<T, K>& states,
 }
 
 template <class T, int K, bool PerChannel>
-void mix_states(const Mix& op, const Tile& tile, const TileShape& shape, int64_t k0,
+void mix_states(const MixRows& op, const Tile& tile, const TileShape& shape, int64_t k0,
                 const compute_t<T>* weights, compute_t<T>* sums) {
   constexpr int N = kLanes<compute_t<T>>;
   const int64_t stride = shape.tokens * shape.channels;
   for (int64_t t = tile.t0; t < tile.t1; ++t) {
-    const Streams<T, K> states(op.source, op.sources, k0, tile, t);
+    const Streams<T, K> states(Chosen{op.states, op.sources}, k0, tile, t);
     compute_t<T>* sum = sums + tile_index(shape, 0, t - tile.t0, 0) - tile.d0;
     int64_t d = tile.d0;
     d = mix_channels<T, N, 2, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
@@ -76,34 +76,37 @@ void mix_states(const Mix& op, const Tile& tile, const TileShape& shape, int64_t
 }
 
 template <class T, bool PerChannel>
-void mix_all(const Mix& op, int64_t begin, int64_t end) {
+void mix_all(const MixRows& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const TileShape shape(op.dim);
-  Scratch<A> sums(op.rows * shape.tokens * shape.channels);
-  Scratch<A> weights(PerChannel ? 0 : op.rows * op.sources);
+  const TileShape shape(op.D);
+  const int64_t rows = op.rows.count, sources = op.sources.count;
+  Scratch<A> sums(rows * shape.tokens * shape.channels);
+  Scratch<A> weights(PerChannel ? 0 : rows * sources);
   if constexpr (!PerChannel)
-    for (int64_t i = 0; i < op.rows * op.sources; ++i)
-      weights[i] = *static_cast<const A*>(op.weight[i]);
-  for_tiles(begin, end, op.dim, shape, [&](const Tile& tile) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t k = 0; k < sources; ++k)
+        weights[r * sources + k] = *weight_of<A>(op.weight, op.rows[r], op.sources[k], op.R);
+  for_tiles(begin, end, op.D, shape, [&](const Tile& tile) {
     const int64_t width = tile.d1 - tile.d0;
-    for (int64_t r = 0; r < op.rows; ++r)
+    for (int64_t r = 0; r < op.rows.count; ++r)
       for (int64_t t = tile.t0; t < tile.t1; ++t) {
         A* sum = sums + tile_index(shape, r, t - tile.t0, 0);
         if (op.accumulate)
-          load_row(row_of<T>(op.out[r], t) + tile.d0, sum, width);
+          load_row(row_of<T>(op.out, op.out_rows[r], t) + tile.d0, sum, width);
         else
           memset(sum, 0, width * sizeof(A));
       }
     int64_t k = 0;
-    for (; k + kMixStates <= op.sources; k += kMixStates)
+    for (; k + kMixStates <= op.sources.count; k += kMixStates)
       mix_states<T, kMixStates, PerChannel>(op, tile, shape, k, weights, sums);
-    for (; k + 4 <= op.sources; k += 4)
+    for (; k + 4 <= op.sources.count; k += 4)
       mix_states<T, 4, PerChannel>(op, tile, shape, k, weights, sums);
-    for (; k < op.sources; ++k) mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
-    for (int64_t r = 0; r < op.rows; ++r)
+    for (; k < op.sources.count; ++k)
+      mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
+    for (int64_t r = 0; r < op.rows.count; ++r)
       for (int64_t t = tile.t0; t < tile.t1; ++t)
-        store_row(sums + tile_index(shape, r, t - tile.t0, 0), row_of<T>(op.out[r], t) + tile.d0,
-                  width);
+        store_row(sums + tile_index(shape, r, t - tile.t0, 0),
+                  row_of<T>(op.out, op.out_rows[r], t) + tile.d0, width);
   });
 }
 
@@ -121,21 +124,21 @@ struct PullTile {
 
 // Rows [l0, l0 + L) and sources [j0, j0 + J) over the tile's tokens, channels [d0, d1).
 template <class T, int N, int L, int J, bool PerChannel>
-DEEPFAST_INLINE void pull_registers(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l0,
-                                    int64_t j0, int64_t d0, int64_t d1) {
+DEEPFAST_INLINE void pull_registers(const PullRows& op, const PullTile<compute_t<T>>& tile,
+                                    int64_t l0, int64_t j0, int64_t d0, int64_t d1) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
   const TileShape shape = tile.shape;
   const Tile at = tile.at;
   // The blocks of sources divide the prefetch of the next rows.
-  const int64_t part = j0 / J, parts = (op.sources + J - 1) / J;
+  const int64_t part = j0 / J, parts = (op.sources.count + J - 1) / J;
   const int64_t from = L * part / parts, to = L * (part + 1) / parts;
   const A* weight[L][J];
   vec_t<A, N> w[L][J], dot[L][J];
   A *z = tile.z + tile_index(shape, j0, 0, 0) - at.d0, *u = tile.u + (z - tile.z);
   const int64_t stride = shape.tokens * shape.channels;
   DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-    weight[l][j] = static_cast<const A*>(op.weight[(l0 + l) * op.sources + j0 + j]);
+    weight[l][j] = weight_of<A>(op.weight, op.rows[l0 + l], op.sources[j0 + j], op.R);
     w[l][j] = broadcast(lanes, *weight[l][j]);
     dot[l][j] = vec_t<A, N>{};
   }
@@ -159,34 +162,34 @@ DEEPFAST_INLINE void pull_registers(const Pull& op, const PullTile<compute_t<T>>
   if constexpr (PerChannel) {
     for (int64_t d = d0; d < d1; d += N) {
       for (int64_t t = at.t0; t < at.t1; ++t) {
-        const Streams<T, L> grads(op.grad, op.rows, l0, at, t);
+        const Streams<T, L> grads(Chosen{op.grads, op.grad_slots}, l0, at, t);
         grads.template prefetch<N>(d, from, to);
         step(grads, t - at.t0, d);
       }
-      if (!op.need_dweight) continue;
+      if (op.dweight.data == nullptr) continue;
       DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-        A* p = tile.dweight + ((l0 + l) * op.sources + j0 + j) * op.dim + d;
+        A* p = tile.dweight + ((l0 + l) * op.sources.count + j0 + j) * op.D + d;
         store(lanes, p, load(lanes, p) + dot[l][j]);
         dot[l][j] = vec_t<A, N>{};
       }
     }
   } else {
     for (int64_t t = at.t0; t < at.t1; ++t) {
-      const Streams<T, L> grads(op.grad, op.rows, l0, at, t);
+      const Streams<T, L> grads(Chosen{op.grads, op.grad_slots}, l0, at, t);
       for (int64_t d = d0; d < d1; d += N) {
         grads.template prefetch<N>(d, from, to);
         step(grads, t - at.t0, d);
       }
     }
     DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-      A* p = tile.dots + ((l0 + l) * op.sources + j0 + j) * kLanes<A>;
+      A* p = tile.dots + ((l0 + l) * op.sources.count + j0 + j) * kLanes<A>;
       store(lanes, p, load(lanes, p) + dot[l][j]);
     }
   }
 }
 
 template <class T, int L, int J, bool PerChannel>
-void pull_block(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l, int64_t j) {
+void pull_block(const PullRows& op, const PullTile<compute_t<T>>& tile, int64_t l, int64_t j) {
   constexpr int N = kLanes<compute_t<T>>;
   const int64_t whole = tile.at.d0 + (tile.at.d1 - tile.at.d0) / N * N;
   if (whole > tile.at.d0) pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, tile.at.d0, whole);
@@ -194,52 +197,53 @@ void pull_block(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l, i
 }
 
 template <class T, int L, bool PerChannel>
-void pull_sources(const Pull& op, const PullTile<compute_t<T>>& tile, int64_t l) {
+void pull_sources(const PullRows& op, const PullTile<compute_t<T>>& tile, int64_t l) {
   int64_t j = 0;
-  for (; j + kPullSources <= op.sources; j += kPullSources)
+  for (; j + kPullSources <= op.sources.count; j += kPullSources)
     pull_block<T, L, kPullSources, PerChannel>(op, tile, l, j);
   if constexpr (kPullSources > 2)
-    for (; j + 2 <= op.sources; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
-  for (; j < op.sources; ++j) pull_block<T, L, 1, PerChannel>(op, tile, l, j);
+    for (; j + 2 <= op.sources.count; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
+  for (; j < op.sources.count; ++j) pull_block<T, L, 1, PerChannel>(op, tile, l, j);
 }
 
 template <class T, bool PerChannel>
-void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
+void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const TileShape shape(op.dim);
-  const int64_t size = op.sources * shape.tokens * shape.channels;
-  const int64_t pairs = op.rows * op.sources, width = PerChannel ? op.dim : 1;
-  A* dweight = at<A>(op.dweight, chunk * pairs * width);
+  const TileShape shape(op.D);
+  const int64_t size = op.sources.count * shape.tokens * shape.channels;
+  const int64_t pairs = op.rows.count * op.sources.count, width = PerChannel ? op.D : 1;
+  A* dweight = at<A>(op.dweight.data, chunk * pairs * width);
   Scratch<A> z(size), u(size), dots(PerChannel ? 0 : pairs * kLanes<A>);
   if (!PerChannel) memset(dots.get(), 0, pairs * kLanes<A> * sizeof(A));
-  for_tiles(begin, end, op.dim, shape, [&](const Tile& at_tile) {
+  for_tiles(begin, end, op.D, shape, [&](const Tile& at_tile) {
     const PullTile<A> tile{at_tile, shape, z, u, dots, dweight};
     const int64_t d0 = at_tile.d0, channels = at_tile.d1 - d0;
-    for (int64_t j = 0; j < op.sources; ++j) {
-      const A *norm_weight = at<A>(op.norm_weight[j], 0), *norm_bias = at<A>(op.norm_bias[j], 0);
+    for (int64_t j = 0; j < op.sources.count; ++j) {
+      const A *norm_weight = at<A>(op.norm_weight, op.sources[j] * op.D),
+              *norm_bias = at<A>(op.norm_bias, op.sources[j] * op.D);
       for (int64_t t = at_tile.t0; t < at_tile.t1; ++t) {
         const int64_t i = tile_index(shape, j, t - at_tile.t0, 0);
-        const T* n = row_of<T>(op.source[j], t);
+        const T* n = row_of<T>(op.states, op.sources[j], t);
         for_lanes<A>(channels, [&](auto lanes, int64_t d) {
           store(lanes, z + i + d,
                 affine(lanes, load(lanes, n + d0 + d), norm_weight, norm_bias, d0 + d));
         });
         if (op.accumulate)
-          load_row(row_of<T>(op.out[j], t) + d0, u + i, channels);
+          load_row(row_of<T>(op.out, op.out_rows[j], t) + d0, u + i, channels);
         else
           memset(u + i, 0, channels * sizeof(A));
       }
     }
     int64_t l = 0;
-    for (; l + kPullRows <= op.rows; l += kPullRows)
+    for (; l + kPullRows <= op.rows.count; l += kPullRows)
       pull_sources<T, kPullRows, PerChannel>(op, tile, l);
-    for (; l < op.rows; ++l) pull_sources<T, 1, PerChannel>(op, tile, l);
-    for (int64_t j = 0; j < op.sources; ++j)
+    for (; l < op.rows.count; ++l) pull_sources<T, 1, PerChannel>(op, tile, l);
+    for (int64_t j = 0; j < op.sources.count; ++j)
       for (int64_t t = at_tile.t0; t < at_tile.t1; ++t)
-        store_row(u + tile_index(shape, j, t - at_tile.t0, 0), row_of<T>(op.out[j], t) + d0,
-                  channels);
+        store_row(u + tile_index(shape, j, t - at_tile.t0, 0),
+                  row_of<T>(op.out, op.out_rows[j], t) + d0, channels);
   });
-  if (PerChannel || !op.need_dweight) return;
+  if (PerChannel || op.dweight.data == nullptr) return;
   constexpr Lanes<kLanes<A>> lanes;
   for (int64_t i = 0; i < pairs; ++i)
     dweight[i] = sum_lanes<A, kLanes<A>>(load(lanes, dots + i * kLanes<A>));
@@ -248,46 +252,48 @@ void pull_all(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
 // ---- depth_mix over separate tensors -----------------------------------------------------------
 
 template <class T>
-void depth_mix_forward_rows(const DepthMix& op, int64_t begin, int64_t end) {
+void depth_mix_forward_rows(const DepthMixForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim, width = op.per_channel ? dim : 1;
+  const int64_t dim = op.D, width = op.weight.per_channel ? dim : 1;
   Scratch<A> row(dim), sum(dim);
   for (int64_t t = begin; t < end; ++t) {
     memset(sum.get(), 0, dim * sizeof(A));
-    for (int64_t k = 0; k < op.sources; ++k) {
-      load_row(row_of<T>(op.source[k], t), row.get(), dim);
+    for (int64_t k = 0; k < op.K; ++k) {
+      load_row(row_of<T>(op.sources[k], t), row.get(), dim);
       if (op.norm) {
         const auto m = moments<A>(row.get(), dim, static_cast<A>(op.eps));
-        *at<A>(op.mean, k * op.tokens + t) = m.mean;
-        *at<A>(op.rstd, k * op.tokens + t) = m.rstd;
+        *at<A>(op.mean, k * op.T + t) = m.mean;
+        *at<A>(op.rstd, k * op.T + t) = m.rstd;
         for_lanes<A>(dim, [&](auto lanes, int64_t d) {
           store(lanes, row + d, (load(lanes, row + d) - m.mean) * m.rstd);
         });
       }
       mix_row<A>(row.get(), at<A>(op.norm_weight, k * dim), at<A>(op.norm_bias, k * dim),
-                 at<A>(op.weight, k * width), op.per_channel, sum.get(), dim);
+                 at<A>(op.weight.data, k * width), op.weight.per_channel, sum.get(), dim);
     }
     store_row(sum.get(), row_of<T>(op.out, t), dim);
   }
 }
 
 template <class T>
-void depth_mix_backward_rows(const DepthMix& op, int64_t begin, int64_t end, int64_t chunk) {
+void depth_mix_backward_rows(const DepthMixBackward& op, int64_t begin, int64_t end,
+                             int64_t chunk) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim, width = op.per_channel ? dim : 1;
+  const int64_t dim = op.D, width = op.weight.per_channel ? dim : 1;
   Scratch<A> g(dim), n(dim), u(dim);
   for (int64_t t = begin; t < end; ++t) {
     load_row(row_of<T>(op.dout, t), g.get(), dim);
-    for (int64_t k = 0; k < op.sources; ++k) {
+    for (int64_t k = 0; k < op.K; ++k) {
       const A *norm_weight = at<A>(op.norm_weight, k * dim),
               *norm_bias = at<A>(op.norm_bias, k * dim);
-      const A* weight = at<A>(op.weight, k * width);
-      A* dweight = op.need_dweight ? at<A>(op.dweight, (chunk * op.sources + k) * width) : nullptr;
-      load_row(row_of<T>(op.source[k], t), n.get(), dim);
+      const A* weight = at<A>(op.weight.data, k * width);
+      A* dweight =
+          op.dweight.data != nullptr ? at<A>(op.dweight.data, (chunk * op.K + k) * width) : nullptr;
+      load_row(row_of<T>(op.sources[k], t), n.get(), dim);
       A rstd = A(1);
       if (op.norm) {
-        const A mean = *at<A>(op.mean, k * op.tokens + t);
-        rstd = *at<A>(op.rstd, k * op.tokens + t);
+        const A mean = *at<A>(op.mean, k * op.T + t);
+        rstd = *at<A>(op.rstd, k * op.T + t);
         for_lanes<A>(dim, [&](auto lanes, int64_t d) {
           store(lanes, n + d, (load(lanes, n + d) - mean) * rstd);
         });
@@ -295,52 +301,52 @@ void depth_mix_backward_rows(const DepthMix& op, int64_t begin, int64_t end, int
       RowSum<A> dot;
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
         const auto b = load(lanes, g + d);
-        const auto w = op.per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
+        const auto w = op.weight.per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
         store(lanes, u + d, w * b);
         if (dweight == nullptr) return;
         const auto product = b * affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d);
-        if (op.per_channel)
+        if (op.weight.per_channel)
           store(lanes, dweight + d, load(lanes, dweight + d) + product);
         else
           dot.add(product);
       });
-      if (dweight != nullptr && !op.per_channel) *dweight += dot.total();
-      accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, (chunk * op.sources + k) * dim),
-                           at<A>(op.dnorm_bias, (chunk * op.sources + k) * dim), dim);
-      if (op.dsource[k].data == nullptr) continue;
+      if (dweight != nullptr && !op.weight.per_channel) *dweight += dot.total();
+      accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, (chunk * op.K + k) * dim),
+                           at<A>(op.dnorm_bias, (chunk * op.K + k) * dim), dim);
+      if (op.dsources.count == 0) continue;
       if (norm_weight != nullptr)
         for_lanes<A>(dim, [&](auto lanes, int64_t d) {
           store(lanes, u + d, load(lanes, u + d) * load(lanes, norm_weight + d));
         });
       if (op.norm) norm_backward_row<A>(u, n, rstd, dim);
-      store_row(u.get(), row_of<T>(op.dsource[k], t), dim);
+      store_row(u.get(), row_of<T>(op.dsources[k], t), dim);
     }
   }
 }
 
 }  // namespace
 
-void mix(const Mix& op, int64_t begin, int64_t end, int64_t) {
+void mix_rows(const MixRows& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
-    op.per_channel ? mix_all<T, true>(op, begin, end) : mix_all<T, false>(op, begin, end);
+    op.weight.per_channel ? mix_all<T, true>(op, begin, end) : mix_all<T, false>(op, begin, end);
   });
 }
 
-void pull(const Pull& op, int64_t begin, int64_t end, int64_t chunk) {
+void pull_rows(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
-    op.per_channel ? pull_all<T, true>(op, begin, end, chunk)
-                   : pull_all<T, false>(op, begin, end, chunk);
+    op.weight.per_channel ? pull_all<T, true>(op, begin, end, chunk)
+                          : pull_all<T, false>(op, begin, end, chunk);
   });
 }
 
-void depth_mix_forward(const DepthMix& op, int64_t begin, int64_t end, int64_t) {
+void depth_mix_forward(const DepthMixForward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage,
                [&](auto type) { depth_mix_forward_rows<decltype(type)>(op, begin, end); });
 }
 
-void depth_mix_backward(const DepthMix& op, int64_t begin, int64_t end, int64_t chunk) {
+void depth_mix_backward(const DepthMixBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   with_storage(op.storage,
                [&](auto type) { depth_mix_backward_rows<decltype(type)>(op, begin, end, chunk); });
 }

@@ -12,10 +12,19 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
+// A result from this size on is stored past the caches: it is larger than one core's share of them,
+// so most of it would have left them before it is read.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+template <class T, class Launch>
+DEEPFAST_INLINE bool streams(const Launch& op) {
+  return op.T * op.D * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
+}
+
 template <class T, bool kRms>
-void forward(const LayerNorm& op, int64_t begin, int64_t end) {
+void forward(const LayerNormForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim;
+  const int64_t dim = op.D;
   const A *weight = at<A>(op.weight, 0), *bias = at<A>(op.bias, 0);
   const bool plain = op.sum.data == nullptr;
   Scratch<A> row(dim);
@@ -30,7 +39,7 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     const T* s = row_of<T>(plain ? op.x : op.sum, t);
     const auto m = moments<T>(s, dim, static_cast<A>(op.eps), kRms);
     T* y = row_of<T>(op.y, t);
-    const bool past_caches = op.stream && can_stream(y);
+    const bool past_caches = streams<T>(op) && can_stream(y);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
       const auto result = affine(lanes, n, weight, bias, d);
@@ -39,7 +48,7 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
     if (!kRms) *at<A>(op.mean, t) = m.mean;
     *at<A>(op.rstd, t) = m.rstd;
   }
-  if (op.stream) end_stream();
+  if (streams<T>(op)) end_stream();
 }
 
 // One token. The sum and dy are read twice, the second time from the level-1 cache. Rows are not
@@ -49,10 +58,10 @@ void forward(const LayerNorm& op, int64_t begin, int64_t end) {
 //
 // With kPlain the only result per token is dx = ds: no dropout, dsum or dresidual.
 template <class T, bool kRms, bool kPlain>
-DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* dropped,
+DEEPFAST_INLINE void backward_row(const LayerNormBackward& op, int64_t t, compute_t<T>* dropped,
                                   compute_t<T>* dweight, compute_t<T>* dbias) {
   using A = compute_t<T>;
-  const int64_t dim = op.dim;
+  const int64_t dim = op.D;
   const A* weight = at<A>(op.weight, 0);
   const T *s = row_of<T>(op.sum, t), *dy = row_of<T>(op.dy, t);
   T* const dx = op.dx.data == nullptr ? nullptr : row_of<T>(op.dx, t);
@@ -66,7 +75,7 @@ DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* 
   const A mean_g = kRms ? A(0) : sums.first.total() / static_cast<A>(dim);
   const A mean_gn = sums.second.total() / static_cast<A>(dim);
   const bool dropout = !kPlain && op.dropout.threshold > 0;
-  const bool past_caches = kPlain && op.stream && can_stream(dx);
+  const bool past_caches = kPlain && streams<T>(op) && can_stream(dx);
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
     const auto n = (load(lanes, s + d) - mean) * rstd;
     const auto own = load(lanes, dy + d);
@@ -91,32 +100,32 @@ DEEPFAST_INLINE void backward_row(const LayerNorm& op, int64_t t, compute_t<T>* 
 }
 
 template <class T, bool kRms>
-void backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
+void backward(const LayerNormBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  A* const dweight = at<A>(op.dweight, chunk * op.dim);
-  A* const dbias = at<A>(op.dbias, chunk * op.dim);
+  A* const dweight = at<A>(op.dweight, chunk * op.D);
+  A* const dbias = at<A>(op.dbias, chunk * op.D);
   if (op.dropout.threshold == 0 && op.dsum.data == nullptr && op.dresidual.data == nullptr &&
       op.dx.data != nullptr) {
     for (int64_t t = begin; t < end; ++t)
       backward_row<T, kRms, true>(op, t, nullptr, dweight, dbias);
-    if (op.stream) end_stream();
+    if (streams<T>(op)) end_stream();
     return;
   }
-  Scratch<A> dropped(op.dim);
+  Scratch<A> dropped(op.D);
   for (int64_t t = begin; t < end; ++t)
     backward_row<T, kRms, false>(op, t, dropped, dweight, dbias);
 }
 
 }  // namespace
 
-void layer_norm_forward(const LayerNorm& op, int64_t begin, int64_t end, int64_t) {
+void layer_norm_forward(const LayerNormForward& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
     op.rms ? forward<T, true>(op, begin, end) : forward<T, false>(op, begin, end);
   });
 }
 
-void layer_norm_backward(const LayerNorm& op, int64_t begin, int64_t end, int64_t chunk) {
+void layer_norm_backward(const LayerNormBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   with_storage(op.storage, [&](auto type) {
     using T = decltype(type);
     op.rms ? backward<T, true>(op, begin, end, chunk) : backward<T, false>(op, begin, end, chunk);

@@ -26,21 +26,23 @@ DEEPFAST_INLINE const T* at(const void* base, int64_t index) {
 }
 
 // The row of (T, B) that holds step s of sentence b.
-DEEPFAST_INLINE int64_t place(const PeepholeLstm& op, int64_t b, int64_t s) {
-  return (op.reverse ? op.length[b] - 1 - s : s) * op.batch + b;
+template <class Launch>
+DEEPFAST_INLINE int64_t place(const Launch& op, int64_t b, int64_t s) {
+  return (op.reverse ? op.length[b] - 1 - s : s) * op.N + b;
 }
 
 // How many of the thread's sentences are longer than s; they come first.
-DEEPFAST_INLINE int64_t longer_than(const PeepholeLstm& op, int64_t s, const int64_t* order,
+template <class Launch>
+DEEPFAST_INLINE int64_t longer_than(const Launch& op, int64_t s, const int64_t* order,
                                     int64_t most) {
   while (most > 0 && op.length[order[most - 1]] <= s) --most;
   return most;
 }
 
 template <class T>
-void pack(const PeepholeLstm& op, int64_t begin, int64_t end) {
+void pack(const Lstm<PeepholeLstmForward>& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t P = kPanel<A>, H = op.dim;
+  const int64_t P = kPanel<A>, H = op.H;
   for (int64_t j = begin; j < end; ++j)
     for (int64_t k = 0; k < H; ++k)
       for (int64_t q = 0; q < 4; ++q) {
@@ -52,9 +54,9 @@ void pack(const PeepholeLstm& op, int64_t begin, int64_t end) {
 }
 
 template <class T>
-void pack_transposed(const PeepholeLstm& op, int64_t begin, int64_t end) {
+void pack_transposed(const Lstm<PeepholeLstmBackward>& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t P = 4 * kPanel<A>, H = op.dim;
+  const int64_t P = 4 * kPanel<A>, H = op.H;
   for (int64_t j = begin; j < end; ++j) {
     A* out = at<A>(op.packed, j * 4 * H * P);
     for (int64_t p = 0; p < P; ++p) {
@@ -105,9 +107,9 @@ struct Cell {
 };
 
 template <class T>
-void forward(const PeepholeLstm& op, int64_t begin, int64_t end) {
+void forward(const Lstm<PeepholeLstmForward>& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t n = end - begin, H = op.dim, panels = (H + kPanel<A> - 1) / kPanel<A>;
+  const int64_t n = end - begin, H = op.H, panels = (H + kPanel<A> - 1) / kPanel<A>;
   const int64_t* order = op.order + begin;
   // h before an even step, h before an odd step, c.
   Scratch<A> state(3 * n * H), products(n * 4 * kPanel<A>);
@@ -147,8 +149,8 @@ void forward(const PeepholeLstm& op, int64_t begin, int64_t end) {
       store(lanes, at<T>(op.h_last, b * H + d), load(lanes, last + d));
       store(lanes, at<A>(op.c_last, b * H + d), load(lanes, c + i * H + d));
     });
-    for (int64_t t = length; t < op.steps; ++t) {
-      const int64_t row = t * op.batch + b;
+    for (int64_t t = length; t < op.P; ++t) {
+      const int64_t row = t * op.N + b;
       memset(at<T>(op.h, row * H), 0, H * sizeof(T));
       if (op.gates == nullptr) continue;
       memset(at<A>(op.c, row * H), 0, H * sizeof(A));
@@ -207,9 +209,9 @@ struct CellGrad {
 };
 
 template <class T>
-void backward(const PeepholeLstm& op, int64_t begin, int64_t end) {
+void backward(const Lstm<PeepholeLstmBackward>& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t n = end - begin, H = op.dim, wide = 4 * kPanel<A>, panels = (H + wide - 1) / wide;
+  const int64_t n = end - begin, H = op.H, wide = 4 * kPanel<A>, panels = (H + wide - 1) / wide;
   const int64_t* order = op.order + begin;
   // dz of even steps, dz of odd steps, dc, and a row of zeros. The dz after a sentence's last step
   // is 0, so that its product is 0 too.
@@ -260,26 +262,29 @@ void backward(const PeepholeLstm& op, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < n; ++i) {
     const int64_t b = order[i];
     if (op.dc0 != nullptr) memcpy(at<A>(op.dc0, b * H), dc + i * H, H * sizeof(A));
-    for (int64_t t = op.length[b]; t < op.steps; ++t)
-      memset(at<T>(op.df, (t * op.batch + b) * 4 * H), 0, 4 * H * sizeof(T));
+    for (int64_t t = op.length[b]; t < op.P; ++t)
+      memset(at<T>(op.df, (t * op.N + b) * 4 * H), 0, 4 * H * sizeof(T));
   }
 }
 
 }  // namespace
 
-void peephole_lstm_pack(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
+void peephole_lstm_pack(const Lstm<PeepholeLstmForward>& op, int64_t begin, int64_t end, int64_t) {
   with_storage(op.storage, [&](auto type) { pack<decltype(type)>(op, begin, end); });
 }
 
-void peephole_lstm_pack_transposed(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
+void peephole_lstm_pack_transposed(const Lstm<PeepholeLstmBackward>& op, int64_t begin, int64_t end,
+                                   int64_t) {
   with_storage(op.storage, [&](auto type) { pack_transposed<decltype(type)>(op, begin, end); });
 }
 
-void peephole_lstm_forward(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
+void peephole_lstm_forward(const Lstm<PeepholeLstmForward>& op, int64_t begin, int64_t end,
+                           int64_t) {
   with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
-void peephole_lstm_backward(const PeepholeLstm& op, int64_t begin, int64_t end, int64_t) {
+void peephole_lstm_backward(const Lstm<PeepholeLstmBackward>& op, int64_t begin, int64_t end,
+                            int64_t) {
   with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end); });
 }
 

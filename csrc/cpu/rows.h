@@ -13,6 +13,20 @@ DEEPFAST_INLINE T* row_of(const Matrix& m, int64_t t) {
   return static_cast<T*>(m.data) + t * m.row_stride;
 }
 
+template <class T>
+DEEPFAST_INLINE T* row_of(const Slots& slots, int64_t i, int64_t t) {
+  return static_cast<T*>(slots.data) + i * slots.slot_stride + t * slots.row_stride;
+}
+
+// A list of slots as a list of matrices.
+struct Chosen {
+  const Slots& slots;
+  const Indices& at;
+  int64_t count = at.count;
+
+  DEEPFAST_INLINE Matrix operator[](int64_t i) const { return slots[at[i]]; }
+};
+
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE void load_row(const T* p, A* row, int64_t dim) {
   for_lanes<A>(dim, [&](auto lanes, int64_t d) { store(lanes, row + d, load(lanes, p + d)); });
@@ -64,7 +78,7 @@ DEEPFAST_INLINE void for_drawn_lanes(const Dropout& dropout, int64_t t, int64_t 
                                      int64_t first = 0) {
   uint16_t draws[kDraws];
   for (; first < dim; first += kDraws) {
-    draw_bits(dropout.seed, t, first, draws);
+    draw_bits(static_cast<uint64_t>(*dropout.seed), t, first, draws);
     for_lanes<A>(dim - first < kDraws ? dim - first : kDraws,
                  [&](auto lanes, int64_t i) { f(lanes, first + i, draws + i); });
   }
@@ -202,6 +216,12 @@ DEEPFAST_INLINE A* at(void* p, int64_t i) {
 template <class A>
 DEEPFAST_INLINE const A* at(const void* p, int64_t i) {
   return p == nullptr ? nullptr : static_cast<const A*>(p) + i;
+}
+
+// W[row, column] of R columns: one value, or one for each channel.
+template <class A>
+DEEPFAST_INLINE A* weight_of(const Weights& weights, int64_t row, int64_t column, int64_t R) {
+  return at<A>(weights.data, (row * R + column) * weights.width);
 }
 
 // Calls f with a value of the storage type.

@@ -57,7 +57,10 @@ template <class T, int Group>
 struct Streams {
   const T *row[Group], *next[Group];  // at channel 0
 
-  Streams(const Matrix* streams, int64_t count, int64_t first, const Tile& tile, int64_t t) {
+  // streams: a list of matrices.
+  template <class List>
+  DEEPFAST_INLINE Streams(const List& streams, int64_t first, const Tile& tile, int64_t t) {
+    const int64_t count = streams.count;
     const bool same_tile = first + Group < count;
     const int64_t after = same_tile ? first + Group : 0;
     const int64_t next_t = same_tile ? t : tile.next_t + (t - tile.t0);

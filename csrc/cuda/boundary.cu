@@ -104,32 +104,17 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
   rows.end();
 }
 
-void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dropout_p,
-                      OptionalTensor seed, Tensor states, int64_t k, Indices near, Tensor weight,
-                      OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                      double source_eps, bool source_rms, OptionalTensor partial,
-                      OptionalTensor out_norm_weight, OptionalTensor out_norm_bias, double out_eps,
-                      bool out_rms, OptionalTensor x, OptionalTensor out,
-                      OptionalTensor source_rstd, OptionalTensor out_mean,
-                      OptionalTensor out_rstd) {
-  check_buffer(states);
-  const Operands given(states, k, near, weight, norm_weight, norm_bias, out_norm_weight,
-                       out_norm_bias);
-  const int64_t tokens = given.tokens, dim = given.dim;
-  const Storage storage = given.storage;
-  const Matrix branch_ = matrix(branch, storage, tokens, dim);
-  const Matrix residual_ = matrix(residual, storage, tokens, dim);
-  const Matrix partial_ = matrix(partial, storage, tokens, dim);
-  const Matrix x_ = matrix(x, storage, tokens, dim), out_ = matrix(out, storage, tokens, dim);
-  float* const source_rstd_ = floats(source_rstd, tokens);
-  float *const mean_ = floats(out_mean, tokens), *const rstd_ = floats(out_rstd, tokens);
-  DEEPFAST_CHECK(!norm_source || !branch.has_value() || source_rstd.has_value(),
+void boundary_forward(const BoundaryForward& a, const Tensor& like) {
+  const Operands given(a);
+  DEEPFAST_CHECK(!a.norm_source || a.branch.data == nullptr || a.source_rstd != nullptr,
                  "boundary: expected source_rstd for a normalised state, got None");
-  DEEPFAST_CHECK(!out.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: expected out_rstd, and out_mean or out_rms, beside out");
+  DEEPFAST_CHECK(
+      a.out.data == nullptr || (a.out_rms == (a.out_mean == nullptr) && a.out_rstd != nullptr),
+      "boundary: expected out_rstd, and out_mean or out_rms, beside out");
   const bool aligned =
-      given.aligned && Alignment(storage, dim).rows({branch_, residual_, partial_, x_, out_});
-  const Device device(states);
+      given.aligned &&
+      Alignment(a.storage, a.D).rows({a.branch, a.residual, a.partial, a.x, a.out});
+  const Device device(like);
   const auto bytes = [&](auto type, auto fast, auto chunks, int threads) {
     return ForwardKernel<decltype(type), fast, chunks>::bytes(given, threads);
   };
@@ -138,17 +123,18 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
     Forward<T> op{};
     op.mix = given.mix<T>(shape.lanes, aligned);
     op.mix.parameters[0] = given.out_norm_weight, op.mix.parameters[1] = given.out_norm_bias;
-    op.branch = static_cast<const T*>(branch_.data), op.branch_stride = branch_.row_stride;
-    op.residual = static_cast<const T*>(residual_.data), op.residual_stride = residual_.row_stride;
-    op.partial = static_cast<const T*>(partial_.data), op.partial_stride = partial_.row_stride;
-    op.state = static_cast<T*>(slot(states, k).data);
-    op.x = static_cast<T*>(x_.data), op.x_stride = x_.row_stride;
-    op.out = static_cast<T*>(out_.data), op.out_stride = out_.row_stride;
-    op.source_rstd = source_rstd_, op.out_mean = mean_, op.out_rstd = rstd_;
-    op.tokens = tokens;
-    op.source_eps = static_cast<float>(source_eps), op.out_eps = static_cast<float>(out_eps);
-    op.norm_source = norm_source, op.source_rms = source_rms;
-    op.dropout = dropout_mask(seed, dropout_p);
+    set_rows(a.branch, op.branch, op.branch_stride);
+    set_rows(a.residual, op.residual, op.residual_stride);
+    set_rows(a.partial, op.partial, op.partial_stride);
+    set_rows(a.x, op.x, op.x_stride);
+    set_rows(a.out, op.out, op.out_stride);
+    op.state = static_cast<T*>(a.states[a.k].data);
+    op.source_rstd = floats(a.source_rstd);
+    op.out_mean = floats(a.out_mean), op.out_rstd = floats(a.out_rstd);
+    op.tokens = a.T;
+    op.source_eps = static_cast<float>(a.source_eps), op.out_eps = static_cast<float>(a.out_eps);
+    op.norm_source = a.norm_source, op.source_rms = a.source_rms;
+    op.dropout = dropout_mask(a);
     launch(boundary_fwd_kernel<T, fast, chunks>, shape.grid, device.stream(), op);
   };
   dispatch_shape<ForwardKernel>(device, given, aligned, bytes, run);
@@ -156,6 +142,6 @@ void boundary_forward(OptionalTensor branch, OptionalTensor residual, double dro
 
 }  // namespace
 
-DEEPFAST_CUDA_OPS(m) { m.impl("boundary_forward", TORCH_BOX(&boundary_forward)); }
+DEEPFAST_CUDA_OPS(m) { m.impl("boundary_forward", &boxed<BoundaryForward, boundary_forward>); }
 
 }  // namespace deepfast

@@ -192,40 +192,40 @@ constexpr int64_t kFloat = sizeof(float);
 
 // What forward and backward share, and whether all operands are aligned.
 struct Operands {
-  const Tensor& states;
-  const Indices& near;
+  const Slots states;
+  const Indices near;
   const Weights w;
-  const int64_t k, tokens, dim;
+  const int64_t R, k, tokens, dim;
   const float *norm_weight, *norm_bias, *out_norm_weight, *out_norm_bias;
   const Storage storage;
   bool aligned;
 
-  Operands(const Tensor& states_, int64_t k_, const Indices& near_, const Tensor& weight,
-           const OptionalTensor& norm_weight_, const OptionalTensor& norm_bias_,
-           const OptionalTensor& out_norm_weight_, const OptionalTensor& out_norm_bias_)
-      : states(states_),
-        near(near_),
-        w(weight, storage_of(states_), states_.size(2)),
-        k(k_),
-        tokens(states_.size(1)),
-        dim(states_.size(2)),
-        norm_weight(floats(norm_weight_, w.columns * dim)),
-        norm_bias(floats(norm_bias_, w.columns * dim)),
-        out_norm_weight(floats(out_norm_weight_, dim)),
-        out_norm_bias(floats(out_norm_bias_, dim)),
-        storage(storage_of(states_)) {
+  template <class Launch>
+  explicit Operands(const Launch& a)
+      : states(a.states),
+        near(a.near),
+        w(a.weight),
+        R(a.R),
+        k(a.k),
+        tokens(a.T),
+        dim(a.D),
+        norm_weight(floats(a.norm_weight)),
+        norm_bias(floats(a.norm_bias)),
+        out_norm_weight(floats(a.out_norm_weight)),
+        out_norm_bias(floats(a.out_norm_bias)),
+        storage(a.storage) {
     check_dim(dim);
     DEEPFAST_CHECK(tokens < int64_t{1} << 31, "boundary: expected fewer than 2^31 tokens, got ",
                    tokens);
     aligned = Alignment(storage, dim)
                   .slots(states)
-                  .values({w.base, norm_weight, norm_bias, out_norm_weight, out_norm_bias});
-    DEEPFAST_CHECK(near.size() <= kMost, "boundary: CUDA kernels: expected at most ", kMost,
-                   " near states, got ", near.size());
+                  .values({w.data, norm_weight, norm_bias, out_norm_weight, out_norm_bias});
+    DEEPFAST_CHECK(near.count <= kMost, "boundary: CUDA kernels: expected at most ", kMost,
+                   " near states, got ", near.count);
   }
 
   // Near states without the pushed one.
-  int64_t mixed_from() const { return near.size() - std::count(near.begin(), near.end(), k); }
+  int64_t mixed_from() const { return near.count - std::count(near.begin(), near.end(), k); }
   // Bytes of the table, or 0 without one.
   template <int kChunks>
   int64_t table(bool fast, int64_t pulls = 0) const {
@@ -236,24 +236,27 @@ struct Operands {
   template <class T>
   Mix<T> mix(int lanes, bool aligned) const {
     Mix<T> mix{};
-    mix.states = static_cast<const T*>(deepfast::slot(states, k).data) - k * states.stride(0);
-    mix.slot_stride = states.stride(0), mix.row_stride = states.stride(1);
-    mix.weight = reinterpret_cast<const float*>(w.base + w.offset(k, 0));
+    mix.states = static_cast<const T*>(states.data);
+    mix.slot_stride = states.slot_stride, mix.row_stride = states.row_stride;
+    mix.weight = floats(w.data) + k * R * w.width;
     mix.norm_weight = norm_weight, mix.norm_bias = norm_bias;
     mix.dim = static_cast<int>(dim), mix.lanes = lanes, mix.k = static_cast<int>(k);
-    mix.per_channel = w.width > 1, mix.aligned = aligned;
+    mix.per_channel = w.per_channel, mix.aligned = aligned;
     for (int64_t j : near) {
-      DEEPFAST_CHECK(j >= 0 && j < states.size(0), "slot ", j, " of a buffer of ", states.size(0));
-      w.offset(k, j);
-      if (j == k) {
+      if (j == k)
         mix.reads_own = true;
-        continue;
-      }
-      mix.near[mix.count++] = static_cast<int32_t>(j);
+      else
+        mix.near[mix.count++] = static_cast<int32_t>(j);
     }
     return mix;
   }
 };
+
+// The rows of an operand, for the struct of a kernel's arguments.
+template <class T>
+void set_rows(const Matrix& m, T*& rows, int64_t& stride) {
+  rows = static_cast<T*>(m.data), stride = m.row_stride;
+}
 
 // How a launch runs. Depends on the device and the shapes alone.
 struct Shape {
@@ -312,7 +315,7 @@ void dispatch_shape(const Device& device, const Operands& given, bool aligned, c
   if (!done && aligned && chunks != 2) dispatch_rows(given.storage, true, 2, attempt);
   if (!done) dispatch_rows(given.storage, false, 2, attempt);
   DEEPFAST_CHECK(done, "boundary: expected a row and lists that fit the shared memory of a block, ",
-                 device.shared(), " bytes, got ", given.dim, " channels and ", given.near.size(),
+                 device.shared(), " bytes, got ", given.dim, " channels and ", given.near.count,
                  " near states");
 }
 

@@ -16,8 +16,6 @@
 //
 // With K near states and P pulls, the pushed state and this row among them, a launch reads K + P +
 // 3 rows and writes 3.
-#include <array>
-
 #include "boundary_sums.h"
 
 namespace deepfast {
@@ -250,101 +248,59 @@ __global__ void __launch_bounds__(BackwardKernel<T, kFast, kChunks>::kThreads, 1
   store_sums(op, in, sums, at, shared + Kernel::kRows);
 }
 
-// The (T, D) operands that are no slots.
-struct Matrices {
-  Matrix partial, dx, dout, pulled, dbranch, dresidual;
-
-  Alignment alignment(Storage storage, int64_t dim) const {
-    return Alignment(storage, dim).rows({partial, dx, dout, pulled, dbranch, dresidual});
-  }
-  template <class T>
-  void fill(Backward<T>& op) const {
-    op.partial = static_cast<const T*>(partial.data), op.partial_stride = partial.row_stride;
-    op.dx = static_cast<const T*>(dx.data), op.dx_stride = dx.row_stride;
-    op.dout = static_cast<const T*>(dout.data), op.dout_stride = dout.row_stride;
-    op.pulled = static_cast<const T*>(pulled.data), op.pulled_stride = pulled.row_stride;
-    op.dbranch = static_cast<T*>(dbranch.data), op.dbranch_stride = dbranch.row_stride;
-    op.dresidual = static_cast<T*>(dresidual.data), op.dresidual_stride = dresidual.row_stride;
-  }
-};
-
-// The gradients' buffer, and the rows to pull, the row itself first.
+// The rows to pull, the row itself first.
 template <class T>
-void fill_pulls(Backward<T>& op, Totals& totals, const Operands& given, const Indices& rows,
-                const Indices& slots, const Tensor& grads, int64_t grad_slot) {
-  op.grads = static_cast<const T*>(slot(grads, 0).data);
-  op.grads_stride = grads.stride(0), op.grad_stride = grads.stride(1);
-  op.grad = static_cast<T*>(slot(grads, grad_slot).data);
-  op.weight = reinterpret_cast<const float*>(given.w.base);
-  op.columns = given.w.columns, op.k = given.k;
+void fill_pulls(Backward<T>& op, Totals& totals, const BoundaryBackward& a) {
   for (const bool own : {true, false}) {
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if ((rows[i] == given.k) != own) continue;
-      const int64_t from = own ? grad_slot : slots[i];
-      given.w.offset(rows[i], op.k);
-      slot(grads, from);
+    for (int64_t i = 0; i < a.pull_rows.count; ++i) {
+      if ((a.pull_rows[i] == a.k) != own) continue;
       op.pulls_own |= own;
-      op.slots[op.pulls] = static_cast<int32_t>(from);
-      totals.rows[op.pulls] = op.rows[op.pulls] = static_cast<int32_t>(rows[i]);
+      op.slots[op.pulls] = static_cast<int32_t>(own ? a.grad_slot : a.pull_slots[i]);
+      totals.rows[op.pulls] = op.rows[op.pulls] = static_cast<int32_t>(a.pull_rows[i]);
       ++op.pulls;
     }
   }
 }
 
 // The destinations of the sums over tokens that the caller asked for.
-Totals totals_of(const Operands& given, bool has_dout, int64_t pulls, const OptionalTensor& dweight,
-                 const std::array<OptionalTensor, kSums>& channels) {
+Totals totals_of(const BoundaryBackward& a) {
   Totals totals{};
-  for (int s = 0; s < (has_dout ? kSums : 2); ++s) totals.out[s] = floats(channels[s], given.dim);
-  totals.dweight = floats(dweight, given.w.rows * given.w.columns * given.w.width);
+  totals.out[0] = floats(a.dnorm_weight), totals.out[1] = floats(a.dnorm_bias);
+  if (a.dout.data != nullptr)
+    totals.out[2] = floats(a.dout_norm_weight), totals.out[3] = floats(a.dout_norm_bias);
+  totals.dweight = floats(a.dweight.data);
   totals.channel_sums = totals.state_sums() || totals.out_sums() ? kSums : 0;
-  totals.pulls = totals.dweight != nullptr ? static_cast<int>(pulls) : 0;
-  totals.dim = static_cast<int>(given.dim), totals.piece = given.w.width;
-  totals.columns = given.w.columns, totals.k = given.k;
+  totals.pulls = totals.dweight != nullptr ? static_cast<int>(a.pull_rows.count) : 0;
+  totals.dim = static_cast<int>(a.D), totals.piece = a.weight.width;
+  totals.columns = a.R, totals.k = a.k;
   return totals;
 }
 
-void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
-                       OptionalTensor norm_weight, OptionalTensor norm_bias, bool norm_source,
-                       bool source_rms, OptionalTensor partial, OptionalTensor out_norm_weight,
-                       OptionalTensor out_norm_bias, bool out_rms, OptionalTensor source_rstd,
-                       OptionalTensor out_mean, OptionalTensor out_rstd, double dropout_p,
-                       OptionalTensor seed, OptionalTensor dx, OptionalTensor dout, Tensor grads,
-                       int64_t grad_slot, Indices pull_rows, Indices pull_slots,
-                       OptionalTensor pulled, OptionalTensor dbranch, OptionalTensor dresidual,
-                       OptionalTensor dweight, OptionalTensor dnorm_weight,
-                       OptionalTensor dnorm_bias, OptionalTensor dout_norm_weight,
-                       OptionalTensor dout_norm_bias) {
-  check_buffer(states);
-  check_buffer(grads, states);
-  const Operands given(states, k, near, weight, norm_weight, norm_bias, out_norm_weight,
-                       out_norm_bias);
-  const int64_t tokens = given.tokens, dim = given.dim, pulls = pull_rows.size();
-  const Storage storage = given.storage;
-  const auto one = [&](const OptionalTensor& t) { return matrix(t, storage, tokens, dim); };
-  const Matrices matrices{one(partial), one(dx),      one(dout),
-                          one(pulled),  one(dbranch), one(dresidual)};
-  float* const source_rstd_ = floats(source_rstd, tokens);
-  float *const mean_ = floats(out_mean, tokens), *const rstd_ = floats(out_rstd, tokens);
-  DEEPFAST_CHECK(dx.has_value() || dout.has_value(), "boundary: expected dx or dout, got neither");
-  DEEPFAST_CHECK(!norm_source || source_rstd.has_value(),
+void boundary_backward(const BoundaryBackward& a, const Tensor& like) {
+  const Operands given(a);
+  const int64_t dim = a.D, pulls = a.pull_rows.count;
+  DEEPFAST_CHECK(a.dx.data != nullptr || a.dout.data != nullptr,
+                 "boundary: expected dx or dout, got neither");
+  DEEPFAST_CHECK(!a.norm_source || a.source_rstd != nullptr,
                  "boundary: expected source_rstd for a normalised state, got None");
-  DEEPFAST_CHECK(!dout.has_value() || (out_rms != out_mean.has_value() && out_rstd.has_value()),
-                 "boundary: expected out_rstd, and out_mean or out_rms, beside dout");
-  DEEPFAST_CHECK(pull_rows.size() == pull_slots.size(), "boundary: expected ", pull_rows.size(),
-                 " pull_slots, one for each of pull_rows, got ", pull_slots.size());
+  DEEPFAST_CHECK(
+      a.dout.data == nullptr || (a.out_rms == (a.out_mean == nullptr) && a.out_rstd != nullptr),
+      "boundary: expected out_rstd, and out_mean or out_rms, beside dout");
+  DEEPFAST_CHECK(pulls == a.pull_slots.count, "boundary: expected ", pulls,
+                 " pull_slots, one for each of pull_rows, got ", a.pull_slots.count);
   DEEPFAST_CHECK(pulls <= kMost, "boundary: CUDA kernels: expected at most ", kMost,
                  " pull_rows, got ", pulls);
-  given.w.offset(k, k);
-  Totals totals = totals_of(given, dout.has_value(), pulls, dweight,
-                            {dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias});
-  const bool per_channel = given.w.width > 1, dots = totals.pulls > 0;
+  Totals totals = totals_of(a);
+  const bool per_channel = a.weight.per_channel, dots = totals.pulls > 0;
 
   // boundary_dots_kernel processes the pulls in full groups.
   const int64_t groups = (totals.pulls + kPulls - 1) / kPulls;
   totals.width = totals.channel_sums * dim + (per_channel ? groups * kPulls * dim : totals.pulls);
-  const bool aligned = given.aligned && matrices.alignment(storage, dim).slots(grads);
-  const Device device(states);
+  const bool aligned =
+      given.aligned && Alignment(a.storage, dim)
+                           .slots(a.grads)
+                           .rows({a.partial, a.dx, a.dout, a.pulled, a.dbranch, a.dresidual});
+  const Device device(like);
   const auto bytes = [&](auto type, auto fast, auto chunks, int threads) {
     return BackwardKernel<decltype(type), fast, chunks>::bytes(given, pulls, dots && !per_channel,
                                                                threads);
@@ -353,22 +309,31 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
   const auto run = [&](auto type, auto fast, auto chunks, const Shape& shape) {
     using T = decltype(type);
     totals.blocks = shape.grid.blocks;
-    if (totals.width > 0) sums = scratch(states, totals.blocks * totals.width);
+    if (totals.width > 0) sums = scratch(like, totals.blocks * totals.width);
     Backward<T> op{};
     op.mix = given.mix<T>(shape.lanes, aligned);
     op.mix.parameters[0] = given.out_norm_weight;
-    if (given.norm_weight != nullptr) op.mix.parameters[1] = given.norm_weight + k * dim;
-    if (given.norm_bias != nullptr) op.mix.parameters[2] = given.norm_bias + k * dim;
-    matrices.fill(op);
-    op.source_rstd = source_rstd_, op.out_mean = mean_, op.out_rstd = rstd_;
+    if (given.norm_weight != nullptr) op.mix.parameters[1] = given.norm_weight + a.k * dim;
+    if (given.norm_bias != nullptr) op.mix.parameters[2] = given.norm_bias + a.k * dim;
+    set_rows(a.partial, op.partial, op.partial_stride);
+    set_rows(a.dx, op.dx, op.dx_stride);
+    set_rows(a.dout, op.dout, op.dout_stride);
+    set_rows(a.pulled, op.pulled, op.pulled_stride);
+    set_rows(a.dbranch, op.dbranch, op.dbranch_stride);
+    set_rows(a.dresidual, op.dresidual, op.dresidual_stride);
+    set_rows(a.grads[a.grad_slot], op.grad, op.grad_stride);
+    op.grads = static_cast<const T*>(a.grads.data), op.grads_stride = a.grads.slot_stride;
+    op.source_rstd = floats(a.source_rstd);
+    op.out_mean = floats(a.out_mean), op.out_rstd = floats(a.out_rstd);
+    op.weight = floats(a.weight.data), op.columns = a.R, op.k = a.k;
     op.sums = sums.has_value() ? floats(*sums) : nullptr;
     op.width = totals.width, op.blocks = static_cast<int>(totals.blocks);
-    op.tokens = tokens, op.norm_source = norm_source, op.source_rms = source_rms;
+    op.tokens = a.T, op.norm_source = a.norm_source, op.source_rms = a.source_rms;
     op.channel_sums = totals.channel_sums > 0;
     op.state_sums = totals.state_sums(), op.out_sums = totals.out_sums();
     op.dots = dots && !per_channel;
-    op.dropout = dropout_mask(seed, dropout_p);
-    fill_pulls(op, totals, given, pull_rows, pull_slots, grads, grad_slot);
+    op.dropout = dropout_mask(a);
+    fill_pulls(op, totals, a);
     launch(boundary_bwd_kernel<T, fast, chunks>, shape.grid, device.stream(), op);
     if (dots && per_channel)
       launch(boundary_dots_kernel<T, chunks>,
@@ -385,6 +350,6 @@ void boundary_backward(Tensor states, int64_t k, Indices near, Tensor weight,
 
 }  // namespace
 
-DEEPFAST_CUDA_OPS(m) { m.impl("boundary_backward", TORCH_BOX(&boundary_backward)); }
+DEEPFAST_CUDA_OPS(m) { m.impl("boundary_backward", &boxed<BoundaryBackward, boundary_backward>); }
 
 }  // namespace deepfast

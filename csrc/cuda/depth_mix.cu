@@ -21,11 +21,14 @@
 // Wang et al.: Learning Deep Transformer Models for Machine Translation, ACL 2019, Eq. 8.
 #include <algorithm>
 
+#include "op.h"
 #include "row_ring.h"
-#include "source_list.h"
 
 namespace deepfast {
 namespace {
+
+// Tensors of one launch: their pointers and strides are kernel arguments, which take at most 4 KB.
+constexpr int kSources = 120;
 
 constexpr int kPair = 2;
 
@@ -285,90 +288,122 @@ __global__ void __launch_bounds__(kGradientThreads) depth_mix_gradients_kernel(c
   if (threadIdx.x == 0) op.dweight[blockIdx.x] = total[0];
 }
 
-void depth_mix_forward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
-                       OptionalTensor norm_bias, bool norm, double eps, Tensor out,
-                       OptionalTensor mean, OptionalTensor rstd) {
-  SourceList in(sources, weight, norm_weight, norm_bias, norm, mean, rstd);
-  const Matrix out_ = in.one(out);
-  const Device device(out);
+// How threads hold a row of the sources, and what all launches of a long list share.
+struct Rows {
+  int64_t tokens, dim;
+  bool aligned;
+  int chunks, lanes, threads, rows;
+
+  // rows: further matrices of the call.
+  template <class Launch>
+  Rows(const Launch& a, std::initializer_list<Matrices> lists, const Matrix& row)
+      : tokens(a.T), dim(a.D) {
+    check_dim(dim);
+    DEEPFAST_CHECK(tokens < int64_t{1} << 29, "depth_mix: expected fewer than 2^29 tokens, got ",
+                   tokens);
+    DEEPFAST_CHECK(!a.norm || (a.mean != nullptr && a.rstd != nullptr),
+                   "depth_mix: expected mean and rstd with norm, got None");
+    Alignment found(a.storage, dim);
+    found.values({a.weight.per_channel ? a.weight.data : nullptr, a.norm_weight, a.norm_bias});
+    for (const Matrices& list : lists)
+      for (int64_t k = 0; k < list.count; ++k) found.rows({list[k]});
+    aligned = found.rows({row});
+    chunks = row_chunks(dim, aligned), lanes = row_lanes(dim, chunks);
+    threads = row_threads(lanes), rows = threads / lanes;
+  }
+  // Row `first` of a parameter with `width` values a row.
+  static float* from(void* p, int64_t first, int64_t width) {
+    return p == nullptr ? nullptr : floats(p) + first * width;
+  }
+  // Fills an argument struct for the sources from `first` on; returns their number.
+  template <class Launch, class Op>
+  int fill(const Launch& a, Op& op, int64_t first) const {
+    op.sources = static_cast<int>(std::min<int64_t>(kSources, a.K - first));
+    std::copy_n(a.sources.data + first, op.sources, op.source);
+    op.weight = from(a.weight.data, first, a.weight.width);
+    op.norm_weight = from(a.norm_weight, first, dim);
+    op.mean = from(a.norm ? a.mean : nullptr, first, tokens);
+    op.rstd = from(a.norm ? a.rstd : nullptr, first, tokens);
+    op.tokens = tokens, op.dim = static_cast<int>(dim), op.lanes = lanes;
+    op.per_channel = a.weight.per_channel;
+    return op.sources;
+  }
+};
+
+void depth_mix_forward(const DepthMixForward& a, const Tensor& like) {
+  const Rows in(a, {a.sources}, a.out);
+  const Device device(like);
   std::optional<Tensor> total;
-  if (in.count > kSources) total = scratch(out, in.tokens * in.dim);
-  const int64_t blocks = (in.tokens + kPair * in.rows() - 1) / (kPair * in.rows());
-  dispatch_rows(in.storage, in.aligned, in.chunks(), [&](auto type, auto aligned, auto chunks) {
+  if (a.K > kSources) total = scratch(like, a.T * a.D);
+  const int64_t blocks = (a.T + kPair * in.rows - 1) / (kPair * in.rows);
+  dispatch_rows(a.storage, in.aligned, in.chunks, [&](auto type, auto aligned, auto chunks) {
     using T = decltype(type);
-    const auto kernel = aligned && in.norm_weight != nullptr && in.norm_bias != nullptr
+    const auto kernel = aligned && a.norm_weight != nullptr && a.norm_bias != nullptr
                             ? depth_mix_fwd_kernel<T, chunks, aligned, aligned>
                             : depth_mix_fwd_kernel<T, chunks, aligned, false>;
-    const int64_t shared = kRowSumBytes + in.threads() * RowPairs<T, chunks, aligned>::kThreadBytes;
-    for (int64_t first = 0; first < in.count; first += kSources) {
+    const int64_t shared = kRowSumBytes + in.threads * RowPairs<T, chunks, aligned>::kThreadBytes;
+    for (int64_t first = 0; first < a.K; first += kSources) {
       Forward op{};
-      const int sources_here = in.fill(op, first);
-      op.norm_bias = in.from(in.norm_bias, first, in.dim);
+      const int sources_here = in.fill(a, op, first);
+      op.norm_bias = in.from(a.norm_bias, first, in.dim);
       op.total = total.has_value() ? floats(*total) : nullptr;
-      op.out = out_;
-      op.eps = static_cast<float>(eps);
-      op.first = first == 0, op.last = first + sources_here == in.count;
-      launch(kernel, {blocks, in.threads(), shared}, device.stream(), op);
+      op.out = a.out;
+      op.eps = static_cast<float>(a.eps);
+      op.first = first == 0, op.last = first + sources_here == a.K;
+      launch(kernel, {blocks, in.threads, shared}, device.stream(), op);
     }
   });
 }
 
-void depth_mix_backward(std::vector<Tensor> sources, Tensor weight, OptionalTensor norm_weight,
-                        OptionalTensor norm_bias, bool norm, OptionalTensor mean,
-                        OptionalTensor rstd, Tensor dout, std::vector<Tensor> dsources,
-                        OptionalTensor dweight, OptionalTensor dnorm_weight,
-                        OptionalTensor dnorm_bias) {
-  SourceList in(sources, weight, norm_weight, norm_bias, norm, mean, rstd);
+void depth_mix_backward(const DepthMixBackward& a, const Tensor& like) {
+  const Rows in(a, {a.sources, a.dsources}, a.dout);
   // Either all sources need a gradient or none does.
-  DEEPFAST_CHECK(dsources.empty() || dsources.size() == sources.size(), "depth_mix: expected ",
-                 sources.size(), " dsources or none, got ", dsources.size());
-  const Matrix dout_ = in.one(dout);
-  const std::vector<Matrix> dsource = in.matrices(dsources);
-  float *dweight_ = floats(dweight, in.weights),
-        *dnorm_weight_ = floats(dnorm_weight, in.count * in.dim);
-  float* dnorm_bias_ = floats(dnorm_bias, in.count * in.dim);
-  const bool sums = dweight.has_value() || dnorm_weight.has_value() || dnorm_bias.has_value();
-  if (!sums && dsources.empty()) return;
-  const Device device(dout);
+  DEEPFAST_CHECK(a.dsources.count == 0 || a.dsources.count == a.K, "depth_mix: expected ", a.K,
+                 " dsources or none, got ", a.dsources.count);
+  const bool sums =
+      a.dweight.data != nullptr || a.dnorm_weight != nullptr || a.dnorm_bias != nullptr;
+  if (!sums && a.dsources.count == 0) return;
+  const Device device(like);
   // No more blocks than run at once, shared evenly by the sources of a launch.
-  const int64_t together = std::min<int64_t>(kSources, in.count);
-  const int64_t tiles = (in.tokens + in.rows() - 1) / in.rows();
-  const int resident = in.chunks() == 2 ? kMostThreads<2> : kMostThreads<3>;
+  const int64_t together = std::min<int64_t>(kSources, a.K);
+  const int64_t tiles = (in.tokens + in.rows - 1) / in.rows;
+  const int resident = in.chunks == 2 ? kMostThreads<2> : kMostThreads<3>;
   const int64_t groups =
-      std::max<int64_t>(1, device.blocks(together * tiles, resident / in.threads()) / together);
+      std::max<int64_t>(1, device.blocks(together * tiles, resident / in.threads) / together);
   std::optional<Tensor> partial;
-  if (sums) partial = scratch(dout, groups * (in.count + 1) * in.dim);
-  dispatch_rows(in.storage, in.aligned, in.chunks(), [&](auto type, auto aligned, auto chunks) {
+  if (sums) partial = scratch(like, groups * (a.K + 1) * in.dim);
+  dispatch_rows(a.storage, in.aligned, in.chunks, [&](auto type, auto aligned, auto chunks) {
     using T = decltype(type);
     using Pairs = RowPairs<T, chunks, aligned>;
     const auto kernel = depth_mix_bwd_kernel<T, chunks, aligned>;
-    const int64_t shared = kRowSumBytes + in.threads() * Pairs::kThreadBytes;
+    const int64_t shared = kRowSumBytes + in.threads * Pairs::kThreadBytes;
     static_assert(Pairs::kThreadBytes >= chunks * kChunk * 4, "room for the sums of the end");
-    for (int64_t first = 0; first < in.count; first += kSources) {
+    for (int64_t first = 0; first < a.K; first += kSources) {
       Backward op{};
-      const int sources_here = in.fill(op, first);
-      op.need_dsource = !dsource.empty();
-      if (op.need_dsource) std::copy_n(dsource.begin() + first, sources_here, op.dsource);
-      op.dout = dout_;
+      const int sources_here = in.fill(a, op, first);
+      op.need_dsource = a.dsources.count > 0;
+      if (op.need_dsource) std::copy_n(a.dsources.data + first, sources_here, op.dsource);
+      op.dout = a.dout;
       op.partial = sums ? floats(*partial) : nullptr;
-      op.partial_rows = static_cast<int>(in.count + 1), op.first = static_cast<int>(first);
-      launch(kernel, {groups * sources_here, in.threads(), shared}, device.stream(), op);
+      op.partial_rows = static_cast<int>(a.K + 1), op.first = static_cast<int>(first);
+      launch(kernel, {groups * sources_here, in.threads, shared}, device.stream(), op);
     }
   });
   if (!sums) return;
-  const Tensor totals = scratch(dout, (in.count + 1) * in.dim);
-  sum_partials(device, floats(*partial), groups, 1, in.count + 1, in.dim,
+  const Tensor totals = scratch(like, (a.K + 1) * in.dim);
+  sum_partials(device, floats(*partial), groups, 1, a.K + 1, in.dim,
                Sums{{floats(totals)}, {in.dim}});
-  launch(depth_mix_gradients_kernel, {in.count, kGradientThreads, kRowSumBytes}, device.stream(),
-         Gradients{floats(totals), in.weight, in.norm_weight, in.norm_bias, dweight_, dnorm_weight_,
-                   dnorm_bias_, in.count, static_cast<int>(in.dim), in.per_channel});
+  launch(depth_mix_gradients_kernel, {a.K, kGradientThreads, kRowSumBytes}, device.stream(),
+         Gradients{floats(totals), floats(a.weight.data), floats(a.norm_weight),
+                   floats(a.norm_bias), floats(a.dweight.data), floats(a.dnorm_weight),
+                   floats(a.dnorm_bias), a.K, static_cast<int>(in.dim), a.weight.per_channel});
 }
 
 }  // namespace
 
 DEEPFAST_CUDA_OPS(m) {
-  m.impl("depth_mix_forward", TORCH_BOX(&depth_mix_forward));
-  m.impl("depth_mix_backward", TORCH_BOX(&depth_mix_backward));
+  m.impl("depth_mix_forward", &boxed<DepthMixForward, depth_mix_forward>);
+  m.impl("depth_mix_backward", &boxed<DepthMixBackward, depth_mix_backward>);
 }
 
 }  // namespace deepfast

@@ -160,51 +160,38 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
                        op.partial + int64_t{blockIdx.x} * 2 * op.dim);
 }
 
-void layer_norm_forward(Tensor x, OptionalTensor residual, OptionalTensor weight,
-                        OptionalTensor bias, double eps, bool rms, double dropout_p,
-                        OptionalTensor seed, OptionalTensor sum, Tensor y, OptionalTensor mean,
-                        Tensor rstd) {
-  const Storage storage = storage_of(x);
-  const int64_t tokens = x.size(0), dim = x.size(1);
-  check_dim(dim);
-  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
-  const Matrix x_ = matrix(x, storage, tokens, dim), y_ = matrix(y, storage, tokens, dim);
-  const Matrix residual_ = matrix(residual, storage, tokens, dim);
-  const Matrix sum_ = matrix(sum, storage, tokens, dim);
-  const float *weight_ = floats(weight, dim), *bias_ = floats(bias, dim);
+template <class Launch>
+void check(const Launch& a) {
+  check_dim(a.D);
+  DEEPFAST_CHECK(a.rms == (a.mean == nullptr), "layer_norm: expected mean, or rms without it");
+}
+
+void layer_norm_forward(const LayerNormForward& a, const Tensor& like) {
+  check(a);
   const bool aligned =
-      Alignment(storage, dim).rows({x_, y_, residual_, sum_}).values({weight_, bias_});
-  const int chunks = row_chunks(dim, aligned), lanes = row_lanes(dim, chunks);
+      Alignment(a.storage, a.D).rows({a.x, a.y, a.residual, a.sum}).values({a.weight, a.bias});
+  const int chunks = row_chunks(a.D, aligned), lanes = row_lanes(a.D, chunks);
   const int threads = row_threads(lanes), rows = threads / lanes;
-  const Device device(x);
-  dispatch_rows(storage, aligned, chunks, [&](auto type, auto aligned_, auto chunks_) {
+  const Device device(like);
+  dispatch_rows(a.storage, aligned, chunks, [&](auto type, auto aligned_, auto chunks_) {
     using T = decltype(type);
-    launch(
-        layer_norm_fwd_kernel<T, chunks_, aligned_>,
-        {(tokens + rows - 1) / rows, threads, kRowSumBytes}, device.stream(),
-        Forward<T>{static_cast<const T*>(x_.data), static_cast<const T*>(residual_.data), weight_,
-                   bias_, static_cast<T*>(sum_.data), static_cast<T*>(y_.data),
-                   floats(mean, tokens), floats(rstd, tokens), x_.row_stride, residual_.row_stride,
-                   sum_.row_stride, y_.row_stride, tokens, static_cast<int>(dim), lanes,
-                   static_cast<float>(eps), dropout_mask(seed, dropout_p)});
+    launch(layer_norm_fwd_kernel<T, chunks_, aligned_>,
+           {(a.T + rows - 1) / rows, threads, kRowSumBytes}, device.stream(),
+           Forward<T>{static_cast<const T*>(a.x.data), static_cast<const T*>(a.residual.data),
+                      floats(a.weight), floats(a.bias), static_cast<T*>(a.sum.data),
+                      static_cast<T*>(a.y.data), floats(a.mean), floats(a.rstd), a.x.row_stride,
+                      a.residual.row_stride, a.sum.row_stride, a.y.row_stride, a.T,
+                      static_cast<int>(a.D), lanes, static_cast<float>(a.eps), dropout_mask(a)});
   });
 }
 
-void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTensor weight,
-                         bool rms, OptionalTensor mean, Tensor rstd, double dropout_p,
-                         OptionalTensor seed, OptionalTensor dx, OptionalTensor dresidual,
-                         OptionalTensor dweight, OptionalTensor dbias) {
-  const Storage storage = storage_of(sum);
-  const int64_t tokens = sum.size(0), dim = sum.size(1);
-  check_dim(dim);
-  DEEPFAST_CHECK(rms != mean.has_value(), "layer_norm: expected mean, or rms without it");
-  const Matrix sum_ = matrix(sum, storage, tokens, dim), dy_ = matrix(dy, storage, tokens, dim);
-  const Matrix dsum_ = matrix(dsum, storage, tokens, dim), dx_ = matrix(dx, storage, tokens, dim);
-  const Matrix dresidual_ = matrix(dresidual, storage, tokens, dim);
-  const float* weight_ = floats(weight, dim);
+void layer_norm_backward(const LayerNormBackward& a, const Tensor& like) {
+  check(a);
+  const Storage storage = a.storage;
+  const int64_t tokens = a.T, dim = a.D;
   const bool aligned =
-      Alignment(storage, dim).rows({sum_, dy_, dsum_, dx_, dresidual_}).values({weight_});
-  const Device device(sum);
+      Alignment(storage, dim).rows({a.sum, a.dy, a.dsum, a.dx, a.dresidual}).values({a.weight});
+  const Device device(like);
   // The copies of 512 threads, or of 256 with three chunks, may be more than the device has.
   const int64_t size = storage == Storage::f32 ? 4 : 2;
   const auto of_block = [&](int chunks) {
@@ -216,33 +203,33 @@ void layer_norm_backward(Tensor sum, Tensor dy, OptionalTensor dsum, OptionalTen
   const int threads = row_threads(lanes), rows = threads / lanes;
   const int resident = chunks == 2 ? kMostThreads<2> : kMostThreads<3>;
   const int64_t blocks = device.blocks((tokens + rows - 1) / rows, resident / threads);
-  const bool sums = dweight.has_value() || dbias.has_value();
+  const bool sums = a.dweight != nullptr || a.dbias != nullptr;
   std::optional<Tensor> partial;
-  if (sums) partial = scratch(sum, blocks * 2 * dim);
+  if (sums) partial = scratch(like, blocks * 2 * dim);
   dispatch_rows(storage, fast, chunks, [&](auto type, auto fast_, auto chunks_) {
     using T = decltype(type);
     using Rows = Inputs<T, chunks_, fast_>;
     static_assert(Rows::kThreadBytes >= chunks_ * kChunk * 4, "room for the sums of the end");
-    launch(layer_norm_bwd_kernel<T, chunks_, fast_>,
-           {blocks, threads, kRowSumBytes + threads * Rows::kThreadBytes}, device.stream(),
-           Backward<T>{static_cast<const T*>(sum_.data), static_cast<const T*>(dy_.data),
-                       static_cast<const T*>(dsum_.data), weight_, floats(mean, tokens),
-                       floats(rstd, tokens), static_cast<T*>(dx_.data),
-                       static_cast<T*>(dresidual_.data), sums ? floats(*partial) : nullptr,
-                       sum_.row_stride, dy_.row_stride, dsum_.row_stride, dx_.row_stride,
-                       dresidual_.row_stride, tokens, static_cast<int>(dim), lanes, aligned,
-                       dropout_mask(seed, dropout_p)});
+    launch(
+        layer_norm_bwd_kernel<T, chunks_, fast_>,
+        {blocks, threads, kRowSumBytes + threads * Rows::kThreadBytes}, device.stream(),
+        Backward<T>{static_cast<const T*>(a.sum.data), static_cast<const T*>(a.dy.data),
+                    static_cast<const T*>(a.dsum.data), floats(a.weight), floats(a.mean),
+                    floats(a.rstd), static_cast<T*>(a.dx.data), static_cast<T*>(a.dresidual.data),
+                    sums ? floats(*partial) : nullptr, a.sum.row_stride, a.dy.row_stride,
+                    a.dsum.row_stride, a.dx.row_stride, a.dresidual.row_stride, tokens,
+                    static_cast<int>(dim), lanes, aligned, dropout_mask(a)});
   });
   if (sums)
     sum_partials(device, floats(*partial), blocks, 2, 1, dim,
-                 Sums{{floats(dweight, dim), floats(dbias, dim)}, {dim, dim}});
+                 Sums{{floats(a.dweight), floats(a.dbias)}, {dim, dim}});
 }
 
 }  // namespace
 
 DEEPFAST_CUDA_OPS(m) {
-  m.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("layer_norm_forward", &boxed<LayerNormForward, layer_norm_forward>);
+  m.impl("layer_norm_backward", &boxed<LayerNormBackward, layer_norm_backward>);
 }
 
 }  // namespace deepfast

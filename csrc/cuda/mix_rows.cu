@@ -169,12 +169,12 @@ void launch_mix(void (*kernel)(Mix<T>), const Device& device, Mix<T>& op, const 
   size_t k = 0;
   do {
     op.accumulate = accumulate || k > 0;
-    op.from.count = static_cast<int>(std::min(most, sources.size() - k));
+    op.from.count = static_cast<int>(std::min(most, static_cast<size_t>(sources.count) - k));
     for (int i = 0; i < op.from.count; ++i) op.from.slot[i] = static_cast<int32_t>(sources[k + i]);
     k += op.from.count;
     launch(kernel, {stream_blocks(device, op.from), kThreads, bytes(op.from.count)},
            device.stream(), op);
-  } while (k < sources.size());
+  } while (k < static_cast<size_t>(sources.count));
 }
 
 template <class T, int kRows, bool kGeneral>
@@ -199,60 +199,48 @@ void launch_dot(const Device& device, Mix<T>& op, const Indices& sources, bool a
              device, op, sources, accumulate, most, At::bytes);
 }
 
-void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
-              OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out, Indices out_rows,
-              bool accumulate) {
-  check_buffer(states);
-  check_buffer(out, states);
-  DEEPFAST_CHECK(rows.size() == out_rows.size(), "mix_rows: expected ", rows.size(),
-                 " out_rows, one for each row, got ", out_rows.size());
-  const Storage storage = storage_of(states);
-  const int64_t dim = states.size(2);
-  const Weights w(weight, Storage::f32, dim);
-  const float *norm_weight_ = floats(norm_weight, w.columns * dim),
-              *norm_bias_ = floats(norm_bias, w.columns * dim);
-  for (int64_t k : sources) slot(states, k);
-  for (int64_t b : out_rows) slot(out, b);
-  for (int64_t r : rows) w.offset(r, 0);
-  for (int64_t k : sources) w.offset(0, k);
-  DEEPFAST_CHECK(states.size(1) * dim < int64_t{1} << 38,
-                 "mix_rows: expected a slot of fewer than 2^38 elements, got ",
-                 states.size(1) * dim);
-  const bool aligned = Alignment(storage, dim).slots(states);
-  const bool out_aligned = Alignment(storage, dim).slots(out), per_channel = w.width != 1;
-  const Device device(states);
-  dispatch(storage, [&](auto type) {
+void mix_rows(const MixRows& a, const Tensor& like) {
+  DEEPFAST_CHECK(a.rows.count == a.out_rows.count, "mix_rows: expected ", a.rows.count,
+                 " out_rows, one for each row, got ", a.out_rows.count);
+  DEEPFAST_CHECK(a.T * a.D < int64_t{1} << 38,
+                 "mix_rows: expected a slot of fewer than 2^38 elements, got ", a.T * a.D);
+  const bool aligned = Alignment(a.storage, a.D).slots(a.states);
+  const bool out_aligned = Alignment(a.storage, a.D).slots(a.out);
+  const bool per_channel = a.weight.per_channel;
+  const Device device(like);
+  dispatch(a.storage, [&](auto type) {
     using T = decltype(type);
     const bool half = sizeof(T) == 2;
     const bool plain = !per_channel && aligned && out_aligned;
     const bool dot = half && plain && MixLayout<T, 16>::bytes(kDotRows) <= device.shared();
-    const size_t most = dot ? kMostRows : plain && !half ? 8 : 4;
-    for (size_t first = 0; first < rows.size(); first += most) {
+    const int64_t most = dot ? kMostRows : plain && !half ? 8 : 4;
+    for (int64_t first = 0; first < a.rows.count; first += most) {
       Mix<T> op{};
-      op.rows = static_cast<int>(std::min(most, rows.size() - first));
-      op.from = stream_of<T>(states, kWarps * kLines, aligned);
-      op.norm_weight = norm_weight_, op.norm_bias = norm_bias_,
-      op.affine = norm_weight_ != nullptr || norm_bias_ != nullptr;
-      op.weight = reinterpret_cast<const float*>(w.base), op.per_channel = per_channel;
-      op.columns = static_cast<int>(w.columns);
-      op.channels_aligned = Alignment(storage, dim).values({w.base, norm_weight_, norm_bias_});
-      op.out = static_cast<T*>(out.mutable_data_ptr());
-      op.out_stride = out.stride(0), op.out_row_stride = out.stride(1);
+      op.rows = static_cast<int>(std::min(most, a.rows.count - first));
+      op.from = stream_of<T>(a.states, a.T, a.D, kWarps * kLines, aligned);
+      op.norm_weight = floats(a.norm_weight), op.norm_bias = floats(a.norm_bias);
+      op.affine = a.norm_weight != nullptr || a.norm_bias != nullptr;
+      op.weight = floats(a.weight.data), op.per_channel = per_channel;
+      op.columns = static_cast<int>(a.R);
+      op.channels_aligned =
+          Alignment(a.storage, a.D).values({a.weight.data, a.norm_weight, a.norm_bias});
+      op.out = static_cast<T*>(a.out.data);
+      op.out_stride = a.out.slot_stride, op.out_row_stride = a.out.row_stride;
       op.out_aligned = out_aligned;
       for (int b = 0; b < op.rows; ++b) {
-        op.row[b] = static_cast<int32_t>(rows[first + b]);
-        op.out_row[b] = static_cast<int32_t>(out_rows[first + b]);
+        op.row[b] = static_cast<int32_t>(a.rows[first + b]);
+        op.out_row[b] = static_cast<int32_t>(a.out_rows[first + b]);
       }
       if constexpr (sizeof(T) == 2) {
         const auto run = !dot           ? launch_fma<T, 4, true>
                          : op.rows <= 8 ? launch_dot<T, 8>
                                         : launch_dot<T, 16>;
-        run(device, op, sources, accumulate);
+        run(device, op, a.sources, a.accumulate);
       } else {
         const auto run = !plain         ? launch_fma<T, 4, true>
                          : op.rows <= 4 ? launch_fma<T, 4, false>
                                         : launch_fma<T, 8, false>;
-        run(device, op, sources, accumulate);
+        run(device, op, a.sources, a.accumulate);
       }
     }
   });
@@ -260,6 +248,6 @@ void mix_rows(Tensor states, Indices sources, Tensor weight, Indices rows,
 
 }  // namespace
 
-DEEPFAST_CUDA_OPS(m) { m.impl("mix_rows", TORCH_BOX(&mix_rows)); }
+DEEPFAST_CUDA_OPS(m) { m.impl("mix_rows", &boxed<MixRows, mix_rows>); }
 
 }  // namespace deepfast

@@ -4,25 +4,44 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <initializer_list>
+#include <optional>
 #include <type_traits>
 
-#include "../common/tensor.h"
+#include "../common/arguments.h"
 #include "device.h"
 #include "dropout.h"
+#include "launches.h"
 #include "row.h"
 
 #if defined(DEEPFAST_EMULATE)
 // Registered beside the ops of deepfast._C, for the same CPU tensors.
 #define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast_emulated, CPU, m)
+constexpr bool kOnCuda = false;
 #else
 #define DEEPFAST_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(deepfast, CUDA, m)
+constexpr bool kOnCuda = true;
 // Declared only where torch itself is built with CUDA; exported by every CUDA build since 2.10.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
 
 namespace deepfast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// How the dispatcher calls a launch: it fills its struct from the arguments. `like` is a tensor of
+// the launch, on whose device it runs.
+template <class Launch, void (*run)(const Launch&, const Tensor& like)>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const Arguments in(Launch::kSignature, stack, kOnCuda);
+  run(Launch(in), in.first_tensor());
+}
 
 // The device of a launch's tensors, made current, and torch's current stream there.
 class Device {
@@ -118,10 +137,9 @@ class Alignment {
     for (const void* p : pointers) one(p, 0);
     return *this;
   }
-  // A buffer of slots: its start, its slots' stride and its rows' stride.
-  Alignment& slots(const Tensor& t) {
-    one(t.const_data_ptr(), t.stride(0) * bytes_);
-    one(nullptr, t.stride(1) * bytes_);
+  Alignment& slots(const Slots& buffer) {
+    one(buffer.data, buffer.slot_stride * bytes_);
+    one(nullptr, buffer.row_stride * bytes_);
     return *this;
   }
   operator bool() const { return aligned_; }
@@ -146,14 +164,14 @@ inline Tensor scratch(const Tensor& like, int64_t count) {
 
 inline float* floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
-inline float* floats(const OptionalTensor& t, int64_t count) {
-  return static_cast<float*>(parameter(t, Storage::f32, count));
-}
+// A tensor of the compute type: kernels compute in fp32.
+inline float* floats(void* data) { return static_cast<float*>(data); }
 
-inline DropoutMask dropout_mask(const OptionalTensor& seed, double p) {
-  const DropoutFactors factors = dropout_factors(seed, p);
-  if (p == 0) return {nullptr, 0, 1.0f};
-  return {seed->const_data_ptr<int64_t>(), factors.threshold, static_cast<float>(factors.scale)};
+template <class Launch>
+DropoutMask dropout_mask(const Launch& a) {
+  DEEPFAST_CHECK(a.dropout_p == 0 || a.seed != nullptr, "dropout_p is ", a.dropout_p,
+                 " and the seed is missing");
+  return {a.dropout.seed, a.dropout.threshold, static_cast<float>(a.dropout.scale)};
 }
 
 // outs[i][r * strides[i] + n] = sum over p of partial[((p * I + i) * R + r) * N + n] in the order

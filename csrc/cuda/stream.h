@@ -253,11 +253,11 @@ class Lines {
 
 // The part of a Stream that is the same for any list of slots; tiles of `lines` lines.
 template <class T>
-Stream<T> stream_of(const Tensor& states, int lines, bool aligned) {
+Stream<T> stream_of(const Slots& states, int64_t tokens, int64_t dim, int lines, bool aligned) {
   Stream<T> op{};
-  op.states = static_cast<const T*>(states.const_data_ptr());
-  op.slot_stride = states.stride(0), op.row_stride = states.stride(1);
-  op.tokens = states.size(1), op.dim = static_cast<int>(states.size(2));
+  op.states = static_cast<const T*>(states.data);
+  op.slot_stride = states.slot_stride, op.row_stride = states.row_stride;
+  op.tokens = tokens, op.dim = static_cast<int>(dim);
   while (op.log2_lanes < 5 && (kQuad << op.log2_lanes) < op.dim) ++op.log2_lanes;
   const int slice = kQuad << op.log2_lanes;
   op.slices = (op.dim + slice - 1) / slice;

@@ -7,6 +7,7 @@ Loading it (`torch.ops.load_library`) registers `torch.ops.deepfast_emulated`.
 
 import fcntl
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,6 @@ from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths
-
-from deepfast import launches
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"
@@ -33,7 +32,7 @@ def build() -> Path:
     """The library, compiled if it is older than its sources."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     target = FOLDER / "libemulated.so"
-    flags = [*FLAGS, f"-I{Path(__file__).parent}", "-I.", f"-I{ROOT / 'csrc'}"]
+    flags = [*FLAGS, f"-I{Path(__file__).parent}", "-I.", f"-I{ROOT}", f"-I{ROOT / 'csrc'}"]
     flags += [f"-isystem {path}" for path in include_paths()]
     libraries = Path(torch.__file__).parent / "lib"
     lines = [
@@ -46,14 +45,15 @@ def build() -> Path:
     ]
     objects = []
     kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    for source in [Path(__file__).parent / "emulated.cpp", *kernels]:
+    checks = [FOLDER / "launches.cpp", ROOT / "csrc" / "common" / "arguments.cpp"]
+    for source in [Path(__file__).parent / "emulated.cpp", *checks, *kernels]:
         objects.append(f"{source.stem}.o")
         lines.append(f"build {objects[-1]}: compile {source}")
     lines.append(f"build {target}: link {' '.join(objects)}")
     # Of several test processes one compiles, and the others wait.
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        launches.write_header(FOLDER)
+        runpy.run_path(str(ROOT / "csrc" / "headers.py"))["write"](FOLDER)
         (FOLDER / "build.ninja").write_text("\n".join(lines) + "\n")
         done = subprocess.run(
             [sys.executable, "-m", "ninja", "-C", str(FOLDER)], capture_output=True, text=True

@@ -209,7 +209,8 @@ def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
     code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
     command = [build.find_nvcc(), *build.cuda_flags([]), "-cubin", code]
     path = ROOT / "csrc" / "cuda" / f"{source}.cu"
-    subprocess.run([*command, path, "-o", cubin], check=True, capture_output=True)
+    build.write_headers(Path(folder))
+    subprocess.run([*command, path, "-o", cubin], cwd=folder, check=True, capture_output=True)
     return functions(cubin)
 
 

@@ -111,9 +111,8 @@ def compile_one(source: Path, architectures: list[str], host: bool) -> tuple[str
             code = ",".join(f"sm_{a}" for a in group)
             command.append(f"-gencode=arch=compute_{group[0]},code=[{code}]")
         command += ["-Werror=all-warnings", "-c" if host else "-fatbin", str(source)]
-        done = subprocess.run(
-            [*command, "-o", str(Path(folder, "out"))], capture_output=True, text=True
-        )
+        build.write_headers(Path(folder))
+        done = subprocess.run([*command, "-o", "out"], cwd=folder, capture_output=True, text=True)
     said = done.stdout + done.stderr
     if done.returncode != 0:
         return f"{source.name} does not compile:\n{said}", []
@@ -137,6 +136,7 @@ def compile_one(source: Path, architectures: list[str], host: bool) -> tuple[str
 LAUNCHES = """
 import sys, torch
 from bench.gpu.launches import every_launch
+from deepfast.launches import LAUNCHES
 torch.ops.load_library(sys.argv[1])
 ops = torch.ops.deepfast_emulated
 for dim in 512, 768, 508, 509:
@@ -146,7 +146,10 @@ for dtype in torch.bfloat16, torch.float16:
     states = torch.zeros(20, 2, 512, dtype=dtype)
     for rows in range(8), range(16):
         rows = list(rows)
-        ops.mix_rows(states, [16], torch.ones(20, 20), rows, None, None, states, rows, False)
+        LAUNCHES["mix_rows"].by_name(ops.mix_rows)(
+            states=states, sources=[16], weight=torch.ones(20, 20), rows=rows, out=states,
+            out_rows=rows, accumulate=False,
+        )
 """
 
 
@@ -177,8 +180,8 @@ def launches() -> dict[str, tuple[int, int]]:
 def digest() -> str:
     """A digest of everything that decides what is compiled; comments do not."""
     files = sorted({path for source in sources() for path in headers(source)})
-    # The place of torch's headers differs between machines.
-    flags = [flag for flag in build.cuda_flags([]) if not flag.startswith("-isystem")]
+    # The places of headers differ between machines.
+    flags = [flag for flag in build.cuda_flags([]) if not flag.startswith(("-isystem", "-I"))]
     code = [re.sub(r"\s*//.*", "", file.read_text()) for file in files]
     return hashlib.sha256(repr((code, flags)).encode()).hexdigest()[:16]
 

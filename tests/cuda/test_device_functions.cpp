@@ -2,13 +2,16 @@
 //
 // Compiled as plain C++, neither for a GPU nor for the emulator.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
 
-#include "common/tensor.h"
+#include "common/views.h"
 #include "cuda/dropout.h"
 #include "cuda/row.h"
 
 namespace deepfast {
 namespace {
+
+using torch::stable::Tensor;
 
 template <class T>
 T* data(const Tensor& t) {
@@ -54,7 +57,7 @@ void narrow_op(Tensor values, bool half, Tensor out) {
 
 // Applies dropout to the rows of x (T, D), D a multiple of eight. The first row is token `first`.
 void drop_op(Tensor x, Tensor seed, int64_t first, double p) {
-  const DropoutFactors factors = dropout_factors(seed, p);
+  const Dropout factors = dropout_of(p, data<int64_t>(seed));
   const int64_t dim = x.size(1);
   for (int64_t t = 0; t < x.size(0); ++t)
     for (int64_t c = 0; c < dim / kChunk; ++c) {
@@ -68,8 +71,8 @@ void drop_op(Tensor x, Tensor seed, int64_t first, double p) {
 }
 
 // Threshold and scale of a probability.
-void dropout_factors_op(OptionalTensor seed, double p, Tensor out) {
-  const DropoutFactors factors = dropout_factors(seed, p);
+void dropout_factors_op(double p, Tensor out) {
+  const Dropout factors = dropout_of(p, nullptr);
   data<double>(out)[0] = factors.threshold, data<double>(out)[1] = factors.scale;
 }
 
@@ -90,7 +93,7 @@ STABLE_TORCH_LIBRARY(deepfast_device_functions, m) {
   m.def("widen(Tensor bits, bool half, Tensor(a!) out) -> ()");
   m.def("narrow(Tensor values, bool half, Tensor(a!) out) -> ()");
   m.def("drop(Tensor(a!) x, Tensor seed, int first, float p) -> ()");
-  m.def("dropout_factors(Tensor? seed, float p, Tensor(a!) out) -> ()");
+  m.def("dropout_factors(float p, Tensor(a!) out) -> ()");
   m.def(
       "row(Tensor dims, bool aligned, Tensor(a!) chunks, Tensor(b!) lanes, Tensor(c!) threads) -> "
       "()");

@@ -155,17 +155,10 @@ def test_dropped_infinities_are_zero(functions):
 )
 def test_threshold_of_a_probability(p, functions):
     out = torch.empty(2, dtype=torch.float64)
-    functions.dropout_factors(torch.tensor(1), p, out)
+    functions.dropout_factors(p, out)
     threshold = int(p * 65536 + 0.5)
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     assert out.tolist() == [threshold, scale]
-
-
-def test_dropout_without_a_seed_is_an_error(functions):
-    out = torch.empty(2, dtype=torch.float64)
-    functions.dropout_factors(None, 0.0, out)
-    with pytest.raises(RuntimeError, match="the seed is missing"):
-        functions.dropout_factors(None, 0.1, out)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
