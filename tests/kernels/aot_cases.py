@@ -43,7 +43,7 @@ def call(launch, name, dtype, sizes, *, absent=(), lists=None, **given):
         else:
             x = tensor(*shape, dtype=kind)
         given[operand.name] = [x] * lists if operand.type == "Tensor[]" else x
-    launch(**given)
+    launch(LAUNCHES[name].record(**given))
 
 
 def layer_norm_forward(launch, D, dtype=BF16, fused=False, rms=False):

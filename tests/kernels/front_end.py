@@ -2,9 +2,9 @@
 
 The front end makes Triton IR from the source. It checks types, which the interpreter does not. A
 launch varies in the operands of its table in `deepfast.launches`: each ``Tensor?`` is given or
-None, each bool is True or False, and a tensor has each of its ranks. Lists, words, dtypes and sizes
-take the values below. Any three of these choices occur together in a call, unless the launcher's
-callers never make them together.
+None, each bool is True or False, a word is each of its words, and a tensor has each of its ranks.
+Lists, dtypes and sizes take the values below. Any three of these choices occur together in a call,
+unless the launcher's callers never make them together.
 
     python tests/kernels/front_end.py                     # about 1,000 launches, a minute or two
     python tests/kernels/front_end.py --each 12           # the first 12 calls of each launcher
@@ -51,8 +51,6 @@ VALUES = {
 }
 """The values of an operand, or of a choice that decides several operands."""
 
-KINDS = {"activation": ("relu", "gelu"), "attention_boundary": ("softmax", "relu")}
-
 SIZES = {
     "T": (33,), "R": (ROWS,), "S": (ROWS + 1,), "B": (8,), "Q": (33,), "N": (3,), "P": (2,),
     "D": (80, 512, 4096), "H": (1, 8), "K": (3, 17), "V": (300, 32000), "E": (32, 64, 128),
@@ -72,7 +70,7 @@ def choices(launch) -> dict[str, tuple]:
         elif o.type == "bool":
             found[o.name] = (False, True)
         elif o.type == "str":
-            found[o.name] = KINDS[launch.op]
+            found[o.name] = o.words
         elif o.name in VALUES and not o.dtype:
             found[o.name] = VALUES[o.name]
         if len(o.shapes) > 1:
@@ -180,7 +178,7 @@ def run(launcher, launch, v: dict) -> None:
             given[o.name] = list(value) if o.type == "int[]" else value
         else:
             given[o.name] = {"float": 1e-5}[o.type]
-    launcher(**given)
+    launcher(launch.record(**given))
 
 
 # ---- the front end -----------------------------------------------------------------------------

@@ -1,118 +1,85 @@
-"""The activation kernels against the launchers of the reference in float64."""
+"""The kernels of the activation: both kinds, options, masks, results in place."""
 
 import pytest
 import torch
 
-from deepfast.reference import launchers as reference
+from deepfast import backend
+from deepfast.launches import LAUNCHES
 from deepfast.reference.dropout import dropout_mask
+from tests.kernels.agreement import LOW, SEED, agree, numbers, run
 
-OP = "activation"
 KINDS = ("relu", "gelu")
-LOW = (torch.float32, torch.bfloat16, torch.float16)
-# Fewer channels than a tile, several tiles of them with and without a rest, many tokens.
-SHAPES = [(0, 64), (1, 1), (5, 17), (70, 64), (3, 100), (2, 255), (9, 512), (300, 24)]
-SEED, P = torch.tensor(3 << 40), 0.3
-
-
-def strided(shape, dtype):
-    """Rows as in a wider tensor: an odd distance apart."""
-    return torch.empty(shape[0], shape[1] + 3, dtype=dtype)[:, : shape[1]]
-
-
-def run(launch, h, bias, dout, kind, p, dtype, rows=torch.empty, inplace=False):
-    """Forward, and backward from the reference's rounded result."""
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    h, dout = (rows(x.shape, dtype=dtype).copy_(x) for x in (h, dout))
-    bias = None if bias is None else bias.to(compute)
-    seed = SEED if p else None
-    saved = h.clone()
-    if kind == "relu":
-        reference.activation_forward(h, bias, kind, p, seed, saved)
-    out, dh = (h, dout) if inplace else (rows(h.shape, dtype=dtype) for _ in range(2))
-    launch.activation_forward(h, bias, kind, p, seed, out)
-    dbias = None if bias is None else torch.empty_like(bias)
-    relu = kind == "relu"
-    launch.activation_backward(
-        dout, saved, None if relu else bias, kind, p, None if relu else seed, dh, dbias
-    )
-    return {"out": out, "dh": dh} | ({} if bias is None else {"dbias": dbias})
-
-
-def compare(tolerances, kernels, T, F, kind, p, dtype, rows=torch.empty, with_bias=True):
-    h, dout = (torch.randn(T, F).to(dtype) for _ in range(2))
-    bias = torch.randn(F).to(dtype) if with_bias else None
-    got = run(kernels, h, bias, dout, kind, p, dtype, rows)
-    plain = run(reference, h, bias, dout, kind, p, dtype)
-    exact = run(reference, h, bias, dout, kind, p, torch.float64)
-    tolerances.assert_all_accurate(got, plain, exact, dtype)
-    assert all(torch.equal(got[name] == 0, plain[name] == 0) for name in ("out", "dh"))
+P = 0.3
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(
+    ("T", "F", "p", "bias"),
+    [
+        (0, 64, P, True), (70, 64, P, True), (3, 100, 0.0, False), (5, 300, 0.0, True),
+        (300, 24, P, False), (2, 8200, P, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("T", "F"), SHAPES)
-def test_agrees(tolerances, poison, kernels, T, F, kind, dtype):
-    compare(tolerances, kernels, T, F, kind, P, dtype)
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_dropout(tolerances, poison, kernels, kind, with_bias):
-    compare(tolerances, kernels, 5, 300, kind, 0.0, torch.float32, with_bias=with_bias)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("F", [17, 64, 512])
-def test_rows_apart(tolerances, poison, kernels, kind, F):
-    compare(tolerances, kernels, 5, F, kind, P, torch.bfloat16, rows=strided)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_channels_than_other_kernels_hold(tolerances, kernels, kind):
-    compare(tolerances, kernels, 2, 8200, kind, P, torch.bfloat16)
+def test_agrees(tolerances, poison, kernels, kind, T, F, p, bias, dtype):
+    given = {"T": T, "D": F, "kind": kind, "dropout_p": p} | ({} if bias else {"bias": None})
+    agree(tolerances, kernels, "activation_forward", dtype, **given)
+    given |= {} if bias else {"dbias": None}
+    if kind == "relu":
+        # The saved result is 0 where relu or dropout made it 0.
+        given |= {"saved": torch.randn(T, F).relu(), "bias": None, "seed": None}
+    got = agree(tolerances, kernels, "activation_backward", dtype, **given)
+    if kind == "relu" and T > 0:
+        assert torch.equal(got["dh"] != 0, given["saved"].to(dtype) != 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("F", [37, 512])
 def test_in_place(kernels, kind, F):
-    h, dout = torch.randn(2, 7, F).unbind()
-    bias = torch.randn(F)
-    apart = run(kernels, h, bias, dout, kind, P, torch.float32)
-    again = run(kernels, h, bias, dout, kind, P, torch.float32, inplace=True)
-    assert all(torch.equal(apart[name], again[name]) for name in apart)
-    # The gradient overwrites the saved tensor.
-    saved = h.clone()
-    if kind == "relu":
-        kernels.activation_forward(h, bias, kind, P, SEED, saved)
-    kernels.activation_backward(dout, saved, bias, kind, P, SEED, saved, None)
-    assert torch.equal(saved, apart["dh"])
+    launches = kernels("activation")
+    h, dout, bias = torch.randn(7, F), torch.randn(7, F), torch.randn(F)
+    given = {"kind": kind, "dropout_p": P, "seed": SEED}
+    out, again = torch.empty_like(h), h.clone()
+    launches.activation_forward(h=h, bias=bias, out=out, **given)
+    launches.activation_forward(h=again, bias=bias, out=again, **given)
+    assert torch.equal(out, again)
+    saved = out if kind == "relu" else h
+    results = [torch.empty_like(h), dout.clone(), saved.clone()]
+    for dh, d, s in zip(results, (dout, results[1], dout), (saved, saved, results[2]), strict=True):
+        launches.activation_backward(dout=d, saved=s, bias=bias, dh=dh, **given)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mask_is_the_references(kernels, kind):
-    h = torch.ones(6, 700)
-    out, dh = run(kernels, h, None, h, kind, P, torch.float32).values()
+    h, out = torch.ones(6, 700), torch.empty(6, 700)
+    given = {"kind": kind, "dropout_p": P, "seed": SEED}
+    kernels("activation").activation_forward(h=h, out=out, **given)
     kept = dropout_mask(int(SEED), 6, 700, P) != 0
     assert torch.equal(out != 0, kept)
+    saved, dh = out if kind == "relu" else h, torch.empty_like(h)
+    kernels("activation").activation_backward(dout=h, saved=saved, dh=dh, **given)
     assert torch.equal(dh != 0, kept)
 
 
+SPECIAL = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 0.0, 1e-40, -1e-40]])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_values(kernels, kind):
-    h = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 0.0, 1e-40, -1e-40]])
-    dout = torch.ones_like(h)
-    got = run(kernels, h, None, dout, kind, 0.0, torch.float32)
-    expected = run(reference, h, None, dout, kind, 0.0, torch.float32)
-    for name in got:
-        torch.testing.assert_close(got[name], expected[name], equal_nan=True, msg=name)
-    for value in run(kernels, h, torch.zeros(8), h, kind, 1.0, torch.float32).values():
+@pytest.mark.parametrize("name", ["activation_forward", "activation_backward"])
+def test_special_values(kernels, name, kind):
+    given = {"T": 1, "D": 8, "kind": kind, "dropout_p": 0.0, "bias": None, "dbias": None}
+    given |= {"h": SPECIAL, "saved": SPECIAL, "dout": torch.ones(1, 8)}
+    made = numbers(name, **given)
+    reference = backend.choose(LAUNCHES[name].op, "reference", "cpu", torch.float32)[1]
+    got, expected = (
+        run(launches, name, made, torch.float32, torch.float32)
+        for launches in (kernels("activation"), reference)
+    )
+    for key in got:
+        torch.testing.assert_close(got[key], expected[key], equal_nan=True, msg=key)
+    # Everything is dropped, infinities too.
+    made = numbers(name, **given | {"dropout_p": 1.0, "saved": torch.zeros(1, 8)})
+    for value in run(kernels("activation"), name, made, torch.float32, torch.float32).values():
         assert not value.any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_runs_are_alike_to_the_bit(kernels, kind):
-    h, dout = torch.randn(2, 37, 64).bfloat16().unbind()
-    bias = torch.randn(64)
-    first, second = (run(kernels, h, bias, dout, kind, P, torch.bfloat16) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -5,9 +5,11 @@ import torch
 import triton
 
 from deepfast.kernels import attention
+from deepfast.launches import LAUNCHES
 from deepfast.reference import launchers as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORWARD, BACKWARD = (LAUNCHES[f"attention_{way}"].record for way in ("forward", "backward"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # (queries, keys) of the sentences, heads, head width, causal, dropout, and then where they are not
@@ -60,7 +62,10 @@ class Problem:
         seed = torch.tensor(2**40 + 5, device=DEVICE) if dropout_p else None
         left, right = window
         sides = left, 0 if causal else right
-        self.common = (*seqlens, *longest, *sides, width**-0.5, dropout_p, seed)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right",
+                 "scale", "dropout_p", "seed")  # fmt: skip
+        values = (*seqlens, *longest, *sides, width**-0.5, dropout_p, seed)
+        self.common = dict(zip(names, values, strict=True))
         # The heads of q, k and v in one projection.
         self.split = heads, of_keys or heads, of_keys or heads
         self.projected = [torch.randn(t, sum(self.split), width).to(DEVICE) for t in self.tokens]
@@ -72,7 +77,7 @@ class Problem:
         o = torch.full((self.tokens[0], self.heads, self.width), torch.nan, dtype=dtype)
         lse = torch.full(o.shape[1::-1], torch.nan, dtype=torch.promote_types(dtype, torch.float32))
         o, lse = o.to(DEVICE), lse.to(DEVICE)
-        launch(q, k, v, *self.common, o, lse)
+        launch(FORWARD(q=q, k=k, v=v, **self.common, o=o, lse=lse))
         return {"o": o, "lse": lse}
 
     def backward(self, launch, o, lse, dtype, storage):
@@ -82,8 +87,9 @@ class Problem:
         before, dk, dv = grads[1].split(self.split, 1)
         lse = lse.to(torch.promote_types(dtype, torch.float32))
         do = self.do.to(storage).to(dtype)
-        operands = (*self.operands(dtype, storage), o.to(dtype), lse, do)
-        launch(*operands, *self.common, dq, dk, dv)
+        given = dict(zip("qkv", self.operands(dtype, storage), strict=True))
+        given |= {"o": o.to(dtype), "lse": lse, "dout": do, "dq": dq, "dk": dk, "dv": dv}
+        launch(BACKWARD(**given, **self.common))
         # The memory between the slices belongs to other tensors.
         assert rest.isnan().all()
         assert before.isnan().all()
@@ -169,7 +175,7 @@ def test_heads_that_are_no_slices():
     expected = problem.forward(attention.attention_forward, torch.float32, torch.float32)
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
     o, lse = torch.empty_like(expected["o"]), torch.empty_like(expected["lse"])
-    attention.attention_forward(q, k, v, *problem.common, o, lse)
+    attention.attention_forward(FORWARD(q=q, k=k, v=v, **problem.common, o=o, lse=lse))
     assert torch.equal(o, expected["o"])
     assert torch.equal(lse, expected["lse"])
 

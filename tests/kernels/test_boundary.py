@@ -1,4 +1,4 @@
-"""The boundary kernels against the launchers of the reference in float64."""
+"""The kernels of both boundaries: options, patterns, and what they do not write."""
 
 import itertools
 from types import SimpleNamespace
@@ -6,231 +6,170 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepfast.depth.pattern import depth_pattern
+from deepfast.depth.pattern import block_pattern, depth_pattern
 from deepfast.depth.schedule import Schedule
-from deepfast.depth.state import DepthState, empty_slots
-from deepfast.reference import launchers as reference
+from deepfast.depth.state import DepthState
+from deepfast.launches import LAUNCHES
+from tests.kernels.agreement import agree, numbers, run
 
-OP = "boundary"
-LOW = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (2, 512)]
-ROWS, SLOT = 10, 4
-FULL = {
-    "near": (2, 3, 4), "pulls": (4, 5, 6, 7, 8, 9), "p": 0.3, "replay": False, "residual": True,
-    "norm": True, "norm_weight": True, "norm_bias": True, "vector": False, "far": True, "dx": True,
-    "dout": True, "inplace": True, "out_rms": False, "source_rms": False,
-}  # fmt: skip
-
-SOURCE_RMS = {"source_rms": True, "norm_bias": False}
-
-
-def storage(shape, dtype):
-    return torch.empty(shape, dtype=dtype)
+OPS = ("boundary", "attention_boundary")
+FP32 = torch.float32
+NO_OUT = dict.fromkeys(
+    ("out", "dout", "out_mean", "out_rstd", "dout_norm_weight", "dout_norm_bias")
+)
+NO_NORM = {"norm_source": False, "source_rstd": None}
+OUT_RMS = {"out_rms": True, "out_mean": None}
+SOURCE_RMS = {"source_rms": True, "norm_bias": None, "dnorm_bias": None}
+NO_AFFINE = dict.fromkeys(("norm_weight", "norm_bias", "dnorm_weight", "dnorm_bias"))
+RELU = {"kind": "relu", "stats": None, "partial_stats": None}
+PER_CHANNEL = {"choice": 1}
 
 
-def strided(shape, dtype):
-    """Rows as in a wider tensor: an odd distance apart."""
-    return torch.empty(shape[0], shape[1] + 3, dtype=dtype)[:, : shape[1]]
+def both(tolerances, kernels, op, dtype=FP32, T=5, D=100, **given):
+    """Forward, and backward with its gradients in the slots of the states and apart from them."""
+    agree(tolerances, kernels, f"{op}_forward", dtype, T=T, D=D, **given)
+    for grads in ({"grads": "states"}, {}):
+        agree(tolerances, kernels, f"{op}_backward", dtype, T=T, D=D, **given, **grads)
 
 
-def operands(T, D, dtype, options):
-    names = ("branch", "residual", "partial", "pulled", "dx", "dout")
-    given = {name: torch.randn(T, D).to(dtype) for name in names}
-    absent = {
-        "branch": options["replay"], "residual": not options["residual"],
-        "partial": not options["far"], "pulled": not options["far"], "dx": not options["dx"],
-        "dout": not options["dout"],
-    }  # fmt: skip
-    given = {name: None if absent[name] else x for name, x in given.items()}
-    return given | {
-        "states": torch.randn(ROWS + 1, T, D).to(dtype),
-        "weight": torch.randn(ROWS, ROWS, *([D] if options["vector"] else [])),
-        "norm_weight": 1 + 0.3 * torch.randn(ROWS, D) if options["norm_weight"] else None,
-        "norm_bias": torch.randn(ROWS, D) if options["norm_bias"] else None,
-        "out_norm_weight": 1 + 0.3 * torch.randn(D),
-        "out_norm_bias": torch.randn(D),
-        "seed": torch.tensor(3 << 40) if options["p"] else None,
-    }
-
-
-def run(launch, given, options, dtype, compute=torch.float32, rows=storage):
-    """Forward and backward of one boundary; ``rows`` makes the operands' memory."""
-    T, D = given["states"].shape[1:]
-    a = {
-        name: None if given[name] is None else rows((T, D), dtype).copy_(given[name])
-        for name in ("branch", "residual", "partial", "pulled", "dx", "dout")
-    }
-    names = ("weight", "norm_weight", "norm_bias", "out_norm_weight", "out_norm_bias")
-    w = {name: None if given[name] is None else given[name].to(compute) for name in names}
-    states = empty_slots(ROWS + 1, rows((T, D), dtype)).copy_(given["states"])
-    out_norm = w["out_norm_weight"], w["out_norm_bias"]
-    dropout = options["p"], given["seed"]
-    near, pulls = list(options["near"]), list(options["pulls"])
-    x, out, dbranch, dresidual = (rows((T, D), dtype) for _ in range(4))
-    source_rstd, mean, rstd = torch.empty(3, T, dtype=compute)
-    source_rms, out_rms = options["source_rms"], options["out_rms"]
-    mean = None if out_rms else mean
-    launch.boundary_forward(
-        a["branch"], a["residual"], *dropout, states, SLOT, near, w["weight"],
-        w["norm_weight"], w["norm_bias"], options["norm"], 1e-5, source_rms, a["partial"],
-        *out_norm, 1e-5, out_rms, x, out, source_rstd, mean, rstd,
-    )  # fmt: skip
-    results = {"x": x, "out": out, "mean": mean, "rstd": rstd, "state": states[SLOT].clone()}
-    if options["replay"] or not options["norm"]:
-        source_rstd.fill_(1)
-    results["source_rstd"] = source_rstd
-    grads = states if options["inplace"] else states.clone()
-    # Entries that the launch does not own must not change.
-    dweight = torch.full_like(w["weight"], 7)
-    dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = torch.empty(4, D, dtype=compute)
-    if source_rms:
-        dnorm_bias = None
-    if not options["dout"]:
-        dout_norm_weight = dout_norm_bias = None
-    launch.boundary_backward(
-        states, SLOT, near, w["weight"], w["norm_weight"], w["norm_bias"], options["norm"],
-        source_rms, a["partial"], *out_norm, out_rms, source_rstd, mean, rstd, *dropout, a["dx"],
-        a["dout"], grads, SLOT + 1, pulls, [row + 1 for row in pulls], a["pulled"], dbranch,
-        dresidual, dweight, dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
-    )  # fmt: skip
-    results |= {
-        "g": grads[SLOT + 1], "dbranch": dbranch, "dresidual": dresidual, "dweight": dweight,
-        "dnorm_weight": dnorm_weight, "dnorm_bias": dnorm_bias,
-        "dout_norm_weight": dout_norm_weight, "dout_norm_bias": dout_norm_bias,
-    }  # fmt: skip
-    return {name: value for name, value in results.items() if value is not None}
-
-
-def compare(tolerances, kernels, T, D, dtype, rows=storage, **options):
-    options = FULL | options
-    given = operands(T, D, dtype, options)
-    got = run(kernels, given, options, dtype, rows=rows)
-    plain = run(reference, given, options, dtype)
-    exact = run(reference, given, options, torch.float64, torch.float64)
-    tolerances.assert_all_accurate(got, plain, exact, dtype)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize(("T", "D"), SHAPES)
-@pytest.mark.parametrize("rms", [{}, {"out_rms": True}, SOURCE_RMS], ids=str)
-def test_agrees(tolerances, poison, kernels, rms, T, D, dtype):
-    compare(tolerances, kernels, T, D, dtype, **rms)
+SHARED = [
+    {},
+    {"dropout_p": 0.0},
+    {"residual": None, "dresidual": None},
+    {"partial": None, "partial_stats": None, "pulled": None},
+    {"dx": None},
+    NO_OUT,
+    {"branch": None, "dbranch": None},
+    OUT_RMS,
+    OUT_RMS | {"out_norm_bias": None, "dout_norm_bias": None},
+]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [
-        {"p": 0.0},
-        {"residual": False},
-        {"norm": False, "norm_weight": False, "norm_bias": False},
-        {"norm": False},
-        {"norm_bias": False},
-        {"far": False},
-        {"dx": False},
-        {"dout": False},
-        {"replay": True},
-        {"inplace": False},
-        {"out_rms": True},
-        {"out_rms": True, "dx": False, "vector": True},
-        {"out_rms": True, "dout": False},
+        *SHARED,
+        NO_NORM | NO_AFFINE,
+        NO_NORM,
+        {"norm_bias": None, "dnorm_bias": None},
+        OUT_RMS | {"dx": None} | PER_CHANNEL,
+        OUT_RMS | {"source_rms": True},
         SOURCE_RMS,
-        SOURCE_RMS | {"out_rms": True, "vector": True, "inplace": False},
-        SOURCE_RMS | {"norm_weight": False, "p": 0.0, "residual": False},
-        SOURCE_RMS | {"replay": True},
-        {"vector": True},
-        {"vector": True, "norm_weight": False, "norm_bias": False, "norm": False},
+        SOURCE_RMS | OUT_RMS | PER_CHANNEL,
+        SOURCE_RMS | NO_AFFINE | {"dropout_p": 0.0, "residual": None},
+        SOURCE_RMS | {"branch": None},
+        PER_CHANNEL,
+        PER_CHANNEL | NO_NORM | NO_AFFINE,
     ],
     ids=str,
 )
 def test_options(tolerances, poison, kernels, options):
-    compare(tolerances, kernels, 5, 100, torch.float32, **options)
+    both(tolerances, kernels, "boundary", **options)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("more", [{"bias": None, "dbias": None}, RELU, {}], ids=str)
+@pytest.mark.parametrize("options", [*SHARED, {"dquery": None, "dbias": None}], ids=str)
+def test_options_of_attention(tolerances, poison, kernels, options, more):
+    both(tolerances, kernels, "attention_boundary", **more | options)
 
 
 def test_the_only_row_of_its_block_may_be_wide(tolerances, poison, kernels):
     """Its table fits a block, but a row takes more threads than registers leave room for."""
-    compare(tolerances, kernels, 2, 8192, torch.bfloat16, near=(4,), pulls=(4,))
+    lists = {"near": [4], "pull_rows": [4], "pull_slots": [5]}
+    both(tolerances, kernels, "boundary", torch.bfloat16, 2, 8192, **lists)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("options", [{}, PER_CHANNEL], ids=str)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("near", "pulls", "vector"),
+    ("near", "pulls"),
     [
-        ((4,), (4,), False),
-        ((0, 2, 4), (4, 6, 8), True),
-        ((0, 1, 2, 3, 4), (4, 5), False),
-        ((0, 1, 4), (4, 5, 9), True),
-        ((3, 1), (9, 4), False),
-        ((1, 3), (5, 7, 9), False),
-        ((4,), (), True),
+        ((4,), (4,)),
+        ((0, 2, 4), (4, 6, 8)),
+        ((0, 1, 2, 3, 4), (4, 5)),
+        ((0, 1, 4), (4, 5, 9)),
+        ((3, 1), (9, 4)),
+        ((1, 3), (5, 7, 9)),
+        ((4,), ()),
     ],
 )
-def test_patterns(tolerances, poison, kernels, near, pulls, vector):
-    """Dilation, periods, any order, and rows that do not read their own state."""
-    compare(tolerances, kernels, 5, 33, torch.float32, near=near, pulls=pulls, vector=vector)
+def test_patterns(tolerances, poison, kernels, op, near, pulls, options):
+    """Dilation, periods, blocks, any order, and rows that do not read their own state."""
+    lists = {"near": near, "pull_rows": pulls, "pull_slots": [row + 1 for row in pulls]}
+    both(tolerances, kernels, op, D=33, **lists, **options)
 
 
-def test_rows_apart(tolerances, poison, kernels):
-    compare(tolerances, kernels, 5, 17, torch.bfloat16, rows=strided)
-
-
-@pytest.mark.parametrize("vector", [False, True])
-def test_many_tiles(tolerances, poison, kernels, vector):
-    """More tiles than programs: the sums over tokens continue from tile to tile."""
-    compare(tolerances, kernels, 7, 512, torch.float32, vector=vector, near=(4,), pulls=(4, 5))
-
-
-def test_nothing_is_read_is_zero(poison, kernels):
-    options = FULL | {"near": (), "far": False}
-    given = operands(3, 17, torch.float32, options)
-    got = run(kernels, given, options, torch.float32)
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_is_read_is_zero(poison, kernels, op):
+    given = numbers(f"{op}_forward", T=3, D=17, near=[], partial=None, partial_stats=None)
+    got = run(kernels(op), f"{op}_forward", given, FP32, FP32)
     assert not got["x"].any()
     assert torch.equal(got["out"], given["out_norm_bias"].expand(3, 17))
 
 
-def test_what_is_not_wanted_is_not_written(kernels):
+def test_not_a_number_ends(kernels):
+    """Such numbers spread, and the launch returns."""
+    name = "attention_boundary_forward"
+    given = numbers(name, T=5, D=33)
+    expected = run(kernels("attention_boundary"), name, given, FP32, FP32)
+    given["states"][2, 0], given["states"][3, 1] = torch.nan, torch.inf
+    got = run(kernels("attention_boundary"), name, given, FP32, FP32)
+    assert got["x"][:2].isnan().any(-1).all()
+    assert torch.equal(got["x"][2:], expected["x"][2:])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_not_wanted_is_not_written(kernels, op):
     """Without x, without a norm of the output, without any gradient but that of the branch."""
-    states, weight, branch = torch.zeros(3, 4, 17), torch.randn(2, 2), torch.randn(4, 17)
-    kernels.boundary_forward(
-        branch, None, 0.0, None, states, 1, [0, 1], weight, None, None, False, 0.0, False, None,
-        None, None, 0.0, False, None, None, None, None, None,
-    )  # fmt: skip
+    states, branch = torch.zeros(3, 4, 17), torch.randn(4, 17)
+    weight, source_rstd = torch.randn(2, 2), torch.ones(2, 4)
+    shared = {"states": states, "k": 1, "near": [0, 1], "dropout_p": 0.0, "out_rms": False}
+    if op == "boundary":
+        shared |= {"weight": weight, "norm_source": False, "source_rms": False}
+        forward = {"source_eps": 0.0}
+    else:
+        shared |= {"query": torch.zeros(2, 17), "bias": torch.ones(2, 2), "kind": "relu"}
+        shared |= {"source_rstd": source_rstd}
+        forward = {"eps": 1e-6}
+    launches = kernels(op)
+    getattr(launches, f"{op}_forward")(**shared, **forward, branch=branch, out_eps=0.0)
     assert torch.equal(states[1], branch)
+    assert source_rstd[0].eq(1).all()
     dx, dbranch = torch.randn(4, 17), torch.empty(4, 17)
-    kernels.boundary_backward(
-        states, 1, [0, 1], weight, None, None, False, False, None, None, None, False, None, None,
-        None, 0.0, None, dx, None, states, 2, [1], [2], None, dbranch, None, None, None, None,
-        None, None,
-    )  # fmt: skip
-    torch.testing.assert_close(dbranch, weight[1, 1] * dx)
+    getattr(launches, f"{op}_backward")(
+        **shared, dx=dx, grads=states, grad_slot=2, pull_rows=[1], pull_slots=[2], dbranch=dbranch
+    )
+    torch.testing.assert_close(dbranch, dx * (weight[1, 1] if op == "boundary" else 1))
     assert torch.equal(states[2], dx)
 
 
-def test_replay_is_alike_to_the_bit(kernels):
+@pytest.mark.parametrize("op", OPS)
+def test_replay_is_alike_to_the_bit(kernels, op):
     """A layer's input, recomputed from the states, has the same bits as in forward."""
-    given = operands(5, 33, torch.bfloat16, FULL)
-    first = run(kernels, given, FULL, torch.bfloat16)
-    again = given | {"branch": None, "states": given["states"].clone()}
-    again["states"][SLOT] = first["state"]
-    second = run(kernels, again, FULL | {"replay": True}, torch.bfloat16)
-    assert all(torch.equal(first[name], second[name]) for name in ("x", "out", "mean", "rstd"))
+    name, dtype = f"{op}_forward", torch.bfloat16
+    given = numbers(name, T=5, D=33)
+    first = run(kernels(op), name, given, dtype, dtype)
+    again = given | {"branch": None, "states": first["states"].float()}
+    if op == "attention_boundary":
+        again["source_rstd"] = first["source_rstd"]
+    second = run(kernels(op), name, again, dtype, dtype)
+    assert all(torch.equal(first[key], second[key]) for key in ("x", "out", "out_mean", "out_rstd"))
 
 
-@pytest.mark.parametrize("vector", [False, True])
-def test_two_runs_are_alike_to_the_bit(kernels, vector):
-    options = FULL | {"vector": vector}
-    given = operands(37, 64, torch.bfloat16, options)
-    first, second = (run(kernels, given, options, torch.bfloat16) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("lists", [{"near": (0, 1, 3, 4)}, {"pulls": (4, 5, 6, 8)}], ids=str)
-def test_triton_takes_progressions(lists):
-    kernels = pytest.importorskip("deepfast.kernels.boundary")
-    options = FULL | lists
-    given = operands(3, 17, torch.float32, options)
-    with pytest.raises(ValueError, match=r"boundary: (near|pull_rows) but k must be an arithmetic"):
-        run(kernels, given, options, torch.float32)
+@pytest.mark.parametrize("lists", [
+    {"near": (0, 1, 3, 4)}, {"pull_rows": (4, 5, 6, 8), "pull_slots": (5, 6, 7, 9)}
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("op", OPS)
+def test_triton_takes_progressions(op, lists):
+    module = pytest.importorskip(f"deepfast.kernels.{op}")
+    name = f"{op}_backward"
+    launches = SimpleNamespace(**{name: LAUNCHES[name].of_record(getattr(module, name))})
+    expected = rf"{op}: (near|pull_rows) but k must be an arithmetic"
+    with pytest.raises(ValueError, match=expected):
+        run(launches, name, numbers(name, T=3, D=17, **lists), FP32, FP32)
 
 
 def test_a_progression():
@@ -245,10 +184,13 @@ def test_every_pattern_gives_progressions():
     """Whatever row the backward pass begins at."""
     kernels = pytest.importorskip("deepfast.kernels.common")
     rows = 13
-    for block, window, dilation, period in itertools.product(
-        (4, 8, 64), (None, 1, 3, 6, 9), (1, 2, 3), (1, 2, 3, 4)
-    ):
-        schedule = Schedule(depth_pattern(rows, window, dilation, period), block)
+    patterns = [block_pattern(rows, size)[0] for size in (1, 2, 3, 4, 6, 12)]
+    patterns += [
+        depth_pattern(rows, *options)
+        for options in itertools.product((None, 1, 3, 6, 9), (1, 2, 3), (1, 2, 3, 4))
+    ]
+    for block, pattern in itertools.product((1, 4, 8, 64), patterns):
+        schedule = Schedule(pattern, block)
         for top, k in itertools.combinations_with_replacement(reversed(range(rows)), 2):
             state = SimpleNamespace(schedule=schedule, _live=set(range(k + 1, top + 1)))
             for indices in (schedule.near[k], DepthState.near_pull(state, k)):

@@ -1,111 +1,94 @@
-"""The depth_mix kernels against the launchers of the reference in float64."""
+"""The kernels of depth_mix and of attention over depth: lists of any length, and options."""
 
 import pytest
 import torch
 
-from deepfast.reference import launchers as reference
+from tests.kernels.agreement import LOW, agree, apart
 
-OP = "depth_mix"
-LOW = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = (torch.float32, torch.bfloat16)
-SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (1, 255), (17, 512)]
+NO_NORM = {"norm": False, "norm_weight": None, "norm_bias": None, "mean": None, "rstd": None,
+           "dnorm_weight": None, "dnorm_bias": None}  # fmt: skip
+QUERY = {"scores": None, "dscores": None}
+SCORES = {"query": None, "dquery": None, "norm": False}
+NO_SOFTMAX = SCORES | dict.fromkeys(("lse", "most", "total", "dlse"))
 
 
-@pytest.fixture(autouse=True)
-def _poisoned(poison):
-    """Fresh memory is NaN."""
+def both(tolerances, kernels, op, dtype, **given):
+    """Forward and backward."""
+    for direction in ("forward", "backward"):
+        name, options = f"{op}_{direction}", dict(given)
+        if op == "depth_attention" and options.get("most", 1) is None and direction == "backward":
+            options["out"] = None
+        agree(tolerances, kernels, name, dtype, **options)
 
 
-def depth_mix(K, T, D, *, norm=True, norm_weight=True, norm_bias=True, per_channel=False,
-strided=False,
-              weight_grad=True, source_grad=True):  # fmt: skip
-    given = {
-        "sources": torch.randn(K + 1, T, D),
-        "weight": torch.randn((K, D) if per_channel else (K,)),
-        "norm_weight": 1 + 0.5 * torch.randn(K, D) if norm_weight else None,
-        "norm_bias": torch.randn(K, D) if norm_bias else None,
-    }
-
-    def rows(dtype, x=None):
-        x = torch.empty(T, D, dtype=dtype) if x is None else x.to(dtype)
-        return torch.empty(T, 2 * D, dtype=dtype)[:, :D].copy_(x) if strided else x
-
-    def run(launch, storage, dtype):
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        *sources, dout = (rows(dtype, x.to(storage)) for x in given["sources"])
-        weight, norm_weight, norm_bias = (
-            None if given[name] is None else given[name].to(compute)
-            for name in ("weight", "norm_weight", "norm_bias")
-        )
-        mean, rstd = torch.empty(2, K, T, dtype=compute) if norm else (None, None)
-        results = {"out": rows(dtype)}
-        launch.depth_mix_forward(
-            sources, weight, norm_weight, norm_bias, norm, 1e-5, results["out"], mean, rstd
-        )
-        if norm:
-            results |= {"mean": mean.clone(), "rstd": rstd.clone()}
-        dsources = [rows(dtype) for _ in sources] if source_grad else []
-        grads = [
-            None if x is None or not weight_grad else torch.empty_like(x)
-            for x in (weight, norm_weight, norm_bias)
-        ]
-        launch.depth_mix_backward(
-            sources, weight, norm_weight, norm_bias, norm, mean, rstd, dout, dsources, *grads
-        )
-        if source_grad:
-            results["dsources"] = torch.stack(dsources)
-        named = zip(("dweight", "dnorm_weight", "dnorm_bias"), grads, strict=True)
-        return results | {name: grad for name, grad in named if grad is not None}
-
-    return run
-
-
-def assert_depth_mix(kernels, run, dtype, tolerances):
-    got, plain = run(kernels, dtype, dtype), run(reference, dtype, dtype)
-    tolerances.assert_all_accurate(got, plain, run(reference, dtype, torch.float64), dtype)
+@pytest.mark.parametrize("count", [1, 16, 17, 33, 121])
+def test_takes_any_number_of_sources(count, tolerances, poison, kernels):
+    """More than the arguments of one launch."""
+    dtype = LOW[count % 3]
+    both(tolerances, kernels, "depth_mix", dtype, T=3, D=20, lists=count)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_agrees(shape, dtype, tolerances, kernels):
-    assert_depth_mix(kernels, depth_mix(3, *shape), dtype, tolerances)
-
-
-@pytest.mark.parametrize(
-    ("count", "dtype"),
-    [
-        (1, torch.float16),
-        (16, torch.bfloat16),
-        (17, torch.bfloat16),
-        (33, torch.float32),
-        (121, torch.bfloat16),
-    ],
-)
-def test_takes_any_number_of_sources(count, dtype, tolerances, kernels):
-    assert_depth_mix(kernels, depth_mix(count, 3, 20), dtype, tolerances)
-
-
-@pytest.mark.parametrize("dtype", WAYS)
+@pytest.mark.parametrize("dtype", WAYS, ids=str)
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm": False, "norm_weight": False, "norm_bias": False},
-        {"norm_weight": False},
-        {"norm_bias": False},
-        {"per_channel": True},
-        {"per_channel": True, "norm": False, "norm_weight": False, "norm_bias": False},
-        {"strided": True},
-        {"weight_grad": False},
-        {"source_grad": False},
+        NO_NORM,
+        {"norm_weight": None, "dnorm_weight": None},
+        {"norm_bias": None, "dnorm_bias": None},
+        {"choice": 1},
+        {"choice": 1} | NO_NORM,
+        {"dweight": None, "dnorm_weight": None, "dnorm_bias": None},
+        {"dsources": []},
     ],
-    ids=lambda options: " ".join(options),
+    ids=str,
 )
-def test_with_optional_operands(options, dtype, tolerances, kernels):
-    assert_depth_mix(kernels, depth_mix(3, 5, 40, **options), dtype, tolerances)
+def test_depth_mix_with_optional_operands(options, dtype, tolerances, poison, kernels):
+    both(tolerances, kernels, "depth_mix", dtype, T=5, D=40, **options)
 
 
-def test_reruns_are_bit_identical(kernels):
-    run = depth_mix(5, 17, 100)
-    first, second = (run(kernels, torch.bfloat16, torch.bfloat16) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("given", [QUERY, SCORES, NO_SOFTMAX], ids=["query", "scores", "weights"])
+@pytest.mark.parametrize(("count", "hops"), [(1, 1), (4, 3), (16, 1), (17, 2), (33, 1)])
+def test_depth_attention(count, hops, given, dtype, tolerances, poison, kernels):
+    sizes = {"T": 9, "D": 40, "H": hops, "lists": count}
+    both(tolerances, kernels, "depth_attention", dtype, **sizes, **given)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", WAYS, ids=str)
+@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        NO_SOFTMAX | {"accumulate": True},
+        NO_SOFTMAX | {"dsources": []},
+        QUERY | {"accumulate": True},
+        QUERY | {"norm": False},
+        QUERY | {"dlse": None},
+        QUERY | {"dquery": None},
+        QUERY | {"dsources": []},
+        SCORES | {"dscores": None},
+    ],
+    ids=str,
+)
+def test_depth_attention_with_optional_operands(options, hops, dtype, tolerances, poison, kernels):
+    sizes = {"T": 5, "D": 40, "H": hops}
+    agree(tolerances, kernels, "depth_attention_backward", dtype, apart, **sizes,
+          **{"out": None} | options if options.get("most", 1) is None else options)  # fmt: skip
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_sources_left_out(hops, kernels):
+    """Scores of -inf in front, over more than one launch, are weights of zero."""
+    x, scores = torch.randn(20, 4, 8), torch.randn(4, 20, hops)
+    scores[:, :17] = -torch.inf
+    out, (lse, most, total) = torch.empty(4 * hops, 8), torch.empty(3, 4, hops)
+    kernels("depth_attention").depth_attention_forward(
+        sources=list(x), scores=scores, norm=False, eps=1e-6, out=out, lse=lse, most=most,
+        total=total,
+    )  # fmt: skip
+    exact = torch.einsum("tkh,ktd->thd", scores[:, 17:].softmax(1), x[17:])
+    torch.testing.assert_close(out, exact.flatten(0, 1))

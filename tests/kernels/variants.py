@@ -14,6 +14,8 @@ import aot_cases
 import torch
 from triton.runtime.jit import JITFunction
 
+from deepfast.launches import LAUNCHES
+
 TOKENS = (8190, 8192, 4096, 4112, 33)
 """With and without the factor 16, for which Triton compiles a variant of its own."""
 
@@ -45,56 +47,59 @@ def of_case(case) -> dict[str, list[int]]:
     return {name: [one[name], many[name]] for name in many}
 
 
-def of_block() -> dict[str, int]:
-    """All boundaries of a block but the first and the last, whose launches differ in operands."""
-    T, D, rows, start, end = 33, 64, 24, 8, 16
-    kernels = importlib.import_module("deepfast.kernels.boundary")
+T, D, ROWS, START, END = 33, 64, 24, 8, 16
+
+
+def _block(op: str, of_row) -> dict[str, int]:
+    """All boundaries of a block but the first and the last, whose launches differ in operands.
+
+    of_row: (k, like) -> the op's own operands of row k.
+    """
+    module = importlib.import_module(f"deepfast.kernels.{op}")
     # Meta tensors have no addresses.
-    states, like = torch.zeros(rows + 1, T, D), torch.zeros(T, D)
-    weight, seeds = torch.zeros(rows, rows), torch.zeros(rows, dtype=torch.int64)
-    source_rstd, mean, rstd = (torch.zeros(rows, T).unbind(0) for _ in range(3))
-    norm_weight, norm_bias, *grads = torch.zeros(4, rows, D)
+    states, like, channels = torch.zeros(ROWS + 1, T, D), torch.zeros(T, D), torch.zeros(D)
+    seeds, (mean, rstd) = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(2, ROWS, T)
 
     def run(k):
-        kernels.boundary_forward(
-            like, like, 0.1, seeds[k], states, k, list(range(start, k + 1)), weight, norm_weight,
-            norm_bias, True, 1e-5, False, like, norm_weight[0], norm_bias[0], 1e-5, False,
-            like, like, source_rstd[k], mean[k], rstd[k],
+        pulls = list(range(k, END))
+        given = of_row(k) | dict.fromkeys(
+            ("branch", "residual", "partial", "x", "out", "dx", "dout", "pulled", "dbranch",
+             "dresidual"), like,
         )  # fmt: skip
-        pulls = list(range(k, end))
-        kernels.boundary_backward(
-            states, k, list(range(start, k + 1)), weight, norm_weight, norm_bias, True, False,
-            like, norm_weight[0], norm_bias[0], False, source_rstd[k], mean[k], rstd[k], 0.1,
-            seeds[k], like, like, states, k + 1, pulls, [row + 1 for row in pulls], like, like,
-            like, weight, grads[0][k], grads[1][k], like[0], like[1],
-        )  # fmt: skip
+        given |= dict.fromkeys(
+            ("out_norm_weight", "out_norm_bias", "dout_norm_weight", "dout_norm_bias"), channels
+        )
+        given |= {
+            "dropout_p": 0.1, "seed": seeds[k], "states": states, "k": k, "out_eps": 1e-5,
+            "near": list(range(START, k + 1)), "out_rms": False, "out_mean": mean[k],
+            "out_rstd": rstd[k], "grads": states, "grad_slot": k + 1, "pull_rows": pulls,
+            "pull_slots": [row + 1 for row in pulls],
+        }  # fmt: skip
+        for name in (f"{op}_forward", f"{op}_backward"):
+            launch = LAUNCHES[name]
+            getattr(module, name)(launch.record(*(given[o] for o in launch.names)))
 
-    return variants(run, *range(start, end))
+    return variants(run, *range(START, END))
+
+
+def of_block() -> dict[str, int]:
+    weight, source_rstd = torch.zeros(ROWS, ROWS), torch.zeros(ROWS, T)
+    norm_weight, norm_bias, *grads = torch.zeros(4, ROWS, D)
+    return _block("boundary", lambda k: {
+        "weight": weight, "dweight": weight, "norm_weight": norm_weight, "norm_bias": norm_bias,
+        "dnorm_weight": grads[0][k], "dnorm_bias": grads[1][k], "norm_source": True,
+        "source_eps": 1e-5, "source_rms": False, "source_rstd": source_rstd[k],
+    })  # fmt: skip
 
 
 def of_attention_block() -> dict[str, int]:
-    """The same with attention residuals."""
-    T, D, rows, start, end = 33, 64, 24, 8, 16
-    kernels = importlib.import_module("deepfast.kernels.attention_boundary")
-    states, like = torch.zeros(rows + 1, T, D), torch.zeros(T, D)
-    query, dquery, seeds = *torch.zeros(2, rows, D), torch.zeros(rows, dtype=torch.int64)
-    source_rstd, mean, rstd = torch.zeros(3, rows, T)
-    stats, far_stats = torch.zeros(rows, 3, T), torch.zeros(end - start, 2, T)
-
-    def run(k):
-        near, far = list(range(start, k + 1)), (like, far_stats[k - start])
-        kernels.attention_boundary_forward(
-            like, like, 0.1, seeds[k], states, k, near, query, None, "softmax", 1e-6, *far,
-            query[0], query[1], 1e-5, False, like, like, source_rstd, stats, mean[k], rstd[k],
-        )  # fmt: skip
-        pulls = list(range(k, end))
-        kernels.attention_boundary_backward(
-            states, k, near, query, None, "softmax", *far, query[0], query[1], False, source_rstd,
-            stats, mean[k], rstd[k], 0.1, seeds[k], like, like, states, k + 1, pulls,
-            [row + 1 for row in pulls], like, like, like, dquery, None, like[0], like[1],
-        )  # fmt: skip
-
-    return variants(run, *range(start, end))
+    (query, dquery), source_rstd = torch.zeros(2, ROWS, D), torch.zeros(ROWS, T)
+    stats, far_stats = torch.zeros(ROWS, 3, T), torch.zeros(END - START, 2, T)
+    return _block("attention_boundary", lambda k: {
+        "query": query, "dquery": dquery, "bias": None, "dbias": None, "kind": "softmax",
+        "eps": 1e-6, "source_rstd": source_rstd, "stats": stats,
+        "partial_stats": far_stats[k - START],
+    })  # fmt: skip
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""One launch by some kernels and by the reference, on operands made from the table of launches."""
+
+import torch
+
+from deepfast import backend
+from deepfast.depth.state import empty_slots
+from deepfast.launches import LAUNCHES
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+SEED = torch.tensor(3 << 40)
+ROWS, SLOT = 10, 4
+
+SIZES = {"R": ROWS, "S": ROWS + 1, "B": 4, "K": 3, "H": 1, "V": 19, "P": 2, "N": 3}
+NUMBERS = {
+    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "rms": False, "source_rms": False,
+    "out_rms": False, "dropout_p": 0.3, "kind": "softmax", "k": SLOT, "near": [2, 3, 4],
+    "norm_source": True, "norm": True, "grad_slot": SLOT + 1, "pull_rows": [4, 5, 6, 7, 8, 9],
+    "pull_slots": [5, 6, 7, 8, 9, 10], "sources": [0, 1, 2], "rows": [4, 5, 7],
+    "grad_slots": [5, 6, 8], "out_rows": [1, 2, 3], "accumulate": False, "label_smoothing": 0.1,
+    "ignore_index": -1, "write_grad": True, "reverse": False,
+}  # fmt: skip
+READ_TOO = {"states", "grads", "logits", "stats", "source_rstd"}
+"""What some launches write and read first."""
+
+
+def plain(shape, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
+def apart(shape, dtype):
+    """Rows as in a wider tensor: an odd distance apart."""
+    return torch.empty(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]]
+
+
+def _random(name: str, shape) -> torch.Tensor:
+    if name in ("rstd", "out_rstd", "source_rstd", "total"):
+        return 0.5 + torch.rand(shape)
+    if name == "gates":
+        return torch.rand(shape)
+    if name == "most":
+        return 3 + torch.rand(shape)
+    if name in ("stats", "partial_stats"):
+        x = 1 + torch.rand(shape)
+        x[..., 0, :] += 2
+        return x
+    if name in ("query", "weight") and len(shape) == 2:
+        return torch.randn(shape) / max(1, shape[1]) ** 0.5
+    return torch.randn(shape)
+
+
+def numbers(name: str, *, choice: int = 0, lists: int = 3, **given) -> dict:
+    """Every operand of a launch in fp32. ``given`` are sizes, and operands that are not random.
+
+    Results begin with sevens: what a launch must not write, or not add to, is compared too.
+    choice: which of its shapes a weight has. lists: the length of a list of tensors.
+    """
+    sizes, made = SIZES | {"K": lists} | given, {}
+    for o in LAUNCHES[name].operands:
+        if o.name in given:
+            made[o.name] = given[o.name]
+        elif not o.dtype:
+            made[o.name] = NUMBERS[o.name]
+        elif o.name == "seed":
+            made[o.name] = SEED if given.get("dropout_p", 1) else None
+        elif o.dtype == "int64":
+            made[o.name] = torch.randint(sizes["V"], o.shape(sizes))
+        else:
+            shape = o.shape(sizes, min(choice, len(o.shapes) - 1))
+            written = o.writes and o.name not in READ_TOO
+            make = (lambda s=shape: torch.full(s, 7.0)) if written else None
+            one = make or (lambda s=shape, n=o.name: _random(n, s))
+            made[o.name] = [one() for _ in range(lists)] if o.type == "Tensor[]" else one()
+    return made
+
+
+def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
+    """The operands after a launch that it writes. Those of ``storage`` are rounded to it first.
+
+    grads may be "states": the gradients are then in the slots of the states.
+    """
+    compute, made = torch.float64 if dtype == torch.float64 else torch.float32, {}
+
+    def stored(o, x):
+        if o.dtype != "storage":
+            return x.to(compute, copy=True) if o.dtype == "compute" else x
+        x = x.to(storage).to(dtype)
+        if o.shapes[0][:1] in (("S",), ("B",)):
+            return empty_slots(len(x), layout(x.shape[1:], dtype)).copy_(x)
+        return (plain if o.dense else layout)(x.shape, dtype).copy_(x)
+
+    for o in LAUNCHES[name].operands:
+        x = given[o.name]
+        if x is None or not o.dtype:
+            made[o.name] = list(x) if o.type == "int[]" else x
+        elif not isinstance(x, str):
+            made[o.name] = [stored(o, y) for y in x] if isinstance(x, list) else stored(o, x)
+    made |= {name: made[x] for name, x in given.items() if name == "grads" and isinstance(x, str)}
+    getattr(launches, name)(**made)
+    results = {o.name: made[o.name] for o in LAUNCHES[name].operands if o.writes}
+    return {
+        key: torch.stack(x) if isinstance(x, list) else x
+        for key, x in results.items() if x is not None and len(x)
+    }  # fmt: skip
+
+
+def agree(tolerances, kernels, name: str, dtype, layout=plain, **given) -> dict:
+    """Compares the launch by ``kernels`` with float64; returns its results."""
+    op, given = LAUNCHES[name].op, numbers(name, **given)
+    reference = backend.choose(op, "reference", "cpu", torch.float32)[1]
+    got = run(kernels(op), name, given, dtype, dtype, layout)
+    exact = run(reference, name, given, dtype, torch.float64)
+    tolerances.assert_all_accurate(got, run(reference, name, given, dtype, dtype), exact, dtype)
+    return got

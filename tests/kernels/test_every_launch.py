@@ -1,0 +1,61 @@
+"""Every launch but those of attention, which test_attention.py has, against the reference."""
+
+import pytest
+import torch
+
+from deepfast.launches import LAUNCHES
+from tests.kernels.agreement import LOW, agree, apart, numbers, run
+
+NAMES = [name for name, launch in LAUNCHES.items() if launch.op != "attention"]
+SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (2, 255), (5, 512)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(poison):
+    """Fresh memory is NaN."""
+
+
+# What is not given together with the other operands of `numbers`.
+ABSENT = {
+    "depth_attention_forward": {"scores": None},
+    "depth_attention_backward": {"scores": None, "dscores": None},
+    "activation_forward": {"bias": None, "kind": "gelu"},
+    "activation_backward": {"kind": "gelu"},
+}
+
+
+def sizes(name, T, D):
+    if name.startswith("peephole"):
+        return {"P": max(T % 4, 1), "N": min(T, 5), "H": min(D, 17)}
+    return {"T": T, "D": D, "V": D, **ABSENT.get(name, {})}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("T", "D"), SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_agrees(tolerances, kernels, name, T, D, dtype):
+    agree(tolerances, kernels, name, dtype, **sizes(name, T, D))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("D", [17, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_apart(tolerances, kernels, name, D):
+    agree(tolerances, kernels, name, torch.bfloat16, apart, **sizes(name, 5, D))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_are_alike_to_the_bit(kernels, name):
+    given = numbers(name, **sizes(name, 37, 64))
+    launches = kernels(LAUNCHES[name].op)
+    first, second = (run(launches, name, given, torch.bfloat16, torch.bfloat16) for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_norm_backward", "boundary_backward", "attention_boundary_backward"]
+)
+def test_many_tiles(tolerances, kernels, name):
+    """More tiles than programs: the sums over tokens continue from tile to tile."""
+    agree(tolerances, kernels, name, torch.float32, **sizes(name, 70, 512))
