@@ -64,7 +64,7 @@ bool has_shape(const Tensor& t, Shape shape) {
 // Rows of (T, D), or of slots, are read with contiguous channels.
 bool has_channels(const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  return t.stride(last) == 1 || t.size(last) == 1 || t.numel() == 0;
+  return last < 0 || t.stride(last) == 1 || t.size(last) == 1 || t.numel() == 0;
 }
 
 }  // namespace
