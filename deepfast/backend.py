@@ -12,6 +12,7 @@ From above to below: which backends can run an op (`refusal`), which of them are
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
@@ -72,17 +73,17 @@ class BackendError(RuntimeError):
 
 def _load_compiled():
     try:
-        from deepfast import _C
+        found = importlib.import_module("deepfast._C")
     except ImportError as error:
         return None, f"deepfast._C does not load ({error}); was a C++ compiler there at install?"
     for name, launch in LAUNCHES.items():
         built = getattr(torch.ops.deepfast, name, None)
         if built is None or [a.name for a in built.default._schema.arguments] != [*launch.names]:
             raise ImportError(
-                f"deepfast: {_C.__file__} was built from other sources, its {name} is not the one "
-                f"of deepfast/launches.py; install deepfast again, or run make setup in a clone"
+                f"deepfast: {found.__file__} was built from other sources, its {name} is not the "
+                "one of deepfast/launches.py; install deepfast again, or run make setup in a clone"
             )
-    return _C, None
+    return found, None
 
 
 _C, _C_REASON = _load_compiled()

@@ -11,12 +11,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt -> nn -> depth -> ops -> launches, backend -> kernels | _C | reference
-#   backend -> proof.known -> proof.prove, which starts proof.worker -> cases -> nn
-# checks, connections, dtypes, files and memory lie at the bottom.
+#   cli -> measure, mt, cases -> nn -> depth -> ops -> backend -> proof, launches, reference
+#   checks, connections, dtypes, files and memory lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "connections", "dtypes", "files", "memory", "version"}
-PROOF = {"proof.known", "proof.show", "proof.table"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
@@ -30,21 +28,13 @@ ALLOWED = {
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
-    # The parent of the workers lies below backend; what a worker runs lies above nn.
     "proof": set(),
-    "proof.table": {"proof"},
-    "proof.show": {"proof.table"},
-    "proof.ranks": {"proof.table"},
-    "proof.prove": {"proof", "proof.table"},
-    "proof.known": {"proof", "proof.prove", "proof.ranks", "proof.show", "proof.table"},
     "clock": set(),
-    "cases": NN,
-    "proof.check": {"cases", "clock"} | OPS,
-    "proof.worker": {"proof", "proof.check", "proof.table", "cases"},
-    "backend": {"dtypes", "launches", "reference", "kernels", "_C", "version", "proof", *PROOF},
+    "backend": {"dtypes", "launches", "reference", "kernels", "proof"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "nn": NN,
+    "cases": {"clock", "proof", *NN},
     "attach": NN,
     "integrations": NN,
     "parallel": NN,
@@ -55,7 +45,7 @@ ALLOWED = {
     "mt.training": {"mt", "mt.search", *MODELS},
     "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
     "measure": {"cases", "clock", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
-    "cli": {"proof", *PROOF, "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
+    "cli": {"proof", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},
@@ -110,7 +100,7 @@ def imports(path, *, everywhere=True):
 
 def layer_of(module):
     parts = module.split(".")[1:]
-    return ".".join(parts[: 2 if parts[:1] in (["mt"], ["proof"]) else 1])
+    return ".".join(parts[: 2 if parts[:1] == ["mt"] else 1])
 
 
 def test_imports_go_down():

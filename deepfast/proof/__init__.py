@@ -1,5 +1,5 @@
-"""Finds out on the user's own GPU which kernels are right, and which of those are faster.
+"""What is known of a GPU's kernels: which are right there, and which of those are faster.
 
-`table` keeps what is known, `prove` starts the `worker` processes, and `deepfast.cases` says what
-they run.
+`table` keeps it, `known` serves it to `deepfast.backend`, and `prove` finds it out: it starts
+programs that run kernels, which are `deepfast.cases.worker`, since all ops lie above this folder.
 """

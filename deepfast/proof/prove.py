@@ -56,7 +56,7 @@ class Runner:
             "op": op, "device": str(self.device), "thorough": self.thorough, "rounds": ROUNDS,
             "items": items,
         }  # fmt: skip
-        code = f"{self.prelude}\nfrom deepfast.proof.worker import main\nmain()"
+        code = f"{self.prelude}\nfrom deepfast.cases.worker import main\nmain()"
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "DEEPFAST_PROOF": "off",

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from deepfast import backend, ops
+from deepfast.cases import check
 from deepfast.cases.ops import offsets, some_lengths
 from deepfast.cases.sizes import KERNELS, PRODUCTS, QUICK, THOROUGH, Sizes, typical
-from deepfast.proof import check
 from deepfast.proof.table import widths
 from deepfast.reference.dropout import dropout, dropout_mask
 

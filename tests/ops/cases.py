@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepfast import ops as public
 from deepfast.backend import NO_CUDA, SDPA
-from deepfast.cases import ops
+from deepfast.cases import check, ops
 from deepfast.cases.case import Rows, differentiate, masked, tuple_of
-from deepfast.proof import check
 from tests.tolerances import assert_accurate
 
 T, D, K, N = 5, 16, 3, 7

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 
 from deepfast import backend
-from deepfast.cases import sizes
-from deepfast.proof import known, prove, ranks, worker
+from deepfast.cases import sizes, worker
+from deepfast.proof import known, prove, ranks
 from deepfast.proof import table as tables
 from tests.proof import faults
 

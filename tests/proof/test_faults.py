@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from deepfast import backend, ops
 from deepfast.cases import case as cases
-from deepfast.cases import sizes
-from deepfast.proof import check, known
+from deepfast.cases import check, sizes
+from deepfast.proof import known
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
 from tests.proof import faults

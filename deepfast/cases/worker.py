@@ -1,4 +1,5 @@
-"""A process that runs kernels which may be wrong: `prove` starts it and reads its lines.
+"""A process that runs kernels which may be wrong: `deepfast.proof.prove` starts it and reads its
+lines.
 
 Its argument is JSON. It writes one JSON line before each case and one after each item, so that the
 parent knows what was running when the process ended or stopped answering. "memory" in an item's
@@ -13,8 +14,7 @@ from typing import TextIO
 
 import torch
 
-from deepfast.cases import sizes
-from deepfast.proof import check
+from deepfast.cases import check, sizes
 from deepfast.proof.table import widths
 
 
