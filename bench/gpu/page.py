@@ -3,8 +3,7 @@
 from collections import Counter
 
 from bench.gpu.results import Run
-from deepfast.proof.show import lines as proof_lines
-from deepfast.proof.table import Table
+from deepfast.proof import table as tables
 
 
 def _table(head: list[str], rows: list[list]) -> list[str]:
@@ -75,7 +74,7 @@ def _targets(run: Run) -> list[str]:
 def proof(found: dict) -> list[str]:
     """What `deepfast prove` found."""
     table = found["table"] or {"key": {}, "ops": {}}
-    told = proof_lines(Table(table["key"], table["ops"]))
+    told = tables.lines(tables.Table(table["key"], table["ops"]))
     return ["## deepfast prove", "", f"{found['status']}, {found['seconds']} s", "", "```",
             *told, found["said"].strip(), "```", ""]  # fmt: skip
 

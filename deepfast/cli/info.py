@@ -11,7 +11,7 @@ import torch
 from deepfast import backend
 from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.proof import known
-from deepfast.proof.show import lines as proof_lines
+from deepfast.proof import table as tables
 from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
@@ -62,7 +62,7 @@ def _proof(device: torch.device) -> dict:
     if at is None:
         return {"mode": known.mode(), "source": None, "lines": []}
     table = known.table(at, backend.cuda_build())
-    return {"mode": known.mode(), "source": table.source, "lines": list(proof_lines(table))}
+    return {"mode": known.mode(), "source": table.source, "lines": list(tables.lines(table))}
 
 
 def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:

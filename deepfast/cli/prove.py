@@ -15,7 +15,6 @@ from deepfast import backend
 from deepfast.files import check_writable, write_atomically
 from deepfast.proof import known
 from deepfast.proof import table as tables
-from deepfast.proof.show import lines
 
 EXAMPLE = "deepfast prove --op layer_norm --op boundary"
 
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         table.ops = tables.load(table.key).ops
         known.run(table, {op: kernels for op, kernels in wanted.items() if kernels}, device,
                   thorough=args.thorough, told=lambda op: None if args.json else print(
-                      *lines(table, [op]), sep="\n", flush=True))  # fmt: skip
+                      *tables.lines(table, [op]), sep="\n", flush=True))  # fmt: skip
     backend.forget()
     if args.write is not None:
         write_atomically(args.write, table.to_json().encode())

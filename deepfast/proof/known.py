@@ -10,7 +10,6 @@ import torch
 from deepfast.proof import ranks
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Runner, Wanted, prove
-from deepfast.proof.show import summary
 from deepfast.proof.table import Entry, Table, log
 
 MODES = ("auto", "off", "require")
@@ -179,7 +178,7 @@ def first_use(
             start = time.monotonic()
             run(known, {op: kernels}, device)
         entries = known.ops.get(op) or known.lost.get(op, {})
-        lines = [f"{dtype}: {summary(found)}" for dtype, found in entries.items()]
+        lines = [f"{dtype}: {tables.summary(found)}" for dtype, found in entries.items()]
         kept = known.source if op in known.ops else None
         log.warning(
             "deepfast: %s took %.0f s on %s; %s; kept in %s",

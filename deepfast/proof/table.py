@@ -14,17 +14,13 @@ import logging
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks: there two processes may prove the same twice.
-    fcntl = None  # type: ignore[assignment]
+from deepfast.files import replaced
 
 FORMAT = "2"
 """Raised when the file's fields change, or when the cases get stricter: old results then end."""
@@ -259,19 +255,16 @@ def _tell_unwritable(error: OSError) -> None:
 @contextlib.contextmanager
 def lock(key: dict[str, str]) -> Iterator[None]:
     """Keeps other processes from proving for this key and from writing its file."""
-    file = None
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        file = open(file_of(key).with_suffix(".lock"), "w")  # noqa: SIM115
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        _tell_unwritable(error)
-    try:
+    # torch brings it; imported here, because most processes prove nothing.
+    from filelock import FileLock
+
+    with contextlib.ExitStack() as held:
+        try:
+            folder().mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(file_of(key).with_suffix(".lock")))
+        except OSError as error:
+            _tell_unwritable(error)
         yield
-    finally:
-        if file is not None:
-            file.close()
 
 
 def write(table: Table) -> None:
@@ -280,18 +273,30 @@ def write(table: Table) -> None:
     path = file_of(table.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
-        ) as file:
-            try:
-                file.write(table.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replaced(path) as file:
+            file.write(table.to_json().encode())
     except OSError as error:
         _tell_unwritable(error)
-        return
-    table.source = str(path)
+    else:
+        table.source = str(path)
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+
+def summary(entry: Entry) -> str:
+    """Which backends are proved, or why not, in one line."""
+    return ", ".join(
+        f"{by} {'is proved' if error is None else f'failed ({error})'}"
+        for by, error in sorted(entry["errors"].items())
+    )
+
+
+def lines(table: Table, ops: Iterable[str] | None = None) -> Iterator[str]:
+    """A line for each op and dtype, and one below it for each width at which it was timed."""
+    for op in table.ops | table.lost if ops is None else ops:
+        for dtype, entry in (table.ops.get(op) or table.lost.get(op, {})).items():
+            yield f"{op} {dtype}: {summary(entry)}"
+            for width, seconds in entry["seconds"].items():
+                times = ", ".join(f"{by} {s * 1e6:.0f} us" for by, s in seconds.items())
+                yield f"    width {width}: {fastest(entry, int(width))} serves; {times}"

@@ -1,13 +1,16 @@
 """Kernels broken on purpose are caught and named, and the next backend serves a right answer."""
 
+import io
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast import backend, ops
 from deepfast.cases import case as cases
-from deepfast.cases import check, sizes
-from deepfast.proof import known
+from deepfast.cases import check, sizes, worker
+from deepfast.proof import known, prove
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Limits, NoWorker, Runner
 from tests.proof import faults
@@ -15,87 +18,111 @@ from tests.proof import faults
 CPU = torch.device("cpu")
 
 
+class InProcess(Runner):
+    """Runs the items here, one after another: for kernels that do not end the process."""
+
+    runs = 0
+
+    def run(self, op, items):
+        type(self).runs += 1
+        job = {"op": op, "device": "cpu", "thorough": False, "rounds": 1, "items": items}
+        out = io.StringIO()
+        worker.Worker(job, out).run()
+        for line in map(json.loads, out.getvalue().splitlines()):
+            if "done" in line:
+                yield items[line["done"]], line
+
+
 @pytest.fixture
-def served(monkeypatch):
+def proofs(device, monkeypatch):
+    """Kernels are proved in this process, by one case; several workers would share its seed."""
+    monkeypatch.setattr(sizes, "cases", faults.one)
+    limits = Limits(workers=1)
+    monkeypatch.setattr(known, "make_runner", lambda device: InProcess(device, limits))
+    monkeypatch.setattr(InProcess, "runs", 0)
+    return InProcess
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """``broken(by, fault)`` breaks layer_norm on this backend, in this process."""
+
+    def install(by, fault):
+        wrapped = faults.broken(backend._launchers, (by,), getattr(faults, fault))
+        monkeypatch.setattr(backend, "_launchers", wrapped)
+
+    return install
+
+
+@pytest.fixture
+def served():
     """``served()``: the backend that layer_norm took by itself, after its answer was checked."""
 
-    def run(dtype=torch.float32):
+    def run():
         x, w, b = torch.randn(4, 17), torch.randn(17), torch.randn(17)
         with backend.record() as seen:
-            y = ops.layer_norm(x.to(dtype), w, b)
-        torch.testing.assert_close(
-            y.double(), F.layer_norm(x.to(dtype).double(), (17,), w.double(), b.double()),
-            rtol=1e-2, atol=1e-2,
-        )  # fmt: skip
+            y = ops.layer_norm(x, w, b)
+        expected = F.layer_norm(x.double(), (17,), w.double(), b.double())
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
         # A proof in this process is seen as well, and comes before.
         return seen[-1][1]
 
     return run
 
 
-def errors(dtype="float32"):
-    return known.entry("layer_norm", CPU, dtype, backend.cuda_build())["errors"]
+def errors():
+    return known.entry("layer_norm", CPU, "float32", backend.cuda_build())["errors"]
 
 
+CASE = "odd width, rows apart, residual, dropout"
 SAID = {
-    "wrong": "odd width, rows apart, residual, dropout: output 0: error 1, allowed",
-    "odd": "odd width, rows apart, residual, dropout: output 0: error ",
-    "unwritten": "odd width, rows apart, residual, dropout: output 0: not finite",
-    "unsteady": "odd width, rows apart, residual, dropout: output 0: another run gave other bits",
-    "raises": "odd width, rows apart, residual, dropout: RuntimeError: broken on purpose",
-    "memory": "odd width, rows apart, residual, dropout: out of memory: Tried to allocate 9.00 GiB",
+    "wrong": f"{CASE}: output 0: error 1, allowed",
+    "odd": f"{CASE}: output 0: error ",
+    "unwritten": f"{CASE}: output 0: not finite",
+    "unsteady": f"{CASE}: output 0: another run gave other bits",
+    "raises": f"{CASE}: RuntimeError: broken on purpose",
+    "memory": f"{CASE}: out of memory: Tried to allocate 9.00 GiB",
 }
 
 
 @pytest.mark.parametrize("fault", [None, *SAID])
 @pytest.mark.parametrize("by", ["triton", "cuda"])
-def test_a_broken_kernel(emulated, device, broken, served, monkeypatch, caplog, by, fault):
+def test_a_broken_kernel(emulated, proofs, broken, served, monkeypatch, by, fault):
     """It is named, and the next backend serves; a right one serves itself."""
-    only_float32(monkeypatch)
-    if by == "triton":
-        monkeypatch.setitem(backend.PROVABLE, "cpu", ("triton",))
-    if fault is not None:
-        broken((by,), fault)
-    next_one = {"triton": "cpu", "cuda": "triton"}[by]
-    assert [served(), served()] == 2 * [by if fault is None else next_one]
-    assert errors().get("triton" if by == "cuda" else None) is None
+    monkeypatch.setitem(backend.PROVABLE, "cpu", (by,))
     if fault is None:
-        assert errors()[by] is None
-        first, last = (record.getMessage() for record in caplog.records)
-        assert "layer_norm is used on cpu for the first time" in first
-        assert f"{by} is proved" in last
-        assert "kept in" in last
+        assert served() == by
+        assert errors() == {by: None}
         return
+    broken(by, fault)
+    assert [served(), served()] == ["cpu", "cpu"]
     assert errors()[by].startswith(SAID[fault])
     reason = backend.explain("layer_norm", "cpu", torch.float32)[by]
     assert reason.startswith(f"failed its proof here ({SAID[fault]}")
 
 
 def test_a_proof_without_memory_is_not_kept(
-    emulated, device, broken, served, cache, monkeypatch, caplog
+    emulated, proofs, broken, served, cache, monkeypatch, caplog
 ):
     """It is tried again by the next process, and here the next backend serves."""
-    only_float32(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            backend, "_launchers", faults.broken(backend._launchers, ("cuda",), faults.memory)
-        )
+        wrapped = faults.broken(backend._launchers, ("cuda",), faults.memory)
+        patch.setattr(backend, "_launchers", wrapped)
         assert [served(), served()] == ["triton"] * 2
-    runs = device.runs
+    runs = proofs.runs
     assert caplog.text.count("memory ran out while layer_norm was proved") == 1
     assert "kept in this process" in caplog.records[-1].getMessage()
     assert not list(cache.glob("*.json"))
     backend.forget()
     assert served() == "cuda"
-    assert device.runs == 2 * runs
+    assert proofs.runs == 2 * runs
     assert len(list(cache.glob("*.json"))) == 1
 
 
-def test_memory_that_runs_out_again_keeps_what_was_proved(device, broken, monkeypatch, cache):
-    only_float32(monkeypatch)
+def test_memory_that_runs_out_again_keeps_what_was_proved(proofs, broken):
     known.first_use("layer_norm", CPU, backend.provable("layer_norm", CPU), None)
     table = known.table(CPU, None)
-    broken(("triton",), "memory")
+    broken("triton", "memory")
     backend._choices.clear()
     known.run(table, {"layer_norm": {"triton": ["float32"]}}, CPU)
     assert table.lost["layer_norm"]["float32"]["errors"]["triton"].startswith(SAID["memory"])
@@ -103,58 +130,33 @@ def test_memory_that_runs_out_again_keeps_what_was_proved(device, broken, monkey
     assert errors() == {"triton": None}
 
 
-def only_float32(monkeypatch):
-    whole = backend.provable
-    monkeypatch.setattr(
-        backend, "provable", lambda op, at: {by: ["float32"] for by in whole(op, at)}
-    )
-
-
 # ---- faults that end a process -------------------------------------------------------------------
 
 
-def prelude(names, fault):
-    return f"from tests.proof import faults; faults.install({names}, {fault!r})"
-
-
-def items(*dtypes):
-    return [{"dtype": dtype, "backend": "triton"} for dtype in dtypes]
-
-
-def run(fault, silence, *dtypes):
-    runner = Runner(CPU, Limits(silence=silence), prelude=prelude(("triton",), fault))
-    return [
-        (item["dtype"], result["error"])
-        for item, result in runner.run("layer_norm", items(*dtypes))
-    ]
+def results(fault, silence, *dtypes):
+    """(error, whether memory ran out) of Triton's kernel in a worker, by dtype."""
+    prelude = f"from tests.proof import faults; faults.install(('triton',), {fault!r})"
+    runner = Runner(CPU, Limits(silence=silence), prelude=prelude)
+    items = [{"dtype": dtype, "backend": "triton"} for dtype in dtypes]
+    found = runner.run("layer_norm", items)
+    return {item["dtype"]: (said["error"], said["memory"]) for item, said in found}
 
 
 @pytest.mark.exhaustive
 def test_a_crash_is_of_its_dtype_alone(device):
     """Another process goes on with the dtypes that are left."""
-    (dtype, error), other = run("abort_in_float32", 120, "float32", "float16")
-    case = "odd width, rows apart, residual, dropout"
-    assert other == ("float16", None)
-    assert dtype == "float32"
-    assert error.startswith(f"{case}: the process ended by SIGABRT")
+    found = results("abort_in_float32", 120, "float32", "float16")
+    assert list(found) == ["float32", "float16"]
+    error, memory = found["float32"]
+    assert error.startswith(f"{CASE}: the process ended by SIGABRT")
+    assert not memory
+    assert found["float16"][0] is None
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_the_system_killed_had_no_memory(device):
-    """A kernel that is wrong ends its process in other ways."""
-    assert [memory("killed", 120), memory("abort", 120), memory("hang", 1)] == [True, False, False]
-
-
-def memory(fault, silence):
-    runner = Runner(CPU, Limits(silence=silence), prelude=prelude(("triton",), fault))
-    ((_, result),) = runner.run("layer_norm", items("float32"))
-    return result["memory"]
-
-
-@pytest.mark.exhaustive
-def test_a_hang_is_ended(device):
-    ((_, error),) = run("hang", 1, "float32")
-    assert error == "odd width, rows apart, residual, dropout: no answer within 1 s"
+def test_a_hang_is_ended_and_a_worker_that_the_system_killed_had_no_memory(device):
+    assert results("hang", 1, "float32")["float32"] == (f"{CASE}: no answer within 1 s", False)
+    assert results("killed", 120, "float32")["float32"][1]
 
 
 def test_a_worker_that_does_not_start_blames_no_kernel(device, served, cache, caplog, monkeypatch):
@@ -164,11 +166,10 @@ def test_a_worker_that_does_not_start_blames_no_kernel(device, served, cache, ca
         lambda device: Runner(device, prelude="raise SystemExit('no room for a context')"),
     )  # fmt: skip
     with pytest.raises(NoWorker):
-        list(known.make_runner(CPU).run("layer_norm", items("float32")))
-    assert served() == "cpu"
+        list(known.make_runner(CPU).run("layer_norm", [{"dtype": "float32", "backend": "triton"}]))
+    assert [served(), served()] == ["cpu", "cpu"]
     assert "the process ended with status 1: no room for a context" in caplog.text
     assert not list(cache.glob("*.json"))
-    assert served() == "cpu"
 
 
 def test_every_op_has_cases():
@@ -198,11 +199,9 @@ class Timed:
 
 
 def timed(seconds, errors):
-    from deepfast.proof.prove import time
-
     entries = {d: {"errors": dict(e), "seconds": {}} for d, e in errors.items()}
     widths = tables.widths("layer_norm", "cpu")
-    short = time(Timed(dict(zip(widths, seconds, strict=True))), "layer_norm", entries)
+    short = prove.time(Timed(dict(zip(widths, seconds, strict=True))), "layer_norm", entries)
     assert short == any("memory" in str(seconds) for seconds in seconds)
     return entries, widths
 
@@ -232,15 +231,13 @@ def test_a_backend_that_fails_while_it_is_timed_is_not_proved(said):
         {"float32": {"cuda": None, "triton": None}},
     )  # fmt: skip
     assert entries["float32"]["errors"] == {"cuda": said, "triton": None}
-    assert (
-        tables.fastest(entries["float32"], a) == tables.fastest(entries["float32"], c) == "triton"
-    )
+    assert {tables.fastest(entries["float32"], width) for width in (a, c)} == {"triton"}
 
 
-def test_a_kernel_is_timed_beside_torch(device, monkeypatch):
+def test_a_kernel_is_timed_beside_torch(proofs):
     """The measurement itself, on the interpreter."""
     job = {"dtype": "float32", "width": 8, "backends": ["triton", "reference"]}
-    ((_, result),) = device(CPU).run("layer_norm", [job])
+    ((_, result),) = proofs(CPU).run("layer_norm", [job])
     assert set(result["seconds"]) == {"triton", "reference"}
     assert min(result["seconds"].values()) > 0
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Its fixture holds here too.
-from tests.proof.test_first_use import CPU, _only_float32, norm, served  # noqa: F401
+from tests.proof.test_first_use import norm, served
 
 pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ def test_what_is_written_is_read(key, cache):
     assert path.parent == cache
     found = tables.load(key)
     assert (found.ops, found.source) == (OPS, str(path))
-    assert not list(cache.glob("*.tmp"))
+    assert {p.suffix for p in cache.iterdir()} == {".json", ".lock"}
 
 
 @pytest.mark.parametrize("field", ["device", "driver", "torch", "triton", "sources", "cuda"])
