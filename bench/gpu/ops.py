@@ -79,7 +79,10 @@ def _forward_and_backward(form: Callable, sets: list[dict], moved) -> tuple[Call
 
 def call(bench: Bench, what: str, case: Case, theirs: dict[str, Callable[[], Callable]]):
     """Measures a call forward and backward by every backend, in torch's ops, compiled, and by
-    others. ``theirs``: by name what makes a form of the operands.
+    others.
+
+    what: with {} for the direction, forward or backward.
+    theirs: by name what makes a form of the operands.
 
     Returns:
         For forward and backward its name, and the rows by variant.
@@ -109,7 +112,7 @@ def call(bench: Bench, what: str, case: Case, theirs: dict[str, Callable[[], Cal
             name: lambda load=load, sets=sets, i=i: _forward_and_backward(load(), sets, moved)[i]()
             for name, (load, sets) in forms.items()
         }
-        title = f"{what} {which}, bf16"
+        title = what.format(which)
         found.append((title, bench.case(title, makers | {"copy of the first operand": copy})))
     return found
 
@@ -163,7 +166,7 @@ def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
         others("liger_kernel", "Liger", _liger_norm) | others("fla", "fla", _fla_norm)
     )  # fmt: skip
     name = "residual + dropout + LN" if fused else "LN"
-    for i, (what, rows) in enumerate(call(bench, f"{name}, T={T}, D={D}", case, theirs)):
+    for i, (what, rows) in enumerate(call(bench, f"{name} {{}}, T={T}, D={D}, bf16", case, theirs)):
         for by in () if fused else bench.backends("layer_norm"):
             reached, wanted = bench.fraction(rows.get(ours(by))), LAYER_NORM[by][dim][i]
             bench.target(f"{what}, {by}, fraction of copy", reached, wanted)
@@ -172,9 +175,9 @@ def _layer_norm(bench: Bench, dim: int, fused: bool) -> None:
 def depth_mix(bench: Bench) -> None:
     bench.attempt(_depth_mix)
     count, T, D = bench.size((24, 8192, 512), (3, 8, 16))
-    rows, size = Rows((T,), D), f"{count} sources, T={T}, D={D}"
-    bench.attempt(call, f"functional depth_mix with LN, {size}",
-                  calls.depth_mix("", rows, count), {})  # fmt: skip
+    rows, size = Rows((T,), D), f"{count} sources, T={T}, D={D}, bf16, {{}}"
+    what = f"functional depth_mix with LN, {size}"
+    bench.attempt(call, what, calls.depth_mix("", rows, count), {})
     for hops in (1, 4):
         case = calls.depth_attention("", rows, count, hops, gain=False, lse=False)
         bench.attempt(call, f"depth attention, {hops} hops, {size}", case, {})

@@ -40,7 +40,11 @@ class Run:
     def write(self, kind: str, **fields: object) -> None:
         """Adds a line at once; lines of several processes do not mix."""
         line = json.dumps({"sources": self.sources, "kind": kind, **fields}) + "\n"
-        with Path(self.path).open("ab", buffering=0) as file:
+        with Path(self.path).open("ab+", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                # A process that was killed may have left half a line.
+                line = line if file.read(1) == b"\n" else "\n" + line
             file.write(line.encode())
 
     def lines(self, kind: str) -> list[dict]:

@@ -28,6 +28,7 @@ def dry_run(folder, *options):
     return lines, (folder / "dry-run.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run(tmp_path):
     words = ["--stage", "tests", "--tests", "tests/gpu/test_ops.py::test_the_reference_draws_alike"]
     lines, told = dry_run(tmp_path, *words, "--copies", str(tmp_path.parent))
@@ -135,7 +136,10 @@ def test_results_of_other_sources_stay_apart_and_the_last_line_holds(run):
     assert run.others() == ["def"]
     run.write("run", date="today", stage="tests", status="ok", seconds=1, clocks=None,
               machine={"device": "A device"})  # fmt: skip
+    # What comes after half a line is not lost.
+    assert len(run.lines("run")) == 1
     assert run.done("bench") == []
+    assert "## tests\n\n2 items: 1 failed, 1 passed." in page.page(run)
 
 
 def test_a_variant_that_raises_leaves_the_others(run):

@@ -165,6 +165,7 @@ def test_text_files_are_split(tmp_path):
         text_files(tmp_path / "few", tmp_path / "few", tmp_path / "out")
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_made_once(tmp_path, monkeypatch):
     """In processes, as a user would; the second call reads what the first one left."""
     arguments = ["--seeds", "1", "--rows", "dlcl-pre", "--output", str(tmp_path), *TINY]

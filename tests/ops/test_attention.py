@@ -88,17 +88,16 @@ def results(leaves, dtype, grad, *args, **options):
     return dict(zip("oqkv", [o.detach(), *(x.grad for x in leaves)], strict=True))
 
 
-# Heads of q and of k, window, causal.
-
-
-# Several blocks of queries, and windows that begin far behind the first key.
-
-
 def case_of(queries, keys, heads, window, causal, p=0.0):
     heads = ops.Heads(heads[0], D, heads[0] // heads[1])
     return ops.attention("", queries, keys, heads, causal=causal, window=window, p=p)
 
 
+# Triton's kernels have such cases in tests/kernels.
+SERVERS = ["cpu", "sdpa", "reference", pytest.param("triton", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("server", SERVERS, indirect=True)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("queries", "keys", "heads", "window", "causal"), CASES, ids=str)
 def test_agrees(server, dtype, queries, keys, heads, window, causal):

@@ -1,6 +1,7 @@
 """Arguments that ops refuse, each with one sentence that begins with the op's name."""
 
 import math
+from inspect import signature
 
 import pytest
 import torch
@@ -41,29 +42,12 @@ REFUSED = {
         ({"weight": ones(5)}, ValueError, r"weight must be \(4,\), got \(5,\)"),
         ({"bias": ones(1, 4)}, ValueError, r"bias must be \(4,\), got \(1, 4\)"),
         ({"weight": ones(4, device="meta")}, ValueError, "weight must be on cpu, got meta"),
-        ({"residual": ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
-        ({"residual": ones(3, 4).half()}, ValueError, "dtype torch.float32, got"),
-        ({"residual": ones(3, 4, device="meta")}, ValueError, "device cpu, got meta"),
-        ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
-        ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1"),
-        ({"dropout_p": "a"}, ValueError, "layer_norm: dropout_p must be between 0 and 1, got 'a'"),
-        ({"eps": float("nan")}, ValueError, "layer_norm: eps must be a number of .* 0, got nan"),
-        ({"eps": -1}, ValueError, "eps must be a number of at least 0, got -1"),
-        ({"eps": "a"}, ValueError, "eps must be a number of at least 0, got 'a'"),
-        ({"dropout_p": 0.5, "training": True, "seed": 1.5}, TypeError,
-         "layer_norm: seed must be an int or a 0-dim int64 tensor on cpu, got 1.5"),
         ({"x": ones(3, 4).int()}, BackendError, "torch.int32"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
-        ({"backend": "cud"}, BackendError, "expected one of cuda, triton, .*, sdpa, reference"),
-        ({"backend": [1]}, BackendError, r"layer_norm: backend: expected one of .*got \[1\]"),
     ],
     "rms_norm": [
         ({"x": [1.0]}, TypeError, "rms_norm: x must be a tensor, got list"),
         ({"weight": ones(5)}, ValueError, r"rms_norm: weight must be \(4,\), got \(5,\)"),
-        ({"residual": ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
-        ({"dropout_p": 1.5}, ValueError, "rms_norm: dropout_p must be between 0 and 1, got 1.5"),
-        ({"eps": -1}, ValueError, "rms_norm: eps must be a number of at least 0, got -1"),
-        ({"dropout_p": 0.5, "training": True, "seed": 1.5}, TypeError, "rms_norm: seed must be"),
         ({"x": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "activation": [
@@ -73,8 +57,6 @@ REFUSED = {
         ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
         ({"bias": ones(3)}, ValueError, r"bias must be \(4,\), got \(3,\)"),
         ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
-        ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
-        ({"dropout_p": "a"}, ValueError, "activation: dropout_p must be between .*, got 'a'"),
         ({"h": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "norm_linear": [
@@ -85,9 +67,6 @@ REFUSED = {
         ({"weight": ones(11, 4).half()}, ValueError, "weight must be torch.float32 on cpu"),
         ({"bias": ones(4)}, ValueError, r"bias must be \(11,\), got \(4,\)"),
         ({"norm_weight": ones(5)}, ValueError, r"weight must be \(4,\), got \(5,\)"),
-        ({"residual": ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
-        ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),
-        ({"eps": float("nan")}, ValueError, "norm_linear: eps must be a number of .* 0, got nan"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
     "depth_mix": [
@@ -109,7 +88,6 @@ REFUSED = {
         ({"weight": ones(2, device="meta")}, ValueError, "weight must be on cpu"),
         ({"norm_weight": ones(4)}, ValueError, r"norm_weight must be \(2, 4\), got \(4,\)"),
         ({"norm_bias": ones(3, 4)}, ValueError, r"norm_bias must be \(2, 4\)"),
-        ({"eps": float("nan")}, ValueError, "depth_mix: eps must be a number .* 0, got nan"),
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
     "depth_attention": [
@@ -129,7 +107,6 @@ REFUSED = {
          r"scores must be \(3, 2\), got \(3, 3\)"),
         ({"query": None, "scores": ones(3, 5, 2)}, ValueError,
          r"scores must be \(3, 2, 2\), got \(3, 5, 2\)"),
-        ({"eps": float("nan")}, ValueError, "depth_attention: eps must be a .* 0, got nan"),
     ],
     "attention_residual": [
         ({"query": torch.zeros(3)}, (ValueError, TypeError), r"query must be \(4,\)"),
@@ -180,9 +157,6 @@ REFUSED = {
         ({"scale": math.nan}, ValueError, "attention: scale must be a finite number, got nan"),
         ({"scale": math.inf}, ValueError, "attention: scale must be a finite number, got inf"),
         ({"scale": "a"}, ValueError, "attention: scale must be a finite number, got 'a'"),
-        ({"dropout_p": 0.5, "seed": 1.5, "backend": "reference"}, TypeError,
-         "attention: seed must be an int"),
-        ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1, got 2.0"),
         ({"backend": "varlen"}, BackendError, "varlen: tensors are on cpu, not cuda"),
         ({"backend": "cuda"}, BackendError, "on cpu, not cuda"),
         (dict.fromkeys("qkv", ones(4, 1, 257)) | {"backend": "triton"}, ValueError,
@@ -230,14 +204,31 @@ REFUSED = {
         ({"down": ones(11, 21).double()}, ValueError, "down must be torch.float32 on cpu"),
         ({"x": 3}, TypeError, "x must be a tensor"),
         ({"activation": "silu"}, ValueError, "activation must be one of relu, gelu, got 'silu'"),
-        ({"dropout_p": 2}, ValueError, "dropout_p must be between 0 and 1, got 2"),
-        ({"eps": math.nan}, ValueError, "eps must be a number of at least 0, got nan"),
         ({"activation_dropout_p": 0.5, "training": True, "activation_seed": 1.5}, TypeError,
          "activation_seed must be an int or a 0-dim int64 tensor on cpu, got 1.5"),
         ({"backend": "varlen"}, BackendError, "varlen"),
     ],
 }  # fmt: skip
 """By op: what is changed in such a call, the error, and words of its sentence."""
+
+DROPPED = {"dropout_p": 0.5, "backend": "reference"}
+OF_ARGUMENTS = [
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
+    ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),
+    ({"dropout_p": math.nan}, ValueError, "dropout_p must be between 0 and 1, got nan"),
+    ({"dropout_p": "a"}, ValueError, "dropout_p must be between 0 and 1, got 'a'"),
+    ({"eps": math.nan}, ValueError, "eps must be a number of at least 0, got nan"),
+    ({"eps": -1}, ValueError, "eps must be a number of at least 0, got -1"),
+    ({"eps": "a"}, ValueError, "eps must be a number of at least 0, got 'a'"),
+    ({"seed": 1.5} | DROPPED, TypeError, "seed must be an int or a 0-dim int64 tensor on cpu, got"),
+    ({"residual": ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
+    ({"residual": ones(3, 4).half()}, ValueError, "dtype torch.float32, got"),
+    ({"residual": ones(3, 4, device="meta")}, ValueError, "device cpu, got meta"),
+    ({"backend": "cud"}, BackendError, "expected one of cuda, triton, .*, sdpa, reference"),
+    ({"backend": [1]}, BackendError, r"backend: expected one of .*got \[1\]"),
+]  # fmt: skip
+"""The same of every op that has the argument."""
+PARAMETERS = {op: signature(getattr(ops, op)).parameters for op in GIVEN}
 
 
 def called(op, **change):
@@ -250,13 +241,18 @@ def called(op, **change):
 
 @pytest.mark.parametrize(
     ("op", "change", "error", "words"),
-    [(op, *refused) for op, table in REFUSED.items() for refused in table],
-)
+    [(op, *refused) for op, table in REFUSED.items() for refused in table]
+    + [(op, *refused) for refused in OF_ARGUMENTS for op in GIVEN
+       if next(iter(refused[0])) in PARAMETERS[op]],
+)  # fmt: skip
 def test_refuses(op, change, error, words):
     called(op)
+    if "seed" in change and "training" in PARAMETERS[op]:
+        change = change | {"training": True}
     with pytest.raises(error, match=words) as raised:
         called(op, **change)
-    assert str(raised.value).startswith((f"{op}: ", "layer_norm: "))
+    # Its own name, or that of the op whose kernels it runs.
+    assert str(raised.value).startswith((f"{op}: ", "layer_norm: ", "depth_attention: "))
 
 
 FLAGS = {

@@ -23,7 +23,7 @@ def leaf(*shape):
 
 
 # The backend is an argument of the operator, which is one and the same.
-@pytest.mark.parametrize(
+BACKENDS = pytest.mark.parametrize(
     ("any_backend", "p"),
     [
         pytest.param(b, p, marks=() if (b, p) == ("cpu", P) else pytest.mark.exhaustive)
@@ -31,6 +31,9 @@ def leaf(*shape):
     ],
     indirect=["any_backend"],
 )  # fmt: skip
+
+
+@BACKENDS
 @pytest.mark.parametrize("name", EVERY)
 def test_opcheck(any_backend, name, p):
     serves(name, any_backend)
@@ -86,7 +89,7 @@ def test_opcheck_of_the_compiled_launches(launched):
         opcheck(operator(name), tuple(args), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("p", DROPOUT)
+@BACKENDS
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_the_operator_is_the_function(any_backend, name, p):
     """Eager code bypasses the dispatcher and gives the same bits."""
