@@ -137,18 +137,12 @@ def supported(level):
 
 # Every kernel and every dtype.
 COMPACT = [
-    "tests/ops/test_layer_norm.py::test_agrees",
-    "tests/ops/test_layer_norm_dropout.py::test_dropout_mask_agrees_with_the_reference",
-    "tests/ops/test_activation.py::test_agrees",
-    "tests/ops/test_activation.py::test_gradcheck",
+    "tests/ops/test_every_op.py::test_agrees",
+    "tests/ops/test_dropout.py::test_the_mask_is_the_references",
     "tests/ops/test_activation.py::test_gelu_on_a_cpu_is_exact_to_a_few_units",
     "tests/ops/test_attention.py::test_agrees",
     "tests/ops/test_attention.py::test_dropout_by_seed",
-    "tests/ops/test_attention.py::test_groups_and_windows",
-    "tests/ops/test_depth_mix.py::test_agrees",
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
-    "tests/ops/test_depth_attention.py::test_agrees",
-    "tests/ops/test_peephole_lstm.py::test_agrees",
     "tests/depth/test_boundary.py::test_agrees",
     "tests/depth/test_dlcl.py::test_agrees_in_16_bits",
     "tests/depth/test_dlcl.py::test_agrees_in_float64",

@@ -26,10 +26,6 @@ BF16 = torch.bfloat16
 
 
 def mixing(bench: Bench) -> None:
-    bench.attempt(_mixing)
-
-
-def _mixing(bench: Bench) -> None:
     """The depth connection of a whole stack whose layers do nothing, forward and backward."""
     layers, T, D = bench.size((100, 8192, 512), (5, 8, 16))
     stacks = {by: DLCL(layers, D, backend=by).to(bench.device) for by in bench.backends("boundary")}
@@ -71,12 +67,12 @@ def _mixing(bench: Bench) -> None:
 
 
 def training(bench: Bench) -> None:
-    bench.attempt(_training, bench.size((None, "triton", "cuda"), (None,)), True)
+    _training(bench, bench.size((None, "triton", "cuda"), (None,)), True)
 
 
 def ratio(bench: Bench) -> None:
     """The step of `training` in the two forms that matter most, for a first look."""
-    bench.attempt(_training, (None,), False)
+    _training(bench, (None,), False)
 
 
 def _step(bench: Bench, module: torch.nn.Module, forward, x, target):
@@ -186,7 +182,8 @@ def _training(bench: Bench, backends: tuple[str | None, ...], whole: bool) -> No
 
 
 def launching(bench: Bench) -> None:
-    bench.attempt(_boundary_launch)
+    for by in bench.backends("boundary"):
+        bench.attempt(_boundary_launch, by)
     bench.attempt(_layer_norm_launch)
 
 
@@ -208,12 +205,7 @@ def _launch_row(bench: Bench, what: str, variant: str, seconds: list[float], cal
     bench.rows([row])
 
 
-def _boundary_launch(bench: Bench) -> None:
-    for by in bench.backends("boundary"):
-        _boundary_launch_by(bench, by)
-
-
-def _boundary_launch_by(bench: Bench, by: str) -> None:
+def _boundary_launch(bench: Bench, by: str) -> None:
     """The host time of a boundary with few tokens: dropout, residual, mixing, both LNs."""
     layers, T, D = bench.size((30, 16, 512), (1, 4, 16))
     dlcl = DLCL(layers, D, backend=by).to(bench.device)

@@ -492,10 +492,6 @@ class Packed:
 
 
 def attention(bench: Bench) -> None:
-    bench.attempt(_attention)
-
-
-def _attention(bench: Bench) -> None:
     case = Packed(bench)
     for training in (False, True):
         forms = {

@@ -25,5 +25,5 @@ BENCH = tuple(name for name in SECTIONS if name not in SMOKE)
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section(bench, section):
-    SECTIONS[section](bench)
+    bench.attempt(SECTIONS[section])
     assert not bench.failed, "\n".join(bench.failed)

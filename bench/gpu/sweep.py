@@ -124,10 +124,6 @@ def _case(bench: Bench, what: str, file: str, settings: dict, run, calls: int, n
 
 
 def layer_norm(bench: Bench) -> None:
-    bench.attempt(_layer_norm)
-
-
-def _layer_norm(bench: Bench) -> None:
     T, D = bench.size((32768, 512), (8, 16))
     launch = backend.choose("layer_norm", "triton", bench.device, torch.bfloat16)[1]
     sets = [random(bench, 3, T, D) for _ in range(bench.sets(6 * T * D))]
@@ -156,10 +152,6 @@ def _layer_norm(bench: Bench) -> None:
 
 
 def boundary(bench: Bench) -> None:
-    bench.attempt(_boundary)
-
-
-def _boundary(bench: Bench) -> None:
     case = Boundary(bench, 512)
     state, count = 2 * case.stack.T * case.stack.D, len(case.ks)
     size = f"T={case.stack.T}, D={case.stack.D}, {case.place} near states, bf16"
@@ -176,10 +168,6 @@ def _boundary(bench: Bench) -> None:
 
 
 def far_passes(bench: Bench) -> None:
-    bench.attempt(_far_passes)
-
-
-def _far_passes(bench: Bench) -> None:
     layers, T, D = bench.size((100, 8192, 512), (9, 8, 16))
     stack = Stack(bench, layers, T, D)
     size = f"L={layers}, T={T}, D={D}, B={stack.block}, bf16"
@@ -193,10 +181,6 @@ def _far_passes(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    bench.attempt(_packed_attention)
-
-
-def _packed_attention(bench: Bench) -> None:
     case = Packed(bench)
     for training, which in ((False, "forward_launch"), (True, "backward_launch")):
         what = f"attention {'forward + backward' if training else 'forward'}, {case.size}"

@@ -10,7 +10,6 @@ from deepfast.cases.case import Rows
 from deepfast.ops import activation
 from deepfast.ops.activation import compute, compute_grad
 from deepfast.reference.activation import KINDS
-from deepfast.reference.dropout import dropout_mask
 from tests.ops.cases import assert_agrees
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -51,11 +50,6 @@ def test_the_bias_keeps_its_dtype(backend, kind, dtype):
     assert bias.grad.dtype == dtype
     # No gradient of h is wanted, and none of the bias.
     assert not fused(h, kind, 0.0, backend, bias.detach()).requires_grad
-
-
-def mask_of(shape, p):
-    """The mask of dropout, scaled."""
-    return dropout_mask(SEED, torch.Size(shape[:-1]).numel(), shape[-1], p).view(shape)
 
 
 EXTREMES = {
@@ -120,44 +114,6 @@ def test_infinities(backend, kind):
     expected = with_gradient(getattr(F, kind), h.double(), torch.ones_like(h))
     for name in got:
         torch.testing.assert_close(got[name], expected[name].float(), equal_nan=True, msg=name)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_what_is_dropped_is_zero_whatever_it_was(backend, kind, dtype):
-    kept = mask_of((4, 150), 0.5) != 0
-    h = torch.ones(4, 150, dtype=dtype).masked_fill(~kept, torch.inf)
-    h[~kept & (torch.rand(4, 150) < 0.5)] = torch.nan
-    out, dh = with_gradient(lambda h: fused(h, kind, 0.5, backend), h, h).values()
-    assert torch.equal(out != 0, kept)
-    assert torch.equal(dh != 0, kept)
-    assert out.isfinite().all()
-    assert dh.isfinite().all()
-
-
-@pytest.mark.parametrize("p", [1.0, 1 - 1e-6])
-def test_dropout_of_everything(backend, kind, p):
-    h = torch.randn(6, 70)
-    h[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    results = with_gradient(lambda h: fused(h, kind, p, backend), h, torch.ones_like(h))
-    assert all(r.eq(0).all() for r in results.values())
-
-
-def test_seeds(backend, kind):
-    h = torch.ones(20, 50)
-
-    def run(**options):
-        return activation(h, kind, dropout_p=0.5, backend=backend, **{"training": True} | options)
-
-    assert torch.equal(run(seed=1), run(seed=torch.tensor(1)))
-    assert not torch.equal(run(seed=1), run(seed=2))
-    torch.manual_seed(3)
-    a, b = run(), run()
-    assert not torch.equal(a, b)
-    torch.manual_seed(3)
-    assert torch.equal(run(), a)
-    state = torch.get_rng_state()
-    assert torch.equal(run(training=False), activation(h, kind, backend=backend))
-    assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
 
 
 # ---- in place ----------------------------------------------------------------------------------

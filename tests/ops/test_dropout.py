@@ -1,0 +1,120 @@
+"""Dropout inside an op, on every backend: its mask, its seed, and what is dropped."""
+
+import pytest
+import torch
+
+from deepfast import backend as backends
+from deepfast.ops import activation, layer_norm
+from deepfast.reference.dropout import dropout_mask
+
+DTYPES = list(backends.DTYPES)
+
+
+def summed(x, p, backend, seed=None, training=True):
+    return layer_norm(
+        x, None, None, residual=torch.zeros_like(x), dropout_p=p, training=training, seed=seed,
+        backend=backend,
+    )[1]  # fmt: skip
+
+
+def activated(kind):
+    """Of positive numbers beyond 10 an activation is the number itself."""
+    return lambda x, p, backend, seed=None, training=True: activation(
+        x, kind, dropout_p=p, training=training, seed=seed, backend=backend
+    )
+
+
+FORMS = {"layer_norm": summed, "relu": activated("relu"), "gelu": activated("gelu")}
+
+
+@pytest.fixture(params=FORMS)
+def dropped(request):
+    """An op that returns its operand after dropout."""
+    return FORMS[request.param]
+
+
+@pytest.fixture
+def backend(request, backend):
+    if backend == "cuda" and request.getfixturevalue("dropped") is not summed:
+        pytest.skip("activation has no CUDA kernel")
+    return backend
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [1, 7, 8, 9, 127, 128, 129, 300])
+@pytest.mark.parametrize("seed", [0, 7, 2**33 + 5, 2**63 - 1, -3])
+def test_the_mask_is_the_references(backend, dropped, dtype, dim, seed):
+    mask = dropout_mask(seed, 70, dim, 0.3).to(torch.promote_types(dtype, torch.float32))
+    x = (30 + 10 * torch.rand(70, dim)).to(dtype)
+    assert torch.equal(dropped(x, 0.3, backend, seed), (x.to(mask.dtype) * mask).to(dtype))
+
+
+@pytest.mark.parametrize("p", [1e-6, 1e-3, 0.999, 1 - 1e-6])
+def test_the_probability_is_rounded_as_the_references(backend, dropped, p):
+    expected = 32 * dropout_mask(5, 40, 300, p).float()
+    assert torch.equal(dropped(torch.full((40, 300), 32.0), p, backend, 5), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_dropped_is_zero_whatever_it_was(backend, dropped, dtype):
+    """Infinities and NaNs of the input, and of its gradient."""
+    gone = dropout_mask(5, 4, 150, 0.5) == 0
+    x = torch.full((4, 150), 32, dtype=dtype).masked_fill(gone, torch.inf)
+    x[gone & (torch.rand(4, 150) < 0.5)] = torch.nan
+    x.requires_grad_()
+    s = dropped(x, 0.5, backend, 5)
+    assert torch.equal(s, (~gone * 64).to(dtype))
+    s.backward(x.detach())
+    assert torch.equal(x.grad, s)
+
+
+def test_seeds(backend, dropped):
+    x = torch.full((20, 50), 32.0)
+    first = dropped(x, 0.5, backend, 1)
+    assert torch.equal(first, dropped(x, 0.5, backend, torch.tensor(1)))
+    assert not torch.equal(first, dropped(x, 0.5, backend, 2))
+    torch.manual_seed(3)
+    a, b = dropped(x, 0.5, backend), dropped(x, 0.5, backend)
+    assert not torch.equal(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(dropped(x, 0.5, backend), a)
+    assert torch.equal(dropped(x, 0.5, backend), b)
+    state = torch.get_rng_state()
+    assert torch.equal(dropped(x, 0.0, backend), x)
+    assert torch.equal(dropped(x, 0.5, backend, training=False), x)
+    assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
+
+
+@pytest.mark.parametrize("p", [1.0, 1 - 1e-6])
+def test_everything_is_dropped(backend, dropped, p):
+    x = torch.randn(6, 70)
+    x[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    x.requires_grad_()
+    s = dropped(x, p, backend, 5)
+    s.sum().backward()
+    assert s.eq(0).all()
+    assert x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (None, "dropout_p is 0.5 and the seed is missing"),
+        (torch.tensor([3]), r"seed: expected \(\) in int64 on cpu, .* got \(1\) in int64"),
+        (torch.tensor(3.0), r"seed: expected \(\) in int64 on cpu, .* got \(\) in float32"),
+    ],
+)
+def test_a_launch_with_dropout_needs_a_seed(seed, message):
+    if (reason := backends.refusal("layer_norm", "cpu", "cpu", torch.float32)) is not None:
+        pytest.skip(reason)
+    _, launch = backends.choose("layer_norm", "cpu", "cpu", torch.float32)
+    x, y, s = torch.randn(3, 4, 8)
+    mean, rstd = torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=message):
+        launch.layer_norm_forward(
+            x=x, eps=1e-5, rms=False, dropout_p=0.5, seed=seed, sum=s, y=y, mean=mean, rstd=rstd,
+        )  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        launch.layer_norm_backward(
+            sum=s, dy=y, rms=False, mean=mean, rstd=rstd, dropout_p=0.5, seed=seed, dx=x,
+        )  # fmt: skip
