@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # Imported on first use, because torch takes seconds to import and planning does not need it.
+    # Imported on first use: torch takes seconds to import, and no part needs all the others.
     if name in PACKAGES:
         return importlib.import_module(f"deepfast.{name}")
     if name in FUNCTIONS:

@@ -1,7 +1,7 @@
 """Checks of inputs. Each raises an error with one sentence: what is wrong, expected and got.
 
 ``op`` is the name of the op, module or command at the start of the sentence. This module imports
-torch only when it checks a tensor, so that planning needs no torch.
+torch only when it checks a tensor: a command line is checked without it.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt, cases -> nn -> depth -> ops -> backend -> proof, launches, reference
-#   checks, connections, dtypes, files and memory lie at the bottom.
+#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> proof, launches, reference
+#   checks, connections, dtypes and files lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "connections", "dtypes", "files", "memory", "version"}
+BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
-NN = {"nn", "depth"} | OPS
+NN = {"nn", "depth", "memory"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
@@ -24,7 +24,6 @@ ALLOWED = {
     "connections": set(),
     "dtypes": set(),
     "files": set(),
-    "memory": {"checks", "connections", "version"},
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
@@ -33,6 +32,7 @@ ALLOWED = {
     "backend": {"dtypes", "launches", "reference", "kernels", "proof"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
+    "memory": {"depth"} | OPS,
     "nn": NN,
     "cases": {"clock", "proof", *NN},
     "attach": NN,
@@ -118,8 +118,6 @@ def test_no_circles():
         name: {t for t in imports(path, everywhere=False) if t in MODULES and t != name}
         for name, path in MODULES.items()
     }
-    # The table's functions name the plan's type; they are to take what they print instead.
-    graph["deepfast.memory.table"].discard("deepfast.memory.plan")
     seen, stack = set(), []
 
     def visit(name):
@@ -169,7 +167,7 @@ def extras():
 IMPORTS = """
 import json, os, sys
 environment = dict(os.environ)
-import deepfast, deepfast.memory
+import deepfast
 assert "torch" not in sys.modules
 assert {"nn", "ops", "mt", "memory"} <= set(dir(deepfast))
 assert dict(os.environ) == environment
@@ -193,8 +191,8 @@ print(*loaded)
 def loaded(python):
     """The modules that the imports of the parts load.
 
-    `deepfast plan` must not wait for the import of torch: deepfast loads its parts when they are
-    used. No import changes an environment variable, the default dtype, the seed or the number of
+    `import deepfast` must not wait for the import of torch: it loads its parts when they are used.
+    No import changes an environment variable, the default dtype, the seed or the number of
     threads.
     """
     return python("-c", IMPORTS).stdout.split()

@@ -1,16 +1,8 @@
 """Memory: what a training step keeps alive, counted (`LiveBytes`) and predicted (`plan`)."""
 
+from deepfast.memory.count import LiveBytes
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import POLICIES, resolve
 from deepfast.memory.units import format_bytes, parse_bytes
 
 __all__ = ["POLICIES", "LiveBytes", "Plan", "format_bytes", "parse_bytes", "plan", "resolve"]
-
-
-def __getattr__(name: str):
-    # Planning needs no torch, which takes seconds to import; counting does.
-    if name == "LiveBytes":
-        from deepfast.memory.count import LiveBytes
-
-        return LiveBytes
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

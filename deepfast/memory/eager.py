@@ -11,8 +11,8 @@ DLCL adds y_k and LN_k(y_k), in fp32. "stack and sum" also saves a stack of all 
 each layer. Under autocast the residual stream is in fp32, because layer-norm returns fp32.
 """
 
-from deepfast.memory.layer_bytes import FP32
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.steps import FP32
 from deepfast.memory.timeline import margin
 
 STACK, LOOP, RESIDUAL, CHECKPOINTED = (

@@ -21,22 +21,12 @@ CHOICES = {
     "activation": ("relu", "gelu"),
     "parallel": ("ddp", "fsdp"),
 }
-AT_LEAST = {
-    "layers": 1,
-    "width": 1,
-    "tokens": 1,
-    "heads": 1,
-    "ffn": 1,
-    "vocabulary": 0,
-    "decoder_layers": 0,
-    "target_tokens": 1,
-    "accumulate": 1,
-    "length": 1,
-    "reads": 1,
-    "ranks": 1,
-}
-
-MOST = dict.fromkeys(AT_LEAST, 2**40) | {"layers": 20_000, "decoder_layers": 20_000, "reads": 2}
+WHOLE = (
+    "layers", "width", "tokens", "heads", "ffn", "vocabulary", "decoder_layers", "target_tokens",
+    "accumulate", "length", "reads", "ranks",
+)  # fmt: skip
+AT_LEAST = dict.fromkeys(WHOLE, 1) | {"vocabulary": 0, "decoder_layers": 0}
+MOST = dict.fromkeys(WHOLE, 2**40) | {"layers": 20_000, "decoder_layers": 20_000, "reads": 2}
 """Upper limits, beyond every machine. Policies are chosen layer by layer, so the number of layers
 has a lower limit than other sizes."""
 

@@ -6,18 +6,12 @@ policy every sum is linear in depth. So the peak is at an end of a run of equal 
 buffer is allocated or freed. Only these layers are computed.
 """
 
-from itertools import groupby
+from dataclasses import dataclass
 
-from deepfast.memory.layer_bytes import (
-    FP32,
-    LayerBytes,
-    head_bytes,
-    layer_bytes,
-)
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
-from deepfast.memory.sharding import local_parameters, on_one_rank
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
-from deepfast.memory.steps import Moment, Step
+from deepfast.memory.stack import Stack
+from deepfast.memory.steps import FP32, Moment
+from deepfast.ops.linear_cross_entropy import WIDENED, chunk_rows
 
 CATEGORIES = (
     "parameters",
@@ -32,187 +26,49 @@ CATEGORIES = (
 )
 """Rows of a plan's table."""
 
-
 MARGIN, CONTEXT = 0.04, 300 * 2**20
 """The share of memory that CUDA's allocator loses to fragmentation, and the bytes of CUDA's context
 and libraries."""
 
 
-def block_rows(rows: int) -> int:
-    """Rows per block of the depth connection, as `deepfast.depth.schedule.default_block`."""
-    return 4 if rows <= 32 else 8
+@dataclass(frozen=True)
+class HeadBytes:
+    """Embedding and projection to the vocabulary."""
+
+    kept: int
+    """Bytes per token of one side, from the embedding's forward to its backward."""
+    working: int
+    """While the loss and its gradients are computed."""
+    gradients: int
+    """Gradient of the shared weight, which exists from the loss on."""
+    embedding: int
+    """While an embedding's gradient is added to the existing one, beside the tokens' gradients."""
 
 
-def slot_bytes(tokens: int, width: int, element: int) -> int:
-    """Bytes of a slot in the buffer of states: whole pages of 4 KiB and one line of 64 bytes."""
-    return -(-tokens * width * element // 4096) * 4096 + 64
-
-
-class Stack:
-    """One stack of layers with its connection.
-
-    Args:
-        policies: one for each layer.
-    """
-
-    def __init__(self, sizes: Sizes, policies: tuple[str, ...], decoder: bool = False):
-        self.sizes, self.decoder = sizes, decoder
-        self.tokens = sizes.target_tokens if decoder else sizes.tokens
-        self.count, self.rows = len(policies), sizes.rows(decoder)
-        self.parts = sizes.parts(decoder)
-        self.runs = [
-            (layer_bytes(sizes, policy, decoder), sum(1 for _ in run))
-            for policy, run in groupby(policies)
-        ]
-        kind = sizes.kind(decoder)
-        self.mixes, self.attends = kind in MIXING, kind in ATTENTION_RESIDUALS
-        self.running = kind == "block_attnres"
-        self.block = block_rows(self.rows)
-        self.last_block = self.block * ((self.rows - 1) // self.block)
-        self.slot = slot_bytes(self.tokens, sizes.width, sizes.bytes)
-        self.state = self.tokens * sizes.width * sizes.bytes
-        self.source = sizes.tokens * sizes.width * sizes.bytes
-
-    def connection(self, slots: int = 0, *, learning: bool = False) -> int:
-        """The connection's own memory.
-
-        Args:
-            slots: number of slots for partial and pulled sums.
-            learning: whether the gradients of its weights exist.
-        """
-        if not self.mixes:
-            return 0
-        if self.attends:
-            # A copy of the queries. For each row the numbers of its norm, for each state its RMS,
-            # three for a softmax, and two more for the partial sums of a block.
-            weights = self.rows * self.sizes.width
-            numbers = (self.sizes.norm_values + 4) * self.rows + 2 * self.partial()
-        else:
-            # Copies of W and of the norms. A state's norm stores a standard deviation.
-            of_norm = self.sizes.norm_values
-            weights = self.rows * (
-                self.rows * self.sizes.depth_channels + of_norm * self.sizes.width
-            )
-            numbers = (of_norm + (self.sizes.norm == "pre")) * self.rows
-        weights, statistics = FP32 * weights, FP32 * numbers * self.tokens
-        if learning and self.running:
-            # What a running sum adds to the gradient of the state before it.
-            statistics += self.state
-        # One slot for each state, and one more for the last gradient.
-        states = (self.rows + 1 + slots) * self.slot
-        return states + statistics + weights * (2 if learning else 1)
-
-    def entered(self) -> int:
-        """The stack's input, which the caller holds, and its copy in autocast's dtype, unless they
-        count as kept by a layer."""
-        embedding = FP32 * self.tokens * self.sizes.width
-        copied = self.sizes.dtype == "bfloat16"
-        if self.mixes:
-            return embedding + (self.state if copied else 0)
-        return embedding if copied else 0
-
-    def embedded(self) -> int:
-        """Gradients of the stack's input in fp32, after dropout and before it."""
-        return 2 * FP32 * self.tokens * self.sizes.width
-
-    def partial(self) -> int:
-        """Slots of partial sums; 0 where there is only one block."""
-        return self.block if self.rows > self.block else 0
-
-    def pulled(self, index: int, step: Step) -> int:
-        """Slots of pulled sums in a step of backward: none before it leaves the last block."""
-        return self.block if index * self.parts + step.part < self.last_block - 1 else 0
-
-    def candidates(self) -> list[int]:
-        """Layers at which the peak can lie, ascending."""
-        # The pulled sums are allocated in the upper of these two layers. The lower one is the first
-        # that has them from its start.
-        first = (self.last_block - 2) // self.parts
-        found = {first, first - 1}
-        end = 0
-        for _, length in self.runs:
-            found |= {end, end + length - 1}
-            end += length
-        return sorted(index for index in found if 0 <= index < self.count)
-
-    def layer(self, index: int) -> LayerBytes:
-        for layer, length in self.runs:
-            if index < length:
-                return layer
-            index -= length
-        raise IndexError(index)
-
-    def below(self, end: int, field: str) -> int:
-        """The sum of a field of `LayerBytes` over layers 0 .. end - 1."""
-        total = 0
-        for layer, length in self.runs:
-            total += min(max(end, 0), length) * getattr(layer, field)
-            end -= length
-        return total
-
-    def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:
-        """One step of layer ``index``, on top of what the layers below it keep."""
-        layer = self.layer(index)
-        activations = min(layer.kept, step.alive)
-        own = min(getattr(layer, copies), step.alive - activations)
-        return Moment(
-            copies=self.below(index, copies) + own,
-            activations=self.below(index, "kept") + activations,
-            transient=step.alive - activations - own + rest.pop("transient"),
-            **rest,
-        )
-
-    def forward(self) -> list[Moment]:
-        entered, moments = self.entered(), []
-        for index in self.candidates():
-            for step in self.layer(index).forward:
-                # Partial sums are allocated with the first row of the second block.
-                row = index * self.parts + step.part
-                history = self.connection(self.partial() if row >= self.block else 0)
-                moments.append(
-                    self._moment(index, step, "cached", history=history, transient=entered)
-                )
-        return moments
-
-    def full(self, *, cached: bool = False) -> Moment:
-        """Between forward and backward: everything that is kept, and the stack's result."""
-        # Without a depth connection the last norm keeps its input.
-        states = 2 if self.sizes.norm == "pre" and not self.mixes else 1
-        return Moment(
-            copies=self.below(self.count, "cached" if cached else "copies"),
-            history=self.connection(),
-            activations=self.below(self.count, "kept"),
-            transient=states * self.state,
-        )
-
-    def backward(self) -> list[Moment]:
-        # The norms of the connection.
-        per_layer = self.layer(0).gradients
-        if self.sizes.norm == "pre":
-            per_layer += self.sizes.norm_values * FP32 * self.sizes.width * self.parts
-        moments = []
-        for index in self.candidates():
-            # The gradient of the encoder's output, to which every decoder layer adds.
-            source = self.source if self.decoder and index < self.count - 1 else 0
-            moments += [
-                self._moment(
-                    index, step, "copies",
-                    gradients=(self.count - 1 - index) * per_layer + step.gradients,
-                    history=self.connection(self.partial() + self.pulled(index, step),
-                                            learning=True),
-                    transient=source,
-                )
-                for step in self.layer(index).backward
-            ]  # fmt: skip
-        return moments
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of the gradients of every parameter."""
-        return FP32 * (
-            self.count * self.sizes.layer_parameters(self.decoder)
-            + self.sizes.connection_parameters(self.decoder)
-        )
+def head_bytes(sizes: Sizes) -> HeadBytes:
+    """The head's bytes by closed formulas; all 0 without a vocabulary."""
+    if not sizes.vocabulary:
+        return HeadBytes(kept=0, working=0, gradients=0, embedding=0)
+    tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
+    chunk = min(chunk_rows(tokens), tokens)
+    table = sizes.vocabulary * sizes.width
+    working = chunk * sizes.vocabulary * sizes.bytes + 2 * tokens * sizes.width * sizes.bytes
+    # FSDP's parameters are in the storage dtype already, and so are their gradients.
+    gradient = sizes.bytes if sizes.sharded else FP32
+    if sizes.dtype == "bfloat16":
+        working += 0 if sizes.sharded else 2 * table
+        if sizes.device == "cpu":
+            # The weight's gradient is summed in fp32 from operands converted part by part.
+            working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
+    # The dropout mask of embeddings: one byte per element on CUDA, an fp32 factor on the CPU.
+    mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
+    return HeadBytes(
+        kept=mask,
+        working=working,
+        gradients=gradient * table,
+        # Its own gradient, and the sum of both.
+        embedding=gradient * table * 2,
+    )
 
 
 def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment]:
@@ -278,3 +134,51 @@ def peak_table(
 def margin(sizes: Sizes, peak: int) -> int:
     """Bytes that a device needs beside the tensors of a step."""
     return int(MARGIN * peak) + CONTEXT if sizes.device == "cuda" else 0
+
+
+# ---- one of several ranks that share the model ---------------------------------------------------
+
+
+def local_parameters(sizes: Sizes) -> int:
+    """Parameters that a rank keeps from step to step."""
+    return -(-sizes.parameters // sizes.ranks) if sizes.sharded else sizes.parameters
+
+
+def gathered(sizes: Sizes) -> int:
+    """Bytes of the whole parameters that FSDP holds at one time: a layer and the buffer that it
+    came in, one connection in fp32, and all that belongs to no layer."""
+    layers = [sizes.layer_parameters()] * sizes.layers
+    connections = [sizes.connection_parameters()]
+    if sizes.decoder_layers:
+        layers += [sizes.layer_parameters(True)] * sizes.decoder_layers
+        connections.append(sizes.connection_parameters(True))
+    rest = sizes.parameters - sum(layers) - sum(connections)
+    if sizes.reshard:
+        return sizes.bytes * (2 * max(layers) + rest) + FP32 * max(connections)
+    return sizes.bytes * (sum(layers) + max(layers) + rest) + FP32 * sum(connections)
+
+
+def on_one_rank(sizes: Sizes, moments: list[Moment]) -> list[Moment]:
+    """The moments of a step with what a rank has of gradients and weights."""
+    whole = FP32 * sizes.parameters
+    if not sizes.sharded:
+        if sizes.ranks == 1 and sizes.accumulate == 1:
+            return moments
+        # The gradients of earlier micro-batches are alive while later ones run. DDP keeps its
+        # buckets of gradients from step to step, and the gradients until the buckets get their sum.
+        gradients = whole * (2 if sizes.ranks > 1 and sizes.accumulate > 1 else 1)
+        return [moment._replace(gradients=gradients) for moment in moments]
+    # A layer's gradients, and the buffer in fp32 from which they are reduced over the ranks.
+    layer = max(sizes.layer_parameters(), sizes.layer_parameters(True) * bool(sizes.decoder_layers))
+    reduced = (sizes.bytes + FP32) * layer
+    copies = gathered(sizes)
+    return [
+        moment._replace(
+            # Gradients are not reduced before the last micro-batch of a step.
+            gradients=(whole if sizes.accumulate > 1 else 0)
+            + (moment.gradients // sizes.ranks + reduced if moment.gradients else 0),
+            # Autocast finds the weights in its dtype.
+            copies=copies + (0 if sizes.bytes == 2 else moment.copies),
+        )
+        for moment in moments
+    ]

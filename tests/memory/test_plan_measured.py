@@ -1,17 +1,12 @@
 """What the planner predicts, against training steps that are run and counted."""
 
-import importlib
 import random
 
 import pytest
 import torch
 
-from deepfast.depth.schedule import default_block
-from deepfast.depth.state import empty_slots
 from deepfast.memory import POLICIES, LiveBytes, plan
-from deepfast.memory.layer_bytes import LEAST_ROWS, SHARE
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
-from deepfast.memory.timeline import block_rows, slot_bytes
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.nn import MultiheadAttention, Packing, TransformerEncoder
 
@@ -321,21 +316,3 @@ def pytest_generate_tests(metafunc):
 def test_a_vocabulary_of_few_tokens_is_predicted_within_5_percent(accumulate):
     """The shared embedding has three gradients, which are added up at the end."""
     check_model(vocabulary=9000, batch=4, accumulate=accumulate)
-
-
-def test_chunks_are_those_of_the_op():
-    op = importlib.import_module("deepfast.ops.linear_cross_entropy")
-    assert (SHARE, LEAST_ROWS) == (op.SHARE, op.LEAST_ROWS)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 32, 33, 200])
-def test_blocks_are_those_of_the_engine(rows):
-    assert block_rows(rows) == default_block(rows)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (16, 64), (999, 130), (1024, 512)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_are_those_of_the_engine(tokens, width, dtype):
-    like = torch.empty(tokens, width, dtype=dtype)
-    slots = empty_slots(5, like)
-    assert slots.untyped_storage().nbytes() == 5 * slot_bytes(tokens, width, like.element_size())
