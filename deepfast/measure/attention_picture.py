@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deepfast.measure.pictures import STYLE, save
+from deepfast.measure.pictures import picture
 
 INCHES_PER_WORD, INCHES_PER_LAYER = 0.42, 0.24
 NOT_OF_LETTERS = ("Last Resort", "STIXSize", "STIXNonUnicode", "cm")
@@ -30,17 +30,16 @@ def draw(
         The characters of the words that no font of this machine has. An SVG keeps them, because
         another machine may have the fonts. A PNG shows the code of each, such as U+4E2D.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     fonts, missing = fonts_for("".join(words))
     if path.suffix == ".png":
         words = [coded(word, missing) for word in words]
     count, hops, layers = weights.shape
     width = max(3.0, 1.4 + INCHES_PER_WORD * count)
     height = 1.3 + hops * (0.45 + INCHES_PER_LAYER * layers)
-    with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.family": fonts}):
-        figure = Figure(figsize=(width, height), layout="constrained")
+    style = {"axes_grid": False, "font_family": fonts}
+    with warnings.catch_warnings(), picture(path, width, height, **style) as figure:
+        # The caller gets these characters, so the warning is not needed.
+        warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
         panels = figure.subplots(hops, 1, sharex=True, squeeze=False)[:, 0]
         for hop, axes in enumerate(panels, 1):
             image = axes.imshow(
@@ -58,10 +57,6 @@ def draw(
         figure.supylabel("layer (0: the embedding)", fontsize=9.5)
         figure.colorbar(image, ax=list(panels), label="weight", shrink=0.7)
         figure.suptitle(title, fontsize=10)
-    with warnings.catch_warnings():
-        # The caller gets these characters, so the warning is not needed.
-        warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
-        save(figure, path)
     return missing
 
 

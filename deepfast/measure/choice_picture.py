@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepfast.files import require
-from deepfast.measure.pictures import WIDTH
+from deepfast.measure.pictures import WIDTH, set_title
 from deepfast.mt.models.interface import SearchModel
 
 COLUMNS = 5
@@ -86,7 +86,7 @@ def draw_choices(figure, choices: list[SideChoices]) -> None:
         counts = side.kept.sum(1).tolist()
         names = [f"{n}: {c} of {layers}" for n, c in zip(side.languages, counts, strict=True)]
         axes.set_yticks([i + 0.5 for i in range(languages)], names, parse_math=False)
-        axes.set_title(f"{side.name}: choice of layers", loc="left", fontsize=10)
+        set_title(axes, f"{side.name}: choice of layers")
         axes.set_xlabel(f"layer (dot: kept, probability of at least {side.threshold:g})")
     figure.colorbar(mesh, ax=list(panels), pad=0.02, ticks=[0, 0.5, 1], label="probability")
 
@@ -94,11 +94,10 @@ def draw_choices(figure, choices: list[SideChoices]) -> None:
 def show_choices(choices: list[SideChoices]) -> None:
     """Prints a table for each side to the terminal, layers by languages."""
     require("rich", "the table of layers")
-    from rich import box
-    from rich.table import Table
+    from rich.table import Column
     from rich.text import Text
 
-    from deepfast.measure.console import Console
+    from deepfast.measure.console import Console, show_table
 
     console = Console()
     for side in choices:
@@ -107,14 +106,14 @@ def show_choices(choices: list[SideChoices]) -> None:
         console.print(f"Choice of layers of the {side.name}; {side.rule}", highlight=False)
         for start in range(0, len(side.languages), COLUMNS):
             some = slice(start, start + COLUMNS)
-            table = Table(box=box.SIMPLE, show_footer=True)
-            table.add_column("layer", "kept", justify="right", no_wrap=True)
             counts = side.kept[some].sum(1).tolist()
-            for name, count in zip(side.languages[some], counts, strict=True):
-                table.add_column(Text(name), f"{count} of {layers}", no_wrap=True)
-            for layer, cells in enumerate(rows_of(side, some), 1):
-                table.add_row(str(layer), *cells)
-            console.print(table)
+            columns = [Column("layer", "kept", justify="right", no_wrap=True)]
+            columns += [
+                Column(Text(name), f"{count} of {layers}", no_wrap=True)
+                for name, count in zip(side.languages[some], counts, strict=True)
+            ]
+            rows = enumerate(rows_of(side, some), 1)
+            show_table(console, columns, ([str(layer), *cells] for layer, cells in rows))
 
 
 def rows_of(side: SideChoices, some: slice) -> list[list[str]]:

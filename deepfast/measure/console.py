@@ -1,6 +1,10 @@
-"""The console of rich that prints tables."""
+"""Tables on the terminal, by rich."""
+
+from collections.abc import Iterable, Sequence
 
 import rich.console
+from rich import box
+from rich.table import Column, Table
 
 
 class Console(rich.console.Console):
@@ -9,3 +13,20 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         # Called while the error is handled. Rich itself would end the process with exit code 1.
         raise
+
+
+def show_table(
+    console: Console,
+    columns: Sequence[Column | str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+) -> None:
+    """Prints a table; a column that is only text is aligned right."""
+    headers = [
+        Column(c, justify="right", no_wrap=True) if isinstance(c, str) else c for c in columns
+    ]
+    footed = any(column.footer for column in headers)
+    table = Table(*headers, title=title, box=box.SIMPLE, show_footer=footed)
+    for cells in rows:
+        table.add_row(*cells)
+    console.print(table)

@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deepfast.measure.pictures import (
-    COLORS,
-    Curve,
-    depth_figure,
-    inline,
-    save,
-)
-from deepfast.memory.eager import EAGER, eager_peak
+from deepfast.measure.pictures import BLUE, COLORS, WIDTH, Curve, Look, depth_figure, save
+from deepfast.memory.eager import EAGER, RESIDUAL, eager_peak
 from deepfast.memory.plan import Plan, uniform_peak
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
@@ -19,14 +13,12 @@ from deepfast.memory.units import format_bytes
 
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
-BLUE = "#2f6db5"
 NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 """Policy -> name of its curve."""
-PICTURE_COLORS = dict(zip(NAMES.values(), GREENS, strict=True)) | {
-    form: COLORS.get(form, BLUE) for form in EAGER
-}
-HEIGHT = 3.9
-"""High enough for nine names below each other."""
+COLOR_OF = dict(zip(NAMES.values(), GREENS, strict=True)) | {f: COLORS.get(f, BLUE) for f in EAGER}
+LOOK = Look(COLOR_OF, strong=(NAMES["keep"], NAMES["history"]), dashed=(RESIDUAL,))
+MEMORY_HEIGHT = 3.9
+"""Inches: high enough for nine names below each other."""
 
 
 def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
@@ -43,12 +35,10 @@ def curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def _figure(found: Mapping[str, Curve], title: str, budget: int | None):
+def memory_figure(found: Mapping[str, Curve], title: str, budget: int | None = None):
+    """The curves of `curves`, with a line at the budget."""
     line = None if budget is None else (f"budget {format_bytes(budget)}", budget / 2**30)
-    return depth_figure(
-        found, PICTURE_COLORS, title=title, strong=(NAMES["keep"], NAMES["history"]),
-        dashed=("plain residual",), line=line, height=HEIGHT,
-    )  # fmt: skip
+    return depth_figure(found, LOOK, title, line=line, size=(WIDTH, MEMORY_HEIGHT))
 
 
 def title_of(sizes: Sizes) -> str:
@@ -58,9 +48,4 @@ def title_of(sizes: Sizes) -> str:
 
 def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending."""
-    save(_figure(curves(plan.sizes), title_of(plan.sizes), plan.budget), path)
-
-
-def inline_svg(found: Mapping[str, Curve], title: str) -> str:
-    """The picture of `curves` as text for a page."""
-    return inline(_figure(found, title, None), "depth-memory", title)
+    save(memory_figure(curves(plan.sizes), title_of(plan.sizes), plan.budget), path)

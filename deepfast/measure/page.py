@@ -4,33 +4,12 @@ import json
 from pathlib import Path
 
 from deepfast.files import require, write_atomically
-from deepfast.measure import connection_pictures, connections, memory_pictures, pictures, results
+from deepfast.measure import connections, report_pictures, results
 
 TEMPLATE = "report.html"
 PAGE = "index.html"
 FORMATS = ("seconds", "size", "traffic", "difference", "runs")
 """Functions of `results` that the page uses as filters."""
-
-
-def draw(report: dict) -> dict[str, str | None]:
-    """Every picture of the page by name; None without data."""
-    time = results.curves(report["steps"], "median_seconds")
-    memory = results.curves(report["steps"], "peak_bytes", 1 / results.GIB)
-    drawn = {
-        "time": pictures.over_depth(time, name="time", title="Time of a step", unit="seconds"),
-        "memory": pictures.over_depth(
-            memory, name="memory", title="Peak memory of a step", unit="GiB"
-        ),
-    }
-    drawn |= connection_pictures.draw(report)
-    drawn |= memory_pictures.draw(report)
-    training = report["training"]
-    if training["status"] == "measured":
-        drawn["losses"] = pictures.losses(
-            training["runs"], token_frequencies=training["unigram_nll"]
-        )
-        drawn["weights"] = pictures.depth_weights(training["weights"])
-    return drawn
 
 
 def render(report: dict) -> str:
@@ -45,7 +24,7 @@ def render(report: dict) -> str:
     training = report["training"]
     return environment.get_template(TEMPLATE).render(
         report=report,
-        pictures=draw(report),
+        pictures=report_pictures.draw(report),
         cards=results.headlines(report),
         traffic=results.traffic_table(report),
         connections=connections,

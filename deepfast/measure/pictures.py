@@ -1,15 +1,17 @@
-"""The report's pictures, as SVG text for the page.
+"""How every picture is drawn: one style, files and SVG text for pages, and curves over depth.
 
 Sizes suit a phone: a picture is about as wide as its screen, so that letters stay readable there.
 It grows on a wider screen.
 """
 
+import contextlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from deepfast.files import require, write_atomically
 from deepfast.memory.eager import RESIDUAL
 
 COLORS = {
@@ -19,6 +21,7 @@ COLORS = {
     "DenseFormer form": "#8250c4",
     "loop of adds": "#c77700",
 }
+BLUE, GREY = "#2f6db5", "#555555"
 WIDTH, HEIGHT = 4.3, 3.3
 STYLE = {
     "svg.fonttype": "none",
@@ -27,7 +30,7 @@ STYLE = {
     "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#555555",
+    "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
@@ -40,21 +43,66 @@ STYLE = {
 Curve = Sequence[tuple[float, float]]
 
 
-def figure_of(width: float = WIDTH, height: float = HEIGHT):
+@dataclass(frozen=True)
+class Look:
+    """How the curves of a picture look, by name."""
+
+    colors: dict[str, str]
+    strong: Sequence[str] = ()
+    """Thick curves, with bold names."""
+    dashed: Sequence[str] = ()
+    unnamed: Sequence[str] = ()
+    """Curves whose names are not written beside them."""
+
+
+def new_figure(width: float, height: float):
+    """An empty figure of that many inches."""
     # Not pyplot: it would choose a display and keep figures alive.
-    import matplotlib
     from matplotlib.figure import Figure
 
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def figure_of(width: float = WIDTH, height: float = HEIGHT):
+    """A figure with one panel."""
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = new_figure(width, height)
         return figure, figure.add_subplot()
+
+
+@contextlib.contextmanager
+def picture(path: Path, width: float, height: float, **style: object) -> Iterator:
+    """A figure to draw on, in inches; it is written to ``path`` at the end of the block.
+
+    style: what differs from `STYLE`, by matplotlib's names with _ in place of the dots.
+    """
+    matplotlib = require("matplotlib", "drawing")
+    changes = {name.replace("_", "."): value for name, value in style.items()}
+    with matplotlib.rc_context(STYLE | changes):
+        figure = new_figure(width, height)
+        yield figure
+    save(figure, path)
+
+
+def set_title(axes, text: str) -> None:
+    """The title of a panel."""
+    axes.set_title(text, loc="left", fontsize=10)
+
+
+def set_line(axes, name: str, value: float, *, right: bool = False) -> None:
+    """A dotted horizontal line with a name at its left or right end."""
+    axes.axhline(value, color=GREY, linestyle=":", linewidth=1)
+    axes.annotate(
+        name, (0.99 if right else 0.01, value), (0, 3), xycoords=("axes fraction", "data"),
+        textcoords="offset points", ha="right" if right else "left", color=GREY, fontsize=8.5,
+    )  # fmt: skip
 
 
 def save(figure, path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending."""
     import matplotlib
-
-    from deepfast.files import write_atomically
 
     # Without a date, the same command writes the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -65,18 +113,6 @@ def save(figure, path: Path) -> None:
             metadata=metadata,
         )  # fmt: skip
     write_atomically(path, picture.getvalue())
-
-
-def parts(names: Sequence[str], scores: Sequence[float | None], path: Path) -> None:
-    """BLEU of the parts of a text as bars, a gap for None; SVG or PNG, by the file's ending."""
-    figure, axes = figure_of(height=2.2)
-    known = [(at, score) for at, score in enumerate(scores) if score is not None]
-    bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
-    axes.bar_label(bars, fmt="%.1f", padding=2)
-    axes.set_xticks(range(len(names)), names)
-    axes.margins(y=0.12)
-    axes.set_title("BLEU by the words of a source", loc="left", fontsize=10)
-    save(figure, path)
 
 
 def inline(figure, name: str, title: str) -> str:
@@ -115,7 +151,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
 
 
 def label_ends(
-    figure, axes, curves: Mapping[str, Curve], colors: dict[str, str], strong: Sequence[str] = ()
+    figure, axes, curves: Mapping[str, Curve], colors: Mapping[str, str], strong: Sequence[str] = ()
 ) -> None:
     """Writes the name of each curve right of its last point, moved apart so that none touch."""
     figure.canvas.draw()
@@ -138,31 +174,25 @@ def label_ends(
 
 def depth_figure(
     curves: Mapping[str, Curve],
-    colors: dict[str, str],
-    *,
+    look: Look,
     title: str,
-    strong: Sequence[str],
-    dashed: Sequence[str] = (),
-    line: tuple[str, float] | None = None,
+    *,
     across: str = "encoder layers",
-    unnamed: Sequence[str] = (),
-    width: float = WIDTH,
-    height: float = HEIGHT,
+    line: tuple[str, float] | None = None,
+    size: tuple[float, float] = (WIDTH, HEIGHT),
 ):
     """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
 
-    strong, dashed: names of thick and of broken curves.
-    line: a name and a number, drawn as a horizontal line.
     across: the label of the horizontal axis, if it is not depth.
-    unnamed: names of curves that are not written beside them.
+    line: a name and a number, drawn as a horizontal line.
     """
-    figure, axes = figure_of(width, height)
+    figure, axes = figure_of(*size)
     for name, points in curves.items():
-        main = name in strong
+        main = name in look.strong
         axes.plot(
-            *zip(*points, strict=True), color=colors[name], marker="o",
+            *zip(*points, strict=True), color=look.colors[name], marker="o",
             markersize=5 if main else 3.5, linewidth=2.4 if main else 1.4,
-            zorder=3 if main else 2, linestyle="--" if name in dashed else "-",
+            zorder=3 if main else 2, linestyle="--" if name in look.dashed else "-",
         )  # fmt: skip
     depths = sorted({x for points in curves.values() for x, _ in points})
     axes.set_xscale("log")
@@ -173,27 +203,12 @@ def depth_figure(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
     axes.set_xlabel(across)
-    axes.set_title(title, loc="left", fontsize=10)
+    set_title(axes, title)
     if line is not None:
-        axes.axhline(line[1], color="#555555", linestyle=":", linewidth=1)
-        axes.annotate(
-            line[0], (0.01, line[1]), (0, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", color="#555555", fontsize=8.5,
-        )  # fmt: skip
-    named = {name: points for name, points in curves.items() if name not in unnamed}
-    label_ends(figure, axes, named, colors, strong)
+        set_line(axes, *line)
+    named = {name: points for name, points in curves.items() if name not in look.unnamed}
+    label_ends(figure, axes, named, look.colors, look.strong)
     return figure
-
-
-def over_depth(curves: Mapping[str, Curve], *, name: str, title: str, unit: str) -> str | None:
-    """Numbers over depth, one curve for each variant, as SVG text."""
-    curves = {v: sorted(points) for v, points in curves.items() if points}
-    if not curves:
-        return None
-    figure = depth_figure(
-        curves, COLORS, title=f"{title}, {unit}", strong=("deepfast",), dashed=(RESIDUAL,)
-    )
-    return inline(figure, name, f"{title} over encoder layers, all variants")
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
@@ -204,37 +219,6 @@ def _ticks(values: Sequence[float]) -> list[float]:
     below = [t for t in every if t <= low]
     above = [t for t in every if t >= high]
     return [t for t in every if below[-1] <= t <= above[0]]
-
-
-def losses(runs: dict[str, dict], *, token_frequencies: float | None) -> str:
-    """NLL over the steps of the trainings: lines for training batches, points for dev."""
-    figure, axes = figure_of(WIDTH, 3.1)
-    names = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
-    colors = dict(zip(names.values(), (COLORS["deepfast"], COLORS["stack and sum"]), strict=True))
-    styles: dict[str, dict[str, Any]] = {
-        "train": {"linewidth": 1, "alpha": 0.55},
-        "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
-    }
-    ends: dict[str, Curve] = {}
-    for key, run in runs.items():
-        label, curve = names[key], run["curve"]
-        for part, style in styles.items():
-            if curve[part]:
-                points = [(step, nll) for step, nll, _ in curve[part]]
-                axes.plot(*zip(*points, strict=True), color=colors[label], **style)
-                ends[label] = points
-    if token_frequencies is not None:
-        axes.axhline(token_frequencies, color="#555555", linestyle=":", linewidth=1)
-        axes.annotate(
-            "token frequencies alone", (0.99, token_frequencies), (0, 3),
-            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-            color="#555555", fontsize=8.5,
-        )  # fmt: skip
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylim(bottom=0)
-    axes.set_title("NLL, nats per target token", loc="left", fontsize=10)
-    label_ends(figure, axes, ends, colors)
-    return inline(figure, "losses", "Training and dev NLL over optimizer steps")
 
 
 def heat_map(axes, matrix, *, hidden, limit: float | None = None):
@@ -278,13 +262,13 @@ def heat_map(axes, matrix, *, hidden, limit: float | None = None):
     return mesh
 
 
-def depth_weights(weights: Sequence[Sequence[float]]) -> str:
-    """Learned W as SVG text."""
-    import numpy as np
-
-    matrix = np.array(weights)
-    hidden = np.triu(np.ones_like(matrix, dtype=bool), 1)
-    figure, axes = figure_of(WIDTH, WIDTH * 0.8)
-    mesh = heat_map(axes, matrix, hidden=hidden)
-    figure.colorbar(mesh, ax=axes, shrink=0.7, pad=0.02, extend="both")
-    return inline(figure, "weights", "Heat map of the learned depth weights")
+def parts(names: Sequence[str], scores: Sequence[float | None], path: Path) -> None:
+    """BLEU of the parts of a text as bars, a gap for None; SVG or PNG, by the file's ending."""
+    figure, axes = figure_of(height=2.2)
+    known = [(at, score) for at, score in enumerate(scores) if score is not None]
+    bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
+    axes.bar_label(bars, fmt="%.1f", padding=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.12)
+    set_title(axes, "BLEU by the words of a source")
+    save(figure, path)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepfast.files import require
-from deepfast.measure.pictures import COLORS, STYLE, WIDTH, Curve, save
+from deepfast.measure.pictures import COLORS, WIDTH, Curve, picture, set_title
 
 PANELS = {"nll": "NLL, nats per target token", "accuracy": "token accuracy"}
 """A key of a line of metrics -> the title of its panel."""
@@ -103,17 +102,13 @@ def table(side: SideNorms) -> list[str]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending."""
-    matplotlib = require("matplotlib", "drawing a run")
-    from matplotlib.figure import Figure
-
     lines = {key: found for key in PANELS if (found := curves(rows, key))}
     sides = side_norms(rows)
     if not lines and not sides:
         raise ValueError("expected lines of metrics with values to draw, got none")
     heights = [PANEL] * len(lines)
     heights += [PANEL + min(LAYER * len(side.norms[0]), MOST_LAYERS) for side in sides]
-    with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):
-        figure = Figure(figsize=(1.4 * WIDTH, sum(heights)), layout="constrained")
+    with picture(path, 1.4 * WIDTH, sum(heights)) as figure:
         grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
         panels = iter(grid[:, 0])
         for key, found in lines.items():
@@ -121,7 +116,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for side in sides:
             _draw_norms(figure, next(panels), side)
         grid[-1, 0].set_xlabel("optimizer steps")
-    save(figure, path)
 
 
 def _draw_curves(axes, title: str, found: dict[str, Curve]) -> None:
@@ -130,7 +124,7 @@ def _draw_curves(axes, title: str, found: dict[str, Curve]) -> None:
         marker = "o" if name == "dev" else None
         axes.plot(*zip(*curve, strict=True), color=colors[name], label=name, marker=marker,
                   markersize=3, linewidth=1.4)  # fmt: skip
-    axes.set_title(title)
+    set_title(axes, title)
     axes.legend(frameon=False, fontsize=9)
 
 
@@ -150,5 +144,5 @@ def _draw_norms(figure, axes, side: SideNorms) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.grid(False)
     axes.set_ylabel("layer")
-    axes.set_title(f"gradient norm by layer: {side.name}")
+    set_title(axes, f"gradient norm by layer: {side.name}")
     figure.colorbar(mesh, ax=axes, pad=0.02)

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from deepfast.files import require
 from deepfast.measure.choice_picture import SideChoices, draw_choices
-from deepfast.measure.pictures import (
-    COLORS,
-    HEIGHT,
-    STYLE,
-    WIDTH,
-    heat_map,
-    save,
-)
+from deepfast.measure.pictures import COLORS, GREY, HEIGHT, WIDTH, heat_map, picture, set_title
 from deepfast.mt.models.interface import SearchModel
 from deepfast.nn import AttentionResiduals
 
@@ -121,13 +114,9 @@ def weights_of(
 def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending: W of each side and, below, what latent
     depth chooses. At least one of the two lists is not empty."""
-    matplotlib = require("matplotlib", "drawing weights")
-    from matplotlib.figure import Figure
-
     heights = ([WIDTH * 0.92] if sides else []) + [side.height for side in choices]
     widths = ([WIDTH * len(sides)] if sides else []) + [side.width for side in choices]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained")
+    with picture(path, max(widths), sum(heights)) as figure:
         figure.get_layout_engine().set(h_pad=0.08)
         if sides and choices:
             above, below = figure.subfigures(2, 1, height_ratios=(heights[0], sum(heights[1:])))
@@ -137,28 +126,22 @@ def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> No
             _draw_weights(above, sides)
         if choices:
             draw_choices(below, choices)
-    save(figure, path)
 
 
 def draw_source(sides: list[SideWeights], source: int, path: Path) -> None:
     """Writes a picture of one source's weight in the input of every layer that may read it, as in
     Figure 5c of Wang et al. 2019: a panel for each side."""
-    matplotlib = require("matplotlib", "drawing weights")
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH * len(sides), HEIGHT), layout="constrained")
+    with picture(path, WIDTH * len(sides), HEIGHT) as figure:
         panels = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
         for axes, side in zip(panels, sides, strict=True):
             weights = side.matrix[source:, source].tolist()
             axes.bar(
                 range(source + 1, source + 1 + len(weights)), weights, color=COLORS["deepfast"]
             )
-            axes.axhline(0, color="#555555", linewidth=0.8)
-            axes.set_title(side.title, loc="left", fontsize=10)
+            axes.axhline(0, color=GREY, linewidth=0.8)
+            set_title(axes, side.title)
             axes.set_xlabel(f"input of layer ({len(side.matrix)}: the output)")
         panels[0].set_ylabel(f"weight of y{source}")
-    save(figure, path)
 
 
 def source_rows(side: SideWeights, source: int) -> Iterator[tuple[str, str]]:
@@ -177,14 +160,14 @@ def _draw_weights(figure, sides: list[SideWeights]) -> None:
     for axes, side in zip(panels, sides, strict=True):
         mesh = heat_map(axes, side.matrix.numpy(), hidden=side.hidden.numpy(), limit=limit)
         some = f"{(~side.hidden).sum():,} of {side.count:,} weights"
-        axes.set_title(f"{side.title}: {some}", loc="left", fontsize=10)
+        set_title(axes, f"{side.title}: {some}")
     figure.colorbar(mesh, ax=list(panels), shrink=0.7, pad=0.02, extend="both")
     threshold = sides[0].threshold
     if threshold > 0:
         grey = f"grey: under {threshold:g}, or under {SMALL_OF_ROW:.0%} of the row's largest"
         if any(side.by_own_scale.any() for side in sides):
             grey += f"\nin rows without a weight of {threshold:g} the {SMALL_OF_ROW:.0%} alone"
-        figure.supxlabel(grey, fontsize=8.5, color="#555555")
+        figure.supxlabel(grey, fontsize=8.5, color=GREY)
 
 
 def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
@@ -203,27 +186,17 @@ def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
 def show(sides: list[SideWeights], source: int | None = None) -> None:
     """Prints a table for each side to the terminal; with ``source`` the weights of that one."""
     require("rich", "the table of weights")
-    from rich import box
-    from rich.table import Table
+    from rich.table import Column
 
-    from deepfast.measure.console import Console
+    from deepfast.measure.console import Console, show_table
 
     console = Console()
     for side in sides:
         if source is not None:
-            table = Table(title=f"Weight of y{source} in the {side.title}", box=box.SIMPLE)
-            table.add_column("input of", justify="right")
-            table.add_column("weight", justify="right")
-            for feeds, weight in source_rows(side, source):
-                table.add_row(feeds, weight)
-            console.print(table)
+            title = f"Weight of y{source} in the {side.title}"
+            show_table(console, ["input of", "weight"], source_rows(side, source), title)
             continue
-        table = Table(title=f"Depth weights of the {side.title}", box=box.SIMPLE)
-        table.add_column("input of", justify="right", no_wrap=True)
-        table.add_column("strongest sources (0: the embedding)", no_wrap=True)
-        table.add_column("shown", justify="right", no_wrap=True)
-        table.add_column("sum", justify="right", no_wrap=True)
-        for cells in rows_of(side):
-            table.add_row(*cells)
-        console.print(table)
+        strongest = Column("strongest sources (0: the embedding)", no_wrap=True)
+        columns = ["input of", strongest, "shown", "sum"]
+        show_table(console, columns, rows_of(side), f"Depth weights of the {side.title}")
         console.print(f"{side.caption}\n", highlight=False)

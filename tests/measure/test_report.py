@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import deepest, memory_pictures, page, report, results, trace
+from deepfast.measure import deepest, page, report, report_pictures, results, trace
 from deepfast.measure.clock import COPY
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.progress import Job, Progress
@@ -264,7 +264,7 @@ def test_the_chapter_has_every_row(made):
 
 
 def test_every_picture_of_the_chapter_is_drawn(made):
-    drawn = memory_pictures.draw(made.report)
+    drawn = report_pictures.draw(made.report)
     for name in (*POLICIES, "peak MiB, 8 layers"):
         assert f">{name}</text>" in drawn["policies"]
     for name in (*EAGER, deepest.PLANNED, "16", "24", "GiB of the device"):
