@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.memory import LiveBytes
@@ -39,15 +38,6 @@ def test_views_share_their_storage():
         assert live.current == 0
 
 
-def test_in_place_makes_nothing_new():
-    with LiveBytes() as live:
-        a = kilobyte()
-        a += 1
-        a.mul_(2)
-        torch.add(a, 1, out=a)
-    assert live.peak == KB
-
-
 def test_a_resize_counts():
     with LiveBytes() as live:
         a = torch.zeros(0)
@@ -55,23 +45,22 @@ def test_a_resize_counts():
         assert live.current == KB
 
 
-def test_what_was_there_before_counts_nothing():
-    a = kilobyte()
+@pytest.mark.parametrize(
+    "run",
+    [lambda a: a.view(2, -1).add_(1), lambda a: torch.add(a, 1, out=a), lambda a: a.contiguous(),
+     lambda a: torch.index_put_(a, (torch.tensor([0]),), torch.ones(()))],
+    ids=["view", "out", "itself", "index_put_"],
+)  # fmt: skip
+def test_what_shares_a_storage_makes_nothing_new(run):
+    before = kilobyte()
     with LiveBytes() as live:
-        view = a.view(2, -1)
-        view += 1
-        assert live.peak == 0
-        del a, view
+        run(before)
         assert live.current == 0
-
-
-def test_an_op_that_hands_back_its_input_makes_nothing_new():
-    a, index = kilobyte(), torch.tensor([0])
-    with LiveBytes() as live:
-        b = a.contiguous()
-        c = torch.index_put_(a, (index,), torch.ones(()))
+        inside = kilobyte()
+        found = run(inside)
+        assert live.current == KB
+        del before, inside, found
         assert live.current == 0
-    assert b.data_ptr() == c.data_ptr() == a.data_ptr()
 
 
 def test_saved_tensors_go_in_backward():
@@ -159,75 +148,41 @@ def test_cuda_counts_the_allocator():
     assert before.numel() == 1 << 20
 
 
-def step(model, x):
-    model(x).square().mean().backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@pytest.mark.parametrize("connection", ["residual", "dlcl"])
-def test_agrees_with_the_allocator(connection, meter):
+def stack_step(connection):
     model = TransformerEncoder(5, 32, 2, 64, dropout=0.0, connection=connection)
     x = torch.randn(3, 16, 32)
-    step(model, x)
-    with LiveBytes() as live:
-        step(model, x)
-    with meter() as allocated:
-        step(model, x)
-    # The allocator does not round sizes, but it also counts the kernels' scratch memory.
-    assert live.peak <= allocated.peak <= live.peak * 1.02 + KB
-    assert live.current == allocated.left == 0
+
+    def run():
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    return run
 
 
-@pytest.mark.parametrize("form", ["stack and sum", "DenseFormer form", "loop of adds"])
-def test_agrees_with_the_allocator_on_the_other_forms(form, meter):
+def mixing_step(form):
     dlcl = DLCL(7, 32)
-    y = torch.randn(64, 32, requires_grad=True)
-    grad = torch.randn(64, 32)
+    y, grad = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
 
     def run():
         mixing_alone(FORMS[form], dlcl, y, grad)
         y.grad = None
         dlcl.zero_grad()
 
+    return run
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(stack_step, "residual"), (stack_step, "dlcl"), (mixing_step, "stack and sum"),
+     (mixing_step, "DenseFormer form"), (mixing_step, "loop of adds")],
+)  # fmt: skip
+def test_agrees_with_the_allocator(make, what, meter):
+    run = make(what)
     run()
     with LiveBytes() as live:
         run()
     with meter() as allocated:
         run()
+    # The allocator does not round sizes, but it also counts the kernels' scratch memory.
     assert live.peak <= allocated.peak <= live.peak * 1.02 + KB
     assert live.current == allocated.left == 0
-
-
-def peaks(form, depths, tokens=256, dim=64):
-    """Peak of the mixing alone at each depth, in states."""
-    found = []
-    for depth in depths:
-        dlcl = DLCL(depth, dim)
-        y, grad = torch.randn(tokens, dim, requires_grad=True), torch.randn(tokens, dim)
-        with LiveBytes() as live:
-            mixing_alone(FORMS[form], dlcl, y, grad)
-        found.append(live.peak / (tokens * dim * 4))
-    return found
-
-
-def test_deepfast_is_linear_in_depth_and_stack_and_sum_quadratic():
-    depths = (16, 32, 64)
-    at_16, at_32, at_64 = peaks("deepfast", depths)
-    # Mixing alone keeps a state per layer, and x and its gradient pass through.
-    slope = (at_64 - at_32) / 32
-    assert slope == pytest.approx((at_32 - at_16) / 16, rel=0.2)
-    assert slope < 2.5
-    at_16, at_32, at_64 = peaks("stack and sum", depths)
-    # All stacks of a step are alive when backward begins: L^2 / 2 states.
-    assert at_64 > 64 * 65 / 2
-    assert (at_64 - at_32) / (at_32 - at_16) == pytest.approx(4, rel=0.15)
-
-
-def test_a_module_that_is_moved_or_cast_is_followed():
-    model = nn.Linear(16, 16, bias=False)
-    with LiveBytes() as live:
-        half = model.weight.to(torch.bfloat16)
-        assert live.current == 512
-        del half
-    assert live.current == 0

@@ -1,17 +1,10 @@
 """The planner's arithmetic: solutions that invert and are monotone, errors in one sentence."""
 
-import itertools
-import json
 import time
 
 import pytest
 
-from deepfast.memory import (
-    POLICIES,
-    format_bytes,
-    parse_bytes,
-    plan,
-)
+from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.plan import uniform_peak
@@ -21,31 +14,30 @@ from deepfast.nn import TransformerDecoder, TransformerEncoder
 
 MODEL = {"width": 512, "tokens": 8192}
 KINDS = [
-    {"connection": connection, "norm": norm, "dtype": dtype, "decoder_layers": decoder}
-    for connection, norm, dtype, decoder in itertools.product(
-        ("dlcl", "residual"), ("pre", "post"), ("bfloat16", "float32"), (0, 6)
-    )
-]
-KINDS += [
-    {
-        "connection": "attnres",
-        "decoder_connection": "block_attnres",
-        "reads": reads,
-        "decoder_layers": 6,
-    }
-    for reads in (1, 2)
+    {"connection": "dlcl", "norm": "pre", "dtype": "bfloat16", "decoder_layers": 6},
+    {"connection": "dlcl", "norm": "post", "dtype": "float32", "decoder_layers": 0},
+    {"connection": "residual", "norm": "pre", "dtype": "float32", "decoder_layers": 6},
+    {"connection": "residual", "norm": "post", "dtype": "bfloat16", "decoder_layers": 0},
+    {"connection": "latent", "decoder_connection": "dlcl", "decoder_layers": 2},
+    {"connection": "attnres", "decoder_connection": "block_attnres", "decoder_layers": 6},
+    {"connection": "block_attnres", "reads": 1, "decoder_layers": 0},
 ]
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "size", "written"),
     [
-        ("24GiB", 24 * 2**30), ("24 gib", 24 * 2**30), (" 24GB ", 24 * 10**9),
-        ("1.5KiB", 1536), (".5MB", 500_000), ("7", 7), ("7B", 7), (7, 7), (2.0**40, 2**40),
+        ("24GiB", 24 * 2**30, "24.0 GiB"), ("24 gib", 24 * 2**30, "24.0 GiB"),
+        (" 24GB ", 24 * 10**9, "22.4 GiB"), ("1.5KiB", 1536, "1.50 KiB"),
+        (".5MB", 500_000, "488 KiB"), ("7", 7, "7 B"), ("7B", 7, "7 B"), (999, 999, "999 B"),
+        (2.0**40, 2**40, "1.00 TiB"), (2**30 - 1, 2**30 - 1, "1.00 GiB"),
+        (345 * 2**20, 345 * 2**20, "345 MiB"), (3 * 2**50, 3 * 2**50, "3072 TiB"),
     ],
 )  # fmt: skip
-def test_bytes_are_read(text, size):
+def test_bytes_are_read_and_written(text, size, written):
     assert parse_bytes(text) == size
+    assert format_bytes(size) == written
+    assert parse_bytes(format_bytes(size, up=True)) >= size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "24G", "24 GiBs", "-1GiB", "1e3", 0, -5, True, None,
@@ -55,29 +47,12 @@ def test_what_is_no_size_is_one_sentence(text):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1024, "1.00 KiB"), (24 * 2**30, "24.0 GiB"),
-     (2**30 - 1, "1.00 GiB"), (345 * 2**20, "345 MiB"), (3 * 2**50, "3072 TiB")],
-)  # fmt: skip
-def test_bytes_are_written(size, text):
-    assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize("size", [1000, 12345, 10**7, 123456789, 2**33 + 12345])
-def test_what_is_written_is_read_again(size):
-    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.01)
-
-
 FREE = ("layers", "width", "tokens")
 
 
-# Every kind for one of the three, and every one of the three for some kinds.
-@pytest.mark.parametrize(
-    ("free", "kind"),
-    [*((FREE[i % 3], kind) for i, kind in enumerate(KINDS)), *((free, KINDS[0]) for free in FREE)],
-    ids=str,
-)
+@pytest.mark.each_value
+@pytest.mark.parametrize("free", FREE)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_solving_inverts(free, kind):
     sizes = {"layers": 30, "width": 512, "tokens": 4096}
     budget = plan(**sizes, **kind).budget
@@ -109,13 +84,12 @@ def test_more_of_anything_takes_more(kind):
     base = {"layers": 20, "width": 256, "tokens": 2048, "budget": "1TiB", "policies": "lean",
             "decoder_policies": "lean" if kind["decoder_layers"] else None}  # fmt: skip
     peak = plan(**base, **kind).peak
-    for name in ("layers", "width", "tokens"):
-        assert plan(**base | {name: 2 * base[name]}, **kind).peak > peak
-    assert plan(**base, **kind, ffn=2048).peak > peak
-    assert plan(**base, **kind, vocabulary=64_000).peak > peak
-    assert plan(**base, **kind, accumulate=2).peak > peak
-    assert plan(**base, **kind, optimizer="sgd").peak < peak
-    assert plan(**base, **kind, device="cpu").peak < peak
+    larger = {"layers": 40, "width": 512, "tokens": 4096, "ffn": 2048, "vocabulary": 64_000,
+              "accumulate": 2}  # fmt: skip
+    for name, value in larger.items():
+        assert plan(**base | {name: value}, **kind).peak > peak
+    for less in ({"optimizer": "sgd"}, {"device": "cpu"}):
+        assert plan(**base, **kind, **less).peak < peak
 
 
 @pytest.mark.parametrize("connection", ["dlcl", "residual"])
@@ -124,7 +98,7 @@ def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
     smallest = plan(**sizes).budget
     most = plan(**sizes, budget="1TiB").peak
     before = 1.0
-    for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0):
+    for part in (1.0, 0.6, 0.2, 0.0):
         found = plan(**sizes, budget=int(smallest + part * (most - smallest)))
         assert found.fits
         assert found.time >= before
@@ -291,17 +265,6 @@ def test_the_width_advised_is_the_roundest_that_fits(heads, budget, step):
     assert not plan(budget=budget, width=width + step, **sizes).fits
 
 
-def test_a_plan_is_plain_values_and_lines():
-    found = plan(budget="24GiB", layers=30, **MODEL)
-    again = json.loads(json.dumps(found.to_dict()))
-    assert again["peak"] == found.peak
-    assert again["policies"] == list(found.policies)
-    text = "\n".join(lines(found))
-    for name in CATEGORIES:
-        assert f"\n{name} " in text
-    assert text.endswith("it fits")
-
-
 def test_plain_forms_take_more_than_policies():
     sizes = plan(budget="1TiB", layers=60, **MODEL).sizes
     stack, loop, residual, checkpointed = (eager_peak(sizes, form) for form in EAGER)
@@ -314,6 +277,5 @@ def test_plain_forms_take_more_than_policies():
 
 def test_planning_takes_no_time():
     began = time.process_time()
-    plan(budget="24GiB", **MODEL)
     assert plan(budget="80GiB", width=256, tokens=512).sizes.layers > 3000
     assert time.process_time() - began < 5
