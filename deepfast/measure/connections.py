@@ -17,7 +17,7 @@ from deepfast.measure.progress import Job
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import OpTraffic, engine_moved
-from deepfast.measure.turns import turns
+from deepfast.measure.turns import Variant, turns
 from deepfast.nn import DLCL, MUDD, AttentionResiduals
 
 OURS, PLAIN = "deepfast", "plain PyTorch"
@@ -71,7 +71,7 @@ def connections(settings: Settings, rows: list[Row]) -> list[Job]:
     jobs = []
     tokens, state = settings.connection_tokens, settings.connection_tokens * settings.connection_dim
     for depth in settings.connection_depths:
-        some, work = [], {}
+        some: list[Variant] = []
         for name, connection in CONNECTIONS.items():
             pattern, running = _pattern(name, depth)
             reads = sum(map(len, pattern))
@@ -83,14 +83,12 @@ def connections(settings: Settings, rows: list[Row]) -> list[Job]:
                 ours.nbytes = 4 * state * engine_moved(pattern, running)
             # Every stack, and the states, gradients and products of the last rows.
             plain.predicted_bytes = 4 * state * connection.stacks * (reads + 5 * (depth + 1))
-            work[plain.variant] = connection.work * reads * state / (256 * 128) + 0.01
-            work[ours.variant] = work[plain.variant] / 10
-            some += [ours, plain]
-        rows += some
-        jobs += turns(
-            "connections", f"{depth} layers", some, partial(ConnectionCase, settings, depth, some),
-            rounds=partial(_rounds, settings), work=work.__getitem__,
-        )  # fmt: skip
+            work = connection.work * reads * state / (256 * 128) + 0.01
+            some.append(Variant(ours, settings.connection_rounds, work / 10))
+            some.append(Variant(plain, settings.connection_slow_rounds, work))
+        rows += [variant.row for variant in some]
+        case = partial(ConnectionCase, settings, depth, [variant.row for variant in some])
+        jobs += turns("connections", f"{depth} layers", some, case)
     return jobs
 
 
@@ -99,11 +97,6 @@ def _pattern(name: str, depth: int):
     if name == BLOCKED:
         return block_pattern(depth + 1, _size(depth))
     return depth_pattern(depth + 1, None, 1, 1), None
-
-
-def _rounds(settings: Settings, variant: str) -> int:
-    ours = variant.endswith(OURS)
-    return settings.connection_rounds if ours else settings.connection_slow_rounds
 
 
 class ConnectionCase:

@@ -1,6 +1,5 @@
 """The deepest encoder that fits a device, by closed forms, and these forms beside counted steps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +12,8 @@ from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.memory import LiveBytes, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
-from deepfast.memory.plan import Plan, uniform_peak
-from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.plan import Plan, largest, uniform_peak
+from deepfast.memory.sizes import MOST, OPTIMIZERS, Sizes
 from deepfast.memory.table import describe
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
@@ -42,18 +41,9 @@ def planned(budget: str) -> Plan | None:
 def deepest_eager(form: str, budget: int) -> int:
     """The most layers of a plain form whose step fits ``budget`` bytes; 0 if not even one fits."""
     sizes = plan(budget="1TiB", layers=1, **MODEL).sizes
-    return _most(lambda layers: eager_peak(replace(sizes, layers=layers), form) <= budget)
-
-
-def _most(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, if all smaller ones fit; 0 if 1 does not."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest(
+        lambda layers: eager_peak(replace(sizes, layers=layers), form) <= budget, MOST["layers"]
+    )
 
 
 def deepest() -> dict:

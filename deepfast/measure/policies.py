@@ -9,7 +9,7 @@ from deepfast.measure.encoders import DROPOUT
 from deepfast.measure.progress import Job
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
-from deepfast.measure.turns import turns
+from deepfast.measure.turns import Variant, turns
 from deepfast.memory import POLICIES, Plan, plan
 from deepfast.nn import Packing, TransformerEncoder
 
@@ -65,11 +65,9 @@ def policies(settings: Settings, rows: list[Row]) -> list[Job]:
         rows += some
         rounds = settings.policy_rounds if depth == settings.policy_depth else 0
         work = LAYER_WORK * depth * settings.memory_tokens / 1024 * (settings.memory_dim / 128) ** 2
-        jobs += turns(
-            "memory policies", f"{depth} layers", some, partial(PolicyCase, settings, depth),
-            rounds=lambda _, rounds=rounds: rounds,  # type: ignore[misc]
-            work=lambda _, work=work: work,  # type: ignore[misc]
-        )  # fmt: skip
+        variants = [Variant(row, rounds, work) for row in some]
+        case = partial(PolicyCase, settings, depth)
+        jobs += turns("memory policies", f"{depth} layers", variants, case)
     return jobs
 
 

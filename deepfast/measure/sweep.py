@@ -11,7 +11,7 @@ from deepfast.measure.progress import Job
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import states_moved
-from deepfast.measure.turns import turns
+from deepfast.measure.turns import Variant, turns
 from deepfast.nn import DLCL
 
 LAYER_WORK = 0.06
@@ -32,11 +32,11 @@ def sweep(settings: Settings, rows: list[Row]) -> list[Job]:
         rows += some
         states = (10 + settings.ffn_dim // settings.dim) * depth + _stacks(depth)
         some[-1].predicted_bytes = states * settings.state_bytes
-        jobs += turns(
-            "a step", f"{depth} layers", some, partial(StepCase, settings, depth),
-            rounds=partial(_rounds, settings, (RESIDUAL, "deepfast")),
-            work=partial(_work, settings, depth),
-        )  # fmt: skip
+        variants = [
+            Variant(row, _rounds(settings, row.variant), _work(settings, depth, row.variant))
+            for row in some
+        ]
+        jobs += turns("a step", f"{depth} layers", variants, partial(StepCase, settings, depth))
     return jobs
 
 
@@ -49,11 +49,15 @@ def mixing(settings: Settings, rows: list[Row]) -> list[Job]:
     by_name[REFERENCE].predicted_bytes = _stacks(depth) * settings.state_bytes
     case = partial(MixingCase, settings, by_name[COPY])
     residual = _work(settings, depth, RESIDUAL)
-    return turns(
-        "mixing alone", f"{depth} layers", rows, case,
-        rounds=partial(_rounds, settings, ("deepfast", COPY)),
-        work=lambda form: _work(settings, depth, form) - residual + 0.05,
-    )  # fmt: skip
+    variants = [
+        Variant(
+            row,
+            _rounds(settings, row.variant),
+            _work(settings, depth, row.variant) - residual + 0.05,
+        )
+        for row in rows
+    ]
+    return turns("mixing alone", f"{depth} layers", variants, case)
 
 
 class MixingCase:
@@ -88,8 +92,9 @@ def _stacks(depth: int) -> int:
     return rows * (rows + 1) // 2 + 5 * rows
 
 
-def _rounds(settings: Settings, pair: tuple[str, ...], variant: str) -> int:
-    return settings.rounds if variant in pair else settings.slow_rounds
+def _rounds(settings: Settings, variant: str) -> int:
+    quick = variant in (RESIDUAL, "deepfast", COPY)
+    return settings.rounds if quick else settings.slow_rounds
 
 
 def _work(settings: Settings, depth: int, variant: str) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from deepfast.clock import on_cpu
 from deepfast.measure.machine import ResidentPeak, free_bytes
@@ -20,36 +20,34 @@ class Case(Protocol):
         """One run of a variant; leaves no gradients."""
 
 
-def turns(
-    part: str,
-    label: str,
-    rows: list[Row],
-    make: Callable[[], Case],
-    *,
-    rounds: Callable[[str], int],
-    work: Callable[[str], float],
-) -> list[Job]:
-    """The jobs that fill ``rows``.
+class Variant(NamedTuple):
+    """One of the variants that take turns."""
+
+    row: Row
+    """If its ``predicted_bytes`` exceed the free memory, the variant does not run and the row's
+    note says so."""
+    rounds: int
+    """How often it is timed."""
+    work: float
+    """About how many seconds a run takes."""
+
+
+def turns(part: str, label: str, variants: list[Variant], make: Callable[[], Case]) -> list[Job]:
+    """The jobs that fill the variants' rows.
 
     Args:
         part, label: for the progress bar.
-        rows: a row for each variant. If its ``predicted_bytes`` exceed the free memory, the variant
-            does not run and the row's note says so.
         make: builds the case when the first job runs; it lives until the last job is dropped.
-        rounds: variant -> how often it is timed.
-        work: variant -> about how many seconds a run takes.
     """
     case = cache(make)
-    jobs = [
-        Job(part, f"{label}, {row.variant}: memory", work(row.variant), partial(_count, row, case))
-        for row in rows
-    ]
-    for number in range(max(rounds(row.variant) for row in rows)):
-        jobs += [
-            Job(part, f"{label}, {row.variant}: time", work(row.variant), partial(_time, row, case))
-            for row in rows
-            if number < rounds(row.variant)
-        ]
+
+    def job(variant: Variant, what: str, run: Callable) -> Job:
+        row = variant.row
+        return Job(part, f"{label}, {row.variant}: {what}", variant.work, partial(run, row, case))
+
+    jobs = [job(variant, "memory", _count) for variant in variants]
+    for number in range(max(variant.rounds for variant in variants)):
+        jobs += [job(variant, "time", _time) for variant in variants if number < variant.rounds]
     return jobs
 
 

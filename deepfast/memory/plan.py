@@ -139,16 +139,20 @@ def _largest(
             f"budget: expected at least {format_bytes(smallest, up=True)} for {free} {step}, got "
             f"{format_bytes(limit)}"
         )
-    most = MOST[free] // step
-    low, high = 1, 2
+    # Larger sizes are beyond every machine.
+    return sized(**{free: step * largest(fits, MOST[free] // step)})
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, if all smaller ones fit; 0 if 1 does not."""
+    low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
-    # Larger sizes are beyond every machine.
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return sized(**{free: low * step})
+    return low
 
 
 def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], heads: int) -> WhatFits:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.measure import deepest
+from deepfast.measure import deepest, report_pictures, settings
 from deepfast.measure.settings import QUICK
 
 
@@ -30,13 +30,13 @@ def _deepest_once():
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny():
     """Settings of a sweep that takes a second."""
     return replace(QUICK, depths=(2, 4), mixing_depth=4, policy_depth=4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def finish():
     """Runs jobs to their end without output."""
 
@@ -49,12 +49,18 @@ def finish():
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """The files of a quick report."""
+    """The files of a report that is smaller than a quick one."""
     for package in ("matplotlib", "jinja2", "rich", "sentencepiece", "sacrebleu", "num2words"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("report")
-    assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0
+    small = replace(
+        QUICK, depths=(2, 4), mixing_depth=4, policy_depth=4, steps=8, twin_steps=6, sentences=4
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "QUICK", small)
+        assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0
     page = (folder / "out" / "index.html").read_text("utf-8")
     report = json.loads((folder / "out" / "report.json").read_text("utf-8"))
     names = sorted(p.name for p in (folder / "out").iterdir())
-    return SimpleNamespace(page=page, report=report, folder=folder, names=names)
+    drawn = report_pictures.draw(report)
+    return SimpleNamespace(page=page, report=report, drawn=drawn, folder=folder, names=names)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepfast.measure import page, report_pictures, turns
+from deepfast.measure import page, turns
 from deepfast.measure.connections import (
     CONNECTIONS,
     OURS,
@@ -20,7 +20,7 @@ from deepfast.measure.rows import Row
 FORMS = [f"{name}: {form}" for name in CONNECTIONS for form in (OURS, PLAIN)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows(tiny, finish):
     found = []
     finish(connections(replace(tiny, connection_depths=(4, 9), connection_tokens=128), found))
@@ -87,8 +87,7 @@ def test_the_page_has_the_chapter(made):
     rows = made.report["connections"]
     depths = made.report["settings"]["connection_depths"]
     assert [(r["depth"], r["variant"]) for r in rows] == [(d, v) for d in depths for v in FORMS]
-    drawn = report_pictures.draw(made.report)
-    drawn = {name: svg for name, svg in drawn.items() if name.startswith("connection-")}
+    drawn = {name: svg for name, svg in made.drawn.items() if name.startswith("connection-")}
     assert all(svg in made.page for svg in drawn.values())
     for name in CONNECTIONS:
         assert all(f">{name}</text>" in svg for svg in drawn.values())

@@ -10,17 +10,10 @@ from deepfast.measure.deepest import HELD_MODEL, HELD_POLICIES, MODEL, counted_b
 from deepfast.measure.depth_picture import curves
 from deepfast.measure.encoders import EncoderModel
 from deepfast.memory import POLICIES, parse_bytes, plan
-from deepfast.memory.eager import (
-    CHECKPOINTED,
-    EAGER,
-    LOOP,
-    RESIDUAL,
-    STACK,
-    eager_peak,
-)
+from deepfast.memory.eager import CHECKPOINTED, EAGER, LOOP, RESIDUAL, STACK, eager_peak
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows(tiny, finish):
     """Every policy at every depth, measured."""
     found = []
@@ -78,23 +71,21 @@ def test_closed_forms_are_held_to_counted_steps(tiny, finish, form, dtype):
 
 
 def test_what_a_form_keeps_is_what_it_is_named_for():
-    sizes = held_sizes(12)
+    sizes = held_sizes(6)
     measured = {form: counted_bytes(EncoderModel(sizes, form), sizes) for form in EAGER}
     assert measured[STACK] > measured[LOOP] > measured[RESIDUAL] > measured[CHECKPOINTED]
     assert counted_bytes(EncoderModel(sizes, "history"), sizes) < measured[CHECKPOINTED]
 
 
-@pytest.mark.parametrize("form", EAGER)
-def test_plain_models_have_the_predicted_parameters(form):
+def test_plain_models_have_the_predicted_parameters():
     sizes = held_sizes(3)
-    count = sum(p.numel() for p in EncoderModel(sizes, form).parameters())
-    connection = 4 * 4 + 2 * 4 * sizes.width if form in (STACK, LOOP) else 0
-    expected = plan(
-        budget="1TiB", layers=3, tokens=1024, connection="residual", **HELD_MODEL
-    ).sizes.parameters  # fmt: skip
-    assert count == expected + connection
-    fused = sum(p.numel() for p in EncoderModel(sizes, "keep").parameters())
-    assert fused == sizes.parameters == expected + 4 * 4 + 2 * 4 * sizes.width
+    bare = plan(budget="1TiB", layers=3, tokens=1024, connection="residual", **HELD_MODEL)
+    mixing = 4 * 4 + 2 * 4 * sizes.width
+    for form in (*EAGER, "keep"):
+        count = sum(p.numel() for p in EncoderModel(sizes, form).parameters())
+        mixes = form in (STACK, LOOP, "keep")
+        assert count == bare.sizes.parameters + (mixing if mixes else 0)
+    assert count == sizes.parameters
 
 
 @pytest.mark.parametrize("pair", [(STACK, LOOP), (RESIDUAL, CHECKPOINTED)])
@@ -126,9 +117,6 @@ def test_one_layer_more_than_the_deepest_does_not_fit():
         assert plan(budget=budget, layers=layers, **MODEL).fits
         assert not plan(budget=budget, layers=layers + 1, **MODEL).fits
     assert found["layers"][STACK][0] == 0
-
-
-def test_a_budget_without_a_single_layer_has_no_plan():
     assert deepest.planned("400MiB") is None
 
 
