@@ -197,6 +197,6 @@ def show(sides: list[SideWeights], source: int | None = None) -> None:
             show_table(console, ["input of", "weight"], source_rows(side, source), title)
             continue
         strongest = Column("strongest sources (0: the embedding)", no_wrap=True)
-        columns = ["input of", strongest, "shown", "sum"]
+        columns: list[Column | str] = ["input of", strongest, "shown", "sum"]
         show_table(console, columns, rows_of(side), f"Depth weights of the {side.title}")
         console.print(f"{side.caption}\n", highlight=False)
