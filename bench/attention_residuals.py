@@ -12,8 +12,8 @@ import torch
 
 from bench import depth_mix, transformer
 from bench.numbers import peaks, report, times
-from deepfast.measure.attention_forms import FORMS, InStack, mixing_alone
 from deepfast.measure.clock import interleave
+from deepfast.measure.forms import ATTENTION_FORMS, InStack, mixing_alone
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
 from deepfast.nn import AttentionResiduals
@@ -29,7 +29,7 @@ def make(sources: int) -> dict:
     v, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
     forms = {
         name: lambda form=form: mixing_alone(form, residuals, v, grad)
-        for name, form in FORMS.items()
+        for name, form in ATTENTION_FORMS.items()
     }
     return forms | {"DLCL": depth_mix.make(sources - 1, TOKENS, DIM)["deepfast"]}
 
@@ -67,7 +67,9 @@ def claims(rounds: int) -> list[dict]:
     ]  # fmt: skip
 
     def in_a_list(encoder):
-        encoder.connection.residuals = InStack(FORMS["list"], encoder.connection.residuals)
+        encoder.connection.residuals = InStack(
+            ATTENTION_FORMS["list"], encoder.connection.residuals
+        )
 
     step = functools.partial(transformer.make, 48, optimizer=False)
     steps = {name: step(name) for name in ("residual", "attnres")}

@@ -15,14 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepfast.files import require, write_atomically
-from deepfast.measure.pictures import (
-    COLORS,
-    STYLE,
-    figure_of,
-    label_ends,
-    save,
-)
+from deepfast.files import write_atomically
+from deepfast.measure.pictures import COLORS, Look, label_ends, picture
 from deepfast.nn import TransformerEncoder
 from deepfast.ops import linear_cross_entropy
 
@@ -84,20 +78,19 @@ def measure(
 
 def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draws the norms over the layers, on a logarithmic axis, to an SVG or PNG file."""
-    matplotlib = require("matplotlib", "the picture of gradients")
     curves = {name: list(enumerate(values, 1)) for name, values in norms.items()}
-    figure, axes = figure_of()
-    for name, points in curves.items():
-        main = name == "DLCL, pre-norm"
-        axes.plot(*zip(*points, strict=True), color=STACK_COLORS[name],
-                  linewidth=2.4 if main else 1.5, zorder=3 if main else 2)  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_xlim(0, max(len(values) for values in norms.values()) + 1)
-    axes.set_xlabel("layer, from the bottom")
-    axes.set_title("norm of a layer's gradient at initialisation", loc="left", fontsize=10)
-    with matplotlib.rc_context(STYLE):
-        label_ends(figure, axes, curves, STACK_COLORS, ("DLCL, pre-norm",))
-    save(figure, path)
+    look = Look(STACK_COLORS, strong=("DLCL, pre-norm",))
+    with picture(path) as figure:
+        axes = figure.add_subplot()
+        for name, points in curves.items():
+            main = name in look.strong
+            axes.plot(*zip(*points, strict=True), color=look.colors[name],
+                      linewidth=2.4 if main else 1.5, zorder=3 if main else 2)  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_xlim(0, max(len(values) for values in norms.values()) + 1)
+        axes.set_xlabel("layer, from the bottom")
+        axes.set_title("norm of a layer's gradient at initialisation")
+        label_ends(axes, curves, look)
 
 
 def table(norms: Mapping[str, Sequence[float]]) -> str:

@@ -13,7 +13,7 @@ from bench import transformer
 from bench.attention_residuals import DIM, TOKENS
 from bench.numbers import peaks, report, times
 from deepfast.measure.clock import keep_memory
-from deepfast.measure.mudd_forms import FORMS, mixing_alone
+from deepfast.measure.forms import MUDD_FORMS, mixing_alone
 from deepfast.nn import MUDD
 from deepfast.ops import depth_mix
 
@@ -28,7 +28,8 @@ def make(layers: int) -> dict:
             down.normal_(std=0.1 / down.shape[1] ** 0.5)
     y, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
     return {
-        name: lambda form=form: mixing_alone(form, mudd, y, grad) for name, form in FORMS.items()
+        name: lambda form=form: mixing_alone(form, mudd, y, grad)
+        for name, form in MUDD_FORMS.items()
     }
 
 

@@ -62,29 +62,21 @@ def run(args: argparse.Namespace) -> int:
 
 def show(about: str, rows: list[dict]) -> None:
     """Prints the table."""
-    from rich import box
-    from rich.table import Table
+    from rich.table import Column
 
-    from deepfast.measure.console import Console
+    from deepfast.measure.console import show_table
 
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("op", no_wrap=True)
+    columns: list[Column | str] = [Column("op", no_wrap=True)]
     for what in ("forward\n", "+ backward\n"):
-        for column in (f"{what}deepfast", "\ntorch", "\nratio"):
-            table.add_column(column, justify="right", no_wrap=True)
-    passes: dict[str, list[dict]] = {}
+        columns += [f"{what}deepfast", "\ntorch", "\nratio"]
+    cells: dict[str, list[str]] = {}
     for row in rows:
-        passes.setdefault(row["op"], []).append(row)
-    for op, found in passes.items():
-        cells = []
-        for row in found:
-            cells += [f"{row['seconds'][name] * 1e3:.2f}" for name in ("deepfast", "torch")]
-            cells.append(f"{row['ratio']:.2f}")
-        table.add_row(op, *cells)
-    console = Console(highlight=False)
-    console.print(f"{about}; milliseconds", soft_wrap=True)
-    console.print(table)
-    console.print("What ran: deepfast's backend, and PyTorch's form")
-    for op, found in passes.items():
-        first = found[0]
-        console.print(f"  {op}: {first['backend']}; {first['torch_form']}", soft_wrap=True)
+        own = cells.setdefault(row["op"], [row["op"]])
+        own += [f"{row['seconds'][name] * 1e3:.2f}" for name in ("deepfast", "torch")]
+        own.append(f"{row['ratio']:.2f}")
+    print(f"{about}; milliseconds")
+    show_table(columns, cells.values(), padding=(0, 1, 0, 0))
+    print("What ran: deepfast's backend, and PyTorch's form")
+    for row in rows:
+        if row["pass"] == "forward":
+            print(f"  {row['op']}: {row['backend']}; {row['torch_form']}")

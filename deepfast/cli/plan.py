@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print(*lines(result), sep="\n")
     if args.plot is not None:
         # matplotlib takes a second to import.
-        from deepfast.measure.depth_picture import draw
+        from deepfast.measure.report_pictures import draw_plan
 
-        draw(result, args.plot)
+        draw_plan(result, args.plot)
     return 0 if result.fits else DOES_NOT_FIT

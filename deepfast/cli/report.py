@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from deepfast.files import check_writable, make_folder
-    from deepfast.measure import page, results, trace
-    from deepfast.measure.progress import Progress
+    from deepfast.measure import page, trace
+    from deepfast.measure.jobs import Progress
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{args.output / 'trace.json'}: a step of {depth} layers, for https://ui.perfetto.dev"
         )
-    for card in results.headlines(report):
+    for card in page.headlines(report):
         print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"
     print(f"{path} {after} {report['seconds']['total']:.0f} s")

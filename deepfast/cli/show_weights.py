@@ -41,12 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepfast.measure import choice_picture, weight_picture
-    from deepfast.measure.depth_attention import attention_residuals, mean_attention
-    from deepfast.mt.data.text import read_lines
+    from deepfast.measure import weight_picture
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.models.interface import SearchModel
-    from deepfast.mt.search import load_translator
     from deepfast.nn import MUDD
 
     check_picture("--output", args.output)
@@ -54,58 +51,66 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--threshold: expected a number of at least 0, got {threshold:g}")
     model: SearchModel = load_model(args.checkpoint)[0]
-    attends, means = bool(attention_residuals(model)), None
-    if attends and args.sample is None:
-        raise ValueError("--sample: expected source sentences for attention residuals, got none")
-    if args.sample is not None:
-        if not attends:
-            raise ValueError(
-                f"--sample: expected a model with attention residuals, got {args.checkpoint}"
-            )
-        translator = load_translator([args.checkpoint], "cpu")
-        model = translator.model
-        lines = translator.prepare(read_lines(args.sample))
-        means = mean_attention(model, translator.vocabulary, lines)
+    model, means = _means(args, model)
     sides = weight_picture.weights_of(model, threshold, means)
     try:
-        choices = choice_picture.choices_of(model)
+        choices = weight_picture.choices_of(model)
     except ValueError as error:
         raise ValueError(f"{args.checkpoint}: {error}") from error
-    if not sides and not choices and any(isinstance(m, MUDD) for m in model.modules()):
-        raise ValueError(
-            f"{args.checkpoint}: expected weights that a picture can show; MUDD has other weights "
-            "for each token, stream and layer"
-        )
     if not sides and not choices:
-        raise ValueError(
-            f"{args.checkpoint}: expected a model with DLCL, attention residuals or latent depth "
-            "in the encoder or the decoder, got none of them"
-        )
+        if any(isinstance(m, MUDD) for m in model.modules()):
+            expected = (
+                "weights that a picture can show; MUDD has other weights for each token, stream "
+                "and layer"
+            )
+        else:
+            expected = (
+                "a model with DLCL, attention residuals or latent depth in the encoder or the "
+                "decoder, got none of them"
+            )
+        raise ValueError(f"{args.checkpoint}: expected {expected}")
     if args.threshold is not None and not sides:
         raise ValueError(f"--threshold: expected a model with weights, got {args.checkpoint}")
     if args.source is not None:
-        return _one_source(args, sides)
-    weight_picture.show(sides)
-    choice_picture.show_choices(choices)
+        sides = _with_source(args, sides)
+        weight_picture.show_source(sides, args.source)
+    else:
+        weight_picture.show(sides, choices)
     if args.output is not None:
-        weight_picture.draw(sides, choices, args.output)
+        if args.source is not None:
+            weight_picture.draw_source(sides, args.source, args.output)
+        else:
+            weight_picture.draw(sides, choices, args.output)
         print(f"drawn: {args.output}")
     return 0
 
 
-def _one_source(args: argparse.Namespace, sides: list) -> int:
-    """sides: `weight_picture.SideWeights`."""
-    from deepfast.measure import weight_picture
+def _means(args: argparse.Namespace, model):
+    """The model, and the mean weights of its attention residuals over --sample; None without."""
+    from deepfast.measure.depth_attention import attention_residuals, mean_attention
+    from deepfast.mt.data.text import read_lines
+    from deepfast.mt.search import load_translator
 
+    attends = bool(attention_residuals(model))
+    if attends and args.sample is None:
+        raise ValueError("--sample: expected source sentences for attention residuals, got none")
+    if args.sample is None:
+        return model, None
+    if not attends:
+        raise ValueError(
+            f"--sample: expected a model with attention residuals, got {args.checkpoint}"
+        )
+    translator = load_translator([args.checkpoint], "cpu")
+    lines = translator.prepare(read_lines(args.sample))
+    return translator.model, mean_attention(translator.model, translator.vocabulary, lines)
+
+
+def _with_source(args: argparse.Namespace, sides: list) -> list:
+    """Those `weight_picture.SideWeights` that have the layer of --source."""
     deepest = max((len(side.matrix) - 1 for side in sides), default=-1)
     if not 0 <= args.source <= deepest:
         expected = f"a layer from 0 to {deepest}" if sides else "a model with weights of layers"
         raise ValueError(f"--source: expected {expected}, got {args.source}")
     if args.threshold is not None:
         raise ValueError("--threshold: expected no --source, which shows all weights")
-    sides = [side for side in sides if args.source < len(side.matrix)]
-    weight_picture.show(sides, args.source)
-    if args.output is not None:
-        weight_picture.draw_source(sides, args.source, args.output)
-        print(f"drawn: {args.output}")
-    return 0
+    return [side for side in sides if args.source < len(side.matrix)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deepfast.measure.pictures import picture
+from deepfast.measure.pictures import heat, picture
 
 INCHES_PER_WORD, INCHES_PER_LAYER = 0.42, 0.24
 NOT_OF_LETTERS = ("Last Resort", "STIXSize", "STIXNonUnicode", "cm")
@@ -36,26 +36,26 @@ def draw(
     count, hops, layers = weights.shape
     width = max(3.0, 1.4 + INCHES_PER_WORD * count)
     height = 1.3 + hops * (0.45 + INCHES_PER_LAYER * layers)
-    style = {"axes_grid": False, "font_family": fonts}
-    with warnings.catch_warnings(), picture(path, width, height, **style) as figure:
+    with warnings.catch_warnings(), picture(path, width, height, font_family=fonts) as figure:
         # The caller gets these characters, so the warning is not needed.
         warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
         panels = figure.subplots(hops, 1, sharex=True, squeeze=False)[:, 0]
-        for hop, axes in enumerate(panels, 1):
-            image = axes.imshow(
-                weights[:, hop - 1].T.tolist(), cmap="Greens", vmin=0, vmax=1, origin="lower",
-                aspect="auto", interpolation="nearest",
-            )  # fmt: skip
-            axes.set_yticks(range(layers))
+        for hop, axes in enumerate(panels):
+            values = weights[:, hop].T.cpu().numpy()
+            mesh = heat(axes, values, cmap="Greens", vmin=0, vmax=1)
+            # The embedding is below.
+            axes.invert_yaxis()
+            axes.set_yticks([k + 0.5 for k in range(layers)], range(layers))
             if hops > 1:
-                axes.set_title(f"hop {hop}", loc="left", fontsize=9)
+                axes.set_title(f"hop {hop + 1}", fontsize=9)
         # A word may contain dollar signs.
         panels[-1].set_xticks(
-            range(count), words, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
-        )
+            [at + 0.5 for at in range(count)], words, rotation=60, ha="right",
+            rotation_mode="anchor", parse_math=False,
+        )  # fmt: skip
         panels[-1].set_xlabel(across)
         figure.supylabel("layer (0: the embedding)", fontsize=9.5)
-        figure.colorbar(image, ax=list(panels), label="weight", shrink=0.7)
+        figure.colorbar(mesh, ax=list(panels), label="weight", shrink=0.7)
         figure.suptitle(title, fontsize=10)
     return missing
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch.func import functional_call
@@ -12,8 +11,8 @@ from deepfast import backend
 from deepfast.cases import ops
 from deepfast.cases.case import Case, Computed, Rows, torchs, tuple_of
 from deepfast.clock import clock_of
-from deepfast.measure import attention_forms, forms
 from deepfast.measure.clock import interleave, ratio
+from deepfast.measure.forms import ATTENTION_FORMS, FORMS, mixing_alone
 from deepfast.nn import DLCL, AttentionResiduals
 
 PASSES = ("forward", "forward and backward")
@@ -55,17 +54,16 @@ def _sentences(s: Sizes) -> list[int]:
 class _Mixing(torch.nn.Module):
     """A form of the connection of a whole stack whose layers do nothing."""
 
-    def __init__(self, connection: DLCL | AttentionResiduals, module: ModuleType, form: str):
+    def __init__(self, connection: DLCL | AttentionResiduals, form: Callable):
         super().__init__()
-        self.connection, self.mix = connection, module.mixing_alone
-        self.form = module.FORMS[form]
+        self.connection, self.form = connection, form
 
     def forward(self, y):
-        return self.mix(self.form, self.connection, y, None)
+        return mixing_alone(self.form, self.connection, y, None)
 
 
 def _connection(
-    s: Sizes, connection: DLCL | AttentionResiduals, module: ModuleType, plain: str
+    s: Sizes, connection: DLCL | AttentionResiduals, forms: dict[str, Callable], plain: str
 ) -> Case:
     # Equal weights, as at the start, would hide a mix-up of layers.
     given = {
@@ -74,7 +72,7 @@ def _connection(
     }
 
     def run(form: str, y, **parameters):
-        mixing = _Mixing(connection.to(y.device), module, form)
+        mixing = _Mixing(connection.to(y.device), forms[form])
         named = {f"connection.{name}": p for name, p in parameters.items()}
         return functional_call(mixing, named, (y,))
 
@@ -105,9 +103,9 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "peephole_lstm": lambda s: ops.peephole_lstm(
         "", min(32, s.tokens), max(1, s.tokens // min(32, s.tokens)), s.dim // 2
     ),
-    "DLCL": lambda s: _connection(s, DLCL(s.layers, s.dim), forms, "stack and sum"),
+    "DLCL": lambda s: _connection(s, DLCL(s.layers, s.dim), FORMS, "stack and sum"),
     "AttentionResiduals": lambda s: _connection(
-        s, AttentionResiduals(s.layers, s.dim), attention_forms, "stack"
+        s, AttentionResiduals(s.layers, s.dim), ATTENTION_FORMS, "stack"
     ),
 }
 """The public ops, and the connections of a whole stack whose layers do nothing."""

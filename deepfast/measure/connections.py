@@ -12,12 +12,11 @@ from torch import nn
 
 from deepfast.connections import BLOCKS
 from deepfast.depth.pattern import block_pattern, depth_pattern
-from deepfast.measure import attention_forms, forms, mudd_forms
-from deepfast.measure.progress import Job
+from deepfast.measure import forms
+from deepfast.measure.jobs import Turns
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import OpTraffic, engine_moved
-from deepfast.measure.turns import Variant, turns
 from deepfast.nn import DLCL, MUDD, AttentionResiduals
 
 OURS, PLAIN = "deepfast", "plain PyTorch"
@@ -28,8 +27,6 @@ class Connection(NamedTuple):
 
     make: Callable[[int, int], nn.Module]
     """The module, from L and D."""
-    run: Callable
-    """Forward and backward, from a form, the module, the first state and the last gradient."""
     ours: Callable
     plain: Callable
     """A stack of all sources for every row, as the authors write it."""
@@ -49,54 +46,47 @@ def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
     return AttentionResiduals(layers, dim, block=_size(layers))
 
 
-_DLCL = forms.mixing_alone, forms.Deepfast, forms.StackAndSum, 1, 1.2e-4
-_ATTENTION = (
-    attention_forms.mixing_alone, attention_forms.Deepfast, attention_forms.Stacked, 2, 3.8e-4,
-)  # fmt: skip
-_MUDD = mudd_forms.mixing_alone, mudd_forms.Deepfast, mudd_forms.Stacked, 1, 1.2e-4
-
+_ATTENTION = forms.Deepfast, forms.StackedAttention, 2, 3.8e-4
 BLOCKED, BY_TOKEN = "attention in blocks", "MUDD"
 CONNECTIONS = {
-    "DLCL": Connection(DLCL, *_DLCL),
+    "DLCL": Connection(DLCL, forms.Deepfast, forms.StackAndSum, 1, 1.2e-4),
     "full attention": Connection(AttentionResiduals, *_ATTENTION),
     BLOCKED: Connection(_in_blocks, *_ATTENTION),
-    BY_TOKEN: Connection(MUDD, *_MUDD),
+    BY_TOKEN: Connection(MUDD, forms.DeepfastMUDD, forms.StackedMUDD, 1, 1.2e-4),
 }
 """In the order of the table."""
 
 
-def connections(settings: Settings, rows: list[Row]) -> list[Job]:
-    """Adds two rows for every connection at every depth, deepfast's first; returns the jobs that
-    fill them."""
-    jobs = []
-    tokens, state = settings.connection_tokens, settings.connection_tokens * settings.connection_dim
+def connections(settings: Settings) -> list[Turns]:
+    """Two rows for every connection at every depth, deepfast's first."""
+    found = []
     for depth in settings.connection_depths:
-        some: list[Variant] = []
-        for name, connection in CONNECTIONS.items():
-            pattern, running = _pattern(name, depth)
-            reads = sum(map(len, pattern))
-            ours, plain = (
-                Row(variant=f"{name}: {form}", what=name, depth=depth, tokens=tokens)
-                for form in (OURS, PLAIN)
-            )
-            if name != BY_TOKEN:
-                ours.nbytes = 4 * state * engine_moved(pattern, running)
-            # Every stack, and the states, gradients and products of the last rows.
-            plain.predicted_bytes = 4 * state * connection.stacks * (reads + 5 * (depth + 1))
-            work = connection.work * reads * state / (256 * 128) + 0.01
-            some.append(Variant(ours, settings.connection_rounds, work / 10))
-            some.append(Variant(plain, settings.connection_slow_rounds, work))
-        rows += [variant.row for variant in some]
-        case = partial(ConnectionCase, settings, depth, [variant.row for variant in some])
-        jobs += turns("connections", f"{depth} layers", some, case)
-    return jobs
+        rows = [row for name in CONNECTIONS for row in _rows(settings, depth, name)]
+        make = partial(ConnectionCase, settings, depth, rows)
+        found.append(Turns("connections", f"{depth} layers", rows, make))
+    return found
 
 
-def _pattern(name: str, depth: int):
-    """What each row reads, and which states continue; None where none does."""
+def _rows(settings: Settings, depth: int, name: str) -> tuple[Row, Row]:
+    """deepfast's row and plain PyTorch's."""
+    connection = CONNECTIONS[name]
+    state = settings.connection_tokens * settings.connection_dim
+    pattern, running = depth_pattern(depth + 1, None, 1, 1), None
     if name == BLOCKED:
-        return block_pattern(depth + 1, _size(depth))
-    return depth_pattern(depth + 1, None, 1, 1), None
+        pattern, running = block_pattern(depth + 1, _size(depth))
+    reads = sum(map(len, pattern))
+    ours, plain = (
+        Row(variant=f"{name}: {form}", what=name, depth=depth, tokens=settings.connection_tokens)
+        for form in (OURS, PLAIN)
+    )
+    plain.rounds, ours.rounds = settings.connection_slow_rounds, settings.connection_rounds
+    plain.work = connection.work * reads * state / (256 * 128) + 0.01
+    ours.work = plain.work / 10
+    if name != BY_TOKEN:
+        ours.nbytes = 4 * state * engine_moved(pattern, running)
+    # Every stack, and the states, gradients and products of the last rows.
+    plain.predicted_bytes = 4 * state * connection.stacks * (reads + 5 * (depth + 1))
+    return ours, plain
 
 
 class ConnectionCase:
@@ -120,7 +110,7 @@ class ConnectionCase:
         row = self.rows[variant]
         connection, module = CONNECTIONS[row.what], self.modules[row.what]
         form = connection.ours if variant.endswith(OURS) else connection.plain
-        run = partial(connection.run, form, module, self.y, self.grad)
+        run = partial(forms.mixing_alone, form, module, self.y, self.grad)
         if row.nbytes is None:
             with OpTraffic() as traffic:
                 run()

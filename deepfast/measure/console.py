@@ -1,10 +1,12 @@
-"""Tables on the terminal, by rich."""
+"""Tables and progress on the terminal, by rich."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import rich.console
 from rich import box
+from rich.progress import ProgressColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 
 class Console(rich.console.Console):
@@ -15,18 +17,30 @@ class Console(rich.console.Console):
         raise
 
 
+class LiveColumn(ProgressColumn):
+    """Text that is computed whenever a progress bar is drawn."""
+
+    def __init__(self, text: Callable[[], str]):
+        super().__init__()
+        self.text = text
+
+    def render(self, task) -> Text:
+        return Text(self.text())
+
+
 def show_table(
-    console: Console,
     columns: Sequence[Column | str],
     rows: Iterable[Sequence[str]],
+    *,
     title: str | None = None,
+    padding: tuple[int, int, int, int] = (0, 1, 0, 1),
 ) -> None:
     """Prints a table; a column that is only text is aligned right."""
     headers = [
         Column(c, justify="right", no_wrap=True) if isinstance(c, str) else c for c in columns
     ]
     footed = any(column.footer for column in headers)
-    table = Table(*headers, title=title, box=box.SIMPLE, show_footer=footed)
+    table = Table(*headers, title=title, box=box.SIMPLE, show_footer=footed, padding=padding)
     for cells in rows:
         table.add_row(*cells)
-    console.print(table)
+    Console(highlight=False).print(table)

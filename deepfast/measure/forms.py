@@ -1,29 +1,50 @@
-"""Other ways to compute DLCL, as published, for measurements beside deepfast.
+"""Other ways to compute DLCL, attention residuals and MUDD, as published, for measurements beside
+deepfast.
 
-All take the same inputs, compute the same pre-norm formula ``x_{l+1} = sum_{k<=l} W[l,k]
-LN_k(y_k)`` and differ in how they sum over layers. A connection is called like `deepfast.nn.DLCL`,
-but has its own history: ``x = connect(y)``.
+A form is called like the module whose parameters it shares, but has its own history: one object is
+one forward pass through a stack, ``x = connect(y)``. All forms of a connection compute the same
+formula and differ in how they sum over layers:
+
+    DLCL       x_{l+1} = sum_{k<=l} W[l,k] LN_k(y_k), pre-norm
+    attention  x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k, full or in blocks, where
+               the v of a block are summed
+    MUDD       x_s = sum_k A[k,s] y_k, A = gelu(RMSNorm(y_l) W_1) W_2 + a; the streams one by one
 """
 
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
+
+Streams = tuple[Tensor, ...]
 
 
-class _Connection:
-    """One forward pass through a stack; shares the parameters of a DLCL module."""
+class Deepfast:
+    """This package."""
 
-    mix: Callable[[Tensor], Tensor]
-    """From z_k = LN_k(y_k) to x_{k+1}; each form has its own."""
+    def __init__(self, module: DLCL | AttentionResiduals):
+        self.module, self.history = module, DepthHistory()
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.module(y, self.history)
+
+
+# ---- DLCL ----------------------------------------------------------------------------------------
+
+
+class _DLCLForm:
+    """A form of DLCL."""
+
+    mix: Callable[[Tensor, Tensor], Tensor]
+    """From z_k = LN_k(y_k) and the weights (k + 1,) of row k to x_{k+1}; each form has its own."""
 
     def __init__(self, dlcl: DLCL):
         self.dlcl = dlcl
-        self.weight = dlcl.weight
+        self.states: list[Tensor] = []
         self.count = 0
 
     def norm(self, y: Tensor) -> Tensor:
@@ -34,34 +55,25 @@ class _Connection:
         return F.layer_norm(y, (m.dim,), m.norm_weight[k], m.norm_bias[k], m.eps)
 
     def __call__(self, y: Tensor) -> Tensor:
-        x = self.mix(self.norm(y))
+        z = self.norm(y)
+        x = self.mix(z, self.dlcl.weight[self.count, : self.count + 1].to(z.dtype))
         self.count += 1
         return x
 
 
-class StackAndSum(_Connection):
+class StackAndSum(_DLCLForm):
     """Stacks all layers, multiplies by their weights, sums: the form of the DLCL paper's code."""
 
-    def __init__(self, dlcl: DLCL):
-        super().__init__(dlcl)
-        self.states: list[Tensor] = []
-
-    def mix(self, z: Tensor) -> Tensor:
+    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
         self.states.append(z)
-        weight = self.weight[self.count, : self.count + 1].to(z.dtype)
         return (torch.stack(self.states) * weight.view(-1, *(1,) * z.dim())).sum(0)
 
 
-class AddLoop(_Connection):
+class AddLoop(_DLCLForm):
     """A running sum of weight times layer: no stack, one read and one write of x per term."""
 
-    def __init__(self, dlcl: DLCL):
-        super().__init__(dlcl)
-        self.states: list[Tensor] = []
-
-    def mix(self, z: Tensor) -> Tensor:
+    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
         self.states.append(z)
-        weight = self.weight[self.count].to(z.dtype)
         x = weight[0] * self.states[0]
         for k in range(1, len(self.states)):
             x = x + weight[k] * self.states[k]
@@ -90,46 +102,28 @@ class _Append(torch.autograd.Function):
         return None, older, None, grad[ctx.index]
 
 
-class DenseFormerForm(_Connection):
+class DenseFormerForm(_DLCLForm):
     """One buffer and a tensordot per layer: linear memory, as in DenseFormer's module.
 
     Pagliardini et al., DenseFormer, NeurIPS 2024.
     """
 
-    def __init__(self, dlcl: DLCL):
-        super().__init__(dlcl)
-        self.buffer: Tensor | None = None
-        self.filled: Tensor | None = None
+    buffer: Tensor | None = None
+    filled: Tensor | None = None
 
-    def mix(self, z: Tensor) -> Tensor:
+    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
         if self.buffer is None:
-            self.buffer = z.new_empty(self.weight.shape[0], *z.shape)
+            self.buffer = z.new_empty(self.dlcl.weight.shape[0], *z.shape)
         self.filled = _Append.apply(self.buffer, self.filled, self.count, z)
-        weight = self.weight[self.count, : self.count + 1].to(z.dtype)
         return torch.tensordot(weight, self.filled, dims=1)
 
 
-class FusedPerLayer(_Connection):
+class FusedPerLayer(_DLCLForm):
     """One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
 
-    def __init__(self, dlcl: DLCL):
-        super().__init__(dlcl)
-        self.states: list[Tensor] = []
-
-    def mix(self, z: Tensor) -> Tensor:
+    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
         self.states.append(z)
-        return ops.depth_mix(self.states, self.weight[self.count, : self.count + 1])
-
-
-class Deepfast(_Connection):
-    """This package."""
-
-    def __init__(self, dlcl: DLCL):
-        super().__init__(dlcl)
-        self.history = DepthHistory()
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.dlcl(y, self.history)
+        return ops.depth_mix(self.states, weight)
 
 
 FORMS = {
@@ -141,12 +135,165 @@ FORMS = {
 """The forms of DLCL that are compared, deepfast last."""
 
 
-def mixing_alone(form: type[_Connection], dlcl: DLCL, y: Tensor, grad: Tensor | None) -> Tensor:
-    """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward."""
-    connect = form(dlcl)
-    x = y
-    for _ in range(dlcl.num_layers + 1):
-        x = connect(x)
+# ---- attention residuals -------------------------------------------------------------------------
+
+
+class _AttentionForm:
+    """A form of attention residuals."""
+
+    attend: Callable[[Tensor], Tensor]
+    """A row from its query; each form has its own."""
+
+    def __init__(self, residuals: AttentionResiduals):
+        self.residuals = residuals
+        self.values: list[Tensor] = []
+        self.row = 0
+
+    def __call__(self, v: Tensor) -> Tensor:
+        if self.residuals.running[self.row]:
+            self.values[-1] = self.values[-1] + v
+        else:
+            self.values.append(v)
+        self.row += 1
+        return self.attend(self.residuals.query[self.row - 1])
+
+    def normalised(self, v: Tensor) -> Tensor:
+        return F.rms_norm(v, (v.shape[-1],), eps=self.residuals.eps)
+
+
+class StackedAttention(_AttentionForm):
+    """Stacks all sources for every row, as in the pseudocode of the paper (Kimi Team, 2026)."""
+
+    def attend(self, query: Tensor) -> Tensor:
+        v = torch.stack(self.values)
+        scores = torch.einsum("d,k...d->k...", query, self.normalised(v))
+        return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
+
+
+class ListedAttention(_AttentionForm):
+    """Goes through the list of sources for every row: no stack."""
+
+    def attend(self, query: Tensor) -> Tensor:
+        scores = torch.stack([self.normalised(v) @ query for v in self.values])
+        weights = scores.softmax(0).unsqueeze(-1)
+        x = weights[0] * self.values[0]
+        for weight, v in zip(weights[1:], self.values[1:], strict=True):
+            x = x + weight * v
+        return x
+
+
+ATTENTION_FORMS = {"stack": StackedAttention, "list": ListedAttention, "deepfast": Deepfast}
+"""The forms of attention residuals that are compared, deepfast last."""
+
+
+class InStack(nn.Module):
+    """A form in the place of the `AttentionResiduals` of a stack with layer-norms."""
+
+    def __init__(self, form, residuals: AttentionResiduals):
+        super().__init__()
+        self.form, self.residuals = form, residuals
+
+    def forward(self, y, history, *, residual, dropout_p, out_norm, want_x):
+        if history.owner is None:
+            history.owner = self.form(self.residuals)
+        v = F.dropout(y, dropout_p, self.training)
+        x = history.owner(v if residual is None else v + residual)
+        n = F.layer_norm(x, x.shape[-1:], out_norm.weight, out_norm.bias, out_norm.eps)
+        return x if want_x else None, n
+
+
+# ---- MUDD ----------------------------------------------------------------------------------------
+
+
+class _MUDDForm:
+    """A form of MUDD. A call returns the streams; the last one returns the output."""
+
+    mix: Callable[[Tensor], Streams]
+    """The streams from weights (..., K, S); each form has its own."""
+
+    def __init__(self, mudd: MUDD):
+        self.mudd = mudd
+        self.states: list[Tensor] = []
+
+    def __call__(self, y: Tensor) -> Streams | Tensor:
+        self.states.append(y)
+        row = len(self.states) - 2
+        if row < 0:
+            return (y,) * self.mudd.streams
+        n = F.rms_norm(y, (y.shape[-1],), eps=self.mudd.eps)
+        dynamic = F.linear(F.gelu(F.linear(n, self.mudd.up[row])), self.mudd.down[row])
+        bias = self.mudd.bias[row]
+        streams = self.mix(dynamic.unflatten(-1, bias.shape) + bias)
+        return streams if row < self.mudd.num_layers - 1 else streams[0]
+
+
+class StackedMUDD(_MUDDForm):
+    """Stacks all states for every row and multiplies by einsum, as in the authors' code."""
+
+    def mix(self, weight: Tensor) -> Streams:
+        return torch.einsum("k...d,...ks->s...d", torch.stack(self.states), weight).unbind(0)
+
+
+class ListedMUDD(_MUDDForm):
+    """Goes through the list of states for every stream, as the authors decode: no stack."""
+
+    def mix(self, weight: Tensor) -> Streams:
+        streams = []
+        for w in weight.unbind(-1):
+            x = w[..., 0, None] * self.states[0]
+            for k, y in enumerate(self.states[1:], 1):
+                x = x + w[..., k, None] * y
+            streams.append(x)
+        return tuple(streams)
+
+
+class DeepfastMUDD:
+    """This package."""
+
+    def __init__(self, mudd: MUDD):
+        self.mudd, self.history = mudd, MUDDHistory()
+
+    def __call__(self, y: Tensor) -> Streams | Tensor:
+        row = len(self.history.states)
+        x = self.mudd(y, self.history)
+        if row == 0:
+            return (x,) * self.mudd.streams
+        return x if row == self.mudd.num_layers else x.unbind(-2)
+
+
+MUDD_FORMS = {"stack": StackedMUDD, "list": ListedMUDD, "deepfast": DeepfastMUDD}
+"""The forms of MUDD that are compared, deepfast last."""
+
+
+class _Idle(torch.autograd.Function):
+    """A layer that does nothing: its output is its residual stream. Backward gives ``grad`` to the
+    other streams, so that all of them have one."""
+
+    @staticmethod
+    def forward(ctx, grad, *streams):
+        ctx.grad, ctx.others = grad, len(streams) - 1
+        return streams[-1].clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, *(ctx.grad,) * ctx.others, dy
+
+
+def _idle_layer(x: Streams | Tensor, grad: Tensor | None) -> Tensor:
+    return _Idle.apply(grad, *x) if isinstance(x, tuple) else x
+
+
+def mixing_alone(form, module: nn.Module, y: Tensor, grad: Tensor | None) -> Tensor:
+    """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward.
+
+    Args:
+        form: a form of the module's connection.
+        module: `DLCL`, `AttentionResiduals` or `MUDD`, which needs ``grad``.
+    """
+    connect = form(module)
+    rows = module.rows if isinstance(module, AttentionResiduals) else module.num_layers + 1
+    for _ in range(rows):
+        y = _idle_layer(connect(y), grad)
     if grad is not None:
-        x.backward(grad)
-    return x
+        y.backward(grad)
+    return y

@@ -1,15 +1,167 @@
-"""The report as files: report.json and index.html, which needs no other file."""
+"""The report as files: report.json and index.html, which needs no other file.
+
+Measurements become what the page and the terminal show: tables, ratios, sentences.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from deepfast.files import require, write_atomically
-from deepfast.measure import connections, report_pictures, results
+from deepfast.measure import connections, report_pictures
+from deepfast.measure.encoders import REFERENCE, RESIDUAL
+from deepfast.measure.traffic import forward_reads
+from deepfast.memory import POLICIES
 
-TEMPLATE = "report.html"
-PAGE = "index.html"
-FORMATS = ("seconds", "size", "traffic", "difference", "runs")
-"""Functions of `results` that the page uses as filters."""
+TEMPLATE, PAGE = "report.html", "index.html"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+# ---- numbers as text -----------------------------------------------------------------------------
+
+
+def seconds(value: float | None) -> str:
+    """Three digits, with the unit."""
+    if value is None:
+        return ""
+    if value < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+
+
+def size(nbytes: float | None) -> str:
+    """GiB, or MiB below one."""
+    if nbytes is None:
+        return ""
+    if nbytes < 0.9995 * GIB:
+        return f"{nbytes / MIB:.0f} MiB" if nbytes >= 100 * MIB else f"{nbytes / MIB:.3g} MiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 10 * GIB else f"{nbytes / GIB:.2f} GiB"
+
+
+def traffic(nbytes: float | None) -> str:
+    """Bytes in units of 1e9 or 1e6."""
+    if nbytes is None:
+        return ""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
+
+
+def difference(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def runs(row: dict) -> str:
+    """How many runs are behind a time."""
+    count = len(row["seconds"])
+    return f"median of {count}" if count > 1 else "1 run" if count else ""
+
+
+FILTERS: tuple[Callable, ...] = (seconds, size, traffic, difference, runs)
+"""What the page may apply to a value, by its name."""
+
+
+# ---- the main results ----------------------------------------------------------------------------
+
+
+def headlines(report: dict) -> list[dict]:
+    """The main results as ratios, each at the greatest depth where both forms were measured."""
+    steps, alone = report["steps"], report["mixing"]
+    cards = [
+        _card(steps, REFERENCE, "deepfast", "faster than stack and sum, a whole step"),
+        _card(steps, REFERENCE, "deepfast", "less memory than stack and sum", "peak_bytes", size),
+        _best_other(steps),
+        _card(steps, "deepfast", RESIDUAL,
+              "the time of the same stack without any depth connection"),
+        *(_card(alone, form, "deepfast", f"faster than {form}, the mixing alone")
+          for form in (REFERENCE, "DenseFormer form")),
+    ]  # fmt: skip
+    return cards + _frugal(report["policies"]["rows"])
+
+
+def _timed(rows: list[dict]) -> list[tuple[int, dict[str, dict]]]:
+    """Each depth, the greatest first, with its rows that have a time, by variant."""
+    depths = sorted({row["depth"] for row in rows}, reverse=True)
+    return [
+        (depth, {row["variant"]: row for row in rows
+                 if row["depth"] == depth and row["median_seconds"]})
+        for depth in depths
+    ]  # fmt: skip
+
+
+def _card(
+    rows: list[dict], top: str, bottom: str, label: str, field: str = "median_seconds", unit=seconds
+) -> dict:
+    """The ratio of a field of two variants."""
+    for depth, found in _timed(rows):
+        if top in found and bottom in found:
+            above, below = found[top][field], found[bottom][field]
+            detail = f"{unit(above)} against {unit(below)}, {depth} layers"
+            return {"value": f"{above / below:.3g}×", "label": label, "detail": detail}
+    return {"value": "–", "label": label, "detail": "not measured"}
+
+
+def _best_other(rows: list[dict]) -> dict:
+    """Compares with the fastest other form of DLCL, at the greatest depth with one."""
+    label = "faster than the fastest other form of DLCL"
+    for _, found in _timed(rows):
+        others = [row for v, row in found.items() if v not in (RESIDUAL, "deepfast")]
+        if others and "deepfast" in found:
+            other = min(others, key=lambda row: row["median_seconds"])["variant"]
+            own = list(found.values())
+            return _card(own, other, "deepfast", f"{label} measured, {other}")
+    return {"value": "–", "label": label, "detail": "not measured"}
+
+
+def _frugal(rows: list[dict]) -> list[dict]:
+    """What the policy that saves most costs and saves against `keep`, if both were timed."""
+    timed = {row["variant"]: row for row in rows if row["relative"]}
+    if POLICIES[-1] not in timed:
+        return []
+    keep, last = timed[POLICIES[0]], timed[POLICIES[-1]]
+    return [{
+        "value": f"{keep['peak_bytes'] / last['peak_bytes']:.2f}×",
+        "label": f"less memory with policy {POLICIES[-1]} than with keep",
+        "detail": f"for {last['relative']:.2f}× the time, {last['depth']} layers",
+    }]  # fmt: skip
+
+
+def spread(rows: list[dict]) -> dict | None:
+    """The lowest and the highest ratio of predicted to measured, and how many there are."""
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    return {"low": min(ratios), "high": max(ratios), "count": len(ratios)} if ratios else None
+
+
+def traffic_table(report: dict) -> list[dict]:
+    """Per depth: bytes of a step by form, and the state reads of a forward pass."""
+    found = []
+    for depth in report["settings"]["depths"]:
+        by = {r["variant"]: r["nbytes"] for r in report["steps"] if r["depth"] == depth}
+        ratio = by[REFERENCE] / by["deepfast"]
+        found.append({"depth": depth, "bytes": by, "reads": forward_reads(depth), "ratio": ratio})
+    return found
+
+
+def verdict(training: dict) -> str | None:
+    """What the two curves show, from the numbers alone; None if a run is missing."""
+    if training["status"] != "measured" or set(training["runs"]) != {"dlcl", "twin"}:
+        return None
+    ours, twin = (training["runs"][key]["curve"]["dev"] for key in ("dlcl", "twin"))
+    floor = training["unigram_nll"]
+    step, nll, _ = twin[-1]
+    # The other run at the same step, or at the nearest one with a validation.
+    near = min(ours, key=lambda point: abs(point[0] - step))
+    text = (
+        f"After {step} steps the post-norm stack has a dev NLL of {nll:.2f}, the DLCL stack after "
+        f"{near[0]} steps {near[1]:.2f}; knowing only how frequent each token is gives "
+        f"{floor:.2f}. "
+    )
+    if nll > 0.9 * floor and near[1] < 0.8 * nll:
+        return text + "By then the post-norm stack has learned little more than token frequencies."
+    if nll > near[1]:
+        return text + "The post-norm stack learns here too, but later."
+    return text + "In this run the post-norm stack is not behind."
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def render(report: dict) -> str:
@@ -20,16 +172,15 @@ def render(report: dict) -> str:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {name: getattr(results, name) for name in FORMATS}
-    training = report["training"]
+    environment.filters |= {function.__name__: function for function in FILTERS}
     return environment.get_template(TEMPLATE).render(
         report=report,
         pictures=report_pictures.draw(report),
-        cards=results.headlines(report),
-        traffic=results.traffic_table(report),
+        cards=headlines(report),
+        traffic=traffic_table(report),
         connections=connections,
-        spread=results.spread,
-        verdict=results.verdict(training) if training["status"] == "measured" else None,
+        spread=spread,
+        verdict=verdict(report["training"]),
     )
 
 

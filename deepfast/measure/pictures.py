@@ -1,4 +1,4 @@
-"""How every picture is drawn: one style, files and SVG text for pages, and curves over depth.
+"""How every picture is drawn: one style, files and SVG text for pages, curves and heat maps.
 
 Sizes suit a phone: a picture is about as wide as its screen, so that letters stay readable there.
 It grows on a wider screen.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepfast.files import require, write_atomically
 from deepfast.memory.eager import RESIDUAL
@@ -28,6 +29,8 @@ STYLE = {
     "svg.hashsalt": "deepfast",
     "font.family": "sans-serif",
     "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
@@ -55,7 +58,19 @@ class Look:
     """Curves whose names are not written beside them."""
 
 
-def new_figure(width: float, height: float):
+@contextlib.contextmanager
+def styled(**changes: object) -> Iterator[None]:
+    """The style of every picture that is drawn and written in the block.
+
+    changes: what differs from `STYLE`, by matplotlib's names with _ in place of the dots.
+    """
+    matplotlib = require("matplotlib", "drawing")
+    own = {name.replace("_", "."): value for name, value in changes.items()}
+    with matplotlib.rc_context(STYLE | own):
+        yield
+
+
+def new_figure(width: float = WIDTH, height: float = HEIGHT):
     """An empty figure of that many inches."""
     # Not pyplot: it would choose a display and keep figures alive.
     from matplotlib.figure import Figure
@@ -63,75 +78,46 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def figure_of(width: float = WIDTH, height: float = HEIGHT):
-    """A figure with one panel."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
-        figure = new_figure(width, height)
-        return figure, figure.add_subplot()
-
-
 @contextlib.contextmanager
-def picture(path: Path, width: float, height: float, **style: object) -> Iterator:
-    """A figure to draw on, in inches; it is written to ``path`` at the end of the block.
-
-    style: what differs from `STYLE`, by matplotlib's names with _ in place of the dots.
-    """
-    matplotlib = require("matplotlib", "drawing")
-    changes = {name.replace("_", "."): value for name, value in style.items()}
-    with matplotlib.rc_context(STYLE | changes):
+def picture(
+    path: Path, width: float = WIDTH, height: float = HEIGHT, **changes: object
+) -> Iterator[Any]:
+    """A figure to draw on, in inches; at the end of the block it is written to ``path`` as SVG or
+    PNG, by the file's ending. ``changes`` as in `styled`."""
+    with styled(**changes):
         figure = new_figure(width, height)
         yield figure
-    save(figure, path)
+        # Without a date, the same command writes the same file.
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        content = io.BytesIO()
+        figure.savefig(
+            content, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor="white",
+            metadata=metadata,
+        )  # fmt: skip
+    write_atomically(path, content.getvalue())
 
 
-def set_title(axes, text: str) -> None:
-    """The title of a panel."""
-    axes.set_title(text, loc="left", fontsize=10)
+def inline(figure, name: str, title: str) -> str:
+    """Text for use inside HTML: no prologue, its own ids, a title for screen readers."""
+    text = io.StringIO()
+    empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(text, format="svg", metadata=empty, bbox_inches="tight", pad_inches=0.04)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head, _, rest = svg.partition(">")
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{title}">{rest}'
 
 
-def set_line(axes, name: str, value: float, *, right: bool = False) -> None:
+def line_at(axes, name: str, value: float, *, right: bool = False) -> None:
     """A dotted horizontal line with a name at its left or right end."""
     axes.axhline(value, color=GREY, linestyle=":", linewidth=1)
     axes.annotate(
         name, (0.99 if right else 0.01, value), (0, 3), xycoords=("axes fraction", "data"),
         textcoords="offset points", ha="right" if right else "left", color=GREY, fontsize=8.5,
     )  # fmt: skip
-
-
-def save(figure, path: Path) -> None:
-    """Writes a picture as SVG or PNG, by the file's ending."""
-    import matplotlib
-
-    # Without a date, the same command writes the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    picture = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(
-            picture, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor="white",
-            metadata=metadata,
-        )  # fmt: skip
-    write_atomically(path, picture.getvalue())
-
-
-def inline(figure, name: str, title: str) -> str:
-    """Text for use inside HTML: no prologue, its own ids, a title for screen readers."""
-    import matplotlib
-
-    text = io.StringIO()
-    empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(text, format="svg", metadata=empty, bbox_inches="tight", pad_inches=0.04)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for pattern in (r'(\bid=")', r'(href="#)', r"(url\(#)"):
-        svg = re.sub(pattern, rf"\g<1>{name}-", svg)
-    svg = re.sub(r'^<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'^<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
-    head, _, rest = svg.partition(">")
-    return f'{head} role="img" aria-label="{title}">{rest}'
 
 
 def _spread(wanted: list[float], gap: float) -> list[float]:
@@ -150,43 +136,31 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
     return places
 
 
-def label_ends(
-    figure, axes, curves: Mapping[str, Curve], colors: Mapping[str, str], strong: Sequence[str] = ()
-) -> None:
+def label_ends(axes, curves: Mapping[str, Curve], look: Look) -> None:
     """Writes the name of each curve right of its last point, moved apart so that none touch."""
-    figure.canvas.draw()
-    to_pixels = axes.transData.transform
-    ends = sorted((to_pixels(curve[-1])[1], name) for name, curve in curves.items() if curve)
-    right = max(to_pixels(curve[-1])[0] for curve in curves.values() if curve)
-    gap = figure.dpi * 12.5 / 72
-    places = _spread([y for y, _ in ends], gap)
-    for place, (_, name) in zip(places, ends, strict=True):
-        x, y = to_pixels(curves[name][-1])
-        back = axes.transData.inverted().transform
-        anchor = back((max(right, x) + 8, place))
+    axes.figure.canvas.draw()
+    to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
+    ends = sorted(
+        (*reversed(to_pixels(curve[-1])), name)
+        for name, curve in curves.items() if curve and name not in look.unnamed
+    )  # fmt: skip
+    right = max(x for _, x, _ in ends)
+    places = _spread([y for y, _, _ in ends], gap=axes.figure.dpi * 12.5 / 72)
+    for place, (y, x, name) in zip(places, ends, strict=True):
         axes.annotate(
-            name, back((x, y)), anchor, color=colors[name], va="center", annotation_clip=False,
-            fontweight="bold" if name in strong else "normal",
-            arrowprops={"arrowstyle": "-", "color": colors[name], "lw": 0.5, "alpha": 0.6,
+            name, to_data((x, y)), to_data((right + 8, place)), color=look.colors[name],
+            va="center", annotation_clip=False,
+            fontweight="bold" if name in look.strong else "normal",
+            arrowprops={"arrowstyle": "-", "color": look.colors[name], "lw": 0.5, "alpha": 0.6,
                         "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
-def depth_figure(
-    curves: Mapping[str, Curve],
-    look: Look,
-    title: str,
-    *,
-    across: str = "encoder layers",
-    line: tuple[str, float] | None = None,
-    size: tuple[float, float] = (WIDTH, HEIGHT),
-):
+def over_depth(axes, curves: Mapping[str, Curve], look: Look, across: str = "encoder layers"):
     """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
 
     across: the label of the horizontal axis, if it is not depth.
-    line: a name and a number, drawn as a horizontal line.
     """
-    figure, axes = figure_of(*size)
     for name, points in curves.items():
         main = name in look.strong
         axes.plot(
@@ -203,12 +177,7 @@ def depth_figure(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
     axes.set_xlabel(across)
-    set_title(axes, title)
-    if line is not None:
-        set_line(axes, *line)
-    named = {name: points for name, points in curves.items() if name not in look.unnamed}
-    label_ends(figure, axes, named, look.colors, look.strong)
-    return figure
+    label_ends(axes, curves, look)
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
@@ -221,7 +190,20 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [t for t in every if below[-1] <= t <= above[0]]
 
 
-def heat_map(axes, matrix, *, hidden, limit: float | None = None):
+def heat(axes, values, **options: Any):
+    """A rectangle of colour for each number of a matrix, the first row above; none where it is
+    masked. Returns what a colour bar needs.
+
+    options: of matplotlib's pcolormesh, such as cmap, vmin and vmax.
+    """
+    few = max(values.shape) <= 60
+    mesh = axes.pcolormesh(values, edgecolors="white", linewidth=0.3 * few, **options)
+    axes.grid(False)
+    axes.set_ylim(len(values), 0)
+    return mesh
+
+
+def weight_map(axes, matrix, *, hidden, limit: float | None = None):
     """Depth weights: rows are layers, columns the sources they read, colours centred at zero.
     Returns what a colour bar needs.
 
@@ -233,26 +215,19 @@ def heat_map(axes, matrix, *, hidden, limit: float | None = None):
     """
     import numpy as np
 
-    count = len(matrix)
     if limit is None:
         # The first rows have few sources and large weights: they would leave no colour for the
         # others.
         limit = float(np.quantile(np.abs(matrix[~hidden]), 0.97)) or 1.0
-    lines = {"edgecolors": "white", "linewidth": 0.25 if count <= 60 else 0.0}
     readable = np.tril(np.ones_like(matrix, dtype=bool))
     if (readable & hidden).any():
-        axes.pcolormesh(
-            np.ma.masked_array(np.zeros_like(matrix), ~(readable & hidden)), cmap="Greys",
-            vmin=-0.14, vmax=1, **lines,
-        )  # fmt: skip
-    mesh = axes.pcolormesh(
-        np.ma.masked_array(matrix, hidden), cmap="RdBu_r", vmin=-limit, vmax=limit, **lines
-    )
+        grey = np.ma.masked_array(np.zeros_like(matrix), ~(readable & hidden))
+        heat(axes, grey, cmap="Greys", vmin=-0.14, vmax=1)
+    shown = np.ma.masked_array(matrix, hidden)
+    mesh = heat(axes, shown, cmap="RdBu_r", vmin=-limit, vmax=limit)
     axes.set_aspect("equal")
-    axes.invert_yaxis()
-    axes.grid(False)
-    last = count - 1
-    step = 1 if count <= 8 else 5 if count <= 60 else 10
+    last = len(matrix) - 1
+    step = 1 if last < 8 else 5 if last < 60 else 10
     # The output's row has a name, which needs room.
     ticks = [i for i in range(0, last, step) if last - i > step / 3] + [last]
     axes.set_xticks([t + 0.5 for t in ticks], [str(t) for t in ticks])
@@ -264,11 +239,11 @@ def heat_map(axes, matrix, *, hidden, limit: float | None = None):
 
 def parts(names: Sequence[str], scores: Sequence[float | None], path: Path) -> None:
     """BLEU of the parts of a text as bars, a gap for None; SVG or PNG, by the file's ending."""
-    figure, axes = figure_of(height=2.2)
     known = [(at, score) for at, score in enumerate(scores) if score is not None]
-    bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
-    axes.bar_label(bars, fmt="%.1f", padding=2)
-    axes.set_xticks(range(len(names)), names)
-    axes.margins(y=0.12)
-    set_title(axes, "BLEU by the words of a source")
-    save(figure, path)
+    with picture(path, height=2.2) as figure:
+        axes = figure.add_subplot()
+        bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
+        axes.bar_label(bars, fmt="%.1f", padding=2)
+        axes.set_xticks(range(len(names)), names)
+        axes.margins(y=0.12)
+        axes.set_title("BLEU by the words of a source")

@@ -4,19 +4,26 @@ import math
 import sys
 from dataclasses import asdict
 
-from deepfast.measure import deepest, depth_picture, policies
-from deepfast.measure.agreement import agreement
+from deepfast.measure import memory_steps
 from deepfast.measure.clock import COPY
 from deepfast.measure.connections import connections
+from deepfast.measure.jobs import Job, Progress
 from deepfast.measure.machine import environment
-from deepfast.measure.progress import Job, Progress
+from deepfast.measure.report_pictures import memory_curves, memory_title
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
-from deepfast.measure.sweep import mixing, sweep
+from deepfast.measure.steps import agreement, mixing, steps
 from deepfast.measure.training import Training
-from deepfast.memory import plan
 
 FORMAT, VERSION = "deepfast report", 2
+CHAPTERS = {
+    "steps": steps,
+    "mixing": mixing,
+    "connections": connections,
+    "policies": memory_steps.policies,
+    "held": memory_steps.held,
+}
+"""Key of report.json -> what is measured for it, from the settings."""
 
 
 def make_report(settings: Settings, command: str, progress: Progress) -> dict:
@@ -29,20 +36,18 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         command: the command that makes the same report again, for the page.
         progress: runs the jobs and shows the progress.
     """
-    names = "steps", "mixing", "connections", "policies", "held"
-    rows: dict[str, list[Row]] = {name: [] for name in names}
     same: dict = {"rows": []}
+
+    def agree() -> None:
+        same.update(agreement(settings))
+
+    jobs = [Job("agreement", "every form against float64", 3.0, agree)]
+    rows: dict[str, list[Row]] = {}
+    for name, chapter in CHAPTERS.items():
+        groups = chapter(settings)
+        rows[name] = [row for group in groups for row in group.rows]
+        jobs += [job for group in groups for job in group.jobs()]
     training = Training(settings) if settings.training else None
-    jobs = [
-        Job(
-            "agreement", "every form against float64", 3.0, lambda: same.update(agreement(settings))
-        )
-    ]
-    jobs += sweep(settings, rows["steps"])
-    jobs += mixing(settings, rows["mixing"])
-    jobs += connections(settings, rows["connections"])
-    jobs += policies.policies(settings, rows["policies"])
-    jobs += deepest.held(settings, rows["held"])
     if training is not None:
         jobs += [_kept_going(job, training) for job in training.jobs()]
     machine = environment()
@@ -51,7 +56,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         progress.run(jobs)
     except KeyboardInterrupt:
         interrupted = True
-    sizes = plan(budget="1TiB", layers=1, **deepest.MODEL).sizes
+    sizes = memory_steps.planned_sizes()
     report = {
         "format": FORMAT,
         "version": VERSION,
@@ -63,14 +68,10 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         "steps": [row.as_dict() for row in rows["steps"]],
         "mixing": _with_copy(rows["mixing"]),
         "connections": [row.as_dict() for row in rows["connections"]],
-        "policies": policies.chapter(settings, rows["policies"]),
-        "held": {
-            "tokens": deepest.HELD_BATCH * deepest.HELD_LENGTH,
-            **deepest.HELD_MODEL,
-            "rows": [row.as_dict() | {"ratio": _ratio(row)} for row in rows["held"]],
-        },
-        "deepest": deepest.deepest(),
-        "curves": {"title": depth_picture.title_of(sizes), "points": depth_picture.curves(sizes)},
+        "policies": memory_steps.policy_chapter(settings, rows["policies"]),
+        "held": memory_steps.held_chapter(rows["held"]),
+        "deepest": memory_steps.deepest(),
+        "curves": {"title": memory_title(sizes), "points": memory_curves(sizes)},
         "training": {"status": "not asked for"} if training is None else training.chapter,
         "seconds": progress.seconds | {"total": sum(progress.seconds.values())},
     }
@@ -90,10 +91,6 @@ def _kept_going(job: Job, training: Training) -> Job:
             training.chapter["status"] = f"failed: {error}"
 
     return Job(job.part, job.label, job.work, run)
-
-
-def _ratio(row: Row) -> float | None:
-    return row.predicted_bytes / row.peak_bytes if row.peak_bytes else None
 
 
 def _with_copy(rows: list[Row]) -> list[dict]:

@@ -27,6 +27,10 @@ class Row:
     """Highest resident memory of the process in that run."""
     note: str | None = None
     """Why a number is missing, or how this row was measured differently from the rest."""
+    rounds: int = field(default=0, repr=False)
+    """How often it is to be timed."""
+    work: float = field(default=0.0, repr=False)
+    """About how many seconds a run takes on 2 fast cores."""
 
     @property
     def median(self) -> float | None:
@@ -39,9 +43,10 @@ class Row:
         return self.nbytes / self.median / 1e9 if self.nbytes and self.seconds else None
 
     def as_dict(self) -> dict:
-        """Plain values, for JSON."""
-        step = self.median
-        return asdict(self) | {
+        """The measurements as plain values, for JSON."""
+        step, values = self.median, asdict(self)
+        del values["rounds"], values["work"]
+        return values | {
             "median_seconds": step,
             "tokens_per_second": self.tokens / step if step else None,
             "gb_per_second": self.gb_per_second,

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepfast.measure.pictures import COLORS, WIDTH, Curve, picture, set_title
+from deepfast.measure.pictures import COLORS, WIDTH, Curve, picture
 
 PANELS = {"nll": "NLL, nats per target token", "accuracy": "token accuracy"}
 """A key of a line of metrics -> the title of its panel."""
 EVENTS = {"train": "train", "valid": "dev"}
 """Event of a line of metrics -> the name of its curve."""
+CURVES: dict[str, dict[str, Any]] = {
+    "train": {"color": COLORS["stack and sum"]},
+    "dev": {"color": COLORS["deepfast"], "marker": "o", "markersize": 3},
+}
+"""How a curve looks."""
 NORM = "grad_norm_"
 PANEL, LAYER, MOST_LAYERS = 1.9, 0.04, 3.0
 """Inches of a panel, and what each layer adds to it, up to a limit."""
@@ -102,7 +107,7 @@ def table(side: SideNorms) -> list[str]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending."""
-    lines = {key: found for key in PANELS if (found := curves(rows, key))}
+    lines = {title: found for key, title in PANELS.items() if (found := curves(rows, key))}
     sides = side_norms(rows)
     if not lines and not sides:
         raise ValueError("expected lines of metrics with values to draw, got none")
@@ -111,21 +116,15 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     with picture(path, 1.4 * WIDTH, sum(heights)) as figure:
         grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
         panels = iter(grid[:, 0])
-        for key, found in lines.items():
-            _draw_curves(next(panels), PANELS[key], found)
+        for title, found in lines.items():
+            axes = next(panels)
+            for name, curve in found.items():
+                axes.plot(*zip(*curve, strict=True), label=name, linewidth=1.4, **CURVES[name])
+            axes.set_title(title)
+            axes.legend(frameon=False, fontsize=9)
         for side in sides:
             _draw_norms(figure, next(panels), side)
         grid[-1, 0].set_xlabel("optimizer steps")
-
-
-def _draw_curves(axes, title: str, found: dict[str, Curve]) -> None:
-    colors = dict(zip(EVENTS.values(), (COLORS["stack and sum"], COLORS["deepfast"]), strict=True))
-    for name, curve in found.items():
-        marker = "o" if name == "dev" else None
-        axes.plot(*zip(*curve, strict=True), color=colors[name], label=name, marker=marker,
-                  markersize=3, linewidth=1.4)  # fmt: skip
-    set_title(axes, title)
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _draw_norms(figure, axes, side: SideNorms) -> None:
@@ -144,5 +143,5 @@ def _draw_norms(figure, axes, side: SideNorms) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.grid(False)
     axes.set_ylabel("layer")
-    set_title(axes, f"gradient norm by layer: {side.name}")
+    axes.set_title(f"gradient norm by layer: {side.name}")
     figure.colorbar(mesh, ax=axes, pad=0.02)

@@ -1,7 +1,7 @@
 """The picture of a sweep: BLEU and dev NLL over its first key, a curve for each other combination.
 
-Numbers lie on an axis. Anything else, such as names of connections, has a line of its own. Error
-bars are the standard deviation over the seeds.
+Numbers lie on an axis and are connected. Anything else, such as names of connections, has places
+side by side. Error bars are the standard deviation over the seeds.
 """
 
 import math
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepfast.files import require
-from deepfast.measure.pictures import STYLE, WIDTH, save
+from deepfast.measure.pictures import GREY, WIDTH, picture
 from deepfast.mt.sweep.grid import Point
 from deepfast.mt.sweep.runs import Result
 from deepfast.mt.sweep.table import diverged, known
@@ -24,8 +23,7 @@ MARKERS = "osD^vPX*"
 RANGE = 8
 """Numbers whose largest is this many times the smallest are on a logarithmic axis."""
 LABEL, CAPTION = 22, 68
-"""Letters of a line beside the axis, and of the caption."""
-GREY = "#555555"
+"""Letters of a line below the axis, and of the caption."""
 
 Results = Mapping[Point, Sequence[Result]]
 
@@ -84,92 +82,58 @@ def draw(results: Results, points: Sequence[Point], path: Path) -> None:
         results: the runs of every point so far.
         points: all points, with runs and without.
     """
-    matplotlib = require("matplotlib", "drawing a sweep")
-    from matplotlib.figure import Figure
-
     key, *others = points[0].keys
     places = list(dict.fromkeys(point.values[0] for point in points))
-    across = [_number(value) for value in places]
-    numeric = all(map(math.isfinite, across)) and len(across) > 1
-    panels = {name: marks(results, name, places) for name in PANELS}
+    panels = {title: marks(results, name, places) for name, title in PANELS.items()}
     panels = {
-        name: curves for name, curves in panels.items()
+        title: curves for title, curves in panels.items()
         if any(math.isfinite(mark.mean) for curve in curves.values() for mark in curve)
     }  # fmt: skip
     names = list(next(iter(panels.values()))) if panels else []
-    labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in places]
-    with matplotlib.rc_context(STYLE | {"axes.titlesize": 10, "axes.titlelocation": "left"}):
-        legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
-        height = 0.9 + 0.19 * legend + (
-            1.75 * max(1, len(panels)) if numeric
-            # The key stands beside the values, from below to above.
-            else max(0.08 * len(key), 0.13 * sum(
-                2 + label.count("\n") + 0.7 * len(names) for label in labels))
-        )  # fmt: skip
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        shape = (len(panels), 1) if numeric else (1, len(panels))
+    legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
+    height = 1.2 + 0.19 * legend + 1.75 * max(1, len(panels))
+    with picture(path, WIDTH, height) as figure:
         if panels:
-            grid = figure.subplots(*shape, squeeze=False, sharex=numeric, sharey=not numeric)
-            for axes, (name, curves) in zip(grid.flat, panels.items(), strict=True):
-                axes.set_title(PANELS[name])
-                if numeric:
-                    _over_numbers(axes, curves, across)
-                else:
-                    _over_names(axes, curves, labels)
-            if numeric:
-                grid.flat[-1].set_xlabel(key)
-            else:
-                grid.flat[0].set_ylabel(key)
+            grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+            for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+                axes.set_title(title)
+                _draw_curves(axes, curves, places)
+            grid[-1].set_xlabel(key)
             if len(names) > 1:
-                _legend(figure, grid.flat[0], ", ".join(others))
+                _legend(figure, grid[0], ", ".join(others))
         text = "\n".join(textwrap.wrap(caption(results), CAPTION))
         figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=GREY)
-    save(figure, path)
 
 
-def _style(index: int) -> dict:
-    return {
-        "color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4.5, "capsize": 2.5, "elinewidth": 1,
-    }  # fmt: skip
-
-
-def _bars(curve: Sequence[Mark]) -> list[float] | None:
-    """The length of the error bars; None where no mark has one."""
-    if all(mark.deviation is None for mark in curve):
-        return None
-    return [mark.deviation or 0.0 for mark in curve]
-
-
-def _over_numbers(axes, curves: Mapping[str, list[Mark]], across: Sequence[float]) -> None:
+def _draw_curves(axes, curves: Mapping[str, list[Mark]], places: Sequence[str]) -> None:
+    """Curves over numbers; over anything else, marks beside each other."""
+    across = [_number(value) for value in places]
+    numeric = all(map(math.isfinite, across)) and len(across) > 1
     for index, (name, curve) in enumerate(curves.items()):
+        aside = 0.0
+        if not numeric:
+            across = list(range(len(places)))
+            aside = 0.6 * ((index + 0.5) / len(curves) - 0.5)
         curve = sorted(curve, key=lambda mark: across[mark.at])
+        known = any(mark.deviation is not None for mark in curve)
         axes.errorbar(
-            [across[mark.at] for mark in curve], [mark.mean for mark in curve], _bars(curve),
-            label=name, linewidth=1.6, linestyle="-", **_style(index),
+            [across[mark.at] + aside for mark in curve], [mark.mean for mark in curve],
+            [mark.deviation or 0.0 for mark in curve] if known else None,
+            label=name, linewidth=1.6, linestyle="-" if numeric else "none",
+            color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
+            markersize=4.5, capsize=2.5, elinewidth=1,
         )  # fmt: skip
-    if min(across) > 0 and max(across) >= RANGE * min(across):
+    if not numeric:
+        labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in places]
+        axes.set_xticks(across, labels, rotation=30, ha="right", rotation_mode="anchor",
+                        parse_math=False)  # fmt: skip
+        axes.set_xlim(-0.5, len(places) - 0.5)
+    elif min(across) > 0 and max(across) >= RANGE * min(across):
         axes.set_xscale("log")
         axes.minorticks_off()
-    if len(across) <= 8:
+    if numeric and len(across) <= 8:
         axes.set_xticks(across, [f"{x:g}" for x in across])
     axes.margins(x=0.06, y=0.12)
-
-
-def _over_names(axes, curves: Mapping[str, list[Mark]], labels: Sequence[str]) -> None:
-    """A line for each value, from the top; its curves lie below each other."""
-    from matplotlib.ticker import MaxNLocator
-
-    for index, (name, curve) in enumerate(curves.items()):
-        aside = 0.6 * ((index + 0.5) / len(curves) - 0.5)
-        axes.errorbar(
-            [mark.mean for mark in curve], [mark.at + aside for mark in curve],
-            xerr=_bars(curve), label=name, linestyle="none", **_style(index),
-        )  # fmt: skip
-    axes.set_yticks(range(len(labels)), labels, parse_math=False)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(3))
-    axes.margins(x=0.12)
 
 
 def _legend(figure, axes, title: str) -> None:

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from deepfast.measure.progress import Job
+from deepfast.measure.jobs import Job
 from deepfast.measure.settings import RECIPE, TWIN, Settings
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_parallel

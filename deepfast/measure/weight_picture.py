@@ -1,8 +1,13 @@
-"""The depth weights of a model, as a picture and as a table.
+"""What a model has learned of its depth, as a picture and as tables: the depth weights W of DLCL or
+the mean weights of attention residuals, and the choice of layers of latent depth.
 
 As in Wang et al. 2019, Figure 5, small weights are left out: those under 0.1 in magnitude, or under
 5% of the largest of their row. In a row without any weight of 0.1, such as an average over many
 layers, only the 5% counts.
+
+Latent depth (Li et al., Deep Transformers with Latent Depth, 2020) has a probability
+``sigma(logit)`` of each layer for each language. Evaluation keeps a layer whose probability is at
+least a threshold.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,14 +19,14 @@ import torch
 from torch import Tensor
 
 from deepfast.files import require
-from deepfast.measure.choice_picture import SideChoices, draw_choices
-from deepfast.measure.pictures import COLORS, GREY, HEIGHT, WIDTH, heat_map, picture, set_title
+from deepfast.measure.pictures import COLORS, GREY, WIDTH, heat, picture, weight_map
 from deepfast.mt.models.interface import SearchModel
 from deepfast.nn import AttentionResiduals
 
 THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
-STRONGEST = 4
-"""How many sources of a row the table names: as many as fit a terminal of 80 columns."""
+STRONGEST, COLUMNS = 4, 5
+"""How many sources of a row, and how many languages, a table has: as many as fit a terminal of 80
+columns."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class SideWeights:
     @property
     def title(self) -> str:
         """The title in pictures and tables."""
-        return f"{self.name}{f', {self.note}' if self.note else ''}"
+        return f"{self.name}, {self.note}" if self.note else self.name
 
     @property
     def hidden(self) -> Tensor:
@@ -62,20 +67,42 @@ class SideWeights:
         return len(self.matrix) * (len(self.matrix) + 1) // 2
 
     @property
+    def shown(self) -> int:
+        """How many of them are shown."""
+        return int((~self.hidden).sum())
+
+    @property
     def caption(self) -> str:
         """How many weights were left out, and why."""
         if self.threshold == 0:
             return f"all {self.count:,} weights are shown"
-        left = self.count - int((~self.hidden).sum())
-        text = (
-            f"{left:,} of {self.count:,} weights left out: under {self.threshold:g}, or under "
-            f"{SMALL_OF_ROW:.0%} of their row's largest"
-        )
+        rule = f"under {self.threshold:g}, or under {SMALL_OF_ROW:.0%} of their row's largest"
+        text = f"{self.count - self.shown:,} of {self.count:,} weights left out: {rule}"
         if self.by_own_scale.any():
             text += (
                 f"\n* no weight of the row reaches {self.threshold:g}: the {SMALL_OF_ROW:.0%} alone"
             )
         return text
+
+    def feeds(self, row: int) -> str:
+        """What a row of W is the input of."""
+        return "output" if row == len(self.matrix) - 1 else str(row + 1)
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """For each row: what it feeds, its strongest sources, how many are shown, the sum of
+        all."""
+        for row, (weights, hidden) in enumerate(zip(self.matrix, self.hidden, strict=True)):
+            order = weights.abs().argsort(descending=True, stable=True).tolist()
+            kept = [k for k in order if not hidden[k]]
+            named = "  ".join(f"{k}: {weights[k]:.2f}" for k in kept[:STRONGEST])
+            star = "* " if self.by_own_scale[row] else ""
+            total = f"{weights.sum():.2f}"
+            yield star + self.feeds(row), named, f"{len(kept)} of {row + 1}", total
+
+    def source_rows(self, source: int) -> Iterator[tuple[str, str]]:
+        """For each layer that may read the source: its name, and the source's weight."""
+        for row in range(source, len(self.matrix)):
+            yield self.feeds(row), f"{self.matrix[row, source]:.3f}"
 
 
 def weights_of(
@@ -111,56 +138,88 @@ def weights_of(
     return found
 
 
+@dataclass(frozen=True)
+class SideChoices:
+    """The choice of layers of the encoder or the decoder."""
+
+    name: str
+    languages: list[str]
+    probability: Tensor
+    """(N, L) for N languages and L layers."""
+    kept: Tensor
+    """(N, L) bool: the layers that evaluation uses."""
+    threshold: float
+
+    @property
+    def rule(self) -> str:
+        """The condition under which a layer is kept."""
+        return f"kept: probability of at least {self.threshold:g}"
+
+    @property
+    def counts(self) -> list[str]:
+        """How many layers each language keeps."""
+        return [f"{count} of {self.kept.shape[1]}" for count in self.kept.sum(1).tolist()]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height of its panel in inches; many layers are drawn narrower."""
+        languages, layers = self.kept.shape
+        return min(max(WIDTH, 1.9 + 0.22 * layers), 2 * WIDTH), 1.15 + 0.26 * languages
+
+    def rows(self, some: slice) -> list[list[str]]:
+        """For each layer and the given languages: the probability, and whether it is kept."""
+        return [
+            [f"{p:.2f}{' kept' if kept else ''}" for p, kept in zip(*layer, strict=True)]
+            for layer in zip(
+                self.probability[some].T.tolist(), self.kept[some].T.tolist(), strict=True
+            )
+        ]
+
+
+def choices_of(model: SearchModel) -> list[SideChoices]:
+    """The choices of the sides of a model with latent depth; an empty list for other models.
+
+    Raises:
+        ValueError: if a logit is not a number.
+    """
+    found = []
+    for side in ("encoder", "decoder"):
+        latent = getattr(getattr(model, side, None), "latent", None)
+        if latent is not None:
+            languages = list(model.config.languages) or ["all"]
+            kept = torch.tensor([latent.keeps(index) for index in range(len(languages))])
+            probability = latent.logits.detach().float().sigmoid().cpu()
+            found.append(SideChoices(side, languages, probability, kept, latent.threshold))
+    return found
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
 def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> None:
     """Writes a picture as SVG or PNG, by the file's ending: W of each side and, below, what latent
     depth chooses. At least one of the two lists is not empty."""
-    heights = ([WIDTH * 0.92] if sides else []) + [side.height for side in choices]
-    widths = ([WIDTH * len(sides)] if sides else []) + [side.width for side in choices]
+    above = [(WIDTH * len(sides), WIDTH * 0.92)] if sides else []
+    below = [side.size for side in choices]
+    widths, heights = zip(*above, *below, strict=True)
     with picture(path, max(widths), sum(heights)) as figure:
         figure.get_layout_engine().set(h_pad=0.08)
-        if sides and choices:
-            above, below = figure.subfigures(2, 1, height_ratios=(heights[0], sum(heights[1:])))
-        else:
-            above = below = figure
+        bands = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         if sides:
-            _draw_weights(above, sides)
-        if choices:
-            draw_choices(below, choices)
-
-
-def draw_source(sides: list[SideWeights], source: int, path: Path) -> None:
-    """Writes a picture of one source's weight in the input of every layer that may read it, as in
-    Figure 5c of Wang et al. 2019: a panel for each side."""
-    with picture(path, WIDTH * len(sides), HEIGHT) as figure:
-        panels = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
-        for axes, side in zip(panels, sides, strict=True):
-            weights = side.matrix[source:, source].tolist()
-            axes.bar(
-                range(source + 1, source + 1 + len(weights)), weights, color=COLORS["deepfast"]
-            )
-            axes.axhline(0, color=GREY, linewidth=0.8)
-            set_title(axes, side.title)
-            axes.set_xlabel(f"input of layer ({len(side.matrix)}: the output)")
-        panels[0].set_ylabel(f"weight of y{source}")
-
-
-def source_rows(side: SideWeights, source: int) -> Iterator[tuple[str, str]]:
-    """For each layer that may read the source: its name, and the source's weight."""
-    for row in range(source, len(side.matrix)):
-        feeds = "output" if row == len(side.matrix) - 1 else str(row + 1)
-        yield feeds, f"{side.matrix[row, source]:.3f}"
+            _draw_weights(bands[0], sides)
+        for band, side in zip(bands[len(above) :], choices, strict=True):
+            _draw_choices(band, side)
 
 
 def _draw_weights(figure, sides: list[SideWeights]) -> None:
-    """Fills a figure, or a part of one, with a panel for each side."""
+    """Fills a part of a figure with a panel for each side."""
     shown = torch.cat([side.matrix[~side.hidden].abs() for side in sides])
     # One scale for all panels. The weight of a row with a single source says little.
     limit = shown.quantile(0.97).item() or 1.0
     panels = figure.subplots(1, len(sides), squeeze=False)[0]
     for axes, side in zip(panels, sides, strict=True):
-        mesh = heat_map(axes, side.matrix.numpy(), hidden=side.hidden.numpy(), limit=limit)
-        some = f"{(~side.hidden).sum():,} of {side.count:,} weights"
-        set_title(axes, f"{side.title}: {some}")
+        mesh = weight_map(axes, side.matrix.numpy(), hidden=side.hidden.numpy(), limit=limit)
+        axes.set_title(f"{side.title}: {side.shown:,} of {side.count:,} weights")
     figure.colorbar(mesh, ax=list(panels), shrink=0.7, pad=0.02, extend="both")
     threshold = sides[0].threshold
     if threshold > 0:
@@ -170,33 +229,74 @@ def _draw_weights(figure, sides: list[SideWeights]) -> None:
         figure.supxlabel(grey, fontsize=8.5, color=GREY)
 
 
-def rows_of(side: SideWeights) -> Iterator[tuple[str, str, str, str]]:
-    """For each row: what it feeds, its strongest sources, how many are shown, the sum of all."""
-    last = len(side.matrix) - 1
-    for row, (weights, hidden) in enumerate(zip(side.matrix, side.hidden, strict=True)):
-        order = weights.abs().argsort(descending=True, stable=True).tolist()
-        kept = [k for k in order if not hidden[k]]
-        named = [f"{k}: {weights[k]:.2f}" for k in kept[:STRONGEST]]
-        feeds = "output" if row == last else str(row + 1)
-        if side.by_own_scale[row]:
-            feeds = f"* {feeds}"
-        yield feeds, "  ".join(named), f"{len(kept)} of {row + 1}", f"{weights.sum():.2f}"
+def _draw_choices(figure, side: SideChoices) -> None:
+    """Fills a part of a figure with the probabilities of a side: languages by layers."""
+    axes = figure.subplots()
+    languages, layers = side.kept.shape
+    mesh = heat(axes, side.probability.numpy(), cmap="Greens", vmin=0, vmax=1)
+    rows, columns = side.kept.nonzero(as_tuple=True)
+    colors = ["white" if p > 0.6 else "black" for p in side.probability[side.kept]]
+    axes.scatter(columns + 0.5, rows + 0.5, s=9 if layers <= 40 else 3, c=colors)
+    step = 1 if layers <= 24 else 5 if layers <= 60 else 10
+    ticks = range(step - 1, layers, step)
+    axes.set_xticks([t + 0.5 for t in ticks], [str(t + 1) for t in ticks])
+    names = [f"{n}: {count}" for n, count in zip(side.languages, side.counts, strict=True)]
+    axes.set_yticks([i + 0.5 for i in range(languages)], names, parse_math=False)
+    axes.set_title(f"{side.name}: choice of layers")
+    axes.set_xlabel(f"layer (dot: kept, probability of at least {side.threshold:g})")
+    figure.colorbar(mesh, ax=axes, pad=0.02, ticks=[0, 0.5, 1], label="probability")
 
 
-def show(sides: list[SideWeights], source: int | None = None) -> None:
-    """Prints a table for each side to the terminal; with ``source`` the weights of that one."""
+def draw_source(sides: list[SideWeights], source: int, path: Path) -> None:
+    """Writes a picture of one source's weight in the input of every layer that may read it, as in
+    Figure 5c of Wang et al. 2019: a panel for each side."""
+    with picture(path, WIDTH * len(sides)) as figure:
+        panels = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
+        for axes, side in zip(panels, sides, strict=True):
+            weights = side.matrix[source:, source].tolist()
+            layers = range(source + 1, source + 1 + len(weights))
+            axes.bar(layers, weights, color=COLORS["deepfast"])
+            axes.axhline(0, color=GREY, linewidth=0.8)
+            axes.set_title(side.title)
+            axes.set_xlabel(f"input of layer ({len(side.matrix)}: the output)")
+        panels[0].set_ylabel(f"weight of y{source}")
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def show(sides: list[SideWeights], choices: list[SideChoices]) -> None:
+    """Prints a table for each side to the terminal; of choices layers by languages."""
     require("rich", "the table of weights")
     from rich.table import Column
+    from rich.text import Text
 
-    from deepfast.measure.console import Console, show_table
+    from deepfast.measure.console import show_table
 
-    console = Console()
+    strongest = Column("strongest sources (0: the embedding)", no_wrap=True)
+    for weights in sides:
+        columns = ["input of", strongest, "shown", "sum"]
+        show_table(columns, weights.rows(), title=f"Depth weights of the {weights.title}")
+        print(f"{weights.caption}\n")
+    for side in choices:
+        # rich would wrap a title of the table to the width of the table.
+        print(f"Choice of layers of the {side.name}; {side.rule}")
+        for start in range(0, len(side.languages), COLUMNS):
+            some = slice(start, start + COLUMNS)
+            languages = [
+                Column(Text(name), count, no_wrap=True)
+                for name, count in zip(side.languages[some], side.counts[some], strict=True)
+            ]
+            layer = Column("layer", "kept", justify="right", no_wrap=True)
+            rows = enumerate(side.rows(some), 1)
+            show_table([layer, *languages], ([str(number), *cells] for number, cells in rows))
+
+
+def show_source(sides: list[SideWeights], source: int) -> None:
+    """Prints a table for each side with the weights of one source."""
+    require("rich", "the table of weights")
+    from deepfast.measure.console import show_table
+
     for side in sides:
-        if source is not None:
-            title = f"Weight of y{source} in the {side.title}"
-            show_table(console, ["input of", "weight"], source_rows(side, source), title)
-            continue
-        strongest = Column("strongest sources (0: the embedding)", no_wrap=True)
-        columns: list[Column | str] = ["input of", strongest, "shown", "sum"]
-        show_table(console, columns, rows_of(side), f"Depth weights of the {side.title}")
-        console.print(f"{side.caption}\n", highlight=False)
+        title = f"Weight of y{source} in the {side.title}"
+        show_table(["input of", "weight"], side.source_rows(source), title=title)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.measure import choice_picture, weight_picture
+from deepfast.measure import weight_picture
 from deepfast.measure.depth_attention import mean_attention
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.models import (
@@ -47,7 +47,7 @@ def test_small_weights_are_hidden():
     # Under 0.1, above the diagonal, and under 5% of a row's largest.
     want = torch.tensor([[1, 1, 1], [0, 0, 1], [1, 0, 0]]).bool()
     assert torch.equal(side.hidden, want)
-    rows = list(weight_picture.rows_of(side))
+    rows = list(side.rows())
     assert rows[1] == ("2", "0: 0.20  1: -0.11", "2 of 2", "0.09")
     assert rows[2] == ("output", "1: -4.00  2: 0.30", "2 of 3", "-3.58")
     # The first row has no weight of 0.1 that it may read.
@@ -59,7 +59,7 @@ def test_a_row_without_a_large_weight_is_shown_by_its_own_scale():
     side = weight_picture.SideWeights("encoder", matrix, "")
     assert torch.equal(side.hidden, torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 0]]).bool())
     assert side.by_own_scale.tolist() == [True, True, False]
-    assert [row[0] for row in weight_picture.rows_of(side)] == ["* 1", "* 2", "output"]
+    assert [row[0] for row in side.rows()] == ["* 1", "* 2", "output"]
     assert side.caption == (
         "3 of 6 weights left out: under 0.1, or under 5% of their row's largest\n"
         "* no weight of the row reaches 0.1: the 5% alone"
@@ -255,13 +255,13 @@ def test_choices_are_those_of_evaluation(save):
     logits = torch.tensor([[0.0, -3, 2, -0.8, -0.9], [-1, -1, -1, -1, 5.0]])
     with torch.no_grad():
         model.decoder.latent.logits.copy_(logits)
-    (side,) = choice_picture.choices_of(model)
+    (side,) = weight_picture.choices_of(model)
     assert (side.name, side.languages, side.threshold) == ("decoder", ["de", "fr"], 0.3)
     torch.testing.assert_close(side.probability, 1 / (1 + (-logits).exp()))
     assert torch.equal(side.kept, side.probability >= 0.3)
     assert side.kept.sum(1).tolist() == [3, 1]
-    assert choice_picture.rows_of(side, slice(0, 1))[2:4] == [["0.88 kept"], ["0.31 kept"]]
-    assert choice_picture.rows_of(side, slice(0, 2))[4] == ["0.29", "0.99 kept"]
+    assert side.rows(slice(0, 1))[2:4] == [["0.88 kept"], ["0.31 kept"]]
+    assert side.rows(slice(0, 2))[4] == ["0.29", "0.99 kept"]
 
 
 def test_choices_of_a_model_without_languages(save, capsys):
@@ -279,7 +279,7 @@ def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
         encoder_connection=encoder, decoder_connection="latent", decoder_layers=30,
         languages=languages,
     )  # fmt: skip
-    sides = choice_picture.choices_of(model)
+    sides = weight_picture.choices_of(model)
     for ending in ("svg", "png"):
         picture = tmp_path / f"a.{ending}"
         assert main(["show-weights", str(path), "--output", str(picture)]) == 0

@@ -9,58 +9,49 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.measure import deepest, report_pictures, settings
+from deepfast.measure import memory_steps
 from deepfast.measure.settings import QUICK
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """At these sizes a second thread does not help."""
+def _quick():
+    """At these sizes a second thread does not help. The deepest models do not depend on the
+    settings, and planning them takes a second."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_steps, "deepest", functools.cache(memory_steps.deepest))
+        yield
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _deepest_once():
-    """The deepest models do not depend on the settings, and planning them takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepest, "deepest", functools.cache(deepest.deepest))
-        yield
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tiny():
-    """Settings of a sweep that takes a second."""
+    """Settings of chapters that take a second."""
     return replace(QUICK, depths=(2, 4), mixing_depth=4, policy_depth=4)
 
 
-@pytest.fixture(scope="session")
-def finish():
-    """Runs jobs to their end without output."""
+@pytest.fixture
+def measured():
+    """Runs the jobs of a chapter without output; returns its rows."""
 
-    def run(jobs):
+    def run(groups):
+        jobs = [job for group in groups for job in group.jobs()]
         while jobs:
             jobs.pop(0).run()
+        return [row for group in groups for row in group.rows]
 
     return run
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """The files of a report that is smaller than a quick one."""
+    """The files of a quick report."""
     for package in ("matplotlib", "jinja2", "rich", "sentencepiece", "sacrebleu", "num2words"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("report")
-    small = replace(
-        QUICK, depths=(2, 4), mixing_depth=4, policy_depth=4, steps=8, twin_steps=6, sentences=4
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "QUICK", small)
-        assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0
+    assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0
     page = (folder / "out" / "index.html").read_text("utf-8")
     report = json.loads((folder / "out" / "report.json").read_text("utf-8"))
     names = sorted(p.name for p in (folder / "out").iterdir())
-    drawn = report_pictures.draw(report)
-    return SimpleNamespace(page=page, report=report, drawn=drawn, folder=folder, names=names)
+    return SimpleNamespace(page=page, report=report, folder=folder, names=names)

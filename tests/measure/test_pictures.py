@@ -1,17 +1,130 @@
-"""A picture is a whole file or none."""
+"""Every picture, drawn once from small data: what it must show. A picture is a whole file or
+none."""
+
+import math
+import re
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from deepfast.files import DataError
-from deepfast.measure.pictures import figure_of, save
+from deepfast.measure import attention_picture, pictures, report_pictures, run_picture
+from deepfast.measure import weight_picture as weights
+from deepfast.measure.connections import CONNECTIONS
+from deepfast.measure.encoders import VARIANTS
+from deepfast.measure.pictures import picture
+from deepfast.measure.sweep_picture import caption, draw, marks
+from deepfast.memory import POLICIES
+from deepfast.memory.eager import EAGER
+from deepfast.mt.sweep.grid import points
+from deepfast.mt.sweep.table import cells, diverged, page
+
+NUMBERS = "model.encoder_layers=6,12,30"
+BLEU = {"bleu": 20.0, "nll": 1.5, "curve": [[1, 2.0], [2, 1.5]]}
+NORMS = {"grad_norm_encoder": [0.5, None], "grad_norm_decoder": [0.0, 0.25, 2.0]}
+SIDE = weights.SideWeights("encoder", torch.eye(4).cumsum(0), "mean over 8 channels")
+CHOICE = weights.SideChoices(
+    "decoder", ["de", "fr"], torch.tensor([[0.9, 0.1], [0.6, 0.7]]),
+    torch.tensor([[True, False], [True, True]]), 0.5,
+)  # fmt: skip
+
+
+def results_of(*overs, seeds=2, **changes):
+    return {point: [{"seed": s + 1} | BLEU | {"bleu": 20.0 + s} | changes for s in range(seeds)]
+            for point in points(overs)}  # fmt: skip
+
+
+def sweep(*overs, **changes):
+    results = results_of(*overs, **changes)
+    return lambda path: draw(results, list(results), path)
+
+
+def words(svg):
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
+DRAWN = {
+    "weights and choices": (
+        lambda path: weights.draw([SIDE], [CHOICE], path),
+        "encoder, mean over 8 channels: 10 of 10 weights|output|input of layer|"
+        "decoder: choice of layers|de: 1 of 2|fr: 2 of 2|probability",
+    ),
+    "one source": (
+        lambda path: weights.draw_source([SIDE, SIDE], 2, path),
+        "weight of y2|encoder, mean over 8 channels|input of layer (4: the output)",
+    ),
+    "attention": (
+        lambda path: attention_picture.draw(
+            torch.full((2, 2, 3), 1 / 3), ["a", "$b$"], path, title="encoder"
+        ),
+        "a|$b$|hop 1|hop 2|words|encoder|layer (0: the embedding)|weight",
+    ),
+    "run": (
+        lambda path: run_picture.draw(
+            [{"event": "train", "step": 10, "nll": 5.0} | NORMS,
+             {"event": "valid", "step": 15, "nll": 4.0, "accuracy": 0.5},
+             {"event": "train", "step": 20, "nll": 4.0} | NORMS],
+            path,
+        ),
+        "NLL, nats per target token|token accuracy|train|dev|gradient norm by layer: encoder|"
+        "gradient norm by layer: decoder|optimizer steps",
+    ),
+    "parts of a text": (
+        lambda path: pictures.parts(["1 to 9", "10"], [20.25, None], path),
+        "BLEU by the words of a source|1 to 9|10|20.2",
+    ),
+    "sweep over numbers": (
+        sweep(NUMBERS, "model.norm=pre,post"),
+        "6|12|30|pre|post|model.encoder_layers|model.norm|BLEU|dev NLL, nats|"
+        "Mean of 2 seeds; bars: standard deviation.",
+    ),
+    "sweep over names": (
+        sweep("model.encoder_connection=residual,dlcl", seeds=1),
+        "residual|dlcl|model.encoder_connection|One seed.",
+    ),
+}  # fmt: skip
+"""Name -> what draws it, and texts that it has."""
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_has_its_texts(tmp_path, name):
+    drawing, texts = DRAWN[name]
+    for ending in ("svg", "png"):
+        drawing(tmp_path / f"a.{ending}")
+    svg = (tmp_path / "a.svg").read_text("utf-8")
+    assert {*texts.split("|")} <= words(svg)
+    drawing(tmp_path / "b.svg")
+    assert (tmp_path / "b.svg").read_text("utf-8") == svg
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_picture_of_the_page(made):
+    drawn = report_pictures.draw(made.report)
+    assert drawn.keys() == report_pictures.PICTURES.keys()
+    texts = {
+        "time": (*VARIANTS, "Time of a step, seconds"),
+        "memory": (*VARIANTS, "Peak memory of a step, GiB"),
+        "connection-traffic": (*CONNECTIONS, "counted traffic, GB"),
+        "connection-time": (*CONNECTIONS, "time, ms"),
+        "connection-memory": (*CONNECTIONS, "peak memory, MiB"),
+        "policies": (*POLICIES, "peak MiB, 8 layers"),
+        "deepest": (*EAGER, "deepfast", "16", "24", "GiB of the device"),
+        "depth_memory": (*EAGER, "deepfast, keep", "deepfast, history", "200"),
+        "losses": ("DLCL, pre-norm", "residual, post-norm", "token frequencies alone"),
+        "weights": ("output", "input of layer"),
+    }
+    assert drawn.keys() == texts.keys()
+    for name, svg in drawn.items():
+        assert {*texts[name]} <= words(svg), name
+        assert svg in made.page
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_a_failed_drawing_leaves_the_old_picture(tmp_path, monkeypatch, ending):
     path = tmp_path / f"run.{ending}"
-    figure, _ = figure_of()
-    save(figure, path)
+    with picture(path):
+        pass
     before = path.read_bytes()
 
     def fail(self, file, **_):
@@ -19,13 +132,90 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path, monkeypatch, ending):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Figure, "savefig", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save(figure, path)
+    with pytest.raises(OSError, match="No space left"), picture(path):
+        pass
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="cannot be written"), picture(tmp_path / "none" / "a.svg"):
+        pass
 
 
-def test_a_folder_that_is_missing(tmp_path):
-    figure, _ = figure_of()
-    with pytest.raises(DataError, match="cannot be written"):
-        save(figure, tmp_path / "none" / "run.svg")
+# ---- sweeps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", ["model.dim=8,16,32", "model.norm=a,b,c"])
+def test_several_seeds_have_error_bars(tmp_path, over):
+    """matplotlib draws the bars of a curve as one collection of lines, with a path for each."""
+
+    def lengths(seeds):
+        results = results_of(over, seeds=seeds, nll=None)
+        results[list(results)[2]][-1]["bleu"] += 2.0
+        draw(results, list(results), tmp_path / "sweep.svg")
+        svg = (tmp_path / "sweep.svg").read_text()
+        bars = re.findall(r'<g id="LineCollection_\d+">(.*?)</g>', svg, re.DOTALL)
+        ends = re.findall(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)\s+"', " ".join(bars))
+        return [math.dist((float(a), float(b)), (float(c), float(d))) for a, b, c, d in ends]
+
+    assert lengths(1) == []
+    first, second, last = lengths(2)
+    assert first > 1
+    # BLEU 20 and 21, and 20 and 23.
+    assert (second, last) == pytest.approx((first, 3 * first), rel=1e-3)
+
+
+def test_marks_have_a_deviation_and_gaps():
+    results = results_of("model.dim=8,16")
+    second = list(results)[1]
+    results[second] = [{"seed": 1, "failed": "exit 1"}, {"seed": 2} | BLEU]
+    (curve,) = marks(results, "bleu", ["8", "16"]).values()
+    assert curve[0].mean == 20.5
+    assert curve[0].deviation == pytest.approx(math.sqrt(0.5))
+    assert curve[1].deviation is None
+    results[second] = [{"seed": 1, "failed": "exit 1"}]
+    (curve,) = marks(results, "bleu", ["8", "16"]).values()
+    assert math.isnan(curve[1].mean)
+
+
+def test_the_caption_tells_what_is_missing(tmp_path):
+    def said(results, every):
+        draw(results, every, tmp_path / "sweep.svg")
+        return words((tmp_path / "sweep.svg").read_text())
+
+    results = results_of("model.dim=8,16", bleu=None)
+    first, second = results
+    # Without a test part there is one panel. A point may have no runs so far.
+    only = said({second: results[second]}, [first, second])
+    assert {"dev NLL, nats", "16"} <= only
+    assert "BLEU" not in only
+    results[second] = [{"seed": 1, "failed": "x"}, {"seed": 2, "diverged": "step 3"}]
+    assert caption(results) == (
+        "Mean of 1 to 2 seeds; bars: standard deviation. 1 of 4 runs diverged, 1 of 4 runs failed."
+    )
+    nothing = {first: [{"seed": 1, "failed": "x"}]}
+    assert "No result. 1 of 1 runs failed." in said(nothing, [first, second])
+
+
+def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
+    results = results_of("model.norm=pre,post", "model.dlcl={norm: null}")
+    results[list(results)[1]] = [
+        {"seed": 1, "failed": "exit 1: data: no text"},
+        {"seed": 2, "diverged": "step 3: the loss is nan", "live_bytes": 2**20},
+    ]
+    text = page(results, "deepfast sweep x", "this machine")
+    assert text.startswith("# model.norm and model.dlcl\n")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[0].startswith("| `model.norm` | `model.dlcl` | parameters | dev NLL | BLEU |")
+    assert lines[2].startswith("| pre | {norm: null} | - | 1.500 ± 0.000 | 20.5 ± 0.7 |")
+    assert lines[2].endswith("| 2 | 0 of 2 | - |")
+    assert lines[3].startswith("| post | {norm: null} | - | - | - |")
+    assert lines[3].endswith("| 1 MiB | - | 1 | 1 of 1 | 1 of 2 |")
+    assert "- model.norm=post, model.dlcl={norm: null}, seed 1: exit 1: data: no text\n" in text
+    assert "seed 2: diverged, step 3: the loss is nan\n" in text
+    assert "](sweep.svg)" in text
+
+
+def test_a_run_without_validation_or_with_losses_that_are_null():
+    assert not diverged({"curve": []})
+    assert diverged({"curve": [[1, 2.0], [2, None]]})
+    assert cells([]) == ["-", "-", "-", "-", "-", "-", "0", "-"]

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import deepest, page, report, report_pictures, results, trace
-from deepfast.measure.clock import COPY
+from deepfast.measure import page, report, trace
+from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
 from deepfast.measure.encoders import VARIANTS
-from deepfast.measure.progress import Job, Progress
+from deepfast.measure.jobs import Job, Progress
 from deepfast.measure.settings import QUICK
 from deepfast.memory import POLICIES
-from deepfast.memory.eager import EAGER
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -27,14 +26,15 @@ class Reader(HTMLParser):
         super().__init__()
         self.open, self.tags, self.attributes, self.text = [], [], [], []
 
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, *pair) for pair in attrs]
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open, f"</{tag}> closes nothing"
@@ -42,6 +42,15 @@ class Reader(HTMLParser):
 
     def handle_data(self, data):
         self.text.append(data)
+
+
+@pytest.fixture
+def reader(made):
+    found = Reader()
+    found.feed(made.page)
+    found.close()
+    assert found.open == []
+    return found
 
 
 def test_the_trace_is_one_step_with_our_names(made):
@@ -69,28 +78,18 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_page_needs_nothing_else(made):
-    reader = Reader()
-    reader.feed(made.page)
-    reader.close()
-    assert reader.open == []
+def test_the_page_needs_nothing_else(made, reader):
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
     for tag, name, value in reader.attributes:
         if name in ("src", "href", "xlink:href"):
             assert value.startswith(("#", "data:")), (tag, name, value)
     assert not re.search(r"@import|url\((?!#)", made.page)
     assert ("meta", "name", "viewport") in reader.attributes
-    # Time, memory; traffic, time, memory of connections; policies, the deepest models, memory over
-    # depth; losses, weights.
-    assert reader.tags.count("svg") == 10
-    assert "deepfast" in reader.text
     ids = re.findall(r'\bid="([^"]+)"', made.page)
     assert len(ids) == len(set(ids))
     for reference in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', made.page):
         assert set(reference) & set(ids)
-
-
-def test_nothing_of_the_machine_s_folders_is_told(made):
+    # Nothing of the machine's folders is told.
     assert str(made.folder) not in made.page
     assert "/tmp/" not in made.page
     assert made.report["command"] == "deepfast report --quick"
@@ -109,36 +108,45 @@ def test_every_variant_is_measured_at_every_depth(made):
         assert row["median_seconds"] > 0
         assert row["peak_bytes"] > 0
         assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
-        if row["predicted_bytes"]:
-            assert row["peak_bytes"] <= row["predicted_bytes"] <= 1.5 * row["peak_bytes"]
+    for key, depths, variants in (
+        ("connections", settings["connection_depths"],
+         [f"{name}: {form}" for name in CONNECTIONS for form in (OURS, PLAIN)]),
+        ("policies", settings["depths"], POLICIES),
+    ):  # fmt: skip
+        rows = report[key]["rows"] if key == "policies" else report[key]
+        every = [(depth, variant) for depth in depths for variant in variants]
+        assert [(row["depth"], row["variant"]) for row in rows] == every
+    for text in (
+        "Other connections over depth", "Traffic is counted, not measured",
+        "layers plain PyTorch takes", "Policies: predicted and measured",
+        "The deepest model that fits", "whose projection shares the embedding",
+        "Closed forms compared",
+    ):  # fmt: skip
+        assert text in made.page
+    frugal = page.headlines(report)[-1]
+    assert frugal["label"] == "less memory with policy history than with keep"
+    assert f"<b>{frugal['value']}</b>" in made.page
 
 
-def test_forms_agree_with_float64(made):
-    rows = {(r["variant"], r["dtype"]): r for r in made.report["agreement"]["rows"]}
-    assert rows.pop(("deepfast", "float64"))["gradients"] < 1e-12
-    assert {v for v, _ in rows} == {
-        "deepfast", "stack and sum", "DenseFormer form", "loop of adds",
-    }  # fmt: skip
-    for row in rows.values():
-        assert row["loss"] < 1e-6
-        assert row["gradients"] < 1e-5
-        assert row["weight"] < 1e-5
-
-
-def test_mixing_is_compared_with_the_copy(made):
-    rows = {row["variant"]: row for row in made.report["mixing"]}
-    assert rows[COPY]["fraction_of_copy"] == 1
-    assert rows[COPY]["gb_per_second"] > 0.1
-    assert all(row["fraction_of_copy"] > 0 for row in rows.values())
+def test_what_does_not_fit_is_told_on_the_page(made):
+    report = dict(made.report)
+    report["connections"] = [
+        row | {"seconds": [], "median_seconds": None, "note": "does not fit"}
+        if row["variant"].endswith(PLAIN) else row
+        for row in report["connections"]
+    ]  # fmt: skip
+    text = page.render(report)
+    assert text.count("does not fit") == len(report["connections"]) // 2
+    assert "layers plain PyTorch takes" not in text
 
 
 def test_the_training_chapter(made):
     training = made.report["training"]
     assert training["status"] == "measured"
-    assert {key: run["steps"] for key, run in training["runs"].items()} == {"dlcl": 8, "twin": 6}
+    assert {key: run["steps"] for key, run in training["runs"].items()} == {"dlcl": 20, "twin": 10}
     assert all(run["curve"]["dev"] for run in training["runs"].values())
     scores = training["scores"]
-    assert scores["sentences"] == 4
+    assert scores["sentences"] == 6
     assert "case:mixed" in scores["bleu_signature"]
     assert "case:lc" in scores["bleu_lowercase_signature"]
     weights = training["weights"]
@@ -180,12 +188,12 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny):
     text = page.render(found)
     assert "This report was interrupted." in text
     assert "Not measured: interrupted." in text
-    assert all(card["value"] == "–" for card in results.headlines(found))
+    assert all(card["value"] == "–" for card in page.headlines(found))
     assert page.render(report.make_report(tiny, "deepfast report", Stopped(0))).count("<svg") == 2
 
 
 def test_an_interrupted_command_writes_its_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("deepfast.measure.progress.Progress", lambda: Stopped(3))
+    monkeypatch.setattr("deepfast.measure.jobs.Progress", lambda: Stopped(3))
     assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
     assert "This report was interrupted." in (tmp_path / "index.html").read_text("utf-8")
     assert "index.html interrupted after" in capsys.readouterr().out
@@ -227,37 +235,8 @@ def test_a_bar_on_a_terminal(capsys):
     assert progress.seconds.keys() == {"part"}
 
 
-def test_hostile_text_is_escaped(made, monkeypatch):
-    monkeypatch.setattr(report_pictures, "draw", lambda _: made.drawn)
+def test_hostile_text_is_escaped(made):
     report = dict(made.report)
     sample = {"source": "<script>alert(1)</script>", "reference": "a", "hypothesis": "b"}
     report["training"] = report["training"] | {"samples": [sample]}
     assert "<script>" not in page.render(report)
-
-
-# ---- the memory chapter --------------------------------------------------------------------------
-
-
-def test_the_chapter_has_every_row(made):
-    rows = made.report["policies"]["rows"]
-    depths = made.report["settings"]["depths"]
-    assert [(r["depth"], r["variant"]) for r in rows] == [(d, p) for d in depths for p in POLICIES]
-    for row in rows:
-        assert row["parameter_bytes"] > 0
-        # Both numbers include the parameters, so their ratio is nearer to 1.
-        assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
-    for text in ("Policies: predicted and measured", "The deepest model that fits",
-                 "whose projection shares the embedding", "Closed forms compared"):  # fmt: skip
-        assert text in made.page
-
-
-def test_every_picture_of_the_chapter_is_drawn(made):
-    drawn = made.drawn
-    for name in (*POLICIES, "peak MiB, 4 layers"):
-        assert f">{name}</text>" in drawn["policies"]
-    for name in (*EAGER, deepest.PLANNED, "16", "24", "GiB of the device"):
-        assert f">{name}</text>" in drawn["deepest"]
-    assert all(svg in made.page for svg in drawn.values())
-    frugal = results.headlines(made.report)[-1]
-    assert frugal["label"] == "less memory with policy history than with keep"
-    assert f"<b>{frugal['value']}</b>" in made.page

@@ -4,7 +4,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
 
+from deepfast.clock import on_cpu
+from deepfast.measure.machine import ResidentPeak, free_bytes
+from deepfast.measure.rows import Row
+from deepfast.memory import LiveBytes
+
+GIB = 1 << 30
 PRIOR = 20.0
 """After this many seconds of work the measured speed counts as much as the estimates."""
 
@@ -20,6 +28,60 @@ class Job:
     work: float
     """About how many seconds it takes on 2 fast cores; only the ratios between jobs matter."""
     run: Callable[[], object]
+
+
+class Case(Protocol):
+    """The tensors that all variants share."""
+
+    def run(self, variant: str) -> None:
+        """One run of a variant; leaves no gradients."""
+
+
+@dataclass
+class Turns:
+    """Variants of one case: each runs once with its memory counted, then they are timed in turn."""
+
+    part: str
+    label: str
+    """Both for the progress bar."""
+    rows: list[Row]
+    """A row for each variant, to be filled. If its ``predicted_bytes`` exceed the free memory, the
+    variant does not run and the row's note says so."""
+    make: Callable[[], Case]
+    """Builds the case when the first job runs; it lives until the last job is dropped."""
+
+    def jobs(self) -> list[Job]:
+        """The jobs that fill the rows."""
+        case = cache(self.make)
+
+        def job(row: Row, what: str, fill: Callable) -> Job:
+            label = f"{self.label}, {row.variant}: {what}"
+            return Job(self.part, label, row.work, partial(fill, row, case))
+
+        jobs = [job(row, "memory", _count) for row in self.rows]
+        for number in range(max(row.rounds for row in self.rows)):
+            jobs += [job(row, "time", _time) for row in self.rows if number < row.rounds]
+        return jobs
+
+
+def _count(row: Row, case: Callable[[], Case]) -> None:
+    """One run with its memory counted, which is also the warm-up of the timed runs."""
+    free = free_bytes() - GIB
+    if row.predicted_bytes is not None and row.predicted_bytes > free:
+        row.note = (
+            f"does not fit: needs {row.predicted_bytes / GIB:.2g} GiB, "
+            f"{max(free, 0) / GIB:.2g} GiB are free"
+        )
+        return
+    run = partial(case().run, row.variant)
+    with ResidentPeak() as resident, LiveBytes() as live:
+        run()
+    row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
+
+
+def _time(row: Row, case: Callable[[], Case]) -> None:
+    if row.peak_bytes is not None:
+        row.seconds.append(on_cpu(partial(case().run, row.variant)))
 
 
 class Progress:
@@ -66,19 +128,13 @@ class Progress:
         return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
 
     def _bar(self):
-        from rich.progress import BarColumn, ProgressColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
-        from rich.text import Text
 
-        progress = self
+        from deepfast.measure.console import LiveColumn
 
-        class Left(ProgressColumn):
-            """The time left, computed whenever the bar is drawn."""
-
-            def render(self, task) -> Text:
-                return Text(progress.left())
-
-        bar = Bar(BarColumn(bar_width=20), Left(), TextColumn("{task.fields[now]}", markup=False))
+        columns = BarColumn(bar_width=20), LiveColumn(self.left)
+        bar = Bar(*columns, TextColumn("{task.fields[now]}", markup=False))
         bar.add_task("", now="")
         bar.start()
         return bar

@@ -1,0 +1,239 @@
+"""The memory chapter: every policy of an encoder, predicted and measured; the deepest encoder that
+fits a device, by closed forms; and these forms beside counted steps."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepfast.measure.encoders import DROPOUT, EncoderModel
+from deepfast.measure.jobs import Job, Turns
+from deepfast.measure.rows import Row
+from deepfast.measure.settings import Settings
+from deepfast.memory import POLICIES, LiveBytes, Plan, parse_bytes, plan
+from deepfast.memory.eager import EAGER, eager_peak
+from deepfast.memory.plan import uniform_peak
+from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.table import describe
+from deepfast.nn import Packing, TransformerEncoder
+
+PARAMETERS = "parameters"
+"""A category of a plan's table."""
+LAYER_WORK = 0.02
+"""About how many seconds a layer takes at D=128 and 1,024 tokens."""
+
+BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
+MODEL: dict[str, Any] = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
+"""Sizes of the planned models. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
+CUDA."""
+PLANNED = "deepfast"
+
+HELD_MODEL: dict[str, Any] = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
+"""Sizes of the counted models: an eighth of `MODEL`, tokens and heads included."""
+HELD_BATCH, HELD_LENGTH = 32, 32
+HELD_POLICIES = {"deepfast, keep": "keep", "deepfast, history": "history"}
+"""Form -> policy of all layers."""
+DTYPES = ("float32", "bfloat16")
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+class PolicyCase:
+    """One depth: an encoder with dropout, an input and a gradient of its result."""
+
+    def __init__(self, settings: Settings, depth: int):
+        torch.manual_seed(settings.seed)
+        sizes = predicted(settings, depth, POLICIES[0]).sizes
+        self.encoder = TransformerEncoder(
+            depth, sizes.width, sizes.heads, sizes.ffn, dropout=DROPOUT
+        )
+        self.packing = Packing(settings.memory_batch, settings.length)
+        self.x = torch.randn(sizes.tokens, sizes.width, requires_grad=True)
+        self.gradient = torch.ones(sizes.tokens, sizes.width)
+
+    def run(self, policy: str) -> None:
+        """Forward and backward with every layer under ``policy``."""
+        self.encoder.set_memory(policy)
+        # The first state is made in the step, like the result of an embedding.
+        y = self.encoder.forward_packed(self.x * 1, self.packing)
+        y.backward(self.gradient)
+        self.encoder.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+
+def predicted(settings: Settings, depth: int, policy: str) -> Plan:
+    """The plan of `deepfast.memory.plan` for a `PolicyCase`; nothing of it is measured."""
+    return plan(
+        budget="1TiB", layers=depth, width=settings.memory_dim, tokens=settings.memory_tokens,
+        vocabulary=0, decoder_layers=0, dtype="float32", optimizer="none", device="cpu",
+        length=settings.length, policies=policy,
+    )  # fmt: skip
+
+
+def policies(settings: Settings) -> list[Turns]:
+    """Every policy at every depth, without the parameters' bytes. At one depth they are timed."""
+    found = []
+    for depth in settings.depths:
+        rows = []
+        for policy in POLICIES:
+            known = predicted(settings, depth, policy)
+            row = Row(variant=policy, depth=depth, tokens=settings.memory_tokens)
+            row.predicted_bytes = known.peak - known.table[PARAMETERS]
+            row.rounds = settings.policy_rounds if depth == settings.policy_depth else 0
+            scale = settings.memory_tokens / 1024 * (settings.memory_dim / 128) ** 2
+            row.work = LAYER_WORK * depth * scale
+            rows.append(row)
+        make = partial(PolicyCase, settings, depth)
+        found.append(Turns("memory policies", f"{depth} layers", rows, make))
+    return found
+
+
+def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
+    """Sizes, and the rows with ratios: predicted to measured peaks, with and without parameters,
+    and times to the time of `keep`."""
+    sizes = predicted(settings, 1, POLICIES[0]).sizes
+    keep = next((r for r in rows if r.seconds and r.variant == POLICIES[0]), None)
+    found = []
+    for row in rows:
+        known = predicted(settings, row.depth, row.variant)
+        parameters = known.table[PARAMETERS]
+        relative = None
+        if row.seconds and keep is not None:
+            # An interrupted round has measured fewer policies.
+            pairs = zip(row.seconds, keep.seconds, strict=False)
+            relative = statistics.median(own / other for own, other in pairs)
+        found.append(row.as_dict() | {
+            "ratio": ratio(row),
+            "ratio_with_parameters": ratio(row, parameters),
+            "relative": relative,
+            "parameter_bytes": parameters,
+            "expected_relative": known.time,
+        })  # fmt: skip
+    return {
+        "tokens": settings.memory_tokens, "sentences": settings.memory_batch,
+        "dim": sizes.width, "heads": sizes.heads, "ffn_dim": sizes.ffn, "dropout": DROPOUT,
+        "rows": found,
+    }  # fmt: skip
+
+
+def ratio(row: Row, more: int = 0) -> float | None:
+    """Predicted over measured peak, with ``more`` bytes in both; None if nothing was measured."""
+    return (row.predicted_bytes + more) / (row.peak_bytes + more) if row.peak_bytes else None
+
+
+# ---- the deepest model ---------------------------------------------------------------------------
+
+
+def planned(budget: str) -> Plan | None:
+    """deepfast's deepest model within ``budget``; None if not even one layer fits."""
+    try:
+        return plan(budget=budget, **MODEL)
+    except ValueError:
+        return None
+
+
+def planned_sizes() -> Sizes:
+    """The sizes of `MODEL` with one layer."""
+    return plan(budget="1TiB", layers=1, **MODEL).sizes
+
+
+def deepest_eager(form: str, budget: int) -> int:
+    """The most layers of a plain form whose step fits ``budget`` bytes; 0 if not even one fits."""
+    sizes = planned_sizes()
+    return _most(lambda layers: eager_peak(replace(sizes, layers=layers), form) <= budget)
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, if all smaller ones fit; 0 if 1 does not."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def deepest() -> dict:
+    """The most layers for every budget and form, and the plan of deepfast's deepest model.
+
+    Computed from closed forms; nothing here was measured.
+    """
+    plans = [planned(budget) for budget in BUDGETS]
+    layers = {form: [deepest_eager(form, parse_bytes(b)) for b in BUDGETS] for form in EAGER}
+    layers[PLANNED] = [0 if found is None else found.sizes.layers for found in plans]
+    told = [
+        found and {"policies": describe(found.policies), "time": found.time} for found in plans
+    ]  # fmt: skip
+    budgets = [{"name": budget, "bytes": parse_bytes(budget)} for budget in BUDGETS]
+    return {"model": MODEL, "budgets": budgets, "layers": layers, "plans": told}
+
+
+# ---- closed forms beside counted steps -----------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """Small models, each counted once beside its closed form. Both numbers include parameters,
+    gradients and the optimizer's state."""
+
+    rows: list[Row]
+
+    def jobs(self) -> list[Job]:
+        """The jobs that fill the rows."""
+        return [
+            Job("closed forms", f"{row.depth} layers, {row.variant}, {row.what}", row.work,
+                partial(_count, row))
+            for row in self.rows
+        ]  # fmt: skip
+
+
+def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) -> list[Held]:
+    """Every form at every small depth and dtype."""
+    rows = []
+    for depth in settings.held_depths:
+        for dtype in DTYPES:
+            sizes = held_sizes(depth, dtype)
+            for form in forms:
+                policy = HELD_POLICIES.get(form)
+                peak = uniform_peak(sizes, policy) if policy else eager_peak(sizes, form)
+                rows.append(Row(variant=form, depth=depth, what=dtype, predicted_bytes=peak,
+                                tokens=sizes.tokens, work=0.03 * depth))  # fmt: skip
+    return [Held(rows)]
+
+
+def held_chapter(rows: list[Row]) -> dict:
+    """Sizes, and the rows with the ratio of predicted to measured peaks."""
+    found = [row.as_dict() | {"ratio": ratio(row)} for row in rows]
+    return {"tokens": HELD_BATCH * HELD_LENGTH, **HELD_MODEL, "rows": found}
+
+
+def held_sizes(depth: int, dtype: str) -> Sizes:
+    """The sizes of a small model."""
+    return plan(
+        budget="1TiB", layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
+        length=HELD_LENGTH, **HELD_MODEL,
+    ).sizes  # fmt: skip
+
+
+def _count(row: Row) -> None:
+    torch.manual_seed(0)
+    sizes = held_sizes(row.depth, row.what)
+    model = EncoderModel(sizes, HELD_POLICIES.get(row.variant, row.variant))
+    row.peak_bytes = counted_bytes(model, sizes)
+
+
+def counted_bytes(model: EncoderModel, sizes: Sizes) -> int:
+    """The peak of one step, forward and backward, with parameters and the optimizer's state."""
+    shape = (sizes.tokens // sizes.length, sizes.length)
+    tokens, target = (torch.randint(sizes.vocabulary, shape) for _ in range(2))
+    with LiveBytes() as live:
+        with torch.autocast("cpu", torch.bfloat16, enabled=sizes.dtype == "bfloat16"):
+            loss = model.loss(tokens, target)
+        loss.backward()
+    count = sum(p.numel() for p in model.parameters())
+    return live.peak + (4 + OPTIMIZERS[sizes.optimizer]) * count

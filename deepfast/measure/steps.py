@@ -1,0 +1,146 @@
+"""Training steps of encoders of several depths, and their connection alone: time, memory, traffic,
+and how far the forms agree."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepfast.measure.clock import COPY, copy_variant
+from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS, StepCase
+from deepfast.measure.forms import FORMS, mixing_alone
+from deepfast.measure.jobs import Turns
+from deepfast.measure.rows import Row
+from deepfast.measure.settings import Settings
+from deepfast.measure.traffic import states_moved
+from deepfast.nn import DLCL
+
+LAYER_WORK = 0.06
+"""About how many seconds a layer takes at D=256, F=1024 and 2,048 tokens."""
+PAIR_WORK = {"stack and sum": 3.6e-3, "DenseFormer form": 9e-4, "loop of adds": 9e-4}
+"""The same for each pair of a layer and a source; deepfast's time does not depend on them."""
+MIXING = ("deepfast", "DenseFormer form", REFERENCE, COPY)
+"""Variants of the mixing alone."""
+FAST = (RESIDUAL, "deepfast", COPY)
+"""Variants that are timed more often."""
+
+AGREEMENT_DEPTH, AGREEMENT_SENTENCES = 30, 8
+"""The most layers and sentences of the comparison with float64."""
+WEIGHT = "connection.dlcl.weight"
+
+Step = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and gradients by parameter name."""
+
+
+def steps(settings: Settings) -> list[Turns]:
+    """A step of every variant at every depth."""
+    found = []
+    for depth in settings.depths:
+        rows = [_row(settings, depth, variant) for variant in VARIANTS]
+        states = (10 + settings.ffn_dim // settings.dim) * depth + _stacks(depth)
+        rows[-1].predicted_bytes = states * settings.state_bytes
+        make = partial(StepCase, settings, depth)
+        found.append(Turns("a step", f"{depth} layers", rows, make))
+    return found
+
+
+def mixing(settings: Settings) -> list[Turns]:
+    """Each form of the connection alone, and a plain copy."""
+    depth = settings.mixing_depth
+    rows = {form: _row(settings, depth, form) for form in MIXING}
+    layers = _work(settings, depth, RESIDUAL)
+    for row in rows.values():
+        row.work += 0.05 - layers
+    rows[REFERENCE].predicted_bytes = _stacks(depth) * settings.state_bytes
+    make = partial(MixingCase, settings, rows[COPY])
+    return [Turns("mixing alone", f"{depth} layers", list(rows.values()), make)]
+
+
+class MixingCase:
+    """The connection of a whole stack whose layers do nothing, forward and backward."""
+
+    def __init__(self, settings: Settings, copy_row: Row):
+        torch.manual_seed(settings.seed)
+        self.dlcl = DLCL(settings.mixing_depth, settings.dim)
+        self.y = torch.randn(settings.tokens, settings.dim, requires_grad=True)
+        self.grad = torch.randn(settings.tokens, settings.dim)
+        self.copy, copy_row.nbytes = copy_variant()
+
+    def run(self, variant: str) -> None:
+        """One run of a form, or of the copy."""
+        if variant == COPY:
+            self.copy()
+            return
+        mixing_alone(FORMS[variant], self.dlcl, self.y, self.grad)
+        self.y.grad = None
+        self.dlcl.zero_grad(set_to_none=True)
+
+
+def _row(settings: Settings, depth: int, variant: str) -> Row:
+    moved = states_moved(variant, depth)
+    return Row(
+        variant=variant, depth=depth, tokens=settings.tokens,
+        nbytes=None if moved is None else moved * settings.state_bytes,
+        rounds=settings.rounds if variant in FAST else settings.slow_rounds,
+        work=_work(settings, depth, variant),
+    )  # fmt: skip
+
+
+def _stacks(depth: int) -> int:
+    """The number of states that stack and sum keeps: every stack, the states of each row, and the
+    gradient and product of the last stack."""
+    rows = depth + 1
+    return rows * (rows + 1) // 2 + 5 * rows
+
+
+def _work(settings: Settings, depth: int, variant: str) -> float:
+    layers = LAYER_WORK * (1.1 if variant == "deepfast" else 1.0) * depth
+    scale = settings.tokens / 2048 * settings.dim / 256
+    return scale * (layers + PAIR_WORK.get(variant, 0.0) * depth**2) + 0.05
+
+
+def agreement(settings: Settings) -> dict:
+    """Compares every form in float32, and deepfast also in float64, with stack and sum in float64.
+
+    The activation is smooth. With ReLU a rounding error that changes a sign switches a whole unit's
+    gradient on or off, in every form, and hides the differences measured here.
+
+    Returns:
+        Sizes, and for each form and dtype the largest differences: of the loss, relative; of all
+        gradients, in units of the largest one; of the depth weights' gradient alone, in the same
+        way.
+    """
+    small = [depth for depth in settings.depths if depth <= AGREEMENT_DEPTH]
+    depth = max(small, default=min(settings.depths))
+    settings = replace(settings, batch=min(settings.batch, AGREEMENT_SENTENCES))
+    case = StepCase(settings, depth, activation="gelu")
+    single = {form: case.step(form) for form in VARIANTS if form != RESIDUAL}
+    case.encoder.double()
+    case.x, case.target = case.x.double(), case.target.double()
+    truth = case.step(REFERENCE)
+    rows = [_compare(form, "float32", result, truth) for form, result in single.items()]
+    rows.append(_compare("deepfast", "float64", case.step("deepfast"), truth))
+    return {"depth": depth, "tokens": settings.tokens, "activation": "gelu", "rows": rows}
+
+
+def _compare(variant: str, dtype: str, result: Step, truth: Step) -> dict:
+    (loss, gradients), (true_loss, true_gradients) = result, truth
+    return {
+        "variant": variant,
+        "dtype": dtype,
+        "loss": abs(loss.item() - true_loss.item()) / abs(true_loss.item()),
+        "gradients": _difference(true_gradients, gradients),
+        "weight": _difference({WEIGHT: true_gradients[WEIGHT]}, {WEIGHT: gradients[WEIGHT]}),
+    }
+
+
+def _difference(truth: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest absolute difference over all tensors, in units of the largest true value."""
+    if truth.keys() != other.keys():
+        missing = sorted(truth.keys() ^ other.keys())
+        raise RuntimeError(f"{missing[0]}: one form has a gradient, the other has none")
+    scale = max(t.abs().max().item() for t in truth.values())
+    with torch.no_grad():
+        worst = max((t - other[name].double()).abs().max().item() for name, t in truth.items())
+    return worst / scale

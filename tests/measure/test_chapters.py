@@ -1,0 +1,284 @@
+"""What is measured: forms that compute the same, the rows of every chapter, closed forms beside
+counted steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepfast.measure import jobs, memory_steps, page, steps
+from deepfast.measure.clock import COPY
+from deepfast.measure.connections import (
+    CONNECTIONS,
+    OURS,
+    PLAIN,
+    ConnectionCase,
+    connections,
+    pairs,
+    ratios,
+)
+from deepfast.measure.encoders import VARIANTS, EncoderModel, FormEncoder, StepCase
+from deepfast.measure.forms import mixing_alone
+from deepfast.measure.memory_steps import HELD_MODEL, HELD_POLICIES, MODEL, counted_bytes
+from deepfast.measure.report_pictures import memory_curves
+from deepfast.measure.rows import Row
+from deepfast.measure.settings import DEFAULT, FULL, QUICK
+from deepfast.memory import POLICIES, parse_bytes, plan
+from deepfast.memory.eager import CHECKPOINTED, EAGER, LOOP, RESIDUAL, STACK, eager_peak
+from deepfast.nn import TransformerEncoder
+
+FORMS = [f"{name}: {form}" for name in CONNECTIONS for form in (OURS, PLAIN)]
+SLOW = ("stack and sum", *(form for form in FORMS if form.endswith(PLAIN)))
+"""Variants that are not run where their memory is not free."""
+
+
+# ---- steps, and their connection alone -----------------------------------------------------------
+
+
+def test_all_dlcl_variants_compute_the_same_and_residual_does_not(tiny):
+    case = StepCase(tiny, 4)
+    own = {id(p) for p in case.encoder.parameters()}
+    losses = {v: case.step(v)[0].item() for v in VARIANTS}
+    plain = losses.pop("plain residual")
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["stack and sum"]), rel=1e-5)
+    assert abs(plain - losses["deepfast"]) > 1e-4
+    # They share every parameter, and a run leaves no gradients.
+    assert all({id(p) for p in model.parameters()} <= own for model in case.models.values())
+    assert all(p.grad is None for p in case.encoder.parameters())
+
+
+def test_a_form_needs_pre_norm_dlcl_without_dropout():
+    with pytest.raises(ValueError, match="connection='dlcl'"):
+        FormEncoder(TransformerEncoder(1, 8, 2, 8, connection="residual"), None)
+    with pytest.raises(ValueError, match=r"dropout 0, got 0\.1"):
+        FormEncoder(TransformerEncoder(1, 8, 2, 8), None)
+
+
+@pytest.mark.parametrize("chapter", [steps.steps, steps.mixing, connections])
+def test_memory_that_is_not_there_is_not_taken(tiny, measured, monkeypatch, chapter):
+    monkeypatch.setattr(jobs, "free_bytes", lambda: jobs.GIB + 50_000)
+    sizes = replace(tiny, connection_depths=(4, 9), connection_tokens=128)
+    rows = [row for row in measured(chapter(sizes)) if row.what != "MUDD"]
+    assert {row.variant for row in rows} & {*SLOW}
+    for row in rows:
+        if row.variant in SLOW:
+            assert row.note.startswith("does not fit: needs ")
+            assert row.peak_bytes is row.median is None
+        else:
+            assert row.note is None
+            assert row.median > 0
+
+
+def test_the_predicted_memory_is_not_below_the_measured_one(tiny, measured):
+    for row in measured(steps.steps(tiny)):
+        if row.variant == "stack and sum":
+            assert row.peak_bytes <= row.predicted_bytes <= 1.5 * row.peak_bytes
+
+
+def test_variants_take_turns(tiny):
+    labels = [job.label for job in steps.steps(tiny)[0].jobs()]
+    assert labels == [
+        *(f"2 layers, {v}: memory" for v in VARIANTS),
+        *(f"2 layers, {v}: time" for v in (*VARIANTS, *VARIANTS[:2])),
+    ]
+
+
+@pytest.mark.parametrize("settings", [DEFAULT, FULL, QUICK], ids=["default", "full", "quick"])
+def test_every_setting_measures_the_headline_rows(settings):
+    assert settings.policy_depth in settings.depths
+    assert settings is QUICK or settings.depths == (6, 30, 60, 100)
+    assert settings is not FULL or (settings.tokens, settings.dim) == (2048, 256)
+
+
+def test_mixing_is_compared_with_the_copy(made):
+    rows = {row["variant"]: row for row in made.report["mixing"]}
+    assert rows[COPY]["fraction_of_copy"] == 1
+    assert rows[COPY]["gb_per_second"] > 0.1
+    assert all(row["fraction_of_copy"] > 0 for row in rows.values())
+
+
+def test_forms_agree_with_float64(made):
+    rows = {(r["variant"], r["dtype"]): r for r in made.report["agreement"]["rows"]}
+    assert rows.pop(("deepfast", "float64"))["gradients"] < 1e-12
+    assert {v for v, _ in rows} == {*VARIANTS} - {RESIDUAL}
+    for row in rows.values():
+        assert row["loss"] < 1e-6
+        assert max(row["gradients"], row["weight"]) < 1e-5
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_both_forms_of_a_connection_compute_the_same(tiny, name):
+    case = ConnectionCase(tiny, 9, [Row(variant=v) for v in FORMS])
+    connection, module = CONNECTIONS[name], case.modules[name].double()
+    y, grad = case.y.detach().double().requires_grad_(), case.grad.double()
+    found = []
+    for form in (connection.ours, connection.plain):
+        x = mixing_alone(form, module, y, grad)
+        found.append([x, y.grad, *(p.grad for p in module.parameters())])
+        y.grad = None
+        module.zero_grad()
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_every_form_is_measured_at_every_depth(tiny, measured):
+    sizes = replace(tiny, connection_depths=(4, 9), connection_tokens=128)
+    rows = measured(connections(sizes))
+    assert [(row.depth, row.variant) for row in rows] == [(d, v) for d in (4, 9) for v in FORMS]
+    for row in rows:
+        slow = row.variant in SLOW
+        assert len(row.seconds) == (1 if slow else 5)
+        assert not slow or row.peak_bytes <= row.predicted_bytes
+    rows = [row.as_dict() for row in rows]
+    for ours, plain in pairs(rows)[len(CONNECTIONS) :]:
+        assert (ours["depth"], ours["what"]) == (9, plain["what"])
+        assert 0 < ours["nbytes"] < plain["nbytes"]
+        assert 0 < ours["peak_bytes"] < plain["peak_bytes"]
+    found = ratios(rows)
+    assert found.keys() == CONNECTIONS.keys()
+    ours, plain = pairs(rows)[len(CONNECTIONS)]
+    assert found["DLCL"]["memory"] == plain["peak_bytes"] / ours["peak_bytes"]
+    # At twice the depth: plain PyTorch's traffic by four, that of blocks by two.
+    assert 2 < found["attention in blocks"]["plain_growth"] < found["DLCL"]["plain_growth"] < 4
+    plain["median_seconds"] = None
+    assert "DLCL" not in ratios(rows)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_every_policy_at_every_depth_is_as_predicted(tiny, measured, monkeypatch):
+    rows = measured(memory_steps.policies(tiny))
+    every = [(depth, policy) for depth in tiny.depths for policy in POLICIES]
+    assert [(row.depth, row.variant) for row in rows] == every
+    for row in rows:
+        assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.05)
+    found = memory_steps.policy_chapter(tiny, rows)["rows"]
+    for row in found:
+        assert row["ratio"] == row["predicted_bytes"] / row["peak_bytes"]
+        # Both numbers include the parameters, so their ratio is nearer to 1.
+        assert row["parameter_bytes"] > 0
+        assert abs(row["ratio_with_parameters"] - 1) <= abs(row["ratio"] - 1)
+    timed = [row for row in found if row["relative"]]
+    assert [(row["depth"], row["variant"]) for row in timed] == [(4, p) for p in POLICIES]
+    assert timed[0]["relative"] == timed[0]["expected_relative"] == 1
+    assert all(len(row["seconds"]) == tiny.policy_rounds for row in timed)
+    expected = [row["expected_relative"] for row in timed]
+    assert expected == sorted(expected)
+    assert expected[-1] > 1.1
+
+    keep = next(row for row in rows if (row.depth, row.variant) == (4, "keep"))
+    # Less than what keep takes, more than lean takes.
+    monkeypatch.setattr(jobs, "free_bytes", lambda: jobs.GIB + keep.predicted_bytes - 1)
+    again = measured(memory_steps.policies(tiny))
+    by = {(row.depth, row.variant): row for row in again}
+    assert by[4, "keep"].note.startswith("does not fit")
+    assert by[4, "keep"].peak_bytes is None
+    assert by[4, "lean"].peak_bytes
+    chapter = memory_steps.policy_chapter(tiny, again)
+    assert {row["relative"] for row in chapter["rows"]} == {None}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", [*EAGER, *HELD_POLICIES])
+def test_closed_forms_are_held_to_counted_steps(tiny, form, dtype):
+    (group,) = memory_steps.held(replace(tiny, held_depths=(3,)), (form,))
+    ((job, row),) = [
+        pair for pair in zip(group.jobs(), group.rows, strict=True) if pair[1].what == dtype
+    ]
+    job.run()
+    assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.05)
+
+
+def test_what_a_form_keeps_is_what_it_is_named_for():
+    sizes = memory_steps.held_sizes(12, "float32")
+    measured = {form: counted_bytes(EncoderModel(sizes, form), sizes) for form in EAGER}
+    assert measured[STACK] > measured[LOOP] > measured[RESIDUAL] > measured[CHECKPOINTED]
+    assert counted_bytes(EncoderModel(sizes, "history"), sizes) < measured[CHECKPOINTED]
+
+
+@pytest.mark.parametrize("form", EAGER)
+def test_plain_models_have_the_predicted_parameters(form):
+    sizes = memory_steps.held_sizes(3, "float32")
+    count = sum(p.numel() for p in EncoderModel(sizes, form).parameters())
+    connection = 4 * 4 + 2 * 4 * sizes.width
+    expected = plan(
+        budget="1TiB", layers=3, tokens=1024, connection="residual", **HELD_MODEL
+    ).sizes.parameters  # fmt: skip
+    assert count == expected + (connection if form in (STACK, LOOP) else 0)
+    fused = sum(p.numel() for p in EncoderModel(sizes, "keep").parameters())
+    assert fused == sizes.parameters == expected + connection
+
+
+@pytest.mark.parametrize("pair", [(STACK, LOOP), (RESIDUAL, CHECKPOINTED)])
+def test_forms_of_one_model_compute_the_same(pair):
+    sizes = memory_steps.held_sizes(2, "float32")
+    first, second = (EncoderModel(sizes, form) for form in pair)
+    second.load_state_dict(first.state_dict())
+    tokens, target = (torch.randint(sizes.vocabulary, (4, 8)) for _ in range(2))
+    gradients = []
+    for model in (first, second):
+        torch.manual_seed(3)
+        model.loss(tokens, target).backward()
+        gradients.append(model.encoder.layers[0].up.weight.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+
+
+def test_one_layer_more_than_the_deepest_does_not_fit():
+    found, sizes = memory_steps.deepest(), memory_steps.planned_sizes()
+    for index, budget in enumerate(memory_steps.BUDGETS):
+        for form in EAGER:
+            layers = found["layers"][form][index]
+            assert eager_peak(replace(sizes, layers=layers + 1), form) > parse_bytes(budget)
+            if layers:
+                assert eager_peak(replace(sizes, layers=layers), form) <= parse_bytes(budget)
+        layers = found["layers"][memory_steps.PLANNED][index]
+        assert plan(budget=budget, layers=layers, **MODEL).fits
+        assert not plan(budget=budget, layers=layers + 1, **MODEL).fits
+    assert found["layers"][STACK][0] == 0
+    assert memory_steps.planned("400MiB") is None
+
+
+def test_the_curves_are_the_closed_forms_with_the_same_margin():
+    sizes = memory_steps.planned_sizes()
+    found = memory_curves(sizes)
+    layers, gib = found[LOOP][2]
+    deep = replace(sizes, layers=layers)
+    bare = eager_peak(replace(deep, device="cpu", dropout=False), LOOP)
+    without = eager_peak(replace(deep, dropout=False), LOOP)
+    assert without == pytest.approx(1.04 * bare + 300 * 2**20, rel=1e-6)
+    assert gib * 2**30 == eager_peak(deep, LOOP) > without
+    layers, gib = found["deepfast, lean"][2]
+    known = plan(budget="1TiB", layers=layers, policies="lean", **MODEL)
+    assert gib * 2**30 == known.peak > known.table["allocator margin"] > 300 * 2**20
+
+
+# ---- numbers on the page -------------------------------------------------------------------------
+
+
+def test_numbers_are_short():
+    assert [page.seconds(v) for v in (None, 0.00123, 0.5, 2.345, 41.23)] == [
+        "", "1.23 ms", "500 ms", "2.35 s", "41.2 s",
+    ]  # fmt: skip
+    assert [page.size(v) for v in (1 << 20, 3 << 29, 13 << 30)] == ["1 MiB", "1.50 GiB", "13.0 GiB"]
+    rows = [{"ratio": ratio} for ratio in (1.02, 0.97, 1.0, None)]
+    assert page.spread(rows) == {"low": 0.97, "high": 1.02, "count": 3}
+    assert page.spread(rows[3:]) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "twin", "says"),
+    [(2.0, 4.4, "little more than token frequencies"), (2.0, 3.0, "but later"),
+     (3.0, 2.0, "not behind")],
+)  # fmt: skip
+def test_the_verdict_follows_the_numbers(ours, twin, says):
+    def run(nll):
+        return {"steps": 100, "curve": {"dev": [[50, 5.0, 1.0], [100, nll, 2.0]]}}
+
+    training = {"status": "measured", "unigram_nll": 4.5}
+    assert says in page.verdict(training | {"runs": {"dlcl": run(ours), "twin": run(twin)}})
