@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from deepfast.files import check_writable, make_folder
-    from deepfast.measure import page, trace
+    from deepfast.measure import page
     from deepfast.measure.jobs import Progress
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
+    from deepfast.measure.steps import write_trace
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
     settings = replace(settings, training=not args.no_training)
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     report = make_report(settings, command_line(args), Progress())
     path = page.write(report, args.output)
     if args.trace and not report["interrupted"]:
-        depth = trace.write(settings, args.output / "trace.json")
+        depth = write_trace(settings, args.output / "trace.json")
         print(
             f"{args.output / 'trace.json'}: a step of {depth} layers, for https://ui.perfetto.dev"
         )

@@ -127,14 +127,9 @@ class PlainEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: int,
-        dim: int,
-        heads: int,
-        ffn_dim: int,
-        dropout: float = DROPOUT,
+        self, layers: int, dim: int, heads: int, ffn_dim: int, dropout: float = DROPOUT,
         form: str = RESIDUAL,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.form = form
         self.layers = nn.ModuleList(PlainLayer(dim, heads, ffn_dim, dropout) for _ in range(layers))

@@ -11,7 +11,8 @@ formula and differ in how they sum over layers:
     MUDD       x_s = sum_k A[k,s] y_k, A = gelu(RMSNorm(y_l) W_1) W_2 + a; the streams one by one
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from deepfast import ops
 from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
 
+States = list[Tensor]
 Streams = tuple[Tensor, ...]
 
 
@@ -33,18 +35,26 @@ class Deepfast:
         return self.module(y, self.history)
 
 
+def loop_of_adds(states: States, weights: Tensor | Sequence[Tensor]) -> Tensor:
+    """A running sum of weight times state: no stack, one read and one write of x per term."""
+    x = weights[0] * states[0]
+    for k in range(1, len(states)):
+        x = x + weights[k] * states[k]
+    return x
+
+
 # ---- DLCL ----------------------------------------------------------------------------------------
 
 
-class _DLCLForm:
-    """A form of DLCL."""
+class DLCLForm:
+    """A form of DLCL.
 
-    mix: Callable[[Tensor, Tensor], Tensor]
-    """From z_k = LN_k(y_k) and the weights (k + 1,) of row k to x_{k+1}; each form has its own."""
+    mix: from the states z_k = LN_k(y_k) and their weights (K,) to their sum.
+    """
 
-    def __init__(self, dlcl: DLCL):
-        self.dlcl = dlcl
-        self.states: list[Tensor] = []
+    def __init__(self, mix: Callable[[States, Tensor], Tensor], dlcl: DLCL):
+        self.mix, self.dlcl = mix, dlcl
+        self.states: States = []
         self.count = 0
 
     def norm(self, y: Tensor) -> Tensor:
@@ -55,29 +65,18 @@ class _DLCLForm:
         return F.layer_norm(y, (m.dim,), m.norm_weight[k], m.norm_bias[k], m.eps)
 
     def __call__(self, y: Tensor) -> Tensor:
-        z = self.norm(y)
-        x = self.mix(z, self.dlcl.weight[self.count, : self.count + 1].to(z.dtype))
+        self.push(self.norm(y))
+        weight = self.dlcl.weight[self.count, : self.count + 1]
         self.count += 1
-        return x
+        return self.mix(self.states, weight.to(self.states[-1].dtype))
+
+    def push(self, z: Tensor) -> None:
+        self.states.append(z)
 
 
-class StackAndSum(_DLCLForm):
+def stack_and_sum(states: States, weight: Tensor) -> Tensor:
     """Stacks all layers, multiplies by their weights, sums: the form of the DLCL paper's code."""
-
-    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
-        self.states.append(z)
-        return (torch.stack(self.states) * weight.view(-1, *(1,) * z.dim())).sum(0)
-
-
-class AddLoop(_DLCLForm):
-    """A running sum of weight times layer: no stack, one read and one write of x per term."""
-
-    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
-        self.states.append(z)
-        x = weight[0] * self.states[0]
-        for k in range(1, len(self.states)):
-            x = x + weight[k] * self.states[k]
-        return x
+    return (torch.stack(states) * weight.view(-1, *(1,) * states[0].dim())).sum(0)
 
 
 class _Append(torch.autograd.Function):
@@ -102,34 +101,30 @@ class _Append(torch.autograd.Function):
         return None, older, None, grad[ctx.index]
 
 
-class DenseFormerForm(_DLCLForm):
+class DenseFormerForm(DLCLForm):
     """One buffer and a tensordot per layer: linear memory, as in DenseFormer's module.
 
     Pagliardini et al., DenseFormer, NeurIPS 2024.
     """
 
-    buffer: Tensor | None = None
-    filled: Tensor | None = None
+    def __init__(self, dlcl: DLCL):
+        super().__init__(lambda states, weight: torch.tensordot(weight, states[0], dims=1), dlcl)
+        self.buffer: Tensor | None = None
 
-    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
+    def push(self, z: Tensor) -> None:
         if self.buffer is None:
             self.buffer = z.new_empty(self.dlcl.weight.shape[0], *z.shape)
-        self.filled = _Append.apply(self.buffer, self.filled, self.count, z)
-        return torch.tensordot(weight, self.filled, dims=1)
+        filled = self.states[0] if self.states else None
+        self.states = [_Append.apply(self.buffer, filled, self.count, z)]
 
 
-class FusedPerLayer(_DLCLForm):
-    """One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
-
-    def mix(self, z: Tensor, weight: Tensor) -> Tensor:
-        self.states.append(z)
-        return ops.depth_mix(self.states, weight)
-
-
-FORMS = {
+StackAndSum = partial(DLCLForm, stack_and_sum)
+FusedPerLayer = partial(DLCLForm, ops.depth_mix)
+"""One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
+FORMS: dict[str, Callable[[DLCL], Callable]] = {
     "stack and sum": StackAndSum,
     "DenseFormer form": DenseFormerForm,
-    "loop of adds": AddLoop,
+    "loop of adds": partial(DLCLForm, loop_of_adds),
     "deepfast": Deepfast,
 }
 """The forms of DLCL that are compared, deepfast last."""
@@ -138,15 +133,15 @@ FORMS = {
 # ---- attention residuals -------------------------------------------------------------------------
 
 
-class _AttentionForm:
-    """A form of attention residuals."""
+class AttentionForm:
+    """A form of attention residuals.
 
-    attend: Callable[[Tensor], Tensor]
-    """A row from its query; each form has its own."""
+    attend: from the sources, their RMSNorm and a query (D,) to the sum of the sources.
+    """
 
-    def __init__(self, residuals: AttentionResiduals):
-        self.residuals = residuals
-        self.values: list[Tensor] = []
+    def __init__(self, attend: Callable[[States, Callable, Tensor], Tensor], residuals):
+        self.attend, self.residuals = attend, residuals
+        self.values: States = []
         self.row = 0
 
     def __call__(self, v: Tensor) -> Tensor:
@@ -155,34 +150,29 @@ class _AttentionForm:
         else:
             self.values.append(v)
         self.row += 1
-        return self.attend(self.residuals.query[self.row - 1])
-
-    def normalised(self, v: Tensor) -> Tensor:
-        return F.rms_norm(v, (v.shape[-1],), eps=self.residuals.eps)
+        norm = partial(F.rms_norm, normalized_shape=v.shape[-1:], eps=self.residuals.eps)
+        return self.attend(self.values, norm, self.residuals.query[self.row - 1])
 
 
-class StackedAttention(_AttentionForm):
+def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
     """Stacks all sources for every row, as in the pseudocode of the paper (Kimi Team, 2026)."""
-
-    def attend(self, query: Tensor) -> Tensor:
-        v = torch.stack(self.values)
-        scores = torch.einsum("d,k...d->k...", query, self.normalised(v))
-        return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
+    v = torch.stack(values)
+    scores = torch.einsum("d,k...d->k...", query, norm(v))
+    return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
 
 
-class ListedAttention(_AttentionForm):
+def listed_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
     """Goes through the list of sources for every row: no stack."""
-
-    def attend(self, query: Tensor) -> Tensor:
-        scores = torch.stack([self.normalised(v) @ query for v in self.values])
-        weights = scores.softmax(0).unsqueeze(-1)
-        x = weights[0] * self.values[0]
-        for weight, v in zip(weights[1:], self.values[1:], strict=True):
-            x = x + weight * v
-        return x
+    scores = torch.stack([norm(v) @ query for v in values])
+    return loop_of_adds(values, scores.softmax(0).unsqueeze(-1))
 
 
-ATTENTION_FORMS = {"stack": StackedAttention, "list": ListedAttention, "deepfast": Deepfast}
+StackedAttention = partial(AttentionForm, stacked_attention)
+ATTENTION_FORMS: dict[str, Callable[[AttentionResiduals], Callable]] = {
+    "stack": StackedAttention,
+    "list": partial(AttentionForm, listed_attention),
+    "deepfast": Deepfast,
+}
 """The forms of attention residuals that are compared, deepfast last."""
 
 
@@ -205,15 +195,15 @@ class InStack(nn.Module):
 # ---- MUDD ----------------------------------------------------------------------------------------
 
 
-class _MUDDForm:
-    """A form of MUDD. A call returns the streams; the last one returns the output."""
+class MUDDForm:
+    """A form of MUDD. A call returns the streams; the last one returns the output.
 
-    mix: Callable[[Tensor], Streams]
-    """The streams from weights (..., K, S); each form has its own."""
+    mix: from the states and their weights (..., K, S) to S sums.
+    """
 
-    def __init__(self, mudd: MUDD):
-        self.mudd = mudd
-        self.states: list[Tensor] = []
+    def __init__(self, mix: Callable[[States, Tensor], Streams], mudd: MUDD):
+        self.mix, self.mudd = mix, mudd
+        self.states: States = []
 
     def __call__(self, y: Tensor) -> Streams | Tensor:
         self.states.append(y)
@@ -223,28 +213,19 @@ class _MUDDForm:
         n = F.rms_norm(y, (y.shape[-1],), eps=self.mudd.eps)
         dynamic = F.linear(F.gelu(F.linear(n, self.mudd.up[row])), self.mudd.down[row])
         bias = self.mudd.bias[row]
-        streams = self.mix(dynamic.unflatten(-1, bias.shape) + bias)
+        streams = self.mix(self.states, dynamic.unflatten(-1, bias.shape) + bias)
         return streams if row < self.mudd.num_layers - 1 else streams[0]
 
 
-class StackedMUDD(_MUDDForm):
+def stacked_streams(states: States, weight: Tensor) -> Streams:
     """Stacks all states for every row and multiplies by einsum, as in the authors' code."""
-
-    def mix(self, weight: Tensor) -> Streams:
-        return torch.einsum("k...d,...ks->s...d", torch.stack(self.states), weight).unbind(0)
+    return torch.einsum("k...d,...ks->s...d", torch.stack(states), weight).unbind(0)
 
 
-class ListedMUDD(_MUDDForm):
+def listed_streams(states: States, weight: Tensor) -> Streams:
     """Goes through the list of states for every stream, as the authors decode: no stack."""
-
-    def mix(self, weight: Tensor) -> Streams:
-        streams = []
-        for w in weight.unbind(-1):
-            x = w[..., 0, None] * self.states[0]
-            for k, y in enumerate(self.states[1:], 1):
-                x = x + w[..., k, None] * y
-            streams.append(x)
-        return tuple(streams)
+    by_stream = weight.unsqueeze(-1).movedim((-2, -3), (0, 1))
+    return tuple(loop_of_adds(states, weights) for weights in by_stream)
 
 
 class DeepfastMUDD:
@@ -261,8 +242,16 @@ class DeepfastMUDD:
         return x if row == self.mudd.num_layers else x.unbind(-2)
 
 
-MUDD_FORMS = {"stack": StackedMUDD, "list": ListedMUDD, "deepfast": DeepfastMUDD}
+StackedMUDD = partial(MUDDForm, stacked_streams)
+MUDD_FORMS: dict[str, Callable[[MUDD], Callable]] = {
+    "stack": StackedMUDD,
+    "list": partial(MUDDForm, listed_streams),
+    "deepfast": DeepfastMUDD,
+}
 """The forms of MUDD that are compared, deepfast last."""
+
+
+# ---- the connection of a stack alone -------------------------------------------------------------
 
 
 class _Idle(torch.autograd.Function):

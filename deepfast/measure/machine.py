@@ -28,18 +28,13 @@ def git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    # Tags are not wanted: the name of a commit is its hash alone.
+    command = ["git", "-C", root, "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(root), *command],
-                capture_output=True, text=True, timeout=10, check=True,
-            ).stdout.strip()
-            for command in (("rev-parse", "--short=12", "HEAD"),
-                            ("status", "--porcelain", "--untracked-files=no"))
-        )  # fmt: skip
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+" if changes else "")
+    return found.stdout.strip()
 
 
 def environment() -> dict:

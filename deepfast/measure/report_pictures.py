@@ -1,11 +1,11 @@
 """The pictures of the report's page, and of a plan: each draws one panel from plain values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.pictures import (
     BLUE,
     COLORS,
@@ -38,16 +38,22 @@ NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 STEPS = Look(COLORS, strong=("deepfast",), dashed=(RESIDUAL,))
 MEMORY = Look(
     dict(zip(NAMES.values(), GREENS, strict=True))
-    | {form: COLORS.get(form, BLUE) for form in EAGER}
-    | {"deepfast": COLORS["deepfast"]},
+    | {form: COLORS.get(form, BLUE) for form in (*EAGER, "deepfast")},
     strong=(NAMES["keep"], NAMES["history"], "deepfast"), dashed=(RESIDUAL,),
 )  # fmt: skip
+CONNECTION_COLORS = COLORS["deepfast"], BLUE, COLORS["DenseFormer form"], COLORS["loop of adds"]
 MEMORY_HEIGHT = 3.9
 """Inches: high enough for nine names below each other."""
-CONNECTION_COLORS = (
-    COLORS["deepfast"], BLUE, COLORS["DenseFormer form"], COLORS["loop of adds"],
-)  # fmt: skip
-RUNS = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
+RUNS = {
+    "dlcl": ("DLCL, pre-norm", COLORS["deepfast"]),
+    "twin": ("residual, post-norm", COLORS["stack and sum"]),
+}
+"""Key of a training -> its name and its colour."""
+LINES: dict[str, dict[str, Any]] = {
+    "train": {"linewidth": 1, "alpha": 0.55},
+    "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
+}
+"""Curve of a training -> how it looks."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Picture:
 
     spoken: str
     """What it shows, for screen readers."""
-    draw: Callable[[Any, dict], object]
-    """Draws the report's values on a panel; returns False if there are none."""
+    draw: Callable[[Any, dict], None]
+    """Draws the report's values on a panel; without values nothing."""
     width: float = WIDTH
     height: float = HEIGHT
 
@@ -68,58 +74,47 @@ def draw(report: dict) -> dict[str, str | None]:
     with styled():
         for name, one in PICTURES.items():
             figure = new_figure(one.width, one.height)
-            found = one.draw(figure.add_subplot(), report)
-            drawn[name] = None if found is False else inline(figure, name, one.spoken)
+            axes = figure.add_subplot()
+            one.draw(axes, report)
+            drawn[name] = inline(figure, name, one.spoken) if axes.has_data() else None
     return drawn
 
 
-def _steps(field: str, title: str, scale: float = 1.0) -> Callable:
-    """A curve of a field for each variant."""
-
-    def over(axes, report: dict) -> bool:
-        curves: dict[str, list] = {variant: [] for variant in VARIANTS}
-        for row in report["steps"]:
-            if row[field]:
-                curves[row["variant"]].append((row["depth"], row[field] * scale))
-        curves = {variant: sorted(points) for variant, points in curves.items() if points}
-        if curves:
-            axes.set_title(title)
-            over_depth(axes, curves, STEPS)
-        return bool(curves)
-
-    return over
+def _curves(rows: list[dict], field: str, scale: float) -> dict[str, list]:
+    """Name -> (layers, number) of the rows that ran and have the field."""
+    curves: dict[str, list] = {}
+    for row in rows:
+        if row[field] and row["peak_bytes"]:
+            name = row["variant"].removesuffix(": deepfast")
+            curves.setdefault(name, []).append((row["depth"], row[field] * scale))
+    return curves
 
 
-def _connections(field: str, title: str, scale: float) -> Callable:
-    """A curve of a field for each connection, and one of the same colour for its plain form."""
+def _steps(axes, report: dict, *, field: str, title: str, scale: float = 1.0) -> None:
+    """A curve for each variant."""
+    if curves := _curves(report["steps"], field, scale):
+        axes.set_title(title)
+        over_depth(axes, curves, STEPS)
 
-    def over(axes, report: dict) -> bool:
-        rows = report["connections"]
-        names = dict.fromkeys(row["what"] for row in rows)
+
+def _connections(axes, report: dict, *, field: str, title: str, scale: float) -> None:
+    """A curve for each connection, and one of the same colour for its plain form."""
+    rows = report["connections"]
+    names = dict.fromkeys(row["what"] for row in rows)
+    curves = _curves(rows, field, scale)
+    plain = [name for name in curves if name not in names]
+    if len(plain) < len(curves):
         color_of = dict(zip(names, CONNECTION_COLORS, strict=True))
-        curves: dict[str, list] = {}
-        colors = {}
-        for row in rows:
-            if row[field] and row["seconds"]:
-                ours = row["variant"].endswith(": deepfast")
-                name = row["what"] if ours else row["variant"]
-                curves.setdefault(name, []).append((row["depth"], row[field] * scale))
-                colors[name] = color_of[row["what"]]
-        plain = [name for name in curves if name not in names]
-        if len(plain) == len(curves):
-            return False
+        colors = {name: color_of[name.partition(":")[0]] for name in curves}
         axes.set_title(title)
         over_depth(axes, curves, Look(colors, dashed=plain, unnamed=plain), "layers")
-        return True
-
-    return over
 
 
-def _policies(axes, report: dict) -> bool:
+def _policies(axes, report: dict) -> None:
     """A point for each policy, connected in the policies' order."""
     rows = [row for row in report["policies"]["rows"] if row["relative"]]
     if not rows:
-        return False
+        return
     points = {row["variant"]: (row["relative"], row["peak_bytes"] / MIB) for row in rows}
     look = Look(dict(zip(points, GREENS, strict=False)))
     times, peaks = zip(*points.values(), strict=True)
@@ -131,7 +126,6 @@ def _policies(axes, report: dict) -> bool:
     axes.set_xlabel("time of a step, relative to keep")
     axes.set_title(f"peak MiB, {rows[0]['depth']} layers")
     label_ends(axes, {policy: [point] for policy, point in points.items()}, look)
-    return True
 
 
 def _deepest(axes, report: dict) -> None:
@@ -140,48 +134,79 @@ def _deepest(axes, report: dict) -> None:
     curves = {
         form: [pair for pair in zip(budgets, layers, strict=True) if pair[1]]
         for form, layers in report["deepest"]["layers"].items()
+        if any(layers)
     }
     axes.set_title("most layers that fit")
-    curves = {form: points for form, points in curves.items() if points}
     over_depth(axes, curves, MEMORY, "GiB of the device")
 
 
-def _losses(axes, report: dict) -> bool:
+def _memory(axes, report: dict) -> None:
+    """Predicted memory over depth, of `memory_curves`."""
+    axes.set_title(report["curves"]["title"])
+    over_depth(axes, report["curves"]["points"], MEMORY)
+
+
+def _losses(axes, report: dict) -> None:
     """NLL over the steps of the trainings: lines for training batches, points for dev."""
     training = report["training"]
     if training["status"] != "measured":
-        return False
-    colors = dict(zip(RUNS.values(), (COLORS["deepfast"], COLORS["stack and sum"]), strict=True))
-    styles: dict[str, dict[str, Any]] = {
-        "train": {"linewidth": 1, "alpha": 0.55},
-        "dev": {"linewidth": 1.6, "marker": "o", "markersize": 3.5},
-    }
+        return
     ends: dict[str, Curve] = {}
     for key, run in training["runs"].items():
-        for part, style in styles.items():
+        name, color = RUNS[key]
+        for part, line in LINES.items():
             points = [(step, nll) for step, nll, _ in run["curve"][part]]
             if points:
-                axes.plot(*zip(*points, strict=True), color=colors[RUNS[key]], **style)
-                ends[RUNS[key]] = points
+                axes.plot(*zip(*points, strict=True), color=color, **line)
+                ends[name] = points
     if training["unigram_nll"] is not None:
         line_at(axes, "token frequencies alone", training["unigram_nll"], right=True)
     axes.set_xlabel("optimizer steps")
     axes.set_ylim(bottom=0)
     axes.set_title("NLL, nats per target token")
-    label_ends(axes, ends, Look(colors))
-    return True
+    label_ends(axes, ends, Look(dict(RUNS.values())))
 
 
-def _weights(axes, report: dict) -> bool:
+def _weights(axes, report: dict) -> None:
     """Learned W."""
     import numpy as np
 
     if report["training"]["status"] != "measured":
-        return False
+        return
     matrix = np.array(report["training"]["weights"])
     mesh = weight_map(axes, matrix, hidden=np.triu(np.ones_like(matrix, dtype=bool), 1))
     axes.figure.colorbar(mesh, ax=axes, shrink=0.7, pad=0.02, extend="both")
-    return True
+
+
+def _of_connections(field: str, title: str, scale: float) -> Picture:
+    """One of three pictures side by side."""
+    draw = partial(_connections, field=field, title=title, scale=scale)
+    return Picture(f"{title} of every connection over layers", draw, 3.6, 3.6)
+
+
+PICTURES = {
+    "time": Picture(
+        "Time of a step over encoder layers, all variants",
+        partial(_steps, field="median_seconds", title="Time of a step, seconds"),
+    ),
+    "memory": Picture(
+        "Peak memory of a step over encoder layers, all variants",
+        partial(_steps, field="peak_bytes", title="Peak memory of a step, GiB", scale=1 / GIB),
+    ),
+    "connection-traffic": _of_connections("nbytes", "counted traffic, GB", 1e-9),
+    "connection-time": _of_connections("median_seconds", "time, ms", 1e3),
+    "connection-memory": _of_connections("peak_bytes", "peak memory, MiB", 1 / MIB),
+    "policies": Picture("Peak memory over the time of a step, every memory policy", _policies),
+    "deepest": Picture(
+        "Most encoder layers that fit, over budgets of memory", _deepest, height=MEMORY_HEIGHT
+    ),
+    "depth_memory": Picture(
+        "Predicted peak memory of a step over encoder layers", _memory, height=MEMORY_HEIGHT
+    ),
+    "losses": Picture("Training and dev NLL over optimizer steps", _losses, height=3.1),
+    "weights": Picture("Heat map of the learned depth weights", _weights, height=WIDTH * 0.8),
+}
+"""Every picture of the page, by its name there."""
 
 
 # ---- predicted memory over depth -----------------------------------------------------------------
@@ -206,53 +231,11 @@ def memory_title(sizes: Sizes) -> str:
     return f"predicted peak of a step, GiB: {sizes.width} wide, {sizes.tokens:,} tokens"
 
 
-def _memory(axes, curves: Mapping[str, Curve], title: str) -> None:
-    axes.set_title(title)
-    over_depth(axes, curves, MEMORY)
-
-
 def draw_plan(plan: Plan, path: Path) -> None:
     """Writes the memory of the plan's model over depth, with a line at the budget, as SVG or PNG,
     by the file's ending."""
     with picture(path, height=MEMORY_HEIGHT) as figure:
         axes = figure.add_subplot()
+        axes.set_title(memory_title(plan.sizes))
         line_at(axes, f"budget {format_bytes(plan.budget)}", plan.budget / GIB)
-        _memory(axes, memory_curves(plan.sizes), memory_title(plan.sizes))
-
-
-PICTURES = {
-    "time": Picture(
-        "Time of a step over encoder layers, all variants",
-        _steps("median_seconds", "Time of a step, seconds"),
-    ),
-    "memory": Picture(
-        "Peak memory of a step over encoder layers, all variants",
-        _steps("peak_bytes", "Peak memory of a step, GiB", 1 / GIB),
-    ),
-    "connection-traffic": Picture(
-        "counted traffic, GB of every connection over layers",
-        _connections("nbytes", "counted traffic, GB", 1e-9), 3.6, 3.6,
-    ),
-    "connection-time": Picture(
-        "time, ms of every connection over layers",
-        _connections("median_seconds", "time, ms", 1e3), 3.6, 3.6,
-    ),
-    "connection-memory": Picture(
-        "peak memory, MiB of every connection over layers",
-        _connections("peak_bytes", "peak memory, MiB", 1 / MIB), 3.6, 3.6,
-    ),
-    "policies": Picture(
-        "Peak memory over the time of a step, every memory policy", _policies
-    ),
-    "deepest": Picture(
-        "Most encoder layers that fit, over budgets of memory", _deepest, height=MEMORY_HEIGHT
-    ),
-    "depth_memory": Picture(
-        "Predicted peak memory of a step over encoder layers",
-        lambda axes, report: _memory(axes, report["curves"]["points"], report["curves"]["title"]),
-        height=MEMORY_HEIGHT,
-    ),
-    "losses": Picture("Training and dev NLL over optimizer steps", _losses, height=3.1),
-    "weights": Picture("Heat map of the learned depth weights", _weights, height=WIDTH * 0.8),
-}  # fmt: skip
-"""Every picture of the page, by its name there."""
+        over_depth(axes, memory_curves(plan.sizes), MEMORY)

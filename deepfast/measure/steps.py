@@ -1,12 +1,16 @@
 """Training steps of encoders of several depths, and their connection alone: time, memory, traffic,
-and how far the forms agree."""
+how far the forms agree, and a trace of one step."""
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from torch.profiler import profile, record_function
 
+from deepfast.files import write_atomically
 from deepfast.measure.clock import COPY, copy_variant
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS, StepCase
 from deepfast.measure.forms import FORMS, mixing_alone
@@ -144,3 +148,27 @@ def _difference(truth: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     with torch.no_grad():
         worst = max((t - other[name].double()).abs().max().item() for name, t in truth.items())
     return worst / scale
+
+
+def write_trace(settings: Settings, path: Path) -> int:
+    """Writes a trace of a training step, for chrome://tracing and https://ui.perfetto.dev: the
+    second step of deepfast's encoder at the least depth of the report.
+
+    deepfast's ops are named ``deepfast::``. Layers are marked ``layer 0``, ``layer 1``, ...
+
+    Returns:
+        The number of layers.
+    """
+    depth = min(settings.depths)
+    case = StepCase(settings, depth)
+    for number, layer in enumerate(case.encoder.layers):
+        layer.forward = record_function(f"layer {number}")(layer.forward)
+    case.run("deepfast")
+    with profile() as profiled, record_function("training step"):
+        case.run("deepfast")
+    with TemporaryDirectory() as folder:
+        # The profiler writes to a name alone, not at once.
+        written = Path(folder, path.name)
+        profiled.export_chrome_trace(str(written))
+        write_atomically(path, written.read_bytes())
+    return depth

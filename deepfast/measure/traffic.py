@@ -15,37 +15,20 @@ from torch.utils._pytree import tree_leaves
 from deepfast.depth.pattern import depth_pattern
 from deepfast.depth.schedule import Schedule, default_block, near_rows
 
-
-def _stack_and_sum(rows: int) -> int:
-    total = 0
-    for k in range(1, rows + 1):
-        # stack: k read, k written; times W: the same; sum: k read, 1 written.
-        total += 5 * k + 1
-        # Backward. g times W: 1 read, k written; g times stack: k + 1 read, k written, k read again
-        # by the sum for dW; adding to the gradients of older states: 2 read, 1 written each.
-        total += (1 + k) + (3 * k + 1) + 3 * (k - 1)
-    return total
-
-
-def _loop_of_adds(rows: int) -> int:
-    total = 0
-    for k in range(1, rows + 1):
-        # First term: 1 read, 1 written; each further one: a product (2) and a sum (3).
-        total += 2 + 5 * (k - 1)
-        # Backward of each term. W g: 2; g z, then its sum: 4; adding to the older gradient: 3.
-        total += 6 * k + 3 * (k - 1)
-    return total
-
-
-def _densely_buffered(rows: int) -> int:
-    total = 0
-    for k in range(1, rows + 1):
-        # Into the buffer: 2; tensordot: k read, 1 written.
-        total += 2 + k + 1
-        # Backward of the tensordot: outer product (1 + k), dW (k + 1); adding the gradients of
-        # the older part of the buffer: 3 (k - 1).
-        total += (1 + k) + (k + 1) + 3 * (k - 1)
-    return total
+PER_ROW = {
+    # stack: k read, k written; times W: the same; sum: k read, 1 written. Backward. g times W: 1
+    # read, k written; g times stack: k + 1 read, k written, k read again by the sum for dW; adding
+    # to the gradients of older states: 2 read, 1 written each.
+    "stack and sum": lambda k: (5 * k + 1) + (1 + k) + (3 * k + 1) + 3 * (k - 1),
+    # First term: 1 read, 1 written; each further one: a product (2) and a sum (3). Backward of each
+    # term. W g: 2; g z, then its sum: 4; adding to the older gradient: 3.
+    "loop of adds": lambda k: 2 + 5 * (k - 1) + 6 * k + 3 * (k - 1),
+    # Into the buffer: 2; tensordot: k read, 1 written. Backward of the tensordot: outer product
+    # (1 + k), dW (k + 1); adding the gradients of the older part of the buffer: 3 (k - 1).
+    "DenseFormer form": lambda k: 2 + (k + 1) + (1 + k) + (k + 1) + 3 * (k - 1),
+    "plain residual": lambda k: 0,
+}
+"""Form -> states read and written in forward and backward by the k-th row, from 1."""
 
 
 def _far(groups: dict[tuple[int, ...], list[int]], count: int, reads: int) -> int:
@@ -114,20 +97,12 @@ def engine_moved(
     return total
 
 
-SCHEDULES = {
-    "plain residual": lambda rows: 0,
-    "stack and sum": _stack_and_sum,
-    "loop of adds": _loop_of_adds,
-    "DenseFormer form": _densely_buffered,
-    "deepfast": lambda rows: engine_moved(depth_pattern(rows, None, 1, 1)),
-}
-"""Variant -> states read and written in forward and backward, by the number of rows."""
-
-
 def states_moved(variant: str, depth: int) -> int | None:
     """States read and written by the connection in one step; None where a compiler decides."""
-    schedule = SCHEDULES.get(variant)
-    return None if schedule is None else schedule(depth + 1)
+    if variant == "deepfast":
+        return engine_moved(depth_pattern(depth + 1, None, 1, 1))
+    row = PER_ROW.get(variant)
+    return None if row is None else sum(map(row, range(1, depth + 2)))
 
 
 def forward_reads(depth: int) -> dict[str, float]:

@@ -21,6 +21,8 @@ from deepfast.mt.training.environment import SIGNALS
 from deepfast.mt.training.report import read_metrics
 
 SAMPLES = 8
+SIZES = ("encoder_layers", "decoder_layers", "norm", "dim", "heads", "ffn_dim", "dropout")
+"""What the page may tell of a model's config."""
 STEP_WORK, SENTENCE_WORK = 0.2, 0.03
 """About how many seconds an optimizer step takes, and the translation of a sentence."""
 
@@ -110,14 +112,8 @@ def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
         "learning_rate": recipe.optim.lr,
         "max_tokens": recipe.data.max_tokens,
         "model": {
-            "encoder_layers": config.encoder_layers,
-            "decoder_layers": config.decoder_layers,
             "connection": config.encoder_connection,
-            "norm": config.norm,
-            "dim": config.dim,
-            "heads": config.heads,
-            "ffn_dim": config.ffn_dim,
-            "dropout": config.dropout,
+            **{name: getattr(config, name) for name in SIZES},
         },
     }
 
@@ -129,14 +125,13 @@ def _load(path: Path) -> tuple[Transformer, Vocabulary]:
 
 def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
     """Dev NLL, nats per token, of a model that knows only the frequency of each target token."""
-    counts: Counter[int] = Counter()
-    for line in (folder / "train.de").read_text("utf-8").splitlines():
-        counts.update([*vocabulary.encode(line), vocabulary.eos_id])
-    total = sum(counts.values()) + len(vocabulary)
-    nll, tokens = 0.0, 0
-    for line in (folder / "dev.de").read_text("utf-8").splitlines():
-        for token in [*vocabulary.encode(line), vocabulary.eos_id]:
-            # Every count is one higher, so that a token missing from training is not impossible.
-            nll -= math.log((counts[token] + 1) / total)
-            tokens += 1
-    return nll / max(tokens, 1)
+
+    def tokens(part: str) -> list[int]:
+        lines = (folder / f"{part}.de").read_text("utf-8").splitlines()
+        return [token for line in lines for token in (*vocabulary.encode(line), vocabulary.eos_id)]
+
+    counts, dev = Counter(tokens("train")), tokens("dev")
+    total = counts.total() + len(vocabulary)
+    # Every count is one higher, so that a token missing from training is not impossible.
+    nll = -sum(math.log((counts[token] + 1) / total) for token in dev)
+    return nll / max(len(dev), 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import page, report, trace
+from deepfast.measure import page, report, steps
 from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.jobs import Job, Progress
@@ -71,9 +71,9 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         Path(name).write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trace.profile, "export_chrome_trace", killed)
+    monkeypatch.setattr(steps.profile, "export_chrome_trace", killed)
     with pytest.raises(KeyboardInterrupt):
-        trace.write(QUICK, path)
+        steps.write_trace(QUICK, path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
