@@ -1,8 +1,8 @@
 """The memory chapter: every policy of an encoder, predicted and measured; the deepest encoder that
 fits a device, by closed forms; and these forms beside counted steps."""
 
+import bisect
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -144,18 +144,12 @@ def planned_sizes() -> Sizes:
 def deepest_eager(form: str, budget: int) -> int:
     """The most layers of a plain form whose step fits ``budget`` bytes; 0 if not even one fits."""
     sizes = planned_sizes()
-    return _most(lambda layers: eager_peak(replace(sizes, layers=layers), form) <= budget)
 
+    def exceeds(layers: int) -> bool:
+        return eager_peak(replace(sizes, layers=layers), form) > budget
 
-def _most(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, if all smaller ones fit; 0 if 1 does not."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    # A layer takes more than a byte, so that fewer layers fit than the budget has bytes.
+    return bisect.bisect_left(range(1, budget), True, key=exceeds)
 
 
 def deepest() -> dict:

@@ -20,11 +20,14 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Reader(HTMLParser):
-    """Checks nesting, and collects attributes and text."""
+    """Checks nesting, and collects tags and attributes."""
 
-    def __init__(self):
+    def __init__(self, page):
         super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.open, self.tags, self.attributes = [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -32,25 +35,9 @@ class Reader(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-
     def handle_endtag(self, tag):
         assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-@pytest.fixture
-def reader(made):
-    found = Reader()
-    found.feed(made.page)
-    found.close()
-    assert found.open == []
-    return found
+        assert tag in VOID or self.open.pop() == tag
 
 
 def test_the_trace_is_one_step_with_our_names(made):
@@ -78,7 +65,8 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_page_needs_nothing_else(made, reader):
+def test_the_page_needs_nothing_else(made):
+    reader = Reader(made.page)
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
     for tag, name, value in reader.attributes:
         if name in ("src", "href", "xlink:href"):
@@ -128,16 +116,19 @@ def test_every_variant_is_measured_at_every_depth(made):
     assert f"<b>{frugal['value']}</b>" in made.page
 
 
-def test_what_does_not_fit_is_told_on_the_page(made):
+def test_what_does_not_fit_is_told_and_hostile_text_is_escaped(made):
     report = dict(made.report)
     report["connections"] = [
         row | {"seconds": [], "median_seconds": None, "note": "does not fit"}
         if row["variant"].endswith(PLAIN) else row
         for row in report["connections"]
     ]  # fmt: skip
+    sample = {"source": "<script>alert(1)</script>", "reference": "a", "hypothesis": "b"}
+    report["training"] = report["training"] | {"samples": [sample]}
     text = page.render(report)
     assert text.count("does not fit") == len(report["connections"]) // 2
     assert "layers plain PyTorch takes" not in text
+    assert "<script>" not in text
 
 
 def test_the_training_chapter(made):
@@ -169,18 +160,18 @@ def test_environment_and_parts_are_told(made):
 class Stopped(Progress):
     """Ctrl-C comes before the n-th job."""
 
-    def __init__(self, jobs, error=KeyboardInterrupt):
+    def __init__(self, jobs):
         super().__init__(terminal=False)
-        self.jobs, self.error = jobs, error
+        self.jobs = jobs
 
     def _run(self, job):
         self.jobs -= 1
         if self.jobs < 0:
-            raise self.error
+            raise KeyboardInterrupt
         super()._run(job)
 
 
-def test_an_interrupted_report_keeps_what_was_measured(tiny):
+def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypatch, capsys):
     # The comparison with float64, the memory of two depths' five variants and one time.
     found = report.make_report(tiny, "deepfast report", Stopped(7))
     assert found["interrupted"]
@@ -189,13 +180,12 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny):
     assert "This report was interrupted." in text
     assert "Not measured: interrupted." in text
     assert all(card["value"] == "–" for card in page.headlines(found))
-    assert page.render(report.make_report(tiny, "deepfast report", Stopped(0))).count("<svg") == 2
-
-
-def test_an_interrupted_command_writes_its_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("deepfast.measure.jobs.Progress", lambda: Stopped(3))
+    # The command writes its page.
+    monkeypatch.setattr("deepfast.measure.jobs.Progress", lambda: Stopped(0))
     assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
-    assert "This report was interrupted." in (tmp_path / "index.html").read_text("utf-8")
+    text = (tmp_path / "index.html").read_text("utf-8")
+    assert "This report was interrupted." in text
+    assert text.count("<svg") == 2
     assert "index.html interrupted after" in capsys.readouterr().out
 
 
@@ -233,10 +223,3 @@ def test_a_bar_on_a_terminal(capsys):
     progress.run([Job("part", "only [job]", 1.0, lambda: ran.append(1))])
     assert ran == [1]
     assert progress.seconds.keys() == {"part"}
-
-
-def test_hostile_text_is_escaped(made):
-    report = dict(made.report)
-    sample = {"source": "<script>alert(1)</script>", "reference": "a", "hypothesis": "b"}
-    report["training"] = report["training"] | {"samples": [sample]}
-    assert "<script>" not in page.render(report)
