@@ -45,7 +45,7 @@ class FormEncoder(nn.Module):
     def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
         """Real tokens (T, D) to (T, D)."""
         connection = self.encoder.connection
-        connect = self.form(connection.dlcl)
+        connect = self.form(connection.depth)
         x = connect(x_TD)
         for layer, norm in zip(self.encoder.layers, connection.norms, strict=False):
             residual, branch = layer(x, normed=norm(x), packing=packing)
@@ -61,27 +61,22 @@ class StepCase:
         sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
         options: dict[str, Any] = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
-        self._disturb(self.encoder.connection.depth)
+        dlcl = self.encoder.connection.depth
+        # Away from the initial averages: equal weights would hide a mix-up of layers.
+        with torch.no_grad():
+            dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
+            dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
         with torch.device("meta"):
             plain = TransformerEncoder(*sizes, connection="residual", **options)
         plain.layers = self.encoder.layers
         plain.connection.norms = self.encoder.connection.norms
         self.models: dict[str, TransformerEncoder | FormEncoder] = {
-            RESIDUAL: plain,
-            "deepfast": self.encoder,
+            name: FormEncoder(self.encoder, form) for name, form in FORMS.items()
         }
-        for name, form in FORMS.items():
-            self.models.setdefault(name, FormEncoder(self.encoder, form))
+        self.models |= {RESIDUAL: plain, "deepfast": self.encoder}
         self.x = torch.randn(settings.tokens, settings.dim)
         self.target = torch.randn(settings.tokens, settings.dim)
         self.packing = Packing(settings.batch, settings.length)
-
-    @staticmethod
-    def _disturb(dlcl: DLCL) -> None:
-        """Moves W away from its initial averages: equal weights would hide a mix-up of layers."""
-        with torch.no_grad():
-            dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
-            dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
 
     def step(self, variant: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward: the loss, and the gradients of the parameters by name."""

@@ -272,7 +272,9 @@ def _idle_layer(x: Streams | Tensor, grad: Tensor | None) -> Tensor:
     return _Idle.apply(grad, *x) if isinstance(x, tuple) else x
 
 
-def mixing_alone(form, module: nn.Module, y: Tensor, grad: Tensor | None) -> Tensor:
+def mixing_alone(
+    form, module: DLCL | AttentionResiduals | MUDD, y: Tensor, grad: Tensor | None
+) -> Tensor:
     """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward.
 
     Args:

@@ -16,7 +16,7 @@ from deepfast.measure.settings import Settings
 from deepfast.memory import POLICIES, LiveBytes, Plan, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import uniform_peak
-from deepfast.memory.sizes import OPTIMIZERS, Sizes
+from deepfast.memory.sizes import MOST, OPTIMIZERS, Sizes
 from deepfast.memory.table import describe
 from deepfast.nn import Packing, TransformerEncoder
 
@@ -148,8 +148,7 @@ def deepest_eager(form: str, budget: int) -> int:
     def exceeds(layers: int) -> bool:
         return eager_peak(replace(sizes, layers=layers), form) > budget
 
-    # A layer takes more than a byte, so that fewer layers fit than the budget has bytes.
-    return bisect.bisect_left(range(1, budget), True, key=exceeds)
+    return bisect.bisect_left(range(1, MOST["layers"]), True, key=exceeds)
 
 
 def deepest() -> dict:

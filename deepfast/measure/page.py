@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepfast.files import require, write_atomically
 from deepfast.measure import connections, report_pictures
-from deepfast.measure.encoders import REFERENCE, RESIDUAL
+from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS
 from deepfast.measure.traffic import forward_reads
 from deepfast.memory import POLICIES
 
@@ -65,49 +65,37 @@ FILTERS: tuple[Callable, ...] = (seconds, size, traffic, difference, runs)
 def headlines(report: dict) -> list[dict]:
     """The main results as ratios, each at the greatest depth where both forms were measured."""
     steps, alone = report["steps"], report["mixing"]
+    others = [v for v in VARIANTS if v not in (RESIDUAL, "deepfast")]
     cards = [
-        _card(steps, REFERENCE, "deepfast", "faster than stack and sum, a whole step"),
-        _card(steps, REFERENCE, "deepfast", "less memory than stack and sum", "peak_bytes", size),
-        _best_other(steps),
-        _card(steps, "deepfast", RESIDUAL,
+        _card(steps, [REFERENCE], "deepfast", "faster than stack and sum, a whole step"),
+        _card(steps, [REFERENCE], "deepfast", "less memory than stack and sum", "peak_bytes", size),
+        _card(steps, others, "deepfast", "faster than the fastest other form of DLCL"),
+        _card(steps, ["deepfast"], RESIDUAL,
               "the time of the same stack without any depth connection"),
-        *(_card(alone, form, "deepfast", f"faster than {form}, the mixing alone")
+        *(_card(alone, [form], "deepfast", f"faster than {form}, the mixing alone")
           for form in (REFERENCE, "DenseFormer form")),
     ]  # fmt: skip
     return cards + _frugal(report["policies"]["rows"])
 
 
-def _timed(rows: list[dict]) -> list[tuple[int, dict[str, dict]]]:
-    """Each depth, the greatest first, with its rows that have a time, by variant."""
-    depths = sorted({row["depth"] for row in rows}, reverse=True)
-    return [
-        (depth, {row["variant"]: row for row in rows
-                 if row["depth"] == depth and row["median_seconds"]})
-        for depth in depths
-    ]  # fmt: skip
-
-
 def _card(
-    rows: list[dict], top: str, bottom: str, label: str, field: str = "median_seconds", unit=seconds
-) -> dict:
-    """The ratio of a field of two variants."""
-    for depth, found in _timed(rows):
-        if top in found and bottom in found:
-            above, below = found[top][field], found[bottom][field]
-            detail = f"{unit(above)} against {unit(below)}, {depth} layers"
-            return {"value": f"{above / below:.3g}×", "label": label, "detail": detail}
-    return {"value": "–", "label": label, "detail": "not measured"}
-
-
-def _best_other(rows: list[dict]) -> dict:
-    """Compares with the fastest other form of DLCL, at the greatest depth with one."""
-    label = "faster than the fastest other form of DLCL"
-    for _, found in _timed(rows):
-        others = [row for v, row in found.items() if v not in (RESIDUAL, "deepfast")]
-        if others and "deepfast" in found:
-            other = min(others, key=lambda row: row["median_seconds"])["variant"]
-            own = list(found.values())
-            return _card(own, other, "deepfast", f"{label} measured, {other}")
+    rows: list[dict], tops: list[str], bottom: str, label: str, field: str = "median_seconds",
+    unit: Callable = seconds,
+) -> dict:  # fmt: skip
+    """The ratio of a field of the fastest of several variants and of another one, at the greatest
+    depth where both were timed."""
+    for depth in sorted({row["depth"] for row in rows}, reverse=True):
+        timed = [row for row in rows if row["depth"] == depth and row["median_seconds"]]
+        above = [row for row in timed if row["variant"] in tops]
+        below = [row for row in timed if row["variant"] == bottom]
+        if above and below:
+            top = min(above, key=lambda row: row["median_seconds"])
+            pair = top[field], below[0][field]
+            return {
+                "value": f"{pair[0] / pair[1]:.3g}×",
+                "label": label if len(tops) == 1 else f"{label} measured, {top['variant']}",
+                "detail": f"{unit(pair[0])} against {unit(pair[1])}, {depth} layers",
+            }
     return {"value": "–", "label": label, "detail": "not measured"}
 
 

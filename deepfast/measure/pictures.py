@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,10 @@ def line_at(axes, name: str, value: float, *, right: bool = False) -> None:
 
 def _spread(wanted: list[float], gap: float) -> list[float]:
     """Positions near the wanted ones, each at least ``gap`` above the previous; ascending input."""
-    places = list(wanted)
-    for _ in range(200):
-        moved = False
-        for i in range(1, len(places)):
-            lack = gap - (places[i] - places[i - 1])
-            if lack > 1e-9:
-                places[i] += lack / 2
-                places[i - 1] -= lack / 2
-                moved = True
-        if not moved:
-            break
-    return places
+    up = list(accumulate(wanted, lambda below, y: max(y, below + gap)))
+    down = list(accumulate(reversed(wanted), lambda above, y: min(y, above - gap)))
+    # Both keep the gaps, and so does their mean, which moves a group up as much as down.
+    return [(low + high) / 2 for low, high in zip(reversed(down), up, strict=True)]
 
 
 def label_ends(axes, curves: Mapping[str, Curve], look: Look) -> None:

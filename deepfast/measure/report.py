@@ -2,12 +2,13 @@
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from deepfast.measure import memory_steps
 from deepfast.measure.clock import COPY
 from deepfast.measure.connections import connections
-from deepfast.measure.jobs import Job, Progress
+from deepfast.measure.jobs import Job, Progress, Turns
 from deepfast.measure.machine import environment
 from deepfast.measure.report_pictures import memory_curves, memory_title
 from deepfast.measure.rows import Row
@@ -16,7 +17,7 @@ from deepfast.measure.steps import agreement, mixing, steps
 from deepfast.measure.training import Training
 
 FORMAT, VERSION = "deepfast report", 2
-CHAPTERS = {
+CHAPTERS: dict[str, Callable[[Settings], Sequence[Turns | memory_steps.Held]]] = {
     "steps": steps,
     "mixing": mixing,
     "connections": connections,

@@ -162,7 +162,8 @@ def write_trace(settings: Settings, path: Path) -> int:
     depth = min(settings.depths)
     case = StepCase(settings, depth)
     for number, layer in enumerate(case.encoder.layers):
-        layer.forward = record_function(f"layer {number}")(layer.forward)
+        named = record_function(f"layer {number}")
+        layer.forward = named(layer.forward)  # type: ignore[method-assign]
     case.run("deepfast")
     with profile() as profiled, record_function("training step"):
         case.run("deepfast")

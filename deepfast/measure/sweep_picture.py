@@ -70,9 +70,11 @@ def caption(results: Results) -> str:
     text = text if high else "No result."
     failed = sum("failed" in run for run in all_runs)
     apart = sum("failed" not in run and diverged(run) for run in all_runs)
-    missing = [f"{count} of {len(all_runs)} runs {word}"
-               for count, word in ((apart, "diverged"), (failed, "failed")) if count]  # fmt: skip
-    return " ".join([text, *(f"{', '.join(missing)}." for _ in missing[:1])])
+    missing = ", ".join(
+        f"{count} of {len(all_runs)} runs {word}"
+        for count, word in ((apart, "diverged"), (failed, "failed")) if count
+    )  # fmt: skip
+    return f"{text} {missing}." if missing else text
 
 
 def draw(results: Results, points: Sequence[Point], path: Path) -> None:

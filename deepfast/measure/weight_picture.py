@@ -21,7 +21,7 @@ from torch import Tensor
 from deepfast.files import require
 from deepfast.measure.pictures import COLORS, GREY, WIDTH, heat, picture, weight_map
 from deepfast.mt.models.interface import SearchModel
-from deepfast.nn import AttentionResiduals
+from deepfast.nn import DLCL, AttentionResiduals
 
 THRESHOLD, SMALL_OF_ROW = 0.1, 0.05
 STRONGEST, COLUMNS = 4, 5
@@ -121,19 +121,18 @@ def weights_of(
         parts = {"bottom ": model.bottom, "top ": model}
     for part, side in product(parts, ("encoder", "decoder")):
         connection = getattr(getattr(parts[part], side, None), "connection", None)
-        dlcl, residuals = (getattr(connection, name, None) for name in ("dlcl", "residuals"))
-        if residuals is not None and means and residuals in means:
-            note = "mean attention" + (" of sublayers" if residuals.reads > 1 else "")
-            found.append(SideWeights(part + side, means[residuals], note, threshold))
-        if dlcl is None:
+        depth, note = getattr(connection, "depth", None), ""
+        if isinstance(depth, AttentionResiduals) and means and depth in means:
+            weight = means[depth]
+            note = "mean attention" + (" of sublayers" if depth.reads > 1 else "")
+        elif isinstance(depth, DLCL):
+            weight = depth.effective_weight().detach().float().cpu()
+            if weight.dim() == 3:
+                groups = f" in {depth.groups} groups" if depth.kind == "group" else ""
+                note = f"mean over {depth.dim} channels{groups}"
+                weight = weight.mean(2)
+        else:
             continue
-        with torch.no_grad():
-            weight = dlcl.effective_weight().float().cpu()
-        note = ""
-        if weight.dim() == 3:
-            groups = f" in {dlcl.groups} groups" if dlcl.kind == "group" else ""
-            note = f"mean over {dlcl.dim} channels{groups}"
-            weight = weight.mean(2)
         found.append(SideWeights(part + side, weight, note, threshold))
     return found
 
@@ -275,7 +274,7 @@ def show(sides: list[SideWeights], choices: list[SideChoices]) -> None:
 
     strongest = Column("strongest sources (0: the embedding)", no_wrap=True)
     for weights in sides:
-        columns = ["input of", strongest, "shown", "sum"]
+        columns: list[Column | str] = ["input of", strongest, "shown", "sum"]
         show_table(columns, weights.rows(), title=f"Depth weights of the {weights.title}")
         print(f"{weights.caption}\n")
     for side in choices:

@@ -41,22 +41,13 @@ def test_curves_and_norms():
     ]
 
 
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_a_picture(folder, capsys, ending):
-    picture = folder / f"run.{ending}"
+def test_the_table_and_a_picture(folder, capsys):
+    picture = folder / "run.svg"
     assert main(["show-run", str(folder), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "encoder layer          step 10       step 20" in said
     assert said.endswith(f"drawn: {picture}\n")
-    if ending == "svg":
-        text = picture.read_text()
-        for title in (
-            "NLL, nats per target token",
-            "token accuracy",
-            "gradient norm by layer: encoder",
-            "gradient norm by layer: decoder",
-        ):
-            assert title in text
+    assert "gradient norm by layer: decoder" in picture.read_text()
 
 
 @pytest.mark.parametrize(

@@ -145,17 +145,13 @@ def test_table_and_picture(save, tmp_path, capsys):
     assert "Depth weights of the encoder" in said
     assert "decoder" not in said
     _, path = save(decoder_connection="denseformer")
-    pictures = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]
-    for picture in pictures:
-        assert main(["show-weights", str(path), "--output", str(picture)]) == 0
+    picture = tmp_path / "a.svg"
+    assert main(["show-weights", str(path), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
-    assert said.count("Depth weights of the encoder") == 3
-    assert said.count("Depth weights of the decoder") == 3
-    svg = pictures[0].read_text()
-    assert svg == pictures[1].read_text()
-    assert re.search(r"encoder: \d+ of 15 weights", svg)
-    assert re.search(r"decoder: \d of 6 weights", svg)
-    assert pictures[2].read_bytes().startswith(b"\x89PNG")
+    assert "Depth weights of the encoder" in said
+    assert "Depth weights of the decoder" in said
+    assert re.search(r"encoder: \d+ of 15 weights", picture.read_text())
+    assert re.search(r"decoder: \d of 6 weights", picture.read_text())
 
 
 def test_bottom_and_top_of_a_grown_model(tmp_path, capsys):
@@ -280,21 +276,18 @@ def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
         languages=languages,
     )  # fmt: skip
     sides = weight_picture.choices_of(model)
-    for ending in ("svg", "png"):
-        picture = tmp_path / f"a.{ending}"
-        assert main(["show-weights", str(path), "--output", str(picture)]) == 0
-        said = capsys.readouterr().out
-        assert said.count("Choice of layers of the decoder") == 1
-        assert said.count("Choice of layers of the encoder") == (encoder == "latent")
-        # Seven languages are more than one table holds.
-        assert re.search(r"layer +a +b +c +d +e *\n", said)
-        assert re.search(r"layer +f +g *\n", said)
-        assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")
-        assert "kept: probability of at least 0.5" in said
-        kept = sum(side.kept.sum() for side in sides)
-        assert len(re.findall(r"0\.\d\d kept\b", said)) == kept > 30
-    svg = (tmp_path / "a.svg").read_text()
+    picture = tmp_path / "a.svg"
+    assert main(["show-weights", str(path), "--output", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert ("Choice of layers of the encoder" in said) == (encoder == "latent")
+    assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")
+    assert said.count("Choice of layers of the decoder; kept: probability of at least 0.5") == 1
+    # Seven languages are more than one table holds.
+    assert re.search(r"layer +a +b +c +d +e *\n", said)
+    assert re.search(r"layer +f +g *\n", said)
+    kept = sum(side.kept.sum() for side in sides)
+    assert len(re.findall(r"0\.\d\d kept\b", said)) == kept > 30
+    svg = picture.read_text()
     assert "decoder: choice of layers" in svg
-    for name, kept in zip(languages, sides[-1].kept.sum(1).tolist(), strict=True):
-        assert f"{name}: {kept} of 30" in svg
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for name, count in zip(languages, sides[-1].counts, strict=True):
+        assert f"{name}: {count}" in svg
