@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from deepfast.connections import BLOCKS
 from deepfast.depth.pattern import block_pattern, depth_pattern
@@ -25,7 +24,7 @@ OURS, PLAIN = "deepfast", "plain PyTorch"
 class Connection(NamedTuple):
     """A connection and its two forms."""
 
-    make: Callable[[int, int], nn.Module]
+    make: Callable[[int, int], forms.Connection]
     """The module, from L and D."""
     ours: Callable
     plain: Callable

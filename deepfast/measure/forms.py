@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deepfast import ops
 from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
 
+Connection = DLCL | AttentionResiduals | MUDD
 States = list[Tensor]
 Streams = tuple[Tensor, ...]
 
@@ -272,14 +273,12 @@ def _idle_layer(x: Streams | Tensor, grad: Tensor | None) -> Tensor:
     return _Idle.apply(grad, *x) if isinstance(x, tuple) else x
 
 
-def mixing_alone(
-    form, module: DLCL | AttentionResiduals | MUDD, y: Tensor, grad: Tensor | None
-) -> Tensor:
+def mixing_alone(form, module: Connection, y: Tensor, grad: Tensor | None) -> Tensor:
     """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward.
 
     Args:
         form: a form of the module's connection.
-        module: `DLCL`, `AttentionResiduals` or `MUDD`, which needs ``grad``.
+        module: shares its parameters with the form; `MUDD` needs ``grad``.
     """
     connect = form(module)
     rows = module.rows if isinstance(module, AttentionResiduals) else module.num_layers + 1

@@ -29,16 +29,8 @@ def git_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     # Tags are not wanted: the name of a commit is its hash alone.
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=12",
-        "--dirty=+",
-    ]
+    what = "describe --always --exclude=* --abbrev=12 --dirty=+"
+    command = ["git", "-C", str(root), *what.split()]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
