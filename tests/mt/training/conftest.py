@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepfast.mt.training import recipe_from_dict, train
+from tests.mt.training.runs import Killed, at_step, die
 
 WORDS = {
     "one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum", "house": "Haus",
@@ -94,3 +95,17 @@ def finished(whole_run, tmp_path):
         return Path(shutil.copytree(whole_run(dict(changes)).output, tmp_path / "run"))
 
     return copy
+
+
+@pytest.fixture
+def killed_at(make_recipe, monkeypatch):
+    """killed_at(step, changes) kills a run in the given step of the given class of model, or when
+    what `prepare(patch)` patches is called after the step began."""
+
+    def run(step, changes=(), prepare=die, model=torch.nn.Module):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, lambda trainer: prepare(patch), model)
+            with pytest.raises(Killed):
+                train(make_recipe(changes), quiet=True)
+
+    return run

@@ -60,12 +60,12 @@ def assert_same_runs(one, other):
                 assert torch.equal(value, states[1][number][field]), (name, number, field)
 
 
-def at_step(monkeypatch, step, action):
-    """Calls `action(trainer)` before the given optimizer step."""
+def at_step(monkeypatch, step, action, model=torch.nn.Module):
+    """Calls `action(trainer)` before the given optimizer step of a model of this class."""
     original = Trainer.train_step
 
     def train_step(self):
-        if self.step + 1 == step:
+        if self.step + 1 == step and isinstance(self.model, model):
             action(self)
         original(self)
 

@@ -20,7 +20,7 @@ from deepfast.mt.training import (
     train,
 )
 from deepfast.mt.training.growing import TOP_FIELDS, second_run
-from tests.mt.training.runs import Killed, assert_same_runs, at_step, die, rows
+from tests.mt.training.runs import assert_same_runs, at_step, rows
 
 GROW = {
     "grow.model.top_encoder_layers": 2,
@@ -33,16 +33,6 @@ GROW = {
     "train.save_every": 2,
     "train.validate_every": 3,
 }
-
-
-def at(monkeypatch, growing, step, action):
-    """Calls `action(trainer)` before an optimizer step of the first or of the second run."""
-
-    def strike(trainer):
-        if isinstance(trainer.model, DepthGrowing) == growing:
-            action(trainer)
-
-    at_step(monkeypatch, step, strike)
 
 
 def weights(path):
@@ -98,44 +88,13 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert isinstance(model, DepthGrowing)
 
 
-CASES = {
-    "in the first run": (False, 6, {}),
-    "before the second saved anything": (True, 2, {}),
-    "in the second run: accumulation, bfloat16, dropout below": (
-        True, 5, {"grow.optim.accumulate": 3, "grow.train.precision": "bfloat16",
-                  "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        # An interrupt stops the first run too.
-        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in list(CASES)[:2]),
-        list(CASES)[2],
-    ],
-)
-def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, tmp_path, monkeypatch, case):
-    growing, step, changes = CASES[case]
-    changes = GROW | changes
-    whole = whole_run(changes)
-    with monkeypatch.context() as patch:
-        at(patch, growing, step, die)
-        with pytest.raises(Killed):
-            train(make_recipe(changes), quiet=True)
-    # Another generator state in the new process must not matter.
-    torch.manual_seed(12345)
-    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
-    assert (resumed.best_nll, resumed.average_nll) == (whole.best_nll, whole.average_nll)
-    assert_same_folders(whole, tmp_path / "run")
-
-
 @pytest.mark.parametrize("growing", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_an_interrupt_stops_both_and_either_resumes(
     make_recipe, whole_run, tmp_path, monkeypatch, capsys, growing
 ):
     with monkeypatch.context() as patch:
-        at(patch, growing, 2, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+        model = DepthGrowing if growing else torch.nn.Module
+        at_step(patch, 2, lambda trainer: os.kill(os.getpid(), signal.SIGINT), model)
         first = train(make_recipe(GROW), quiet=True)
     assert (first.stopped, first.step) == ("SIGINT", 2)
     assert first.output == tmp_path / "run" / ("stage2" if growing else "stage1")
@@ -209,15 +168,6 @@ def test_a_device_of_the_second_run_that_is_not_here(make_recipe, tmp_path, devi
     assert not (tmp_path / "run").exists()
 
 
-def test_attention_residuals_on_top(make_recipe):
-    changes = {"grow.model.top_encoder_connection": "block_attnres",
-               "grow.model.top_attnres_block": 1, "grow.train.max_steps": 1,
-               "train.max_steps": 1, "train.validate_every": 1, "memory": "lean"}  # fmt: skip
-    result = train(make_recipe(GROW | changes), quiet=True)
-    model, _ = load_model(result.checkpoint)
-    assert model.encoder.connection.residuals.block == 1
-
-
 def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
     """The recipe in a run's folder trains the same model again."""
     recipe = make_recipe(GROW | {"grow.optim.betas": [0.8, 0.9]})
@@ -242,39 +192,6 @@ def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
         RecipeError, match=r"^memory: expected a policy, one of keep, lean.*got '2GiB'$"
     ):
         make_recipe(GROW | {"memory": "2GiB"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"grow.model.dim": 32}, "unknown key grow.model.dim, the nearest known key is"),
-        ({"grow.data.seed": 3}, "unknown key grow.data"),
-        ({"grow.optim.lr": -1.0}, "grow.optim.lr: expected a number above 0"),
-        ({"grow.train.max_steps": None}, "grow.train: expected an end"),
-        ({"grow.model.top_encoder_layers": 0}, "grow.model.top_encoder_layers must be a whole"),
-        ({"grow.model.top_dlcl.window": 0, "grow.model.top_encoder_connection": "dlcl"},
-         "grow.model.top_dlcl: window must be a whole number of at least 1, got 0"),
-        ({"grow.model.top_dlcl.window": 2}, "grow.model.top_dlcl needs a side with connection"),
-        ({"model.norm": "post", "grow.model.top_decoder_connection": "attnres"},
-         "grow.model.top_decoder_connection attnres needs norm pre, got norm post"),
-        ({"grow.model.top_attnres_block": 2},
-         "grow.model.top_attnres_block needs a side with 'block_attnres', got none"),
-        ({"grow.model.top_encoder_connection": "block_attnres", "grow.model.top_attnres_block": 0},
-         "grow.model.top_attnres_block must be a whole number of at least 1, got 0"),
-        ({"model.kind": "depth_growing"}, "model.kind: expected transformer with a section"),
-        ({"model.kind": "depth_growing", "grow.optim.lr": 1.0, "grow.from": "x"}, "model.kind: ex"),
-        ({"model.top_encoder_layers": 2}, "model.top_encoder_layers: expected a field of Trans"),
-        ({"grow.model.norm": "post"}, "unknown key grow.model.norm"),
-        ({"data.dev_source": None, "data.dev_target": None, "grow.train.max_steps": 5},
-         "grow: expected dev pairs"),
-        ({"grow": 3}, "grow: expected keys and values, got 3"),
-    ],
-)  # fmt: skip
-def test_a_wrong_section_is_one_sentence(make_recipe, changes, message):
-    with pytest.raises(RecipeError) as caught:
-        make_recipe(changes)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_length_of_the_second_run_is_its_own():

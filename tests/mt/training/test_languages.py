@@ -1,7 +1,5 @@
 """Several languages in one run, latent depth for each of them, from recipe to pruned checkpoint."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,14 +8,11 @@ from deepfast.files import DataError
 from deepfast.mt.data import lower
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import (
-    RecipeError,
-    dump_recipe,
-    load_recipe,
-    recipe_from_dict,
     train,
 )
 from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.sections import DataSection
+from tests.mt.training.runs import rows
 
 LATENT = {
     "data.languages": "de,xx",
@@ -56,14 +51,6 @@ def latent_recipe(make_recipe, tagged):
         return make_recipe(LATENT | files | dict(changes))
 
     return make
-
-
-def rows(output, event):
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["event"] == event]
-
-
-# ---- the text ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["one-to-many", "many-to-one"])
@@ -122,94 +109,12 @@ def test_lower_case_leaves_the_tags_as_they_are(make_recipe, tmp_path):
     assert lower("<B> Bold", ["<zh-CN>"]) == "<b> bold"
 
 
-@pytest.mark.parametrize(
-    ("languages", "message"),
-    [
-        (["de"], "expected two or more languages or null, got ['de']"),
-        (["de", "de"], "expected each language once, got ['de', 'de']"),
-        (["de x", "fr"], "expected names such as de or zh-CN, got 'de x'"),
-        (["<de>", "fr"], "expected names such as de or zh-CN, got '<de>'"),
-        (["de", "s"], "expected names such as de or zh-CN, got 's'"),
-        ("de,,fr", "expected names such as de or zh-CN, got ''"),
-    ],
-)
-def test_names_of_languages_that_cannot_be_tags(languages, message):
-    with pytest.raises(RecipeError) as error:
-        DataSection(languages=languages, train_source="a", train_target="b")
-    assert str(error.value) == f"data.languages: {message}"
-
-
 def test_a_ready_vocabulary_needs_the_tags(latent_recipe, make_recipe, tmp_path):
     plain = load_corpus(make_recipe().data, seed=1, folder=tmp_path).vocabulary
     plain.save(tmp_path / "plain.model")
     recipe = latent_recipe({"data.vocabulary": str(tmp_path / "plain.model")})
     with pytest.raises(DataError, match="got one without <de>, <xx>: learn one"):
         load_corpus(recipe.data, seed=1, folder=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.phrases=[de,it]", "data.phrases: expected one of de, fr, es or null"),
-        ("data.phrases=[de,de]", "data.phrases: expected each language once"),
-        ("data.phrases=[]", "data.phrases: expected one of de, fr, es or null"),
-        ("data.direction=back", "data.direction: expected one of one-to-many, many-to-one"),
-        ("data.languages=[de,fr]", "data.languages: expected null beside phrases"),
-        ("model.latent.tau=0", "model.latent: tau: expected a number above 0, got 0"),
-        ("model.latent.taus=1", "the nearest known key is model.latent.tau"),
-        ("model.latent.target_layers=13", "target_layers: expected above 0 and at most the 12"),
-        ("model.latent.hard=1", "model.latent.hard: expected true or false, got 1"),
-        ("model.languages={}", "unknown key model.languages"),
-    ],
-)
-def test_mistakes_in_a_recipe(override, message):
-    with pytest.raises(RecipeError, match=message.replace("[", r"\[")):
-        load_recipe("phrases-latent", [override])
-
-
-def test_a_recipe_and_back(tmp_path):
-    changes = ["model.latent.prior=beta", "model.latent.beta=[2,1]", "data.phrases=de,fr"]
-    recipe = load_recipe("phrases-latent", changes)
-    assert recipe.model["latent"]["beta"] == (2.0, 1.0)
-    path = tmp_path / "mine.yaml"
-    path.write_text(dump_recipe(recipe))
-    assert load_recipe(path) == recipe
-    assert recipe_from_dict(recipe.to_dict()) == recipe
-
-
-def test_the_static_stack_to_compare_with():
-    """As the recipe's comment says, only the connection differs."""
-    deep = "model.decoder_layers=96"
-    latent = load_recipe("phrases-latent", [deep, "model.latent.target_layers=48"])
-    static = load_recipe(
-        "phrases-latent", [deep, "model.decoder_connection=residual", "model.latent=null"]
-    )
-    own = ("decoder_connection", "latent")
-    first, second = ({k: v for k, v in r.model.items() if k not in own} for r in (latent, static))
-    assert first == second
-    assert static.model_config(9).latent == {}
-    assert latent.model_config(9).latent["target_layers"] == 48
-
-
-# ---- a run ---------------------------------------------------------------------------------------
-
-
-def test_resuming_draws_the_same(latent_recipe, tmp_path):
-    whole = train(latent_recipe({"output": str(tmp_path / "whole")}), quiet=True)
-    parts = {"output": str(tmp_path / "parts")}
-    train(latent_recipe(parts | {"train.max_steps": 4}), quiet=True)
-    resumed = train(latent_recipe(parts | {"resume": True}), quiet=True)
-    plain = ("step", "loss", "nll", "grad_norm", "decoder_depth", "decoder_kl", "decoder_used_de")
-    first, second = (
-        [[row[key] for key in plain] for row in rows(result.output, "train")]
-        for result in (whole, resumed)
-    )
-    assert first == second
-    assert len(first) == 8
-    states = [torch.load(r.checkpoint, weights_only=True)["model"] for r in (whole, resumed)]
-    for name, weight in states[0].items():
-        assert torch.equal(weight, states[1][name]), name
-    assert states[0]["decoder.latent.logits"].abs().min() > 0
 
 
 def test_a_penalty_moves_the_choice(latent_recipe):

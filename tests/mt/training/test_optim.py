@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import read_checkpoint
-from deepfast.mt.training import OptimSection, RecipeError, train
+from deepfast.mt.training import OptimSection
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 from deepfast.mt.training.trainer import Trainer
@@ -54,28 +53,6 @@ def test_only_matrices_of_linear_layers_decay():
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_fewer_micro_batches_after_the_restart(make_recipe, tmp_path):
-    """Also in a run that is resumed after the restart."""
-    changes = {
-        "optim.accumulate": 3, "optim.restart_step": 2, "optim.restart_lr": 1e-4,
-        "optim.restart_accumulate": 1, "data.max_tokens": 60, "train.save_every": 1,
-    }  # fmt: skip
-    whole = train(make_recipe(changes | {"train.max_steps": 5}))
-    counts = []
-    for step in range(1, 6):
-        path = whole.checkpoint.with_name(f"step-{step:08}.pt")
-        if path.exists():
-            state = read_checkpoint(path)["training"]["batches"]
-            assert state["epoch"] == 0
-            counts.append((step, state["position"]))
-    assert counts[-3:] == [(3, 7), (4, 8), (5, 9)]
-    broken = changes | {"output": str(tmp_path / "broken")}
-    train(make_recipe(broken | {"train.max_steps": 3}))
-    resumed = train(make_recipe(broken | {"train.max_steps": 5, "resume": True}))
-    one, other = (read_checkpoint(r.checkpoint)["model"] for r in (whole, resumed))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_adam_begins_anew_at_the_restart(make_recipe, tmp_path):
     changes = {"optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.betas": [0.9, 0.98]}
     recipe = make_recipe(changes)
@@ -90,11 +67,3 @@ def test_adam_begins_anew_at_the_restart(make_recipe, tmp_path):
             for p, state in states.items():
                 torch.testing.assert_close(state["exp_avg"], 0.1 * p.grad)
                 torch.testing.assert_close(state["exp_avg_sq"], 0.02 * p.grad**2)
-
-
-@pytest.mark.parametrize("changes", [{"optim.restart_accumulate": 2},
-                                     {"optim.restart_step": 3, "optim.restart_lr": 1e-4,
-                                      "optim.restart_accumulate": 0}], ids=str)  # fmt: skip
-def test_micro_batches_after_no_restart(make_recipe, changes):
-    with pytest.raises(RecipeError, match=r"optim\.restart_accumulate: expected "):
-        make_recipe(changes)

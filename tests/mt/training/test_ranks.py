@@ -31,19 +31,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parallel.kind": "zero"}, "parallel.kind: expected one of auto, ddp, fsdp, got 'zero'"),
-        ({"parallel.timeout": 0.0}, "timeout: expected seconds above 0 and below 1e6, got 0.0"),
-        ({"parallel.kin": "ddp"}, "unknown key parallel.kin, the nearest known key is paral"),
-    ],
-)
-def test_a_section_that_is_none_is_refused(make_recipe, changes, message):
-    with pytest.raises(RecipeError, match=message):
-        make_recipe(changes)
-
-
 @pytest.fixture
 def waiting(monkeypatch):
     """waiting(lives, works): what the second rank gets where the first one works for some seconds,

@@ -1,7 +1,6 @@
 """Recipes: files, overrides, and a sentence for every mistake."""
 
 import pytest
-import yaml
 
 from deepfast.memory.policies import POLICIES
 from deepfast.mt.training import (
@@ -29,19 +28,6 @@ FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.
 def test_what_is_compared_with_dlcl30_differs_in_nothing_else(name, changed):
     dlcl, other = (load_recipe(f"phrases-{n}").to_dict() for n in ("dlcl30", name))
     assert other == dlcl | {"output": other["output"], "model": dlcl["model"] | changed}
-
-
-def test_overrides_replace_nested_values():
-    changes = (
-        "model.encoder_layers=60 optim.lr=2e-3 model.dlcl.window=4 model.dlcl.init=one "
-        "optim.betas=[0.9,0.99] train.patience=null output=x/y"
-    )
-    recipe = load_recipe("phrases-small", changes.split())
-    assert recipe.model["encoder_layers"] == 60
-    assert recipe.model["dlcl"] == {"window": 4, "init": "one"}
-    assert recipe.optim.lr == 2e-3
-    assert recipe.optim.betas == (0.9, 0.99)
-    assert recipe.output == "x/y"
 
 
 @pytest.mark.parametrize(
@@ -74,13 +60,25 @@ def test_a_plan_serves_where_the_planner_counts_the_model():
     assert not load_recipe("phrases-fusion", ["memory=lean"]).planned()
 
 
-def test_a_recipe_file_by_path_and_back(tmp_path):
-    recipe = load_recipe("phrases-small", ["optim.lr=1e-4", "model.dlcl.weight=vector"])
+def test_overrides_replace_nested_values_and_a_file_gives_them_back(tmp_path):
+    changes = (
+        "model.encoder_layers=60 optim.lr=2e-3 model.dlcl.window=4 model.dlcl.init=one "
+        "optim.betas=[0.9,0.99] train.patience=null output=x/y"
+    )
+    recipe = load_recipe("phrases-small", changes.split())
+    assert recipe.model["encoder_layers"] == 60
+    assert recipe.model["dlcl"] == {"window": 4, "init": "one"}
+    assert (recipe.optim.lr, recipe.optim.betas, recipe.output) == (2e-3, (0.9, 0.99), "x/y")
     path = tmp_path / "mine.yaml"
-    path.write_text(dump_recipe(recipe))
-    assert load_recipe(path) == recipe
-    assert recipe_from_dict(recipe.to_dict()) == recipe
-    assert yaml.safe_load(path.read_text())["optim"]["lr"] == 1e-4
+    latent = load_recipe(
+        "phrases-latent",
+        ["model.latent.prior=beta", "model.latent.beta=[2,1]", "data.phrases=de,fr"],
+    )
+    assert latent.model["latent"]["beta"] == (2.0, 1.0)
+    for one in (recipe, latent):
+        path.write_text(dump_recipe(one))
+        assert load_recipe(path) == one
+        assert recipe_from_dict(one.to_dict()) == one
 
 
 def test_a_path_may_begin_with_the_home(monkeypatch):
@@ -105,85 +103,144 @@ def test_sizes_are_base_and_big():
     assert (big.dim, big.heads, big.ffn_dim) == (1024, 16, 4096)
 
 
-ATTNRES = "model.encoder_connection=block_attnres model.attnres_block=3"
-WRONG = [
-    ("optim.lrr=3", "unknown key optim.lrr, the nearest known key is optim.lr"),
-    ("encoder_layers=3", "the nearest known key is model.encoder_layers"),
-    ("model.dlcl.windo=3", "the nearest known key is model.dlcl.window"),
-    ("grow.optim.lrr=3", "the nearest known key is grow.optim.lr"),
-    ("optim.lr", "expected key=value"),
-    ("optim.betas=[", "expected YAML, got an error"),
-    ("output=" + "[" * 5000, "expected keys and values, got too many inside each other"),
-    # Types and limits, each of them once.
-    ("optim=3", "optim: expected keys and values, got 3"),
-    ("optim.lr=-1", "optim.lr: expected a number above 0, got -1"),
-    ("optim.lr=.inf", "optim.lr: expected a number above 0, got inf"),
-    ("optim.lr=fast", "optim.lr: expected a number above 0, got 'fast'"),
-    ("optim.lr=true", "optim.lr: expected a number above 0, got True"),
-    ("optim.eps=.inf", "optim.eps: expected a number above 0, got inf"),
-    ("optim.l2=.inf", "optim.l2: expected a number of at least 0, got inf"),
-    ("optim.weight_decay=-1", "optim.weight_decay: expected a number of at least 0, got -1"),
-    ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers, got 0.9"),
-    ("optim.betas=[0.9, 1]", "optim.betas: expected a number in [0, 1), got 1"),
-    ("optim.label_smoothing=1", "optim.label_smoothing: expected a number in [0, 1), got 1"),
-    ("optim.clip_norm=0", "optim.clip_norm: expected a number above 0 or null, got 0"),
-    ("optim.accumulate=0", "optim.accumulate: expected a whole number of at least 1, got 0"),
-    ("optim.schedule=linear", "expected one of inverse_sqrt, constant, got 'linear'"),
-    ("train.max_steps=1.5", "expected a whole number of at least 1 or null, got 1.5"),
-    ("train.max_steps=true", "expected a whole number of at least 1 or null, got True"),
-    ("train.deterministic=1", "train.deterministic: expected true or false, got 1"),
-    ("train.precision=half", "expected one of float32, bfloat16, got 'half'"),
-    ("train.threads=1025", "train.threads: expected a whole number from 1 to 1024 or null"),
-    ("train.seed=18446744073709551616", "train.seed: expected a whole number from -2^63 to"),
-    ("grow.train.log_every=0", "grow.train.log_every: expected a whole number of at least 1"),
-    ("parallel.kind=tp", "parallel.kind: expected one of auto, ddp, fsdp, got 'tp'"),
-    ("parallel.timeout=1e30", "parallel.timeout: expected seconds above 0 and below 1e6"),
-    ("data.dev_size=-1", "data.dev_size: expected a whole number of at least 0, got -1"),
-    ("data.vocab_size=4", "data.vocab_size: expected 5 to 2147483647 pieces, got 4"),
-    ("data.target_vocab_size=2147483648", "expected 5 to 2147483647 pieces or null"),
-    ("data.vocabulary=''", "data.vocabulary: expected a file or null, got ''"),
-    ("resume=''", "resume: expected true or false or a file, got ''"),
-    ("output=~no-such-user/x", "output: expected a folder, ./~NAME for one that begins with ~"),
-    ('output="a\\0b"', r"output: expected text without the character NUL, got 'a\x00b'"),
-    # What does not fit the rest of the recipe.
-    ("optim.restart_step=3", "optim.restart_lr: expected a rate if restart_step is set, else null"),
-    ("optim.restart_accumulate=2", "optim.restart_accumulate: expected null without a restart"),
-    ("optim.l2=1 optim.weight_decay=1", "optim.l2: expected 0 if optim.weight_decay is set"),
-    ("train.max_steps=null", "train: expected an end"),
-    ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
-    ("train.patience=2 data.dev_size=0", "train.patience: expected dev pairs to validate on"),
-    ("train.validate_bleu=true data.dev_size=0", "train.validate_bleu: expected dev pairs to"),
-    ("train.test_bleu=true data.test_size=0", "train.test_bleu: expected test pairs to"),
-    ("data.phrases=xx", "data.phrases: expected one of de, fr, es or null, got 'xx'"),
-    ("data.train_source=a", "got both: set data.phrases=null beside files"),
-    ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
-    ("data.dev_source=a", "data.dev_target: expected a file for both sides"),
-    ("data.vocabulary=v data.whole_words=true", "whole_words: expected false beside data.voc"),
-    ("data.vocabulary=v data.target_vocab_size=9", "target_vocab_size: expected null beside data"),
-    ("data.target_vocabulary=v", "data.target_vocabulary: expected null without data.vocabulary"),
-    # What the model's config refuses.
-    ("model.dim=1000000000000", "model.dim must be at most 2147483647, got 1000000000000"),
-    ("model.encoder_layers=70000", "model.encoder_layers must be at most 65536, got 70000"),
-    ("model.heads=3", "model.dim must be an even multiple of heads 3, got 64"),
-    ("model.norm=mid", "model.norm must be one of pre, post, got 'mid'"),
-    ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
-    ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
-    ("model.dlcl.eps=.inf", "model.dlcl: eps must be a number of at least 0, got inf"),
-    ("model.encoder_connection=none", "model.encoder_connection must be one of"),
-    ("model.encoder_connection=residual model.dlcl.window=4", "model.dlcl needs a side with"),
-    ("model.encoder_fusion=attention model.fusion.hops=0", "model.fusion: hops must be a whole"),
-    (f"{ATTNRES} model.norm=post", "model.encoder_connection block_attnres needs norm pre"),
-    (f"{ATTNRES} model.attnres_reads=3", "attnres_reads must be a whole number from 1 to 2"),
-    ("model.attnres_block=3", "attnres_block needs a side with 'block_attnres', got none"),
-]
+REFUSED = {
+    "phrases-small": [
+        ("optim.lrr=3", "unknown key optim.lrr, the nearest known key is optim.lr"),
+        ("encoder_layers=3", "the nearest known key is model.encoder_layers"),
+        ("model.dlcl.windo=3", "the nearest known key is model.dlcl.window"),
+        ("grow.optim.lrr=3", "the nearest known key is grow.optim.lr"),
+        ("optim.lr", "expected key=value"),
+        ("optim.betas=[", "expected YAML, got an error"),
+        ("output=" + "[" * 5000, "expected keys and values, got too many inside each other"),
+        # Types and limits, each of them once.
+        ("optim=3", "optim: expected keys and values, got 3"),
+        ("optim.lr=-1", "optim.lr: expected a number above 0, got -1"),
+        ("optim.lr=.inf", "optim.lr: expected a number above 0, got inf"),
+        ("optim.lr=fast", "optim.lr: expected a number above 0, got 'fast'"),
+        ("optim.lr=true", "optim.lr: expected a number above 0, got True"),
+        ("optim.l2=.inf", "optim.l2: expected a number of at least 0, got inf"),
+        ("optim.weight_decay=-1", "optim.weight_decay: expected a number of at least 0, got -1"),
+        ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers, got 0.9"),
+        ("optim.betas=[0.9, 1]", "optim.betas: expected a number in [0, 1), got 1"),
+        ("optim.label_smoothing=1", "optim.label_smoothing: expected a number in [0, 1), got 1"),
+        ("optim.clip_norm=0", "optim.clip_norm: expected a number above 0 or null, got 0"),
+        ("optim.accumulate=0", "optim.accumulate: expected a whole number of at least 1, got 0"),
+        ("optim.schedule=linear", "expected one of inverse_sqrt, constant, got 'linear'"),
+        ("train.max_steps=1.5", "expected a whole number of at least 1 or null, got 1.5"),
+        ("train.max_steps=true", "expected a whole number of at least 1 or null, got True"),
+        ("train.deterministic=1", "train.deterministic: expected true or false, got 1"),
+        ("train.precision=half", "expected one of float32, bfloat16, got 'half'"),
+        ("train.threads=1025", "train.threads: expected a whole number from 1 to 1024 or null"),
+        ("train.seed=18446744073709551616", "train.seed: expected a whole number from -2^63 to"),
+        ("parallel.kind=tp", "parallel.kind: expected one of auto, ddp, fsdp, got 'tp'"),
+        ("parallel.timeout=0.0", "timeout: expected seconds above 0 and below 1e6, got 0.0"),
+        ("parallel.timeout=1e30", "parallel.timeout: expected seconds above 0 and below 1e6"),
+        ("data.dev_size=-1", "data.dev_size: expected a whole number of at least 0, got -1"),
+        ("data.vocab_size=4", "data.vocab_size: expected 5 to 2147483647 pieces, got 4"),
+        ("data.target_vocab_size=2147483648", "expected 5 to 2147483647 pieces or null"),
+        ("data.vocabulary=''", "data.vocabulary: expected a file or null, got ''"),
+        ("resume=''", "resume: expected true or false or a file, got ''"),
+        ("output=~no-such-user/x", "output: expected a folder, ./~NAME for one that begins with"),
+        ('output="a\\0b"', r"output: expected text without the character NUL, got 'a\x00b'"),
+        ("memory=less", "memory: expected a size such as 24GiB, one of keep, "),
+        ("memory=24", "memory: expected text or null, got 24"),
+        # What does not fit the rest of the recipe.
+        ("memory=history model.encoder_connection=residual", "is residual, got 'history'"),
+        ("optim.restart_step=3", "restart_lr: expected a rate if restart_step is set, else null"),
+        ("optim.restart_accumulate=2", "optim.restart_accumulate: expected null without a restart"),
+        (
+            "optim.restart_step=3 optim.restart_lr=1 optim.restart_accumulate=0",
+            "optim.restart_accumulate: expected a whole number of at least 1 or null, got 0",
+        ),
+        ("optim.l2=1 optim.weight_decay=1", "optim.l2: expected 0 if optim.weight_decay is set"),
+        ("train.max_steps=null", "train: expected an end"),
+        ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
+        ("train.patience=2 data.dev_size=0", "train.patience: expected dev pairs to validate on"),
+        ("train.validate_bleu=true data.dev_size=0", "train.validate_bleu: expected dev pairs to"),
+        ("train.test_bleu=true data.test_size=0", "train.test_bleu: expected test pairs to"),
+        ("data.phrases=xx", "data.phrases: expected one of de, fr, es or null, got 'xx'"),
+        ("data.train_source=a", "got both: set data.phrases=null beside files"),
+        ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
+        ("data.dev_source=a", "data.dev_target: expected a file for both sides"),
+        ("data.vocabulary=v data.whole_words=true", "whole_words: expected false beside data.voc"),
+        ("data.vocabulary=v data.target_vocab_size=9", "target_vocab_size: expected null beside "),
+        ("data.target_vocabulary=v", "data.target_vocabulary: expected null without data.vocabul"),
+        (
+            "data.target_vocab_size=60 model.share_embeddings=all",
+            "model.share_embeddings: expected decoder or none",
+        ),
+        # What the model's config refuses.
+        ("model.dim=1000000000000", "model.dim must be at most 2147483647, got 1000000000000"),
+        ("model.encoder_layers=70000", "model.encoder_layers must be at most 65536, got 70000"),
+        ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
+        ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
+        ("model.top_encoder_layers=2", "model.top_encoder_layers: expected a field of Transform"),
+    ],
+    "phrases-latent": [
+        ("data.phrases=[de, it]", "data.phrases: expected one of de, fr, es or null"),
+        ("data.phrases=[de, de]", "data.phrases: expected each language once"),
+        ("data.phrases=[]", "data.phrases: expected one of de, fr, es or null"),
+        ("data.direction=back", "data.direction: expected one of one-to-many, many-to-one"),
+        ("data.languages=[de, fr]", "data.languages: expected null beside phrases"),
+        ("model.latent.tau=0", "model.latent: tau: expected a number above 0, got 0"),
+        ("model.latent.taus=1", "the nearest known key is model.latent.tau"),
+        ("model.latent.target_layers=13", "target_layers: expected above 0 and at most the 12"),
+        ("model.languages={}", "unknown key model.languages"),
+        *(
+            (f"data.phrases=null data.languages={names}", f"data.languages: {words}")
+            for names, words in (
+                ("[de]", "expected two or more languages or null, got ['de']"),
+                ("[de,de]", "expected each language once, got ['de', 'de']"),
+                ("[<de>,fr]", "expected names such as de or zh-CN, got '<de>'"),
+                ("[de,s]", "expected names such as de or zh-CN, got 's'"),
+                ("de,,fr", "expected names such as de or zh-CN, got ''"),
+            )
+        ),
+    ],
+    "phrases-fflstm": [
+        ("model.heads=2", "model.heads: expected a field of FastForwardLSTMConfig"),
+        ("model.dim=7", "model.dim must be even, got 7"),
+        ("model.size=big", "model.size: expected null for the kind fast_forward_lstm"),
+        ("memory=keep", "memory: expected null for a model without memory policies"),
+    ],
+    "phrases-growing": [
+        ("grow.model.dim=32", "unknown key grow.model.dim, the nearest known key is"),
+        ("grow.model.norm=post", "unknown key grow.model.norm"),
+        ("grow.data.seed=3", "unknown key grow.data"),
+        ("grow.optim.lr=-1.0", "grow.optim.lr: expected a number above 0"),
+        ("grow.train.log_every=0", "grow.train.log_every: expected a whole number of at least 1"),
+        ("grow.train.max_steps=null", "grow.train: expected an end"),
+        ("grow.model.top_encoder_layers=0", "grow.model.top_encoder_layers must be a whole"),
+        (
+            "grow.model.top_dlcl.window=0 grow.model.top_encoder_connection=dlcl",
+            "grow.model.top_dlcl: window must be a whole number of at least 1, got 0",
+        ),
+        ("grow.model.top_dlcl.window=2", "grow.model.top_dlcl needs a side with connection"),
+        (
+            "model.norm=post grow.model.top_decoder_connection=attnres",
+            "grow.model.top_decoder_connection attnres needs norm pre, got norm post",
+        ),
+        (
+            "grow.model.top_attnres_block=2",
+            "grow.model.top_attnres_block needs a side with 'block_attnres', got none",
+        ),
+        ("model.kind=depth_growing", "model.kind: expected transformer with a section"),
+        ("data.dev_size=0", "grow: expected dev pairs"),
+        ("grow=3", "grow: expected keys and values, got 3"),
+        ("memory=2GiB", "memory: expected a policy, one of keep, lean"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("overrides", "words"), WRONG)
-def test_a_wrong_override_is_one_sentence(overrides, words):
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [(name, *row) for name, rows in REFUSED.items() for row in rows],
+)
+def test_a_wrong_override_is_one_sentence(name, overrides, words):
     # Values with spaces come alone.
     given = overrides.split() if overrides.count("=") > 1 else [overrides]
     with pytest.raises(RecipeError) as caught:
-        load_recipe("phrases-small", given)
+        load_recipe(name, given)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -5,28 +5,68 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepfast import files
+from deepfast.mt.models import DepthGrowing
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
 from deepfast.mt.training.run_folder import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import Killed, at_step, die
+from tests.mt.training.runs import assert_same_runs, die
 
 FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))
 
+EPOCH = {"optim.accumulate": 3}
+NEXT_EPOCH = {"data.max_tokens": 400, "train.deterministic": True}
+WINDOW = {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}
+OPTIONS = {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight": "vector",
+           "model.decoder_connection": "dlcl"}  # fmt: skip
+LSTM = {"model": {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
+                  "decoder_layers": 2, "dropout": 0.2}}  # fmt: skip
+GROW = {"grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection": "dlcl",
+        "grow.optim.accumulate": 3, "grow.train.precision": "bfloat16",
+        "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True,
+        "grow.train.max_steps": 5, "train.max_steps": 6, "train.save_every": 2,
+        "train.validate_every": 3}  # fmt: skip
+KILLED = {
+    "in an epoch, the metrics of a line cut in two": (9, EPOCH | WINDOW),
+    "in the next epoch, other options": (11, OPTIONS | NEXT_EPOCH),
+    "attention residuals": (7, {
+        "model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
+        "model.decoder_layers": 2}),
+    "latent depth": (5, {
+        "model.decoder_connection": "latent", "model.decoder_layers": 4, "train.max_steps": 8,
+        "model.latent": {"hard": True, "soft_steps": 3, "prior": "mean", "kl_weight": 0.1}}),
+    "LSTM, two vocabularies": (6, LSTM | {
+        "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
+        "data.target_vocab_size": 60, "train.max_steps": 8}),
+    "fewer micro-batches after the restart": (5, EPOCH | {
+        "optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1,
+        "data.max_tokens": 60, "train.save_every": 1, "train.max_steps": 6}),
+    "in the second run of one that grows": (5, GROW),
+}  # fmt: skip
+"""Name -> the step in which the run is killed, and its recipe."""
+MORE = {
+    "in an epoch": (7, EPOCH), "in the next epoch": (11, NEXT_EPOCH), "other options": (6, OPTIONS),
+    "a line cut in two": (9, WINDOW), "before the second run saved": (2, GROW),
+}  # fmt: skip
 
-@pytest.fixture
-def killed_at(make_recipe, monkeypatch):
-    """killed_at(step, prepare) kills a run in the given step, or when what `prepare` patches is
-    called after it began."""
 
-    def run(step, prepare=die):
-        with monkeypatch.context() as patch:
-            at_step(patch, step, lambda trainer: prepare(patch))
-            with pytest.raises(Killed):
-                train(make_recipe(), quiet=True)
-
-    return run
+@pytest.mark.parametrize(
+    "case",
+    [*KILLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)],
+)
+def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case):
+    step, changes = (KILLED | MORE)[case]
+    grows = "grow.train.max_steps" in changes
+    whole = whole_run(changes).output
+    killed_at(step, changes, model=DepthGrowing if grows else torch.nn.Module)
+    # Another generator state in the new process must not matter.
+    torch.manual_seed(12345)
+    resumed = train(make_recipe(changes | {"resume": True}), quiet=True).output
+    assert_same_runs(whole, resumed)
+    if grows:
+        assert_same_runs(whole.with_name("stage1"), resumed.with_name("stage1"))
 
 
 def damage(path):
@@ -178,7 +218,7 @@ def test_what_a_killed_run_left_half_written_is_removed(
         patch.setattr(files.Path, "unlink", lambda *args, **options: None)
 
     if step:
-        killed_at(step, prepare)
+        killed_at(step, prepare=prepare)
         (part,) = (tmp_path / "run").glob("*.part")
         part.rename(part.with_name(f".{name}.7.part"))
     else:

@@ -57,49 +57,6 @@ def test_a_checkpoint_gives_model_and_vocabulary(make_recipe, whole_run):
         torch.testing.assert_close(tensor, (weights[0][name] + weights[1][name]) / 2)
 
 
-ALONE = {
-    "mid-epoch, dropout, accumulation": ({"optim.accumulate": 3}, 7),
-    "next epoch, deterministic algorithms": (
-        {"data.max_tokens": 400, "train.deterministic": True}, 11),
-    "bfloat16, window of metrics cut in two": (
-        {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}, 9),
-    "post-norm, weight decay, grouped weights": (
-        {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight": "vector",
-         "model.decoder_connection": "dlcl"}, 6),
-}  # fmt: skip
-ATTENDS = {"model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
-           "model.decoder_layers": 2}  # fmt: skip
-
-
-def together(first, second):
-    (changes, _), (more, killed_at) = ALONE[first], ALONE[second]
-    return pytest.param(changes | more, killed_at, id=f"{first}, {second}")
-
-
-EPOCH, NEXT_EPOCH, HALF, OPTIONS = ALONE
-
-
-@pytest.mark.parametrize(
-    ("changes", "killed_at"),
-    [
-        together(EPOCH, HALF),
-        together(OPTIONS, NEXT_EPOCH),
-        pytest.param(ATTENDS, 7, id="attention residuals"),
-    ]
-    + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in ALONE.items()],
-)
-def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, monkeypatch, changes, killed_at):
-    whole = whole_run(changes)
-    with monkeypatch.context() as patch:
-        at_step(patch, killed_at, die)
-        with pytest.raises(Killed):
-            train(make_recipe(changes), quiet=True)
-    # Another generator state in the new process must not matter.
-    torch.manual_seed(12345)
-    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
-    assert_same_runs(whole.output, resumed.output)
-
-
 def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
     whole = whole_run({})
     with monkeypatch.context() as patch:
@@ -116,18 +73,6 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monke
     assert_same_runs(whole.output, resumed.output)
 
 
-def test_two_runs_from_one_seed_agree_and_another_seed_differs(make_recipe, tmp_path):
-    changes = {"train.max_steps": 3, "train.average_last": 0}
-    results = [
-        train(make_recipe(changes | {"output": str(tmp_path / name), "train.seed": seed}),
-              quiet=True)
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    ]  # fmt: skip
-    a, b, c = (rows(result.output) for result in results)
-    assert a == b
-    assert a != c
-
-
 def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished, tmp_path):
     first = finished({"train.max_steps": 4})
     before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
@@ -140,11 +85,6 @@ def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished, tmp_
     with pytest.raises(CheckpointError, match=r"expected a new folder.*\(step-00000008\.pt\)"):
         train(elsewhere, quiet=True)
     assert before == {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
-
-
-def test_resume_with_nothing_there_starts(make_recipe):
-    result = train(make_recipe({"resume": True, "train.max_steps": 2}), quiet=True)
-    assert result.step == 2
 
 
 def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, capsys):
