@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import sys
 
 import pytest
 import torch
@@ -220,11 +219,6 @@ def test_restore_order_checks_counts():
     batches = evaluation_batches(PAIRS, max_tokens=100)
     with pytest.raises(DataError, match="with 200 outputs, one for each sentence, got"):
         restore_order(batches, [[0]] * len(batches))
-
-
-def test_batches_need_no_sentencepiece(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    assert len(list(TokenBatches(PAIRS, max_tokens=100))) > 1
 
 
 def test_a_batch_is_of_one_group():

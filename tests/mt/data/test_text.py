@@ -5,15 +5,12 @@ import io
 import os
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 
 from deepfast.files import DataError, write_atomically
 from deepfast.mt.data import Dropped, read_lines, read_parallel
 from deepfast.mt.data.text import read_standard_input, write_lines
-
-MULTI30K = Path(__file__).resolve().parents[4] / "shared" / "data" / "multi30k"
 
 
 @pytest.fixture
@@ -164,10 +161,3 @@ def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DataError, match="expected text, got a closed stream"):
         read_standard_input()
-
-
-@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the files of Multi30k are not here")
-def test_multi30k():
-    text = read_parallel(MULTI30K / "train.en.gz", MULTI30K / "train.de.gz")
-    assert (text.lines, len(text), text.dropped.total) == (29_000, 29_000, 0)
-    assert text[0][1] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepfast.files import DataError, MissingPackage
-from deepfast.mt.data import Vocabulary, phrases, split_tag, tag_of
+from deepfast.mt.data import Vocabulary, split_tag, tag_of
 from deepfast.mt.data.sentencepiece_model import NORMALIZER_SPEC, TRAINER_SPEC, _varint
 
 SENTENCES = [
@@ -227,20 +227,6 @@ def test_without_sentencepiece_the_extra_is_named(monkeypatch):
         Vocabulary.train(SENTENCES, 100)
     assert isinstance(caught.value, DataError)
     assert isinstance(caught.value, ImportError)
-
-
-def test_encode_pairs(vocabulary):
-    pairs = [("the dog", "der Hund"), ("fox", "Fuchs")]
-    encoded = vocabulary.encode_pairs(pairs)
-    assert [tuple(map(vocabulary.decode, pair)) for pair in encoded] == pairs
-
-
-def test_phrases_have_no_unknown_pieces():
-    corpus = phrases("de", train=1500, dev=0, test=100)
-    vocabulary = Vocabulary.train([text for pair in corpus.train for text in pair], 500)
-    texts = [text for pair in corpus.test for text in pair]
-    assert not any(1 in vocabulary.encode(text) for text in texts)
-    assert all(vocabulary.decode(vocabulary.encode(text)) == text for text in texts)
 
 
 def test_tags_are_one_token_in_front():

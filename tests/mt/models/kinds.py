@@ -57,6 +57,8 @@ TRANSFORMERS = {
     f"{kind} fusion, {norm}": fused(kind, norm=norm, decoder_connection="dlcl")
     for kind in FUSIONS for norm in ("pre", "post")
 }  # fmt: skip
+ONE_NORM = [f"{kind} fusion, {'pre' if k % 2 else 'post'}" for k, kind in enumerate(FUSIONS)]
+"""Each fusion with one of the places of the norm."""
 GROWING = {
     "as the paper": {"norm": "post", "encoder_connection": "residual"},
     "as the code": {"norm": "post", "encoder_connection": "residual", "embedding_norm": True},

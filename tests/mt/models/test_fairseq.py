@@ -11,7 +11,7 @@ import torch
 from deepfast.cli import main
 from deepfast.files import DataError
 from deepfast.mt.data import TokenVocabulary, read_dictionary, read_vocabulary
-from deepfast.mt.models import Transformer, fairseq
+from deepfast.mt.models import fairseq
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, translate_lines
 from tests.mt.models.fairseq_like import EOS, LUA, PAD, UNK, FairseqLike
@@ -64,53 +64,42 @@ def convert(tmp_path, capsys):
     return run
 
 
-@VARIANTS
-def test_logits(options):
-    theirs, _ = make(**options)
-    config, weights = fairseq.convert({"args": theirs.namespace, "model": theirs.state_dict()})
-    model = Transformer(config).eval()
-    model.load_state_dict(weights)
-    size = theirs.decoder.embed_tokens.num_embeddings
+def padded_batch(size):
+    """Ids of fairseq: sources padded on the left, targets that begin with </s>."""
     source = torch.randint(4, len(SOURCE_TOKENS) + 4, (3, 6))
     source[1, :2], source[2, :4] = PAD, PAD
     source[:, -1] = EOS
     target = torch.randint(4, size, (3, 5))
     target[:, 0], target[1, 2] = EOS, UNK
-    with torch.no_grad():
-        want = theirs(source, target)
-        got = model(ours(source), ours(target)).view(3, 5, size)
-    want = want[..., [PAD, UNK, LUA, EOS, *range(4, size)]]
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert config.first_position == 2
-    assert config.share_embeddings == options.get("share", "all")
+    return source, target
 
 
 @VARIANTS
-def test_the_command_s_checkpoint_translates(options, convert, tmp_path):
-    theirs, target = make(**options)
-    code, said = convert(theirs.checkpoint(), target, zipped="norm" in options)
+@torch.no_grad()
+def test_the_command_s_checkpoint_has_the_logits_and_translations(options, convert, tmp_path):
+    theirs, tokens = make(**options)
+    code, said = convert(theirs.checkpoint(), tokens, zipped="norm" in options)
     assert code == 0, said
     assert "source: 4 special ids, then the 8 tokens of" in said
+    model, vocabulary = load_model(tmp_path / "new.pt")
+    assert model.config.first_position == 2
+    assert model.config.share_embeddings == options.get("share", "all")
+    size = len(tokens) + 4
+    source, target = padded_batch(size)
+    want = theirs(source, target)[..., [PAD, UNK, LUA, EOS, *range(4, size)]]
+    got = model(ours(source), ours(target)).view(3, 5, size)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
     lines = ["ha lo@@ mi", "ne", "was@@ ha mi mi lo@@ ne@@ ha"]
     ids = {token: place for place, token in enumerate(SOURCE_TOKENS, 4)}
     expected = []
     for line in lines:
         source = torch.tensor([[*(ids.get(token, UNK) for token in line.split()), EOS]])
-        with torch.no_grad():
-            found = theirs.greedy(source, 7)
-        words = [{UNK: "⁇", LUA: ""}.get(i, target[i - 4]) for i in found]
+        words = [{UNK: "⁇", LUA: ""}.get(i, tokens[i - 4]) for i in theirs.greedy(source, 7)]
         text = " ".join(word for word in words if word) + " "
         expected.append(text.replace("@@ ", "").strip())
-    model, vocabulary = load_model(tmp_path / "new.pt")
-    got = translate_lines(
-        model, read_vocabulary(vocabulary), lines, DecodingOptions(beam=1, max_length=7)
-    )
-    assert got == expected
-    output = tmp_path / "out.txt"
-    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))
-    assert main(["translate", str(tmp_path / "new.pt"), "--input", str(tmp_path / "in.txt"),
-                 "--output", str(output), "--beam", "1", "--max-length", "7"]) == 0  # fmt: skip
-    assert output.read_text(encoding="utf-8").splitlines() == expected
+    greedy = DecodingOptions(beam=1, max_length=7)
+    assert translate_lines(model, read_vocabulary(vocabulary), lines, greedy) == expected
 
 
 def test_training_in_half_precision(convert, tmp_path):

@@ -220,10 +220,6 @@ def test_modes_and_gradients_are_left_as_they_were(make_model):
     assert model.embedding.weight.grad.isfinite().all()
 
 
-def test_no_sentences(make_model):
-    assert beam_search(make_model(), torch.zeros(0, 4, dtype=torch.int64)) == []
-
-
 def third_step(bad, place, sentence, prefix):
     logits = torch.zeros(9)
     logits[place] = bad if len(prefix) == 2 else 0.0
@@ -242,18 +238,3 @@ def third_step(bad, place, sentence, prefix):
 def test_logits_without_a_next_token(make_table, rule, sentence):
     with pytest.raises(RuntimeError, match=sentence):
         beam_search(make_table(rule), SOURCE, DecodingOptions(no_unknown=True))
-
-
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        (SOURCE[0], r"source must be int64 \(B, S\), got torch.int64 \(4,\)"),
-        ([[5, 3]], r"source must be int64 \(B, S\), got list"),
-        (SOURCE.int(), r"source must be int64 \(B, S\), got torch.int32"),
-        (SOURCE * (SOURCE != 7)[:, :1], "got only padding in sentence 2"),
-        (SOURCE[:, :0], "got only padding in sentence 0"),
-    ],
-)
-def test_bad_sources(make_model, source, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        beam_search(make_model(), source)

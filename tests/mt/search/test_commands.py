@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import io
 import json
-import os
 import re
 import sys
 
@@ -18,7 +17,6 @@ from deepfast.mt.search import (
     translate_lines,
     translate_nbest,
 )
-from deepfast.mt.search.translator import trained_lowercase
 
 TEXT = "the old bridge\n\nwe walk home\r\na small house\n"
 LINES = ["the old bridge", "", "we walk home", "a small house"]
@@ -77,11 +75,6 @@ def test_bad_standard_input_is_refused_with_a_sentence(
     assert sentence in said
 
 
-@pytest.mark.parametrize("recipe", [None, 3, {}, {"data": None}, {"data": "x"}])
-def test_a_checkpoint_whose_recipe_says_nothing_of_case(write, model, recipe):
-    assert not trained_lowercase(write(model, recipe=recipe))
-
-
 def test_nbest_by_both_forms_of_the_length_penalty(checkpoint, source, model, vocabulary, capsys):
     words = ["--input", str(source), "--length-penalty", "1.6", "--nbest", "2", *FAST]
     first = []
@@ -106,17 +99,6 @@ def test_bfloat16_and_long_lines(checkpoint, source, capsys):
     said = capsys.readouterr()
     assert len(said.out.split("\n")) == 5
     assert "deepfast translate: line 1 has" in said.err
-
-
-def test_a_reader_that_leaves(checkpoint, source, capsys, monkeypatch):
-    # As `deepfast translate ... | head -0`: nobody reads the pipe any more.
-    reader, writer = os.pipe()
-    os.close(reader)
-    # Closing flushes what is left, as Python does at exit.
-    with open(writer, "w") as stdout, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stdout)
-        assert main(["translate", checkpoint, "--input", str(source), *FAST]) == 0
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_score(tmp_path, capsys):

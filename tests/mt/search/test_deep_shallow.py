@@ -117,15 +117,6 @@ def test_tuned_weights_are_the_best_of_all(grown_model, vocabulary, monkeypatch)
             assert alone == right(references)(lines)
 
 
-def test_what_cannot_be_tuned(grown_model, model, vocabulary):
-    with pytest.raises(ValueError, match="got 4 lines and 3 references"):
-        tune_deep_shallow(grown_model, vocabulary, LINES, REFERENCES[1:])
-    with pytest.raises(ValueError, match="at least one, got 0 lines"):
-        tune_deep_shallow(grown_model, vocabulary, [], [])
-    with pytest.raises(ValueError, match="of the kind depth_growing, got transformer"):
-        tune_deep_shallow(model, vocabulary, LINES, REFERENCES)
-
-
 FAST = ["--beam", "3", "--max-length", "6", "--device", "cpu", "--threads", "1"]
 
 

@@ -72,7 +72,7 @@ def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path,
     assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
 
 
-def test_models_that_cannot_vote(models, write, tmp_path, capsys, make_model):
+def test_models_that_cannot_vote(models, write, tmp_path, capsys):
     other = Vocabulary.train(["other words of another text"] * 3, 30).to_bytes()
     first, source = write(models[0]), tmp_path / "source"
     source.write_text("a small house\n")
@@ -85,19 +85,6 @@ def test_models_that_cannot_vote(models, write, tmp_path, capsys, make_model):
         assert said.count("\n") == 1
         assert path in said
         assert sentence in said
-    apart = {"share_embeddings": "decoder", "vocab_size": 9}
-    nine = make_model(9)
-    for members, sentence in (
-        ([], "Ensemble: expected at least one model, got none"),
-        ([models[0], nine], r"models with one vocab_size, got \[60, 9\]"),
-        (
-            [make_model(target_vocab_size=10, **apart), nine],
-            r"target_vocab_size, got \[10, 9\]",
-        ),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            Ensemble(members)
-    Ensemble([make_model(target_vocab_size=9, **apart), nine])
 
 
 def test_lines_of_several_languages(make_model):

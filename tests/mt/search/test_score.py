@@ -5,7 +5,7 @@ import json
 import pytest
 import sacrebleu
 
-from deepfast.mt.search import bleu, bleu_by_length, bleu_of_part
+from deepfast.mt.search import bleu, bleu_of_part
 from deepfast.mt.search.score import bleu_against
 
 HYPOTHESES = ["Das Haus steht am Fluss .", "die alte Brücke ist gesperrt.", "Sie liest"]
@@ -58,18 +58,3 @@ def test_the_bleu_of_some_sentences_is_that_of_these_alone():
     part = bleu_of_part("two of them", chosen, hypotheses, references)
     assert part.sentences == 2
     assert part.bleu == bleu([hypotheses[0], hypotheses[2]], [references[0], references[2]]).bleu
-
-
-@pytest.mark.parametrize(
-    ("call", "operands", "sentence"),
-    [
-        (bleu, (HYPOTHESES[:2], REFERENCES), "got 2 translations and 3 references"),
-        (bleu, ([], []), "at least one translation, got none"),
-        (bleu, (HYPOTHESES, "text"), "references must be a list of sentences, got one string"),
-        *((bleu_by_length, (["a"], ["b"], ["b"], bounds), "by_length: expected rising whole numb")
-          for bounds in ([], [0], [3, 3], [5, 3], [-1, 3])),
-    ],
-)  # fmt: skip
-def test_refused_with_a_sentence(call, operands, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call(*operands)

@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 
-from deepfast.mt.data import Vocabulary
 from deepfast.mt.search import (
     DecodingOptions,
     beam_search,
@@ -24,16 +23,6 @@ LINES = [
     "7 people wait",
 ]
 OPTIONS = {"beam": 3, "max_length": 8}
-
-
-def one_by_one(model, vocabulary, lines, **options):
-    results = []
-    for line in lines:
-        ids = vocabulary.encode(line)
-        source = torch.tensor([[*ids, 3]])
-        hypotheses = beam_search(model, source, DecodingOptions(**options))[0] if ids else []
-        results.append([(h.score, vocabulary.decode(h.tokens)) for h in hypotheses])
-    return results
 
 
 @pytest.mark.filterwarnings("ignore:line 3 has")
@@ -81,14 +70,3 @@ def test_long_lines_are_reported_and_translated(model, vocabulary):
         )
     with pytest.warns(UserWarning, match=r"line 1 has \d+ tokens and 5 more, max_tokens is 1"):
         translate_lines(model, vocabulary, LINES, DecodingOptions(max_tokens=1, **OPTIONS))
-
-
-def test_nothing_to_translate(model, vocabulary):
-    assert translate_lines(model, vocabulary, []) == []
-    assert translate_lines(model, vocabulary, ["", " "]) == ["", ""]
-
-
-def test_errors(model, vocabulary):
-    other = Vocabulary.train(["some other text of other words"] * 3, 30)
-    with pytest.raises(ValueError, match="of the model's 60 pieces, got 30"):
-        translate_lines(model, other, LINES)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from deepfast.cli import main
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import UNK
 from deepfast.mt.search import DecodingOptions, Ensemble, translate_nbest
@@ -32,14 +31,6 @@ def places_of(vocabulary, *numbers):
     """For each number of a word the place of its last piece."""
     _, word_of = vocabulary.words(LINE)
     return [max(i for i, n in enumerate(word_of) if n == number) for number in numbers]
-
-
-def test_words_of_pieces(vocabulary):
-    words, word_of = vocabulary.words(LINE)
-    assert words == LINE.split()
-    assert len(word_of) == len(vocabulary.encode(LINE))
-    assert sorted(set(word_of)) == [0, 1, 2, 3, 4]
-    assert vocabulary.words("") == ([], [])
 
 
 def test_copies_or_translates_what_is_looked_at(vocabulary):
@@ -141,11 +132,3 @@ def test_a_model_without_attention_is_refused(vocabulary, model, lstm):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
             translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
     check_aligns(Ensemble([model, lstm]), vocabulary)
-
-
-def test_option(checkpoint, tmp_path, capsys):
-    source = tmp_path / "source"
-    source.write_text(f"{LINE}\n", "utf-8")
-    fast = ["--beam", "2", "--max-length", "6", "--device", "cpu", "--replace-unknown"]
-    assert main(["translate", str(checkpoint), "--input", str(source), *fast]) == 0
-    assert "⁇" not in capsys.readouterr().out
