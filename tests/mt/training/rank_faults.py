@@ -40,11 +40,6 @@ def nan(trainer):
     module.register_forward_hook(lambda module, inputs, output: output * torch.nan)
 
 
-def nan_gradient(trainer):
-    module = trainer.model.encoder.layers[1].feed_forward.down
-    module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * torch.nan,))
-
-
 def memory(trainer):
     def exhausted(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines.")
@@ -81,10 +76,6 @@ def killed_in_save(trainer):
 def stopped_before_save(trainer):
     """In what the first rank does while the others wait for it."""
     checkpoint_folder._begin = lambda path: stopped(trainer)
-
-
-def told_to_stop(trainer):
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def scheduler(trainer):

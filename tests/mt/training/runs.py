@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,15 @@ class Killed(BaseException):
 
 def die(*args):
     raise Killed
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
+def as_rank(monkeypatch, port, rank, size):
+    """The variables by which torchrun tells a process that it is one of several ranks."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", rank), ("WORLD_SIZE", size),
+                        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):  # fmt: skip
+        monkeypatch.setenv(name, str(value))

@@ -115,17 +115,8 @@ def test_both_runs_may_move_before_they_go_on(make_recipe, whole_run, tmp_path):
 
 
 def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, capsys):
-    before = train(
-        make_recipe(
-            {
-                "output": str(tmp_path / "before"),
-                "train.max_steps": 2,
-                "train.save_every": 1,
-                "train.validate_every": 2,
-            }
-        ),
-        quiet=True,
-    )
+    first = {"train.max_steps": 2, "train.save_every": 1, "train.validate_every": 2}
+    before = train(make_recipe(first | {"output": str(tmp_path / "before")}), quiet=True)
     changes = GROW | {"grow.from": str(before.average)}
     result = train(make_recipe(changes))
     said = capsys.readouterr().out
@@ -133,9 +124,8 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, 
     assert "stage " not in said.replace(str(tmp_path), "")
     assert result.output == tmp_path / "run" / "stage2"
     assert not (tmp_path / "run" / "stage1").exists()
-    with pytest.raises(
-        CheckpointError, match=r"grow\.from: expected .*average\.pt', got .*best\.pt'"
-    ):
+    told = r"grow\.from: expected .*average\.pt', got .*best\.pt'"
+    with pytest.raises(CheckpointError, match=told):
         train(make_recipe(changes | {"grow.from": str(before.best), "resume": True}))
     for name, tensor in weights(before.average).items():
         assert torch.equal(weights(result.checkpoint)[f"bottom.{name}"], tensor)
@@ -183,15 +173,6 @@ def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path
     alone = train(load_recipe(left, [f"output={tmp_path / 'alone'}"]), quiet=True)
     assert alone.output == tmp_path / "alone"
     assert rows(alone.output) == rows(whole_run(GROW).output)
-
-
-def test_a_memory_policy_changes_nothing(make_recipe, whole_run, tmp_path):
-    lean = train(make_recipe(GROW | {"memory": "history"}), quiet=True)
-    assert rows(lean.output) == rows(whole_run(GROW).output)
-    with pytest.raises(
-        RecipeError, match=r"^memory: expected a policy, one of keep, lean.*got '2GiB'$"
-    ):
-        make_recipe(GROW | {"memory": "2GiB"})
 
 
 def test_the_length_of_the_second_run_is_its_own():

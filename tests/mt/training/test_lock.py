@@ -31,6 +31,7 @@ def test_a_second_start_is_refused(make_recipe, tmp_path):
     assert LOCK not in [path.name for path in before]
 
 
+@pytest.mark.exhaustive
 def test_the_lock_ends_with_its_process(tmp_path):
     path = tmp_path / LOCK
     program = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "

@@ -4,7 +4,6 @@ import contextlib
 import math
 import pickle
 import shutil
-import socket
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from deepfast.mt.training.parallel import syncing
 from deepfast.mt.training.ranks import Ranks, restarts
 from deepfast.mt.training.run import _check_same
 from deepfast.mt.training.trainer import Trainer
-from tests.mt.training.runs import assert_losses_agree, rows
+from tests.mt.training.runs import as_rank, assert_losses_agree, free_port, rows
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -199,15 +198,11 @@ def test_the_rank_whose_gradient_is_not_finite_says_where(pair):
 
 
 @pytest.fixture
-def as_rank(make_recipe, monkeypatch):
-    """as_rank(changes): trains as the only rank of torchrun, in this process."""
+def train_as_rank(make_recipe, monkeypatch):
+    """train_as_rank(changes): trains as the only rank of torchrun, in this process."""
 
     def run(changes):
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", 0), ("WORLD_SIZE", 1),
-                            ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):  # fmt: skip
-            monkeypatch.setenv(name, str(value))
+        as_rank(monkeypatch, free_port(), 0, 1)
         result = train(make_recipe(changes), quiet=True)
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
         return result
@@ -216,7 +211,7 @@ def as_rank(make_recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, as_rank, tmp_path, kind):
+def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, train_as_rank, tmp_path, kind):
     """Its checkpoints are folders, which a process alone resumes from."""
     changes = {"parallel.kind": kind, "optim.accumulate": 2, "train.test_bleu": True,
                "train.max_steps": 8, "train.save_every": 2, "model.encoder_connection": "dlcl",
@@ -226,17 +221,17 @@ def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, as_rank, tmp_
         return changes | more | {"output": str(tmp_path / name)}
 
     one = train(make_recipe(into("one")), quiet=True).output
-    whole = as_rank(into("whole")).output
+    whole = train_as_rank(into("whole")).output
     assert_losses_agree(one, whole)
     assert (whole / "logs" / "rank-0.log").read_text().count("step") > 8
     half = {"train.max_steps": 4, "train.validate_every": 99, "train.average_last": 0,
             "train.test_bleu": False}  # fmt: skip
-    as_rank(into("again") | half | {"data.dev_source": None, "data.dev_target": None})
+    train_as_rank(into("again") | half | {"data.dev_source": None, "data.dev_target": None})
     assert sorted(path.name for path in (tmp_path / "again" / "step-00000004").iterdir()) == [
         ".metadata", "__0_0.distcp", "run.pt",
     ]  # fmt: skip
     shutil.copytree(tmp_path / "again", tmp_path / "alone")
-    again = as_rank(into("again", resume=True)).output
+    again = train_as_rank(into("again", resume=True)).output
     assert rows(again, "train") == rows(whole, "train")
     a, b = (load_checkpoint(path / "step-00000008")["model"] for path in (again, whole))
     assert all(torch.equal(a[name], b[name]) for name in b)

@@ -39,12 +39,6 @@ def test_a_run_says_what_was_read_and_dropped(make_recipe, corpus, tmp_path, cap
     assert "\x1b" not in out
 
 
-def test_quiet_prints_nothing(make_recipe, capsys):
-    train(make_recipe({"train.max_steps": 1}), quiet=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-
-
 def test_lines_state_units():
     line = describe({"event": "train", "seconds": 61.2} | ROW)
     for part in ("nll 2.0000 nats", "ppl 7.39", "1,100 target tok/s", "1,024 MiB", "61 s"):

@@ -50,14 +50,17 @@ MORE = {
     "in an epoch": (7, EPOCH), "in the next epoch": (11, NEXT_EPOCH), "other options": (6, OPTIONS),
     "a line cut in two": (9, WINDOW), "before the second run saved": (2, GROW),
 }  # fmt: skip
+ON_A_GPU = {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize(
     "case",
-    [*KILLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)],
-)
+    [*KILLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE),
+     pytest.param("on a GPU", marks=[pytest.mark.gpu, NO_GPU])],
+)  # fmt: skip
 def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case):
-    step, changes = (KILLED | MORE)[case]
+    step, changes = (KILLED | MORE | {"on a GPU": (7, ON_A_GPU)})[case]
     grows = "grow.train.max_steps" in changes
     whole = whole_run(changes).output
     killed_at(step, changes, model=DepthGrowing if grows else torch.nn.Module)

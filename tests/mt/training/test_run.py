@@ -21,13 +21,14 @@ from deepfast.mt.training import (
 from deepfast.mt.training import checkpoint as checkpoint_module
 from deepfast.mt.training.report import Report
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import Killed, assert_same_runs, at_step, die, names, rows
+from tests.mt.training.runs import Killed, assert_same_runs, at_step, names, rows
 
 
-def test_a_run_learns_and_leaves_its_files(make_recipe):
+def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
     recipe = make_recipe({"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0,
                           "train.log_every": 20})  # fmt: skip
     result = train(recipe, quiet=True)
+    assert capsys.readouterr().out == ""
     losses = rows(result.output, "train")
     assert [row["step"] for row in losses] == [20, 40, 60]
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
@@ -71,6 +72,11 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monke
     assert resumed.best_nll == whole.best_nll
     # The checkpoint written at the interruption is neither kept nor averaged.
     assert_same_runs(whole.output, resumed.output)
+
+
+def test_another_seed_gives_another_run(whole_run):
+    one, other = (whole_run({"train.max_steps": 2, "train.seed": seed}) for seed in (1, 2))
+    assert rows(one.output) != rows(other.output)
 
 
 def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished, tmp_path):
@@ -214,27 +220,15 @@ def test_a_log_that_cannot_be_written_hides_no_error(make_recipe, monkeypatch):
         train(make_recipe(), quiet=True)
 
 
-def test_patience_stops(make_recipe, monkeypatch):
-    curve = iter([3.0, 2.0, 2.5, 2.0, 1.0])
-    monkeypatch.setattr(Trainer, "validate", lambda self: Validation(next(curve), 0.5))
-    recipe = make_recipe({"train.validate_every": 2, "train.patience": 2, "train.max_steps": 99})
-    result = train(recipe, quiet=True)
-    assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
-    assert load_checkpoint(result.best)["step"] == 4
-    assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
-
-
-def test_patience_counts_on_after_a_resume(make_recipe, monkeypatch):
-    curve = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.1}
+def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at, monkeypatch):
+    curve = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2}
-    with monkeypatch.context() as patch:
-        at_step(patch, 8, die)
-        with pytest.raises(Killed):
-            train(make_recipe(changes), quiet=True)
+    killed_at(8, changes)
     result = train(make_recipe(changes | {"resume": True}), quiet=True)
     assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
     assert load_checkpoint(result.best)["step"] == 4
+    assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
 
 
 def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe, finished):
@@ -287,19 +281,3 @@ def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
 def test_generated_phrases_are_left_for_translation(make_recipe):
     result = train(make_recipe(PHRASES | {"train.max_steps": 2}), quiet=True)
     assert len((result.output / "phrases" / "test.en").read_text("utf-8").splitlines()) == 6
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_gpu_run_resumes_to_the_bit(make_recipe, tmp_path, monkeypatch, precision):
-    changes = {"train.device": "cuda", "train.deterministic": True, "train.precision": precision,
-               "optim.accumulate": 2, "model.dim": 64}  # fmt: skip
-    whole = train(make_recipe(changes | {"output": str(tmp_path / "whole")}), quiet=True)
-    with monkeypatch.context() as patch:
-        at_step(patch, 7, die)
-        with pytest.raises(Killed):
-            train(make_recipe(changes), quiet=True)
-    resumed = train(make_recipe(changes | {"resume": True}), quiet=True)
-    assert rows(resumed.output) == rows(whole.output)
-    assert rows(whole.output, "train")[-1]["loss"] < rows(whole.output, "train")[0]["loss"]

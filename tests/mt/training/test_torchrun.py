@@ -149,8 +149,6 @@ SILENT = "rank 1: no answer, killed or stopped from outside"
 FAULTS = {
     "nan": f"rank 1: step {AT}: the loss is nan; the first value that is not finite is the output "
     "of encoder.layers.1.feed_forward.down (Linear)",
-    "nan_gradient": f"rank 1: step {AT}: the gradient of the output of "
-    "encoder.layers.1.feed_forward.up (Linear) is not finite",
     "memory": "rank 1: out of memory (CUDA out of memory. Tried to allocate 20 GiB.)",
     "disk": "rank 1: {folder}/step-00000008: the checkpoint cannot be written (No space left on "
     "device); earlier ones are intact",
@@ -159,7 +157,7 @@ FAULTS = {
     "stopped": SILENT,
 }
 """Fault -> how the sentence begins, where rank 1 fails."""
-OTHERS = ("stopped_before_save", "vanished", "torchrun_killed", "told_to_stop", "scheduler")
+OTHERS = ("stopped_before_save", "vanished", "torchrun_killed", "scheduler")
 """Faults with tests of their own."""
 
 
@@ -176,7 +174,7 @@ def check(folder, fault, told, rank=1):
 
 
 def test_each_fault_is_one_sentence_on_all_ranks(torchrun, tmp_path):
-    faults = ["nan", "nan_gradient", "disk", "memory", "told_to_stop"]
+    faults = ["nan", "disk", "memory"]
     with only_run(tmp_path / "locked"):
         done = torchrun(2, faulty("locked", "vanished", *faults))
     locked, vanished, *told = done.told
@@ -185,32 +183,12 @@ def test_each_fault_is_one_sentence_on_all_ranks(torchrun, tmp_path):
     folder = tmp_path / "vanished"
     assert re.fullmatch(f"rank 0: {folder}/metrics.jsonl: expected .* during the run", vanished)
     assert not folder.exists()
-    assert len(told) == 4, done.error
-    for fault, sentence in zip(faults, told, strict=False):
+    for fault, sentence in zip(faults, told, strict=True):
         check(tmp_path / fault, fault, [sentence])
         assert sentence.endswith(f"; last checkpoint: {tmp_path / fault / SAVED}")
         for rank in (0, 1):
             assert done.out.count(f"{fault}: rank {rank} ends with 1") == 1, done.out
-    last = tmp_path / "told_to_stop" / f"step-{AT:08d}"
-    assert f"SIGTERM on rank 1: stopped after step {AT}; continue from {last}" in done.out
-    assert load_checkpoint(last)["step"] == AT
-    assert done.out.count("ends with 143") == 2
     assert done.code != 0
-
-
-def test_ranks_with_other_recipes_are_refused(torchrun, tmp_path):
-    others = {
-        "optim.lr=0.5": "optim.lr 0.005 -> 0.5",
-        "resume=true": "resume False -> True",
-        "grow.train.max_steps=3": "grow None -> {'train': {'max_steps': 3}}",
-        "model.dlcl.window=2": "model.dlcl None -> {'window': 2}",
-    }
-    done = torchrun(2, faulty(*others))
-    assert done.told == [f"rank 1: expected the recipe of rank 0, got another one ({change})"
-                         for change in others.values()]  # fmt: skip
-    assert done.out.count("ends with 1") == 2 * len(others)
-    assert done.code != 0
-    assert not any((tmp_path / other).exists() for other in others)
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
@@ -227,8 +205,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "rank"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("kind", "size", "rank"), [("ddp", 2, 0), ("fsdp", 4, 2)])
 def test_every_fault_ends_all_ranks_within_a_minute(torchrun, tmp_path, fault, kind, size, rank):
     done = torchrun(size, faulty(fault, **{"parallel.kind": kind}), rank=rank)
     assert done.code != 0
