@@ -24,6 +24,12 @@ def test_each_example_has_a_test():
         assert path.name.startswith("__") or f'"{path.name}"' in text, path.name
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
+
+
 @pytest.fixture
 def load():
     """Imports an example by its file name."""
@@ -59,18 +65,18 @@ def test_latent_mlm(load, capsys):
     assert abs((seen[chosen] == pieces[chosen]).float().mean() - 0.1) < 0.03
     lines = [" ".join(f"w{i % 7}{j}" for j in range(i % 5 + 2)) for i in range(80)]
     model, losses = example.train(
-        lines, layers=4, keep=2, dim=16, steps=60, vocab_size=40, max_tokens=200, lr=5e-3
+        lines, layers=4, keep=2, dim=16, steps=30, vocab_size=40, max_tokens=200, lr=1e-2
     )
     assert sum(losses[-10:]) < sum(losses[:10])
     assert len(model.latent.keeps()) == 4
-    assert "step 60: loss " in capsys.readouterr().out
+    assert "step 30: loss " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["latent", "static"])
 def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     example = load("latent_mlm.py")
     torch.manual_seed(0)
-    deep = example.MaskedLanguageModel(50, 96, None if static else 48, 16, 4, 100, "none")
+    deep = example.MaskedLanguageModel(50, 24, None if static else 12, 16, 4, 100, "none")
     loss = deep.loss(torch.randint(4, 50, (2, 9)))
     loss.backward()
     assert loss < 20
@@ -80,12 +86,12 @@ def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     trained = []
 
     def train(lines, **options):
-        trained.append(real_train(lines, **options, vocab_size=40, max_tokens=200, lr=5e-3))
+        trained.append(real_train(lines, **options, vocab_size=40, max_tokens=200, lr=1e-2))
         return trained[0]
 
     real_train = example.train
     monkeypatch.setattr(example, "train", train)
-    words = ["--layers", "3", "--keep", "2", "--dim", "16", "--steps", "40", "--text", str(text)]
+    words = ["--layers", "3", "--keep", "2", "--dim", "16", "--steps", "25", "--text", str(text)]
     words += ["--norm-kind", "none", *(["--static"] if static else [])]
     monkeypatch.setattr("sys.argv", ["latent_mlm.py", *words])
     example.main()
@@ -114,7 +120,7 @@ def test_fsdp(load, one_process, capsys):
 
 
 def test_pipeline(load, one_process, capsys):
-    losses = load("pipeline.py").train(layers=2, dim=16, steps=30, pieces=2)
+    losses = load("pipeline.py").train(layers=2, dim=16, steps=12, pieces=2)
     assert losses[-1] < losses[0]
     assert "gathered " in capsys.readouterr().out
 
