@@ -118,6 +118,7 @@ def files(path):
     return {m.name.partition("/")[2] for m in members if m.isfile()}
 
 
+@pytest.mark.exhaustive
 def test_sdist_holds_what_the_build_reads(sdist):
     found = files(sdist)
     wanted = {name for folder in SOURCES for name in of_tree(folder)}
@@ -130,6 +131,7 @@ def test_sdist_holds_what_the_build_reads(sdist):
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_wheel_holds_the_package_alone(plain_wheel):
     found = {name for name in files(plain_wheel) if ".dist-info/" not in name}
     kernels = {f"deepfast/{name}" for name in of_tree("kernels")}
@@ -166,6 +168,7 @@ def installed(wheel, folder):
     return python
 
 
+@pytest.mark.exhaustive
 def test_installs_and_trains_without_a_compiler(plain_wheel, tmp_path):
     python = installed(plain_wheel, tmp_path / "venv")
     assert run(python, "-c", TRAIN, cwd=tmp_path).split() == ["reference"]

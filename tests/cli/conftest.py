@@ -1,4 +1,4 @@
-"""Runs of sweeps in this process, and standard output that cannot be written."""
+"""Checkpoints, runs of sweeps in this process, and standard output that cannot be written."""
 
 import contextlib
 import os
@@ -8,16 +8,22 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
+from deepfast.mt.models import kind_of
 from deepfast.mt.sweep import runs
+from deepfast.mt.training.checkpoint import save_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    """Tiny models gain nothing from a second thread, and lose much on a busy machine."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Makes the runs of a sweep in this process, one after the other, as theirs would."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def start(run, threads):
         run.write()
@@ -34,8 +40,6 @@ def in_process(monkeypatch):
         return SimpleNamespace(poll=lambda: ended.value.code, kill=int, wait=int)
 
     monkeypatch.setattr(runs, "_start", start)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -54,3 +58,16 @@ def output(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
 
     return become
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(model, vocabulary) writes a checkpoint file and returns its path."""
+
+    def write(model, vocabulary=b"none"):
+        content = {"kind": kind_of(model.config), "config": vars(model.config),
+                   "model": model.state_dict(), "vocabulary": vocabulary}  # fmt: skip
+        save_checkpoint(tmp_path / "model.pt", content)
+        return str(tmp_path / "model.pt")
+
+    return write

@@ -10,7 +10,7 @@ from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, load_translator, translate_lines
 from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.growth import equal_depth
-from deepfast.mt.training import RecipeError, load_recipe
+from deepfast.mt.training import load_recipe
 from deepfast.mt.training.corpus import held_out, load_corpus
 
 TINY = (
@@ -92,16 +92,6 @@ def test_equal_depth_has_the_layers_and_steps_of_both_runs():
     ]  # fmt: skip
     timed = ["train.max_steps=null", "train.max_minutes=5", "grow.train.max_steps=null"]
     assert "train.max_minutes=10.0" in equal_depth(load_recipe("phrases-growing", timed))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [("phrases-small", []), ("phrases-growing", ["grow.from=runs/other/best.pt"]),
-     ("phrases-growing", ["data.phrases=[de, fr]"])],
-)  # fmt: skip
-def test_a_recipe_without_both_runs_is_refused(recipe, changes):
-    with pytest.raises(RecipeError, match="expected a recipe of one language with a section grow"):
-        equal_depth(load_recipe(recipe, changes))
 
 
 def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):

@@ -29,24 +29,19 @@ def info(monkeypatch, capsys):
     return run
 
 
-def test_the_device_is_named(info):
+def test_the_device_and_every_op_have_lines(info):
     text, report = info()
     assert report["device"].startswith("cpu (")
     assert f"device   {report['device']}, " in text
-
-
-def test_every_public_op_has_a_line(info):
-    text, _ = info()
+    assert {op: choice["chosen"] for op, choice in report["ops"].items()} == dict.fromkeys(
+        backend.OPS, "cpu"
+    )
     starts = {line.partition(":")[0] for line in text.splitlines()}
     assert set(ops.__all__) | set(backend.OPS) <= starts
-    assert "norm_linear: cpu, made of layer_norm and torch's linear\n" in text
-
-
-def test_the_backends_of_attention(info):
-    text, _ = info()
-    assert "\nattention: cpu\n" in text
-    assert "    sdpa: can serve, comes later in the order\n" in text
-    assert "    cuda (torch's sdpa under another name): " in text
+    for said in ("norm_linear: cpu, made of layer_norm and torch's linear\n", "\nattention: cpu\n",
+                 "    sdpa: can serve, comes later in the order\n",
+                 "    cuda (torch's sdpa under another name): "):  # fmt: skip
+        assert said in text
 
 
 def test_an_override_that_cannot_serve_is_explained(info):

@@ -108,9 +108,5 @@ def test_ranks_share_parameters_and_optimizer(capsys):
     # More ranks need less each, and one rank alone shares nothing.
     assert sum(table("--ranks", "64", "--parallel", "fsdp").values()) < sum(fsdp.values())
     assert table("--ranks", "1", "--parallel", "fsdp") == alone
-
-
-def test_the_ranks_are_printed(capsys):
-    words = "plan --budget 24GiB --width 512 --tokens 8192 --ranks 8 --parallel fsdp"
-    assert main(words.split()) == 0
+    assert main([*ARGUMENTS, "--ranks", "8", "--parallel", "fsdp"]) == 0
     assert "one of 8 ranks, fsdp" in capsys.readouterr().out

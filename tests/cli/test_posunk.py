@@ -19,7 +19,7 @@ def texts(tmp_path_factory):
     """Translated word by word, in reverse order; a name in most sentences, each name rare."""
     folder = tmp_path_factory.mktemp("texts")
     generator = random.Random(1)
-    for part, count in (("train", 300), ("dev", 20)):
+    for part, count in (("train", 150), ("dev", 10)):
         rows = [generator.choices(list(WORDS), k=generator.randint(2, 6)) for _ in range(count)]
         for row in rows:
             row.insert(generator.randrange(len(row)), generator.choice(list(RARE)))
@@ -67,7 +67,7 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     source.write_text(" ".join(words) + "\n")
     assert main([
         "translate", str(output / "best.pt"), "--input", str(source), "--device", "cpu",
-        "--dictionary", str(marked / "dictionary"), "--beam", "3", "--length-penalty", "0",
+        "--dictionary", str(marked / "dictionary"), "--beam", "2", "--max-length", "6",
     ]) == 0  # fmt: skip
     assert "<unk:" not in capsys.readouterr().out
 
@@ -79,5 +79,6 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     assert main([
         "score", "--checkpoint", str(output / "best.pt"), "--source", str(source), "--reference",
         str(reference), "--device", "cpu", "--dictionary", str(marked / "dictionary"),
+        "--beam", "1", "--max-length", "6",
     ]) == 0  # fmt: skip
     assert capsys.readouterr().out.endswith(" 2 sentences, no unknown word in the reference\n")

@@ -15,30 +15,18 @@ from deepfast.mt.models import (
     Transformer,
     TransformerConfig,
 )
-from deepfast.mt.training.checkpoint import save_checkpoint
+
+SIZES = {"vocab_size": 9, "dim": 8, "heads": 2, "ffn_dim": 8, "encoder_layers": 4,
+         "decoder_layers": 2}  # fmt: skip
 
 
-@pytest.fixture
-def save(tmp_path):
-    """``save(**config)`` writes a checkpoint with weights of its own; returns model and path."""
-
-    def make(**options):
-        sizes = {"dim": 8, "heads": 2, "ffn_dim": 8, "encoder_layers": 4, "decoder_layers": 2}
-        config = TransformerConfig(vocab_size=9, **sizes | options)
-        model = Transformer(config)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name.endswith(("dlcl.weight", "latent.logits")):
-                    p.add_(torch.randn_like(p), alpha=0.5)
-        write(model)
-        return model, path
-
-    def write(model):
-        content = {"config": vars(model.config), "model": model.state_dict()}
-        save_checkpoint(path, content | {"vocabulary": b"none"})
-
-    path, make.write = tmp_path / "model.pt", write
-    return make
+def make(**options):
+    model = Transformer(TransformerConfig(**SIZES | options))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("dlcl.weight", "latent.logits")):
+                p.add_(torch.randn_like(p), alpha=0.5)
+    return model
 
 
 def test_small_weights_are_hidden():
@@ -78,14 +66,13 @@ def test_a_row_without_a_large_weight_is_shown_by_its_own_scale():
     ("arguments", "left"), [([], "0"), (["--threshold", "0.4"], "1"), (["--threshold", "0"], None)]
 )
 def test_a_threshold(save, tmp_path, capsys, arguments, left):
-    model, path = save()
+    model = make()
     with torch.no_grad():
         weight = model.encoder.connection.dlcl.weight
         weight.copy_(1 / torch.arange(1, 6).unsqueeze(1).expand(5, 5))
         weight[2, :2] = torch.tensor([0.45, 0.5])
-    save.write(model)
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", str(path), "--output", str(picture), *arguments]) == 0
+    assert main(["show-weights", save(model), "--output", str(picture), *arguments]) == 0
     said = " ".join(capsys.readouterr().out.split())
     if left is None:
         assert "all 15 weights are shown" in said
@@ -105,8 +92,8 @@ def test_a_threshold(save, tmp_path, capsys, arguments, left):
         ({"weight": "group", "groups": 3}, "encoder, mean over 8 channels in 3 groups"),
     ],
 )
-def test_the_weights_are_those_that_are_applied(save, dlcl, title):
-    model, _ = save(dlcl=dlcl, decoder_connection="dlcl")
+def test_the_weights_are_those_that_are_applied(dlcl, title):
+    model = make(dlcl=dlcl, decoder_connection="dlcl")
     encoder, decoder = weight_picture.weights_of(model)
     assert (encoder.title, decoder.name, decoder.matrix.shape) == (title, "decoder", (3, 3))
     weight = model.encoder.connection.dlcl.weight.detach()
@@ -124,9 +111,10 @@ def test_the_weights_are_those_that_are_applied(save, dlcl, title):
 
 def test_one_source(save, tmp_path, capsys):
     """Figure 5c: a column of W. The decoder has too few layers for source 3."""
-    model, path = save(decoder_connection="dlcl")
+    model = make(decoder_connection="dlcl")
+    path = save(model)
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", str(path), "--source", "3", "--output", str(picture)]) == 0
+    assert main(["show-weights", path, "--source", "3", "--output", str(picture)]) == 0
     weight = model.encoder.connection.dlcl.effective_weight()
     said = capsys.readouterr().out
     assert "Weight of y3 in the encoder" in " ".join(said.split())
@@ -134,19 +122,18 @@ def test_one_source(save, tmp_path, capsys):
     rows = [line.split() for line in said.splitlines() if re.match(r" +(output|\d+) ", line)]
     assert rows == [["4", f"{weight[3, 3]:.3f}"], ["output", f"{weight[4, 3]:.3f}"]]
     assert "weight of y3" in picture.read_text()
-    assert main(["show-weights", str(path), "--source", "0"]) == 0
+    assert main(["show-weights", path, "--source", "0"]) == 0
     assert "Weight of y0 in the decoder" in " ".join(capsys.readouterr().out.split())
 
 
 def test_table_and_picture(save, tmp_path, capsys):
-    _, path = save()
-    assert main(["show-weights", str(path)]) == 0
+    assert main(["show-weights", save(make())]) == 0
     said = capsys.readouterr().out
     assert "Depth weights of the encoder" in said
     assert "decoder" not in said
-    _, path = save(decoder_connection="denseformer")
+    path = save(make(decoder_connection="denseformer"))
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", str(path), "--output", str(picture)]) == 0
+    assert main(["show-weights", path, "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "Depth weights of the encoder" in said
     assert "Depth weights of the decoder" in said
@@ -154,43 +141,33 @@ def test_table_and_picture(save, tmp_path, capsys):
     assert re.search(r"decoder: \d of 6 weights", picture.read_text())
 
 
-def test_bottom_and_top_of_a_grown_model(tmp_path, capsys):
-    config = DepthGrowingConfig(
-        vocab_size=9, dim=8, heads=2, ffn_dim=8, encoder_layers=4, decoder_layers=2,
-        top_encoder_layers=3, top_decoder_connection="dlcl",
-    )  # fmt: skip
-    model = DepthGrowing(config)
+def test_bottom_and_top_of_a_grown_model(save, capsys):
+    tops = {"top_encoder_layers": 3, "top_decoder_connection": "dlcl"}
+    model = DepthGrowing(DepthGrowingConfig(**SIZES | tops))
     sides = weight_picture.weights_of(model)
     assert [(side.title, len(side.matrix)) for side in sides] == [
         ("bottom encoder", 5), ("top decoder", 3),
     ]  # fmt: skip
     bottom = model.bottom.encoder.connection.dlcl.effective_weight().detach()
     torch.testing.assert_close(sides[0].matrix, bottom)
-    save_checkpoint(tmp_path / "model.pt", {
-        "kind": "depth_growing", "config": vars(config), "model": model.state_dict(),
-        "vocabulary": b"none",
-    })  # fmt: skip
-    assert main(["show-weights", str(tmp_path / "model.pt")]) == 0
+    assert main(["show-weights", save(model)]) == 0
     said = capsys.readouterr().out
     assert "Depth weights of the bottom encoder" in said
     assert "Depth weights of the top decoder" in said
 
 
-def test_attention_residuals_over_a_sample(tmp_path, capsys):
+def test_attention_residuals_over_a_sample(save, tmp_path, capsys):
     vocabulary = Vocabulary.train(["a small house", "the old bridge"] * 3, 30)
-    config = TransformerConfig(
-        vocab_size=len(vocabulary), dim=8, heads=2, ffn_dim=8, encoder_layers=4, decoder_layers=2,
-        encoder_connection="block_attnres", attnres_block=2, decoder_connection="attnres",
-    )  # fmt: skip
-    model = Transformer(config).eval()
+    model = make(
+        vocab_size=len(vocabulary), encoder_connection="block_attnres", attnres_block=2,
+        decoder_connection="attnres",
+    ).eval()  # fmt: skip
     with torch.no_grad():
         for side in (model.encoder, model.decoder):
             side.connection.residuals.query.normal_()
-    path, sample, picture = (tmp_path / name for name in ("model.pt", "sample", "a.svg"))
-    content = {"config": vars(config), "model": model.state_dict()}
-    save_checkpoint(path, content | {"vocabulary": vocabulary.to_bytes()})
+    sample, picture = tmp_path / "sample", tmp_path / "a.svg"
     sample.write_text("a small house\n\nthe old bridge\n")
-    command = ["show-weights", str(path)]
+    command = ["show-weights", save(model, vocabulary.to_bytes())]
     assert main([*command, "--sample", str(sample), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     for side in ("encoder", "decoder"):
@@ -230,11 +207,10 @@ def test_attention_residuals_over_a_sample(tmp_path, capsys):
 )
 def test_refused_with_a_sentence(save, capsys, connection, words, sentence):
     connection, _, broken = connection.partition(" ")
-    model, path = save(encoder_connection=connection)
+    model = make(encoder_connection=connection)
     if broken:
         model.encoder.latent.logits.data[0, 2] = float(broken)
-        save.write(model)
-    assert main(["show-weights", str(path), *words]) == 1
+    assert main(["show-weights", save(model), *words]) == 1
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
@@ -243,8 +219,8 @@ def test_refused_with_a_sentence(save, capsys, connection, words, sentence):
 # ---- latent depth --------------------------------------------------------------------------------
 
 
-def test_choices_are_those_of_evaluation(save):
-    model, _ = save(
+def test_choices_are_those_of_evaluation():
+    model = make(
         decoder_connection="latent", decoder_layers=5, languages={"de": 4, "fr": 5},
         latent={"threshold": 0.3, "evaluation": "mean"},
     )  # fmt: skip
@@ -260,34 +236,16 @@ def test_choices_are_those_of_evaluation(save):
     assert side.rows(slice(0, 2))[4] == ["0.29", "0.99 kept"]
 
 
-def test_choices_of_a_model_without_languages(save, capsys):
-    _, path = save(encoder_connection="latent")
-    assert main(["show-weights", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"layer +all", said)
-    assert re.search(r"kept +\d of 4", said)
-
-
 @pytest.mark.parametrize("encoder", ["dlcl", "latent"])
 def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
     languages = {name: number for number, name in enumerate("abcdefg", 1)}
-    model, path = save(
+    model = make(
         encoder_connection=encoder, decoder_connection="latent", decoder_layers=30,
         languages=languages,
     )  # fmt: skip
-    sides = weight_picture.choices_of(model)
+    path = save(make(decoder_connection="denseformer"))
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", str(path), "--output", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert ("Choice of layers of the encoder" in said) == (encoder == "latent")
-    assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")
-    assert said.count("Choice of layers of the decoder; kept: probability of at least 0.5") == 1
-    # Seven languages are more than one table holds.
-    assert re.search(r"layer +a +b +c +d +e *\n", said)
-    assert re.search(r"layer +f +g *\n", said)
-    kept = sum(side.kept.sum() for side in sides)
-    assert len(re.findall(r"0\.\d\d kept\b", said)) == kept > 30
-    svg = picture.read_text()
+    assert main(["show-weights", path, "--output", str(picture)]) == 0
     assert "decoder: choice of layers" in svg
     for name, count in zip(languages, sides[-1].counts, strict=True):
         assert f"{name}: {count}" in svg

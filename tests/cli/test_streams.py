@@ -115,6 +115,7 @@ def test_a_translation_with_a_closed_stream(
         assert found.out.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_process_whose_standard_output_is_closed():
     command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "deepfast", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

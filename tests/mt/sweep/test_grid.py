@@ -1,7 +1,6 @@
 """The points of a sweep, and the runs of each."""
 
 import itertools
-import json
 import re
 import shlex
 from pathlib import Path
@@ -109,12 +108,6 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
     expected = run.recipe.to_dict() | {"resume": True, "output": recipe.output}
     assert recipe.to_dict() == expected
     assert run.result() is None
-
-
-def test_a_run_that_diverged_has_a_result(tmp_path):
-    run, found = one_run("phrases-small", tmp_path), {"seed": 1, "process_bytes": 9}
-    (run.folder / "result.json").write_text(json.dumps(found | {"diverged": "NaN"}))
-    assert run.result() == found | {"diverged": "NaN"}
 
 
 @pytest.mark.parametrize(
