@@ -31,24 +31,24 @@ GROW = {"grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection":
 KILLED = {
     "in an epoch, the metrics of a line cut in two": (9, EPOCH | WINDOW),
     "in the next epoch, other options": (11, OPTIONS | NEXT_EPOCH),
-    "attention residuals": (7, {
-        "model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
-        "model.decoder_layers": 2}),
     "latent depth": (5, {
         "model.decoder_connection": "latent", "model.decoder_layers": 4, "train.max_steps": 8,
         "model.latent": {"hard": True, "soft_steps": 3, "prior": "mean", "kl_weight": 0.1}}),
     "LSTM, two vocabularies": (6, LSTM | {
         "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
         "data.target_vocab_size": 60, "train.max_steps": 8}),
+}  # fmt: skip
+"""Name -> the step in which the run is killed, and its recipe. `MORE` runs with --all-cases."""
+MORE = {
+    "in an epoch": (7, EPOCH), "in the next epoch": (11, NEXT_EPOCH), "other options": (6, OPTIONS),
+    "a line cut in two": (9, WINDOW), "before the second run saved": (2, GROW),
+    "attention residuals": (7, {
+        "model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
+        "model.decoder_layers": 2}),
     "fewer micro-batches after the restart": (5, EPOCH | {
         "optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1,
         "data.max_tokens": 60, "train.save_every": 1, "train.max_steps": 6}),
     "in the second run of one that grows": (5, GROW),
-}  # fmt: skip
-"""Name -> the step in which the run is killed, and its recipe."""
-MORE = {
-    "in an epoch": (7, EPOCH), "in the next epoch": (11, NEXT_EPOCH), "other options": (6, OPTIONS),
-    "a line cut in two": (9, WINDOW), "before the second run saved": (2, GROW),
 }  # fmt: skip
 ON_A_GPU = {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"}
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -78,7 +78,7 @@ def damage(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 4])
 def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe, finished, count):
     """And it can be continued as the sentence says, also from the best."""
     folder = finished()
