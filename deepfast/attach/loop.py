@@ -7,7 +7,6 @@ sharded or has hooks is called as before. At all other times the list is an ordi
 """
 
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,15 +16,13 @@ import torch
 from torch import nn
 
 from deepfast.attach.passes import NAME, EagerCall, LayerCall, Layers, Pass, Settings
+from deepfast.depth.history import PerThread
 
 
-class Open(threading.local):
-    """The pass that is open in each thread. It is neither copied nor pickled."""
+class Open(PerThread):
+    """The pass that is open in each thread."""
 
     run: Pass | None = None
-
-    def __reduce__(self):
-        return Open, ()
 
 
 def _calls_itself(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """The caller's handle on one forward pass through a stack with depth connections."""
 
+import threading
 from typing import Any
 
 import torch
@@ -90,3 +91,27 @@ class DepthHistory:
 
     def __repr__(self) -> str:
         return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"
+
+
+class PerThread(threading.local):
+    """Attributes that each thread sets for itself. They are neither copied nor pickled."""
+
+    def __reduce__(self):
+        return type(self), ()
+
+
+class OpenPass(PerThread):
+    """The pass of a module whose callers hold no history."""
+
+    history: DepthHistory | None = None
+    x: Tensor | None = None
+    """What the newest row returned."""
+
+    def begin(self) -> None:
+        self.end()
+        self.history, self.x = DepthHistory(), None
+
+    def end(self) -> None:
+        if self.history is not None:
+            self.history.close()
+        self.history = None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.depth.dlcl import DLCL
-from deepfast.integrations.open_pass import OpenPass
+from deepfast.depth.history import OpenPass
 
 
 class DWAModules(DLCL):

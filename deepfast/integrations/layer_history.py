@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast.depth.dlcl import DLCL
-from deepfast.integrations.open_pass import OpenPass
+from deepfast.depth.history import OpenPass
 
 HISTORIES = ("residual", "dense", "learnable_dense", "learnable_dense_nonorm")
 

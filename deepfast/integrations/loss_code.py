@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepfast.integrations import source
+from deepfast.integrations.swap import definition
 
 SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 """Name of a loss function of transformers -> whether each position predicts the next token."""
@@ -105,7 +105,7 @@ def _code(module: nn.Module) -> ast.FunctionDef:
     kind = type(module).__name__
     if "forward" in vars(module):
         raise Unknown(f"the forward of this {kind} is not that of its class")
-    code = source.definition(type(module).forward)
+    code = definition(type(module).forward)
     if code is None:
         raise Unknown(f"the code of {kind}.forward cannot be read")
     return code
@@ -263,7 +263,7 @@ def _head(owner: nn.Module, made: ast.expr | None) -> str:
         case ast.Call(ast.Attribute() as layer) if path := _path(layer):
             found = lookup(owner, path)
             if inspect.ismethod(found):
-                return _head(owner, _result(source.definition(found.__func__)))
+                return _head(owner, _result(definition(found.__func__)))
             if isinstance(found, nn.Module):
                 return path + _below(found, path)
     how = "in more than one statement" if made is None else f"as {_quoted(made)}"

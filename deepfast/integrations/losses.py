@@ -6,7 +6,6 @@ sharding needs, and the logits never exist.
 """
 
 import inspect
-import threading
 import warnings
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.depth.history import PerThread
 from deepfast.integrations import loss_code
 from deepfast.integrations.swap import Handle, Swapped
 
@@ -31,16 +31,12 @@ class Wanted(NamedTuple):
     """What the sum is divided by; None for the mean."""
 
 
-class Open(threading.local):
-    """What a model and its output layer tell each other, in each thread. It is neither copied nor
-    pickled."""
+class Open(PerThread):
+    """What a model and its output layer tell each other."""
 
     wanted: Wanted | None = None
     loss: Tensor | None = None
     """What the output layer returned."""
-
-    def __reduce__(self):
-        return Open, ()
 
 
 class _Head(Swapped):

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.integrations import source
-from deepfast.integrations.swap import Swapped
+from deepfast.integrations.swap import Swapped, definition, text
 from deepfast.ops import common
 
 # mypy does not see the attributes of the class that these are mixed with, and the ops return a
@@ -98,5 +97,5 @@ def known(module: nn.Module) -> type[Swapped] | str:
         if len(shape) != 1:
             return "it normalizes over more than one dimension"
         return _LayerNorm if kind is nn.LayerNorm else _RMSNorm
-    code = source.definition(kind.forward)
-    return FORMULAS.get("" if code is None else source.text(code), "its formula is not known")
+    code = definition(kind.forward)
+    return FORMULAS.get("" if code is None else text(code), "its formula is not known")
