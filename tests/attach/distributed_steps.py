@@ -1,7 +1,7 @@
-"""Run by test_distributed.py under torchrun: connected models on two ranks, each against a plain
-one in this process.
+"""Run by test_distributed.py under torchrun: connected and patched models on two ranks, each
+against the plain one in this process.
 
-    torchrun --nproc-per-node 2 distributed_steps.py ddp-torch fsdp-sequential-history ...
+    torchrun --nproc-per-node 2 distributed_steps.py ddp:sequential:keep fsdp:llama:patch ...
 """
 
 import copy
@@ -13,56 +13,56 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.attach.models import CASES, perturbed
-
-NAMES = {"torch": "torch pre-norm", "sequential": "sequential", "bert": "bert", "bart": "bart"}
-
-
-def averaged_grads(case, model):
-    loss(case, model).backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def loss(case, model):
-    """Each rank has its own."""
-    return (case.run(model) - dist.get_rank()).square().mean()
-
-
-def ddp(model, _case):
-    return DistributedDataParallel(model)
+import deepfast
+from tests.attach.models import CASES, assert_same, batch, perturbed
 
 
 def fsdp(model, case):
-    """Each layer is a unit; the connection is in the unit of its parent or of the model."""
-    for _, parent, layers in case.places(model):
-        for layer in getattr(parent, layers) if layers else parent:
-            fully_shard(layer)
+    """Each layer is a unit, and so is an output layer of its own; the connection is in the unit of
+    its parent or of the model."""
+    for layer in case.layers(model):
+        fully_shard(layer)
+    if hasattr(model, "lm_head") and not model.config.tie_word_embeddings:
+        fully_shard(model.lm_head)
     return fully_shard(model)
 
 
-def step(form, name, memory="keep"):
-    case = CASES[NAMES[name]]
+def step(form, name, what):
+    """what: the memory policy of a connected model, or "patch"."""
+    case = CASES[name]
     torch.manual_seed(0)
-    plain = perturbed(case.make())
-    case.connect(plain, memory=memory)
+    plain, inputs = perturbed(case.make()), batch(padded=True)
+    if what != "patch":
+        case.connect(plain, memory=what)
     wrapped = copy.deepcopy(plain)
-    wrapped = {"ddp": ddp, "fsdp": fsdp}[form](wrapped, case)
-    expected = averaged_grads(case, plain)
+    if what == "patch":
+        deepfast.patch(wrapped)
+
+    def loss(model):
+        if what == "patch":
+            return model(**inputs).loss
+        # Each rank has its own.
+        return (case.run(model) - dist.get_rank()).square().mean()
+
+    loss(plain).backward()
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    for grad in expected.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    wrapped = DistributedDataParallel(wrapped) if form == "ddp" else fsdp(wrapped, case)
     for _ in range(2):
         wrapped.zero_grad()
-        loss(case, wrapped).backward()
-    for name, p in wrapped.named_parameters():
-        grad = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
-        wanted = expected[name.removeprefix("module.")]
-        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6, msg=name)
+        loss(wrapped).backward()
+    found = {
+        n.removeprefix("module."): p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+        for n, p in wrapped.named_parameters()
+    }
+    assert_same(found, expected, 1e-5 if what == "patch" else 1e-6)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for form in sys.argv[1:]:
-        step(*form.split("-"))
+        step(*form.split(":"))
         print(f"{form}: rank {dist.get_rank()} agrees", flush=True)
     dist.destroy_process_group()

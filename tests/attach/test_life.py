@@ -13,57 +13,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
-from tests.attach.models import CASES, Block, D, perturbed
+from tests.attach.models import (
+    CASES,
+    Block,
+    Loop,
+    X,
+    assert_equal,
+    connected_loop,
+    gradients,
+    perturbed,
+)
+
+POLICIES = ["keep", "states", "history"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
-
-
-class Stack(nn.Module):
-    """Its own loop, with or without checkpointing around the calls of its layers."""
-
-    def __init__(self, layers=4, reentrant=None, every=1):
-        super().__init__()
-        self.reentrant = reentrant
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, x):
-        for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))
-
-
-def connected_stack(**options):
-    torch.manual_seed(0)
-    model = perturbed(Stack())
-    perturbed(deepfast.connect(model, norm="pre", **options))
-    return model
-
-
-def grads(model, *outputs):
-    model.zero_grad()
-    sum(out.square().sum() for out in outputs).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(got[name], wanted[name]), name
-
-
-@pytest.mark.parametrize("memory", ["keep", "states", "history"])
+@pytest.mark.parametrize("memory", POLICIES)
 def test_on_the_meta_device(memory):
-    model = connected_stack(memory=memory).to("meta")
+    model = connected_loop(memory=memory).to("meta")
     x = X.to("meta").requires_grad_()
     model(x).sum().backward()
     assert x.grad.is_meta
@@ -92,40 +58,36 @@ def test_copies(name, copied):
 
 def test_copy_while_a_pass_is_open():
     """As a hook on a layer would do it."""
-    model, twins = connected_stack(), []
-    model.blocks[1].register_forward_hook(lambda *_: twins.append(copy.deepcopy(model)))
+    model, twins = connected_loop(), []
+    handle = model.blocks[1].register_forward_hook(lambda *_: twins.append(copy.deepcopy(model)))
     wanted = model(X)
-    with torch.no_grad():
-        del model.blocks[1]._forward_hooks
+    handle.remove()
     assert torch.equal(twins[0](X), wanted)
 
 
 def test_state_dict():
-    model, other = connected_stack(), Stack()
+    model, other, plain = connected_loop(), Loop(layers=4), Loop(layers=4)
     deepfast.connect(other, norm="pre")
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file))
     assert torch.equal(other(X), model(X))
-    plain = Stack()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
     assert not missing
     assert {key.partition(".")[0] for key in unexpected} == {"depth_connection"}
 
 
 def test_two_passes_before_a_backward():
-    model = connected_stack()
-    y = X + 1
-    first, second = grads(model, model(X)), grads(model, model(y))
-    both = grads(model, model(X), model(y))
-    for name in both:
-        torch.testing.assert_close(both[name], first[name] + second[name])
+    model = connected_loop()
+    first, second = (gradients(model, model(x)) for x in (X, X + 1))
+    both = gradients(model, model(X), model(X + 1))
+    torch.testing.assert_close(both, {name: first[name] + second[name] for name in first})
 
 
-@pytest.mark.parametrize("memory", ["keep", "states", "history"])
+@pytest.mark.parametrize("memory", POLICIES)
 def test_gradients_of_two_losses_from_one_pass(memory):
-    model = connected_stack(memory=memory, inplace=False)
+    model = connected_loop(memory=memory, inplace=False)
     parameters = list(model.parameters())
 
     def losses():
@@ -140,75 +102,54 @@ def test_gradients_of_two_losses_from_one_pass(memory):
         torch.testing.assert_close((grads[0], p.grad), (grads[1], grads[2]))
 
 
-def test_a_second_backward_names_the_option():
-    model = connected_stack()
-    out = model(X).sum()
-    out.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"deepfast\.connect\(\.\.\., inplace=False\)"):
-        out.backward()
+@pytest.mark.parametrize("memory", POLICIES)
+def test_a_second_backward_names_the_option(memory):
+    loss = connected_loop(memory=memory)(X).sum()
+    loss.backward(retain_graph=True)
+    words = r"a second backward through one forward pass.*deepfast\.connect\(\.\.\., inplace=False"
+    with pytest.raises(RuntimeError, match=words):
+        loss.backward()
 
 
-def test_an_exception_in_a_layer():
-    model = connected_stack()
-    wanted = grads(model, model(X))
-
-    def fail(*_):
-        raise KeyError("the layer")
-
-    handle = model.blocks[2].register_forward_hook(fail)
-    with pytest.raises(KeyError, match="the layer"):
-        model(X)
-    assert all(isinstance(block, Block) for block in model.blocks)
-    handle.remove()
-    assert_equal(grads(model, model(X)), wanted)
-
-
-def test_a_failed_pass_is_freed():
-    model = connected_stack()
-    seen = []
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_pass_that_ends_in_a_layer(error):
+    """Ctrl-C skips torch's hooks. The next pass begins afresh, and nothing of the old one stays."""
+    model, seen = connected_loop(), []
+    wanted = gradients(model, model(X))
 
     def fail(_module, _args, out):
         seen.append(weakref.ref(out))
-        raise KeyError
+        raise error
 
-    model.blocks[2].register_forward_hook(fail)
-    with pytest.raises(KeyError):
+    handle = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(error):
         model(X)
+    handle.remove()
+    if error is KeyError:
+        assert all(isinstance(block, Block) for block in model.blocks)
+        gc.collect()
+        assert seen[0]() is None
+    assert_equal(gradients(model, model(X)), wanted)
+    assert all(isinstance(block, Block) for block in model.blocks)
     gc.collect()
     assert seen[0]() is None
 
 
-def test_interrupted():
-    """Ctrl-C skips torch's hooks; the next pass begins afresh."""
-    model = connected_stack()
-    wanted = model(X)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[2].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(X)
-    handle.remove()
-    assert torch.equal(model(X), wanted)
-    assert all(isinstance(block, Block) for block in model.blocks)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode):
-    model = connected_stack()
+    model = connected_loop()
     wanted = model(X)
     with mode():
         assert torch.equal(model(X), wanted)
-    assert_equal(grads(model, model(X)), grads(model, model(X)))
+    assert_equal(gradients(model, model(X)), gradients(model, wanted))
 
 
 def test_threads():
-    model = connected_stack()
+    model = connected_loop()
     inputs = [X + k for k in range(4)]
     wanted = [model(x).detach() for x in inputs]
     # Every thread is inside its pass while the others are.
-    barrier, found, failed = threading.Barrier(len(inputs)), {}, []
+    barrier, found = threading.Barrier(len(inputs)), {}
 
     def wait(*_):
         barrier.wait(timeout=30)
@@ -216,82 +157,42 @@ def test_threads():
     model.blocks[1].register_forward_hook(wait)
 
     def run(k):
-        try:
-            found[k] = model(inputs[k])
-        except Exception as error:
-            failed.append(error)
+        found[k] = model(inputs[k])
 
     threads = [threading.Thread(target=run, args=(k,)) for k in range(len(inputs))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed
     for k, out in enumerate(wanted):
         assert torch.equal(found[k], out)
+
+
+def checkpointed(blocks, x):
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
 
 
 @pytest.mark.filterwarnings("error:deepfast")
 @pytest.mark.parametrize("connection", ["dlcl", "denseformer", "attnres"])
 def test_checkpointed_calls(connection):
     """The loop checkpoints what it calls, so backward repeats the pushes."""
-    model = connected_stack(connection=connection)
+    model = connected_loop(connection=connection)
     out = model(X)
-    wanted = grads(model, out)
-    model.reentrant = False
+    wanted = gradients(model, out)
+    model.run = checkpointed
     again = model(X)
     assert torch.equal(again, out)
-    assert_equal(grads(model, again), wanted)
+    assert_equal(gradients(model, again), wanted)
     other = model(X + 1)
-    mixed = grads(model, model(X))
-    assert_equal(mixed, wanted)
+    assert_equal(gradients(model, model(X)), wanted)
     other.sum().backward()
 
 
-def test_reentrant_checkpointing_of_calls_is_refused():
-    model = connected_stack()
-    model.reentrant = True
-    with pytest.raises(RuntimeError, match="use use_reentrant=False"):
-        model(X.clone().requires_grad_()).sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_and_parent(reentrant):
-    """Checkpointing inside of a layer, and around the whole parent, both ways."""
-    model = connected_stack()
-    x = X.clone().requires_grad_()
-    wanted = grads(model, model(x))
-    assert_equal(grads(model, checkpoint(model, x, use_reentrant=reentrant)), wanted)
-    for block in model.blocks:
-        inner = block.forward
-        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=reentrant)
-    assert_equal(grads(model, model(x)), wanted)
-
-
-def test_timm_checkpoints():
-    case = CASES["timm"]
-    model = perturbed(case.make())
-    case.connect(model)
-    wanted = grads(model, case.run(model))
-    model.set_grad_checkpointing()
-    assert_equal(grads(model, case.run(model)), wanted)
-
-
-def test_timm_features_without_forward():
-    case = CASES["timm"]
-    model = perturbed(case.make())
-    x = torch.randn(2, 3, 8, 8)
-    before = model.forward_features(x)
-    case.connect(model)
-    after = model.forward_features(x)
-    assert not torch.equal(after, before)
-    assert torch.equal(model.forward_head(after), model(x))
-
-
 def test_autocast_keeps_the_states_in_float32():
-    model = connected_stack(connection="denseformer", init="identity")
-    with torch.no_grad():
-        model.depth_connection.reset_parameters()
+    model = connected_loop(connection="denseformer", init="identity")
+    model.depth_connection.reset_parameters()
     plain = copy.deepcopy(model)
     deepfast.disconnect(plain)
     with torch.autocast("cpu", torch.bfloat16):
@@ -300,20 +201,18 @@ def test_autocast_keeps_the_states_in_float32():
         assert torch.equal(out, plain(X))
 
 
-def test_frozen_model():
-    """Only the connection learns."""
-    model = connected_stack()
-    wanted = grads(model, model(X))
-    model.zero_grad()
+def test_only_the_connection_learns():
+    model = connected_loop()
+    wanted = gradients(model, model(X))
     model.blocks.requires_grad_(False)
-    model(X).square().sum().backward()
-    for name, p in model.depth_connection.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[f"depth_connection.{name}"])
-    assert all(p.grad is None for p in model.blocks.parameters())
+    model.zero_grad()
+    got = gradients(model, model(X))
+    assert {name.partition(".")[0] for name in got} == {"depth_connection"}
+    torch.testing.assert_close(got, {name: wanted[name] for name in got})
 
 
 def test_the_list_outside_of_forward():
-    model = connected_stack()
+    model = connected_loop()
     assert len(model.blocks) == 4
     assert isinstance(model.blocks[0], Block)
     assert type(model.blocks[1:]) is nn.ModuleList

@@ -1,28 +1,83 @@
-"""Each kind of model, connected, against the literal loop around the same layers."""
+"""Each kind of model, connected, against the literal loop around the same layers: a list of states,
+and each layer's input summed from it in plain PyTorch."""
 
 import copy
 
 import pytest
 import torch
+from torch import nn
 
 import deepfast
+from deepfast.attach.passes import NAME
 from deepfast.depth.connection import DepthConnection
-from tests.attach.literal import literal_of, results
-from tests.attach.models import CASES, perturbed
-
-ROUNDING = 1e-5
-"""Of float32 through three layers, forward and backward, relative to the largest value."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
+from deepfast.reference.attention_residuals import full
+from deepfast.reference.depth_mix import dlcl
+from tests.attach.models import CASES, assert_same, gradients, perturbed
 
 
 @pytest.fixture(params=CASES)
 def case(request):
     return CASES[request.param]
+
+
+class Literal(nn.Module):
+    """In place of a layer: runs it, then computes the next layer's input."""
+
+    def __init__(self, layer, k, states, connection):
+        super().__init__()
+        self.inner, self.k, self.states = layer, k, states
+        # Its parameters are not the layer's.
+        self.connection = [connection]
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def mixed(self):
+        c, row = self.connection[0], len(self.states) - 1
+        if hasattr(c, "query"):
+            return full(self.states, c.query, row)
+        return dlcl(
+            self.states, row, c.weight, norm=c.norm, norm_weight=c.norm_weight,
+            norm_bias=c.norm_bias, eps=c.eps, rms=c.norm_kind == "rms",
+        )  # fmt: skip
+
+    def forward(self, x, *args, **kwargs):
+        if self.k == 0:
+            self.states[:] = [x]
+            x = self.mixed()
+        result = self.inner(x, *args, **kwargs)
+        y = result[0] if isinstance(result, tuple) else result
+        self.states.append(y - x if hasattr(self.connection[0], "query") else y)
+        y = self.mixed()
+        return (y, *result[1:]) if isinstance(result, tuple) else y
+
+
+def literal_of(case, plain, connected):
+    """Puts the literal loop into ``plain``, with copies of the connections of ``connected``.
+
+    Returns:
+        The parameters by the names that they have in ``connected``.
+    """
+    named = {}
+    for path, parent, layers in case.places(plain):
+        connection = copy.deepcopy(connected.get_submodule(path)._modules[NAME])
+        found, states = getattr(parent, layers) if layers else parent, []
+        for k, layer in enumerate(found):
+            found[k] = Literal(layer, k, states, connection)
+        for name, p in connection.named_parameters():
+            named[".".join(filter(None, (path, NAME, name)))] = p
+    return named | {name.replace(".inner.", "."): p for name, p in plain.named_parameters()}
+
+
+def results(case, model, named):
+    """The output and all gradients, by name."""
+    out = case.run(model)
+    out.square().mean().backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+    return {"output": out.detach(), **grads}
 
 
 @pytest.mark.parametrize(
@@ -38,14 +93,7 @@ def test_same_as_a_literal_loop(case, kind, options):
     for connection in (m for m in model.modules() if isinstance(m, DepthConnection)):
         perturbed(connection)
     wanted = results(case, plain, literal_of(case, plain, model))
-    got = results(case, model, dict(model.named_parameters()))
-    assert got.keys() == wanted.keys()
-    largest = max(g.abs().max() for g in wanted.values())
-    for name, tensor in wanted.items():
-        # Relative to the tensor's scale. A key's bias changes no softmax: its gradient is rounding.
-        scale = max(tensor.abs().max(), 1e-2 * largest)
-        error = (got[name] - tensor).abs().max()
-        assert error <= ROUNDING * scale, f"{name}: error {error:.3g}, scale {scale:.3g}"
+    assert_same(results(case, model, dict(model.named_parameters())), wanted)
 
 
 def test_denseformer_begins_as_the_plain_model(case):
@@ -72,8 +120,7 @@ def test_attention_residuals_with_relu_begin_as_the_plain_model(case, kind, dtyp
 
 def test_twenty_steps(case):
     model = case.make()
-    connections = case.connect(model)
-    weight = next(iter(connections.values())).weight
+    weight = next(iter(case.connect(model).values())).weight
     before = weight.detach().clone()
     with torch.no_grad():
         target = torch.randint(0, 5, case.run(model).shape[:-1])
@@ -81,7 +128,7 @@ def test_twenty_steps(case):
     losses = []
     for _ in range(20):
         out = case.run(model)
-        loss = torch.nn.functional.cross_entropy(out.flatten(0, -2), target.flatten())
+        loss = nn.functional.cross_entropy(out.flatten(0, -2), target.flatten())
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -99,8 +146,29 @@ def test_only_the_connection_is_new(case):
     assert names <= set(model.state_dict())
     assert all("depth_connection." in name for name in new)
     assert len(new) == 3 * len(connections)
-    for path, _, _ in case.places(model):
-        deepfast.disconnect(model.get_submodule(path))
+    for _, parent, _ in case.places(model):
+        deepfast.disconnect(parent)
     assert {n: type(m) for n, m in model.named_modules()} == kinds
     assert repr(model) == repr_before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_timm_checkpoints():
+    case = CASES["timm"]
+    model = perturbed(case.make())
+    case.connect(model)
+    wanted = gradients(model, case.run(model))
+    model.set_grad_checkpointing()
+    got = gradients(model, case.run(model))
+    assert_same(got, wanted, 0)
+
+
+def test_timm_features_without_forward():
+    case = CASES["timm"]
+    model = perturbed(case.make())
+    x = torch.randn(2, 3, 8, 8)
+    before = model.forward_features(x)
+    case.connect(model)
+    after = model.forward_features(x)
+    assert not torch.equal(after, before)
+    assert torch.equal(model.forward_head(after), model(x))

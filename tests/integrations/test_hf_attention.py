@@ -5,10 +5,9 @@ import torch
 
 import deepfast
 from deepfast.integrations import hf_attention
-from tests.integrations.hf_models import assert_same, batch, make, results
+from tests.attach.models import assert_same, batch, make, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-MODELS = ["BertForMaskedLM", "LlamaForCausalLM", "MistralForCausalLM", "ModernBertForMaskedLM"]
 
 
 def patched(model):
@@ -21,12 +20,27 @@ def needs_masks_of_encoders():
         pytest.skip("transformers 4 has attention functions for decoders alone")
 
 
-@pytest.mark.parametrize("name", MODELS)
+MODELS = [
+    ("BertForMaskedLM", {}),
+    ("LlamaForCausalLM", {}),
+    ("MistralForCausalLM", {}),
+    ("ModernBertForMaskedLM", {}),
+    # With a sliding window.
+    ("MistralForCausalLM", {"sliding_window": 4}),
+    ("MistralForCausalLM", {"sliding_window": 1}),
+    ("MistralForCausalLM", {"sliding_window": 8, "num_key_value_heads": 1}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    ("ModernBertForMaskedLM", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+    ("ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), MODELS, ids=str)
 @pytest.mark.parametrize("side", [None, "right", "left"])
-def test_same_where_there_are_tokens(name, side):
+def test_same_where_there_are_tokens(name, sizes, side):
     if "Bert" in name:
         needs_masks_of_encoders()
-    model, inputs = make(name), batch(padded=side is not None)
+    model, inputs = make(name, **sizes), batch(padded=side is not None)
     if side == "left":
         inputs = {n: x.flip(1) for n, x in inputs.items()}
     if side is not None:
@@ -39,32 +53,6 @@ def test_same_where_there_are_tokens(name, side):
     handle.remove()
     assert model.config._attn_implementation == before
     assert_same(results(model, inputs), want, 0)
-
-
-WINDOWED = [
-    ("MistralForCausalLM", {"sliding_window": 4}),
-    ("MistralForCausalLM", {"sliding_window": 1}),
-    ("MistralForCausalLM", {"sliding_window": 8, "num_key_value_heads": 1}),
-    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
-    ("ModernBertForMaskedLM", {"local_attention": 4, "global_attn_every_n_layers": 2}),
-    ("ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 3}),
-]
-
-
-@pytest.mark.parametrize(("name", "sizes"), WINDOWED, ids=str)
-@pytest.mark.parametrize("side", [None, "right", "left"])
-def test_a_sliding_window(name, sizes, side):
-    if "Bert" in name:
-        needs_masks_of_encoders()
-    model, inputs = make(name, **sizes), batch(padded=side is not None)
-    if side == "left":
-        inputs = {n: x.flip(1) for n, x in inputs.items()}
-    if side is not None:
-        inputs["labels"][inputs["attention_mask"] == 0] = -100
-        inputs["labels"][:, 1:][inputs["attention_mask"][:, :-1] == 0] = -100
-    want = results(model, inputs)
-    patched(model)
-    assert_same(results(model, inputs), want)
 
 
 def test_keys_are_not_repeated(monkeypatch):
@@ -118,10 +106,7 @@ def test_with_norms_loss_and_checkpointing(checkpointed):
 def test_an_encoder_and_a_decoder():
     """Cross-attention: the queries are not the positions of the keys."""
     needs_masks_of_encoders()
-    sizes = {"d_model": 32, "dropout": 0.0, "decoder_start_token_id": 2}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-    model = make("BartForConditionalGeneration", **sizes)
+    model = make("BartForConditionalGeneration")
     inputs = batch(padded=True)
     want = results(model, inputs)
     patched(model)

@@ -15,7 +15,7 @@ from torch import nn
 
 import deepfast
 from deepfast.integrations.swap import Swapped
-from tests.integrations.hf_models import assert_same, batch, make, results
+from tests.attach.models import VOCAB, D, assert_same, batch, make, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LMS = [
@@ -30,6 +30,11 @@ LMS = [
     "GPT2LMHeadModel",
 ]  # fmt: skip
 LEFT = ("GemmaRMSNorm", "Gemma2RMSNorm", "OlmoLayerNorm")
+
+
+def patched(model):
+    deepfast.patch(model)
+    return model
 
 
 def swapped(model):
@@ -54,18 +59,19 @@ def test_norms_of_torch(kind, affine, dtypes):
     x = torch.randn(3, 5, 24).to(dtypes[0]).requires_grad_()
     if "rms" in kind and affine and dtypes[0] != dtypes[1]:
         pytest.skip("torch's own RMSNorm has no one dtype for these")
-    leaves, found = [x, *norm.parameters()], []
-    handle = None
-    for _ in range(2):
+
+    def run():
         out = norm(x)
-        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-        handle = handle or deepfast.patch(norm, loss=False)
-        assert isinstance(norm, Swapped)
+        return [out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters()])]
+
+    want = run()
+    handle = deepfast.patch(norm, loss=False)
+    assert isinstance(norm, Swapped)
+    got = run()
     handle.remove()
     assert type(norm) in (nn.LayerNorm, nn.RMSNorm)
     tolerance = {} if dtypes[0] == torch.float32 else {"rtol": 0.02, "atol": 0.05}
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+    torch.testing.assert_close(got, want, **tolerance)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mamba", "Mistral", "Olmo2", "Qwen3", "T5"])
@@ -117,8 +123,7 @@ def test_training_is_the_same(name, capsys):
     handle.remove()
     assert [type(m) for m in model.modules()] == kinds
     assert not swapped(model)
-    assert all(torch.equal(a, b) for a, b in zip(results(model, inputs).values(), want.values(),
-                                                 strict=True))  # fmt: skip
+    assert_same(results(model, inputs), want, 0)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "ModernBertForMaskedLM"])
@@ -143,10 +148,9 @@ def test_arguments_of_the_loss(name):
 
 
 def test_evaluation_and_calls_without_labels_are_as_before():
-    model, inputs = make("LlamaForCausalLM"), batch()
+    plain, inputs = make("LlamaForCausalLM"), batch()
+    model = copy.deepcopy(plain)
     deepfast.patch(model, norms=False)
-    plain = make("LlamaForCausalLM")
-    plain.load_state_dict(model.state_dict())
     for module in (model, plain):
         module.eval()
     for call in (inputs, {"input_ids": inputs["input_ids"]}):
@@ -236,10 +240,7 @@ def test_trainer(name, tmp_path):
         "save_strategy": "no", "disable_tqdm": True, "seed": 1,
     }  # fmt: skip
     model, found = make(name), []
-    for patch in (False, True):
-        twin = copy.deepcopy(model)
-        if patch:
-            deepfast.patch(twin)
+    for twin in (copy.deepcopy(model), patched(model)):
         trainer = transformers.Trainer(
             twin, transformers.TrainingArguments(**options), train_dataset=examples
         )
@@ -247,8 +248,7 @@ def test_trainer(name, tmp_path):
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         found.append([torch.tensor(losses), *twin.parameters()])
     assert len(found[0][0]) == 3
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
@@ -471,7 +471,7 @@ def test_a_loss_that_changes_after_patch_is_the_models_own():
             change(m)
         assert_same(results(found[0], inputs), results(found[1], inputs), 0)
     for m in (model, plain):
-        m.lm_head = nn.Linear(32, 50).requires_grad_(False)
+        m.lm_head = nn.Linear(D, VOCAB).requires_grad_(False)
         nn.init.ones_(m.lm_head.bias)
         nn.init.eye_(m.lm_head.weight)
     with pytest.warns(UserWarning, match="lm_head was replaced after patch"):

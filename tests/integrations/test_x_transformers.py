@@ -39,14 +39,12 @@ def test_is_the_formula(package, views, softmax, stacked):
     out = torch.stack([sum(weights[:, :, v, k, None] * hiddens[k] for k in range(5))
                        for v in range(views)])  # fmt: skip
     out = out[0] if views == 1 else out
-    for a, b in zip(got, [out, *grads(out, leaves)], strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, [out, *grads(out, leaves)])
 
     handle.remove()
     assert type(lime) is package.DynamicLIMe
     out = lime(x, list(hiddens))
-    for a, b in zip(got, [out, *grads(out, leaves)], strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, [out, *grads(out, leaves)])
 
 
 def test_a_whole_model(package):
@@ -64,8 +62,7 @@ def test_a_whole_model(package):
         out.logsumexp(-1).sum().backward()
         found.append([out, *(p.grad for p in m.parameters() if p.grad is not None)])
     for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_refuses():
@@ -89,5 +86,4 @@ def test_attention_residual_is_that_of_fla(count, output_norm):
         p = p if op is naive else p.movedim(-1, 0)
         leaves = [query, weight, *residuals, *output.values()]
         found.append([out, p.detach(), *grads(out, leaves)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,7 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    with threads(1):
+        yield
