@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ def block(memory: str, rows: int) -> int | None:
     return max(2, min(rows // 18, 8)) if memory == "history" else None
 
 
+def version(x: Tensor) -> int:
+    """How often x was modified in place; inference mode does not count it."""
+    return 0 if x.is_inference() else x._version
+
+
 class Row:
     """Row k of the connection, the input of layer k.
 
@@ -34,20 +39,17 @@ class Row:
         x: the row, as the push returned it. This object does not keep it.
     """
 
-    def __init__(self, state: DepthState, k: int, x: Tensor):
+    def __init__(self, state: DepthState | None, k: int, x: Tensor):
         self.state, self.k, self.shape = state, k, x.shape
-        self.x, self.version = weakref.ref(x), x._version
+        self.x, self.version = weakref.ref(x), version(x)
 
-    def gives(self, x: Tensor) -> bool:
-        """Whether x is still the row; a loop may pass on something else, such as a scaled row.
-
-        Below the lowest layer that learns, where x has no gradient, the states may be freed before
-        backward ends.
-        """
-        return x.requires_grad and self.x() is x and x._version == self.version
+    def is_still(self, x: Tensor) -> bool:
+        """Whether x is the row; a loop may pass on something else, such as a scaled row."""
+        return self.x() is x and version(x) == self.version
 
     def __call__(self) -> tuple[Tensor]:
-        x, normed = recompute_row(self.state, self.k, None)
+        """Computes the row again from the states."""
+        x, normed = recompute_row(cast(DepthState, self.state), self.k, None)
         return ((x if normed is None else normed).view(self.shape),)
 
 
@@ -58,7 +60,7 @@ def run_again(
 
     Args:
         where: names the layer in errors.
-        row: what recomputes x in backward; None keeps x.
+        row: what recomputes x in backward, if x is that row; None keeps x.
         call: does not hold x.
         others: what it passes to the layer beside x, by name.
     """
@@ -71,8 +73,10 @@ def run_again(
                 f"{where} takes a cache ({name}), and would fill it twice under this memory "
                 "policy; pass use_cache=False, or connect with memory='keep'"
             )
-    version = x._version
-    if row is not None and row.gives(x):
+    before = version(x)
+    # Below the lowest layer that learns, where x has no gradient, the states may be freed before
+    # backward ends.
+    if row is not None and row.is_still(x) and x.requires_grad:
         inputs: Callable = row
     else:
         kept = Kept(x)
@@ -81,7 +85,7 @@ def run_again(
             return (kept(),)
 
     result = rerun(layer, call, (x,), inputs, others)
-    if x._version != version:
+    if version(x) != before:
         raise RuntimeError(
             f"{where} modifies its input in place, so backward cannot run it again; connect with "
             "memory='keep'"

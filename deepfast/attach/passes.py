@@ -1,13 +1,12 @@
 """One forward pass of a connected parent, and what stands in the place of each layer during it."""
 
 import warnings
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deepfast.attach.memory import Row, block, run_again
+from deepfast.attach.memory import Row, block, run_again, version
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.history import DepthHistory
 from deepfast.ops import common
@@ -33,11 +32,6 @@ class Settings(NamedTuple):
     """Whether backward may overwrite states with gradients."""
 
 
-def _version(x: Tensor) -> int:
-    """How often x was modified in place; inference mode does not count it."""
-    return 0 if x.is_inference() else x._version
-
-
 class Pass:
     """One forward pass of the parent.
 
@@ -49,43 +43,44 @@ class Pass:
         self.connection = connection
         self.where, self.added, self.input_name, self.memory, inplace = settings
         self.history = DepthHistory(inplace=inplace, block=block(self.memory, connection.rows))
-        # The input of the next layer.
+        # The input of the next layer, as the push returned it; None inside torch.compile.
         self.row: Row | None = None
         self.learns = torch.is_grad_enabled()
         # Opened by the list itself, not by the parent.
         self.inner = False
         # The pass of the call from which the parent has called itself.
         self.outer: Pass | None = None
-        # What the last layer's call returned, and its version.
-        self.returned: tuple[weakref.ref, int] | None = None
         # The tensors of the input's shape that the last layer returned beside its output.
         self.beside: list[Tensor] = []
         # Whether the parent's forward has iterated over the list, and taken layers by index.
         self.iterated = self.indexed = False
 
+    def _named(self, k: int) -> str:
+        """Layer k, at the start of an error."""
+        return f"deepfast.connect: layer {k} of {self.where}"
+
     def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Runs layer k and returns its result, in which the next layer's input replaces y."""
-        pushed = len(self.history)
+        pushed, this = len(self.history), self._named(k)
         if pushed < k + (k > 0):
             raise RuntimeError(
-                f"deepfast.connect: layer {max(pushed - 1, 0)} of {self.where} did not run before "
-                f"layer {k}; a depth connection needs every layer in its order, without LayerDrop"
+                f"{self._named(max(pushed - 1, 0))} did not run before layer {k}; a depth "
+                "connection needs every layer in its order, without LayerDrop"
             )
         if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
-                f"deepfast.connect: layer {k} of {self.where} runs twice in one pass; a depth "
-                "connection needs every layer once"
+                f"{this} runs twice in one pass; a depth connection needs every layer once"
             )
         if self.learns and not torch.is_grad_enabled():
             raise RuntimeError(
-                f"deepfast.connect: layer {k} of {self.where} runs without gradients in a pass "
-                "with gradients; where the loop checkpoints its layers, use use_reentrant=False"
+                f"{this} runs without gradients in a pass with gradients; where the loop "
+                "checkpoints its layers, use use_reentrant=False"
             )
         name = self.input_name
         if not args and name not in kwargs:
             raise TypeError(
-                f"deepfast.connect: layer {k} of {self.where} was called without {name}, its first "
-                "argument, which must be the layer's input"
+                f"{this} was called without {name}, its first argument, which must be the layer's "
+                "input"
             )
         x = args[0] if args else kwargs[name]
         self._check(k, "input", x)
@@ -96,22 +91,21 @@ class Pass:
         given = [*args, *kwargs.values()]
         if eager and pushed == k + 1:
             self._check_passed_on(k, x, given)
-        version = _version(x) if eager else 0
+        before = version(x) if eager else 0
         result = self._run(k, layer, x, args, kwargs)
-        if eager and self.added and _version(x) != version:
+        if eager and self.added and version(x) != before:
             raise RuntimeError(
-                f"deepfast.connect: layer {k} of {self.where} modifies its input in place, so what "
-                "it adds is not known; attention residuals need layers that do not"
+                f"{this} modifies its input in place, so what it adds is not known; attention "
+                "residuals need layers that do not"
             )
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
         if y.shape != x.shape:
             raise ValueError(
-                f"deepfast.connect: layer {k} of {self.where} must return a tensor of its input's "
-                f"shape {tuple(x.shape)}, got {tuple(y.shape)}"
+                f"{this} must return a tensor of its input's shape {tuple(x.shape)}, got "
+                f"{tuple(y.shape)}"
             )
         following = self._push(y - x if self.added else y, k + 1)
-        self.returned = (weakref.ref(following), _version(following)) if eager else None
         if not isinstance(result, tuple):
             return following
         self.beside = [
@@ -134,23 +128,20 @@ class Pass:
             return layer(x, *rest, **others) if first is None else layer(**{first: x}, **others)
 
         every = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
-        where = f"deepfast.connect: layer {k} of {self.where}"
-        return run_again(layer, where, x, self.row, call, every)
+        row = self.row if self.memory == "history" and self.learns else None
+        return run_again(layer, self._named(k), x, row, call, every)
 
     def _check_passed_on(self, k: int, x: Tensor, given: list) -> None:
         """Warns where x, the input of layer k, is not what the call of layer k - 1 returned, or
         where the layers pass on a second stream."""
         if any(t is g for t in self.beside for g in given):
             warnings.warn(
-                f"deepfast.connect: layer {k} of {self.where} gets a second tensor that layer "
-                f"{k - 1} returned beside its output; if it is a part of the residual stream, the "
-                "connection does not see it: layers must return their whole output",
+                f"{self._named(k)} gets a second tensor that layer {k - 1} returned beside its "
+                "output; if it is a part of the residual stream, the connection does not see it: "
+                "layers must return their whole output",
                 stacklevel=4,
             )
-        if self.returned is None:
-            return
-        returned, version = self.returned
-        if returned() is not x or _version(x) != version:
+        if self.row is not None and not self.row.is_still(x):
             warnings.warn(
                 f"deepfast.connect: the loop over {self.where} changes what layer {k - 1} returned "
                 f"before it calls layer {k}; a depth connection expects layers that return their "
@@ -187,7 +178,7 @@ class Pass:
             y = y if self.history.kind is None else y.to(self.history.kind[1])
             with torch.autocast(kind, enabled=False):
                 x = self.connection(y, self.history, index=k)
-        if self.memory == "history" and self.learns and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self.row = Row(self.history.state, k, x)
         return x
 

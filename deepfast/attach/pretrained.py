@@ -18,6 +18,10 @@ CONFIG = "depth_connections"
 _NOT_GIVEN = object()
 
 
+def _given(**options) -> dict:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def connected(
     base: type,
     parent: str | None = None,
@@ -58,10 +62,9 @@ def connected(
     if memory is not None:
         checks.choice("deepfast.connected", POLICIES, memory=memory)
     settings = getattr(base, "connections", ())
+    given = _given(layers=layers, connection=connection, dim=dim)
     if parent is None:
-        others = {"layers": layers, "connection": connection, "dim": dim, **options}
-        named = [name for name, value in others.items() if value is not None]
-        named += [] if norm is _NOT_GIVEN else ["norm"]
+        named = [*given, *_given(**options), *(["norm"] if norm is not _NOT_GIVEN else [])]
         if named:
             raise TypeError(
                 f"deepfast.connected: {named[0]} needs parent, the name of the module to connect; "
@@ -71,12 +74,9 @@ def connected(
         if norm is _NOT_GIVEN:
             raise TypeError('deepfast.connected: expected norm="pre", "post" or None')
         checks.choice("deepfast.connected", ("pre", "post", None), norm=norm)
-        given = {"layers": layers, "connection": connection, "dim": dim}
-        given = {name: value for name, value in given.items() if value is not None}
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    running = {"memory": memory, "inplace": inplace}
-    running = {name: value for name, value in running.items() if value is not None}
-    return _make(_plain(base), settings, getattr(base, "connection_running", {}) | running)
+    running = getattr(base, "connection_running", {}) | _given(memory=memory, inplace=inplace)
+    return _make(_plain(base), settings, running)
 
 
 def _plain(base: type) -> type:

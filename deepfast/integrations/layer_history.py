@@ -120,21 +120,17 @@ def CreateLayerHistory(args: Namespace, is_encoder: bool) -> LayerHistory | None
             f"CreateLayerHistory: {side}_history_type={kind!r} is not a sum of layers in "
             f"post-norm; it needs {side}_normalize_before"
         )
-    options: dict = {}
+    fixed: dict = {}
     if kind == "residual":
-        options = {"init": "one"}
+        fixed = {"init": "one"}
     if kind == "dense":
         total = getattr(args, f"{side}_integration_type", "avg") == "sum"
         window = getattr(args, f"{side}_windows_size", -1)
-        options = {
-            "init": "one" if total else "average",
-            "window": None if window == -1 else window,
-        }
-    fixed = kind in ("residual", "dense")
+        fixed = {"init": "one" if total else "average", "window": None if window == -1 else window}
     norm = None if kind == "learnable_dense_nonorm" else "pre" if pre else "post"
     return LayerHistory(
         getattr(args, f"{side}_layers"), getattr(args, f"{side}_embed_dim"), norm,
-        parameter=not fixed, learnable=not fixed, **options,
+        parameter=not fixed, learnable=not fixed, **fixed,
     )  # fmt: skip
 
 

@@ -12,16 +12,17 @@ class _LIMe(Swapped):
     """``out_v = sum_l w[v, l] hiddens[l]`` for each token, w = to_weights(x). The op reads the list
     of hiddens once for all views, forward and backward, and makes no stack of it."""
 
+    num_layers: int
+    multiple_views: bool
+    to_weights: nn.Module
+
     def forward(self, x: Tensor, hiddens: Tensor | Sequence[Tensor]) -> Tensor:
-        if len(hiddens) != self.num_layers:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"DynamicLIMe: expected {self.num_layers} hiddens, "  # type: ignore[attr-defined]
-                f"got {len(hiddens)}"
-            )
+        if len(hiddens) != self.num_layers:
+            raise ValueError(f"DynamicLIMe: expected {self.num_layers} hiddens, got {len(hiddens)}")
         sources = hiddens.unbind(0) if isinstance(hiddens, Tensor) else hiddens
-        weight = self.to_weights(x).movedim(0, -1)  # type: ignore[attr-defined]
+        weight = self.to_weights(x).movedim(0, -1)
         out = ops.depth_mix(sources, weight).movedim(-2, 0)
-        return out if self.multiple_views else out[0]  # type: ignore[attr-defined]
+        return out if self.multiple_views else out[0]
 
 
 def fuse_layer_integrators(model: nn.Module) -> Handle:
@@ -47,9 +48,8 @@ def fuse_layer_integrators(model: nn.Module) -> Handle:
         raise TypeError(f"fuse_layer_integrators: model must be a module, got {kind}")
     handle = Handle()
     for module in model.modules():
-        if (type(module).__name__, type(module).__module__.partition(".")[0]) == (
-            "DynamicLIMe", "x_transformers",
-        ):  # fmt: skip
+        kind = type(module)
+        if kind.__name__ == "DynamicLIMe" and kind.__module__.partition(".")[0] == "x_transformers":
             handle.swap(module, _LIMe)
     if not handle:
         raise ValueError(
