@@ -93,6 +93,7 @@ RUNS = {
         [lambda x, b=b: checkpoint(b, x, use_reentrant=False) for b in blocks], x
     ),
     "changed": lambda blocks, x: every([lambda x, b=b: b(x * 2) for b in blocks], x),
+    "in place": lambda blocks, x: every([lambda x, b=b: b(x).add_(1) for b in blocks], x),
     "named": lambda blocks, x: every([lambda x, b=b: b(scale=0.5, x=x) for b in blocks], x),
 }
 """How a loop calls its layers."""
