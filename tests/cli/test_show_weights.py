@@ -243,9 +243,19 @@ def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
         encoder_connection=encoder, decoder_connection="latent", decoder_layers=30,
         languages=languages,
     )  # fmt: skip
-    path = save(make(decoder_connection="denseformer"))
+    sides = weight_picture.choices_of(model)
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", path, "--output", str(picture)]) == 0
+    assert main(["show-weights", save(model), "--output", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert ("Choice of layers of the encoder" in said) == (encoder == "latent")
+    assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")
+    assert said.count("Choice of layers of the decoder; kept: probability of at least 0.5") == 1
+    # Seven languages are more than one table holds.
+    assert re.search(r"layer +a +b +c +d +e *\n", said)
+    assert re.search(r"layer +f +g *\n", said)
+    kept = sum(side.kept.sum() for side in sides)
+    assert len(re.findall(r"0\.\d\d kept\b", said)) == kept > 30
+    svg = picture.read_text()
     assert "decoder: choice of layers" in svg
     for name, count in zip(languages, sides[-1].counts, strict=True):
         assert f"{name}: {count}" in svg
