@@ -2,6 +2,7 @@
 
 import torch
 
+from deepfast.connections import CONNECTIONS
 from deepfast.memory import POLICIES
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
@@ -45,6 +46,17 @@ CASES = {
 }
 
 
+def allowed(case, policies=POLICIES):
+    """The policies that a case may have: without states no layer's input comes from them."""
+    mixes = CONNECTIONS[CASES[case].get("connection", "dlcl")].mixes
+    return [policy for policy in policies if mixes or policy != "history"]
+
+
+def pairs(cases, policies=POLICIES):
+    """Each case with each policy that it may have."""
+    return [(case, policy) for case in cases for policy in allowed(case, policies)]
+
+
 def stack(memory, *, layers=LAYERS, decoder=False, padding=False, **options):
     torch.manual_seed(1)
     kind = TransformerDecoder if decoder else TransformerEncoder
@@ -63,13 +75,18 @@ def forward(module, *, padding=False):
     return inputs, module(*inputs, mask)
 
 
+def gradients(module, inputs, y):
+    """Of the inputs and of the parameters, by name."""
+    y.float().mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    found = {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    return found | {name: p.grad for name, p in module.named_parameters()}
+
+
 def step(module, *, padding=False, autocast=False):
     """Everything one step gives, and the generator's next number."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         inputs, y = forward(module, padding=padding)
-    y.float().mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    result = {f"input {i}": x.grad for i, x in enumerate(inputs)}
-    result |= {name: p.grad for name, p in module.named_parameters()}
+    result = gradients(module, inputs, y)
     module.zero_grad()
     return result | {"y": y.detach(), "next": torch.rand(2)}
 

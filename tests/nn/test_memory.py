@@ -8,30 +8,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES
-from deepfast.memory.policies import MIXING
+from deepfast.nn import LayerNorm
 from tests.nn.policies import (
-    BATCH,
     CASES,
     DIM,
     LAYERS,
-    LENGTH,
     OTHERS,
+    allowed,
     assert_same,
     forward,
+    gradients,
+    pairs,
     stack,
     step,
 )
-
-
-def allowed(case):
-    return OTHERS if CASES[case].get("connection", "dlcl") in MIXING else OTHERS[:-1]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_keep(case):
     padding = CASES[case].get("padding", False)
     expected = step(stack("keep", **CASES[case]), padding=padding)
-    for policy in allowed(case):
+    for policy in allowed(case, OTHERS):
         module = stack(policy, **CASES[case])
         assert module.policies == (policy,) * LAYERS
         assert_same(step(module, padding=padding), expected)
@@ -41,7 +38,7 @@ def test_the_same_bits_as_keep(case):
                                   "attnres", "attnres, one read", "decoder, attnres"])  # fmt: skip
 def test_the_same_bits_under_autocast(case):
     expected = step(stack("keep", **CASES[case]), autocast=True)
-    for policy in allowed(case):
+    for policy in allowed(case, OTHERS):
         got = step(stack(policy, **CASES[case]), autocast=True)
         if policy == "states" and case in ("dlcl", "decoder", "attnres, one read"):
             # Recomputation rounds x to bf16 before its layer-norm, forward rounds after it.
@@ -49,6 +46,137 @@ def test_the_same_bits_under_autocast(case):
                 torch.testing.assert_close(got[name], value, rtol=0.05, atol=0.05)
         else:
             assert_same(got, expected)
+
+
+def two_passes_at_once(module):
+    """Two forwards, then both backwards, the older one last."""
+    (inputs, y), (_, z) = forward(module), forward(module)
+    z.square().sum().backward()
+    return gradients(module, inputs, y)
+
+
+def a_part_of_the_gradients(module):
+    """torch.autograd.grad of the input and one weight; the rest frozen or not asked for."""
+    module.layers[2].requires_grad_(False)
+    (x,), y = forward(module)
+    w = module.layers[3].feed_forward.up.weight
+    return dict(enumerate(torch.autograd.grad(y.sum(), [x, w])))
+
+
+def evaluation(module):
+    with torch.no_grad():
+        out = forward(module.eval())[1]
+    return step(module) | {"without gradient": out}
+
+
+def hooks_and_modules_of_others(module):
+    """They take the place of fused ops, with the same numbers."""
+
+    class Halved(nn.Linear):
+        def forward(self, x):
+            return 0.5 * super().forward(x)
+
+    seen, layer, attention = [], module.layers[1], module.layers[2].attention
+    layer.feed_forward.down.register_forward_hook(lambda *_: seen.append(1))
+    if layer.feed_forward_norm is not None:
+        layer.feed_forward_norm.register_forward_hook(lambda *_: None)
+    old = attention.query_key_value
+    attention.query_key_value = Halved(DIM, 3 * DIM)
+    attention.query_key_value.load_state_dict(old.state_dict())
+    result = step(module)
+    assert seen
+    return result
+
+
+def a_projection_without_bias(module):
+    attention = module.layers[2].attention
+    weight = attention.query_key_value.weight
+    attention.query_key_value = nn.Linear(DIM, 3 * DIM, bias=False)
+    attention.query_key_value.weight = weight
+    return step(module)
+
+
+def norms_without_parameters(module):
+    for k in range(4):
+        module.connection.norms[k] = LayerNorm(DIM, elementwise_affine=k % 2 == 0, bias=False)
+    for layer in module.layers:
+        layer.feed_forward_norm = LayerNorm(DIM, elementwise_affine=False)
+    return step(module)
+
+
+def inside_torch_checkpointing(module):
+    class Wrapped(nn.Module):
+        def forward(self, x, mask):
+            return checkpoint(module, x, mask, use_reentrant=False)
+
+    wrapped = Wrapped()
+    wrapped.inner = module
+    return step(wrapped)
+
+
+def functional_call(module):
+    """Backward uses the parameters that were passed, not the module's own."""
+    torch.manual_seed(4)
+    given = {
+        name: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_()
+        for name, p in module.named_parameters()
+    }
+
+    class Called(nn.Module):
+        def forward(self, *inputs):
+            return torch.func.functional_call(module, given, inputs)
+
+    (x,), y = forward(Called())
+    y.square().sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    return {name: p.grad for name, p in given.items()} | {"x": x.grad}
+
+
+def one_part_learns(learning):
+    def run(module):
+        for name, p in module.named_parameters():
+            p.requires_grad_(name.startswith(learning))
+        inputs, y = forward(module)
+        return gradients(module, [x.detach() for x in inputs], y)
+
+    return run
+
+
+def frozen_before_backward(learned):
+    """A parameter that no longer learns gets no gradient; all others get theirs."""
+
+    def run(module):
+        layer = module.layers[2].requires_grad_(learned)
+        inputs, y = forward(module)
+        layer.requires_grad_(not learned)
+        found = gradients(module, inputs, y)
+        assert all(p.requires_grad != learned for p in layer.parameters())
+        return found
+
+    return run
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        two_passes_at_once, a_part_of_the_gradients, evaluation, hooks_and_modules_of_others,
+        a_projection_without_bias, norms_without_parameters, inside_torch_checkpointing,
+        functional_call,
+    )
+}  # fmt: skip
+WAYS |= {f"{part} learns": one_part_learns(part) for part in ("layers.2.", "layers.0.")}
+WAYS["the top feed-forward learns"] = one_part_learns("layers.4.feed_forward")
+WAYS |= {"frozen": frozen_before_backward(True), "unfrozen": frozen_before_backward(False)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["dlcl", "dlcl, post", "attnres, gelu"])
+def test_the_same_bits_whatever_the_step(case, way):
+    if way == "norms_without_parameters" and case == "dlcl, post":
+        pytest.skip("the stack has no norms")
+    expected = WAYS[way](stack("keep", **CASES[case]))
+    for policy in OTHERS:
+        assert_same(WAYS[way](stack(policy, **CASES[case])), expected)
 
 
 def test_every_layer_its_own_policy():
@@ -60,42 +188,6 @@ def test_every_layer_its_own_policy():
     module.set_memory(plan)
     assert module.policies == plan.policies
     assert_same(step(module), expected)
-
-
-@pytest.mark.parametrize("policy", OTHERS)
-@pytest.mark.parametrize("case", ["dlcl", "attnres"])
-def test_open_passes_accumulate(case, policy):
-    """Two forwards, then both backwards, the older one last."""
-    results = []
-    for memory in ("keep", policy):
-        module = stack(memory, connection=case)
-        (inputs, y), (_, z) = forward(module), forward(module)
-        z.square().sum().backward()
-        y.sum().backward()
-        results.append({n: p.grad for n, p in module.named_parameters()} | {"x": inputs[0].grad})
-    assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize("policy", OTHERS)
-def test_a_part_of_the_gradients(policy):
-    """torch.autograd.grad of the input and one weight; the rest frozen or not asked for."""
-    results = []
-    for memory in ("keep", policy):
-        module = stack(memory)
-        for p in module.layers[2].parameters():
-            p.requires_grad_(False)
-        (x,), y = forward(module)
-        w = module.layers[3].feed_forward.up.weight
-        results.append(dict(enumerate(torch.autograd.grad(y.sum(), [x, w]))))
-    assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize("policy", OTHERS)
-def test_without_gradient_and_in_evaluation(policy):
-    keep, module = stack("keep").eval(), stack(policy).eval()
-    with torch.no_grad():
-        assert torch.equal(forward(module)[1], forward(keep)[1])
-    assert_same(step(module), step(keep))
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -114,57 +206,12 @@ def test_a_retained_graph(policy):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-def test_what_hangs_on_parts_is_met(policy):
-    """Hooks and foreign modules take the place of fused ops, with the same numbers."""
-
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return 0.5 * super().forward(x)
-
-    results = []
-    for memory in ("keep", policy):
-        module = stack(memory)
-        seen = []
-        layer = module.layers[1]
-        layer.feed_forward.down.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-        layer.feed_forward_norm.register_forward_hook(lambda *_: None)
-        old = module.layers[2].attention.query_key_value
-        new = module.layers[2].attention.query_key_value = Scaled(DIM, 3 * DIM)
-        new.load_state_dict(old.state_dict())
-        results.append(step(module))
-        assert seen
-    assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", ["dlcl", "attnres"])
-def test_inside_torch_checkpointing(case, policy):
-    module = stack(policy, connection=case)
-    expected = step(module)
-
-    class Wrapped(nn.Module):
-        def forward(self, x, mask):
-            return checkpoint(module, x, mask, use_reentrant=False)
-
-    wrapped = Wrapped()
-    wrapped.inner = module
-    got = {name.removeprefix("inner."): value for name, value in step(wrapped).items()}
-    assert_same(got, expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"connection": "attnres"}], ids=str)
-@pytest.mark.parametrize("learning", ["layers.2.", "layers.0.", "layers.4.feed_forward"])
-def test_history_with_all_but_a_part_frozen(learning, options):
-    results = []
-    for memory in ("keep", "history"):
-        module = stack(memory, **options)
-        for name, p in module.named_parameters():
-            p.requires_grad_(name.startswith(learning))
-        torch.manual_seed(3)
-        module(torch.randn(BATCH, LENGTH, DIM)).square().sum().backward()
-        results.append({name: p.grad for name, p in module.named_parameters()})
-    assert_same(results[1], results[0])
+@pytest.mark.parametrize(("case", "policy"), pairs(["dlcl", "residual", "decoder, post"]))
+def test_inference_mode(case, policy):
+    with torch.no_grad():
+        expected = forward(stack("keep", **CASES[case]).eval())[1]
+    with torch.inference_mode():
+        assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
 
 
 def test_a_plan_has_policies_for_either_side():
@@ -180,22 +227,8 @@ def test_wrapped_layers_get_their_policy():
     assert module.layers[1][0].memory == "lean"
 
 
-@pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "decoder, post"])
-@pytest.mark.parametrize("policy", ["keep", "leaner", "states"])
-def test_inference_mode(case, policy):
-    with torch.no_grad():
-        expected = forward(stack("keep", **CASES[case]).eval())[1]
-    with torch.inference_mode():
-        assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
-
-
-@pytest.mark.parametrize("policy", OTHERS)
-def test_a_projection_without_bias(policy):
-    results = []
-    for memory in ("keep", policy):
-        module = stack(memory)
-        old = module.layers[2].attention.query_key_value
-        new = module.layers[2].attention.query_key_value = nn.Linear(DIM, 3 * DIM, bias=False)
-        new.weight = old.weight
-        results.append(step(module))
-    assert_same(results[1], results[0])
+def test_an_unknown_policy_changes_nothing():
+    module = stack("lean")
+    with pytest.raises(ValueError, match="got 'most'"):
+        module.set_memory("most")
+    assert module.policies == ("lean",) * LAYERS

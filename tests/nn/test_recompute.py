@@ -21,6 +21,8 @@ from tests.nn.policies import (
     LENGTH,
     assert_same,
     forward,
+    gradients,
+    pairs,
     stack,
 )
 
@@ -28,9 +30,7 @@ REFUSED = "memory policy|modified by an inplace operation"
 LAYER = 2
 """The layer that changes."""
 
-STACKS = {
-    name: CASES[name] for name in ("dlcl", "residual", "residual, post, gelu", "decoder", "latent")
-}
+STACKS = ["dlcl", "residual", "residual, post, gelu", "decoder"]
 READ = [f"{part}.weight" for part in (
     "attention.query_key_value", "attention.out", "feed_forward.up", "feed_forward.down",
     "feed_forward_norm",
@@ -38,19 +38,9 @@ READ = [f"{part}.weight" for part in (
 """What backward of a layer reads under every policy."""
 
 
-def gradients(module, inputs, y):
-    y.float().mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    found = {f"input {i}": x.grad for i, x in enumerate(inputs)}
-    return found | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def unchanged(**options):
-    module = stack("keep", **options)
+def unchanged(case="dlcl"):
+    module = stack("keep", **CASES[case])
     return gradients(module, *forward(module))
-
-
-def serves(policy, options):
-    return policy != "history" or options.get("connection", "dlcl") == "dlcl"
 
 
 def equal_or_refused(module, inputs, y, expected, among=None):
@@ -68,19 +58,15 @@ def equal_or_refused(module, inputs, y, expected, among=None):
     return False
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", STACKS)
+@pytest.mark.parametrize(("case", "policy"), pairs([*STACKS, "latent"]))
 def test_a_parameter_modified_in_place(case, policy):
     """Every parameter of a layer, one at a time, biases among them."""
-    options = STACKS[case]
-    if not serves(policy, options):
-        pytest.skip("there are no states to mix from")
-    expected = unchanged(**options)
-    names = [name for name, _ in stack("keep", **options).layers[LAYER].named_parameters()]
-    names = [f"layers.{LAYER}.{name}" for name in names]
-    names += [n for n, _ in stack("keep", **options).connection.named_parameters("connection")]
+    expected = unchanged(case)
+    plain = stack("keep", **CASES[case])
+    names = [f"layers.{LAYER}.{name}" for name, _ in plain.layers[LAYER].named_parameters()]
+    names += [name for name, _ in plain.connection.named_parameters("connection")]
     for name in names:
-        module = stack(policy, **options)
+        module = stack(policy, **CASES[case])
         inputs, y = forward(module)
         with torch.no_grad():
             module.get_parameter(name).add_(0.5)
@@ -90,36 +76,65 @@ def test_a_parameter_modified_in_place(case, policy):
             assert refused, name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", [case for case in STACKS if case != "latent"])
+@pytest.mark.parametrize(("case", "policy"), pairs(STACKS))
 def test_the_data_of_a_bias_replaced(case, policy):
     """A plain stack reads no bias in backward. What it reads, torch takes from the new data: the
     weights, and with latent depth the biases, which a gate multiplies."""
-    options = STACKS[case]
-    if not serves(policy, options):
-        pytest.skip("there are no states to mix from")
-    expected = unchanged(**options)
-    module = stack(policy, **options)
+    module = stack(policy, **CASES[case])
     inputs, y = forward(module)
     for name, p in module.named_parameters():
         if name.endswith("bias"):
             p.data = p.data + 0.5
-    equal_or_refused(module, inputs, y, expected)
+    equal_or_refused(module, inputs, y, unchanged(case))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", [case for case in STACKS if case != "latent"])
+@pytest.mark.parametrize(("case", "policy"), pairs(STACKS))
 def test_on_the_meta_device(case, policy):
-    if not serves(policy, STACKS[case]):
-        return
-    module = stack(policy, **STACKS[case]).to("meta")
+    module = stack(policy, layers=2, **CASES[case]).to("meta")
     with torch.device("meta"):
         inputs, y = forward(module)
     y.sum().backward()
     assert all(x.grad.is_meta and x.grad.shape == x.shape for x in inputs)
 
 
-def replace_parameter(layer):
+# ---- one layer changes ---------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A foreign linear map with a buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def add_buffer(layer):
+    up = layer.feed_forward.up
+    layer.feed_forward.up = Scaled(up.in_features, up.out_features)
+    layer.feed_forward.up.load_state_dict(up.state_dict(), strict=False)
+
+
+def add_attribute(layer):
+    """A tensor that is neither a parameter nor a buffer."""
+    up = layer.feed_forward.up
+    up.scale = torch.full((), 1.5)
+    up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias) * up.scale
+
+
+def add_spectral_norm(layer):
+    """It changes its buffers in each forward of training, so a rerun would differ."""
+    torch.manual_seed(5)
+    parametrizations.spectral_norm(layer.feed_forward.down)
+
+
+def as_it_is(_layer):
+    pass
+
+
+def replace_parameters(layer):
     for linear in (layer.attention.query_key_value, layer.feed_forward.up):
         linear.weight = nn.Parameter(linear.weight.detach() + 1)
         linear.bias = nn.Parameter(linear.bias.detach() + 1)
@@ -134,11 +149,20 @@ def replace_module(layer):
     layer.feed_forward.up = nn.Linear(layer.feed_forward.up.in_features, 40)
 
 
-def change_dropout(layer):
+def replace_scale(layer):
+    layer.feed_forward.up.scale = torch.full((), 3.0)
+
+
+def scale_in_place(layer):
+    layer.feed_forward.up.scale.mul_(3)
+
+
+def change_options(layer):
     layer.dropout = layer.feed_forward.dropout = layer.attention.dropout = 0.7
+    layer.memory, layer.feed_forward.activation = "leaner", "gelu"
 
 
-def add_hook(layer):
+def add_hooks(layer):
     layer.feed_forward_norm.register_forward_hook(lambda *_: None)
     layer.attention.query_key_value.register_forward_hook(lambda _m, _x, y: 2 * y)
     layer.register_forward_pre_hook(lambda _m, args: (args[0] + 1, *args[1:]))
@@ -152,56 +176,55 @@ def add_parametrization(layer):
     parametrize.register_parametrization(layer.feed_forward.up, "weight", Doubled(), unsafe=True)
 
 
+# What a layer gets before forward, how it changes after it, and the policies that refuse it.
 CHANGES = {
-    "a parameter is replaced": replace_parameter,
-    "the data of a parameter is replaced": replace_data,
-    "a module is replaced": replace_module,
-    "evaluation": lambda layer: layer.eval(),
-    "another dropout": change_dropout,
-    "hooks": add_hook,
-    "another policy": lambda layer: setattr(layer, "memory", "leaner"),
-    "another activation": lambda layer: setattr(layer.feed_forward, "activation", "gelu"),
-    "a parametrization": add_parametrization,
+    "parameters are replaced": (as_it_is, replace_parameters, ()),
+    "data is replaced": (as_it_is, replace_data, RERUN),
+    "a module is replaced": (as_it_is, replace_module, ()),
+    "evaluation": (as_it_is, nn.Module.eval, ()),
+    "other options": (as_it_is, change_options, ()),
+    "hooks": (as_it_is, add_hooks, ()),
+    "a parametrization": (as_it_is, add_parametrization, POLICIES),
+    "a buffer is replaced": (add_buffer, replace_scale, ()),
+    "a buffer, in place": (add_buffer, scale_in_place, POLICIES),
+    "an attribute is replaced": (add_attribute, replace_scale, ()),
+    "an attribute, in place": (add_attribute, scale_in_place, POLICIES),
+    "buffers that a layer changes itself": (add_spectral_norm, as_it_is, RERUN),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_changed_before_backward(change, policy):
-    expected = unchanged()
-    module = stack(policy)
-    names = dict(module.named_parameters()).keys()
-    inputs, y = forward(module)
-    CHANGES[change](module.layers[LAYER])
-    among = {n for n in names if not n.startswith(f"layers.{LAYER}.")} | {"input 0"}
-    equal_or_refused(module, inputs, y, expected, among if "para" in change else None)
+    prepare, alter, refused = CHANGES[change]
+
+    def run(policy):
+        module = stack(policy)
+        prepare(module.layers[LAYER])
+        return module, *forward(module)
+
+    module, inputs, y = run("keep")
+    expected = gradients(module, inputs, y)
+    module, inputs, y = run(policy)
+    alter(module.layers[LAYER])
+    among = None
+    if "replaced" in change:
+        # The gradients of what has been replaced go to what was there in forward.
+        among = {name for name in expected if not name.startswith(f"layers.{LAYER}.")}
+    assert equal_or_refused(module, inputs, y, expected, among) == (policy in refused)
     # What was changed stays changed.
     assert change != "evaluation" or not module.layers[LAYER].training
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", ["dlcl", "residual"])
-def test_functional_call(case, policy):
-    """Backward uses the parameters that were passed, not the module's own."""
-    options = CASES[case]
-    if not serves(policy, options):
-        pytest.skip("there are no states to mix from")
-
-    results = []
-    for memory in ("keep", policy):
-        module = stack(memory, **options)
-        torch.manual_seed(4)
-        given = {
-            name: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_()
-            for name, p in module.named_parameters()
-        }
-        torch.manual_seed(2)
-        x = torch.randn(BATCH, LENGTH, DIM, requires_grad=True)
-        y = torch.func.functional_call(module, given, (x,))
-        y.square().sum().backward()
-        assert all(p.grad is None for p in module.parameters())
-        results.append({name: p.grad for name, p in given.items()} | {"x": x.grad})
-    assert_same(results[1], results[0])
+def test_norms_that_get_another_eps(policy):
+    """Those of the stack and of its connection too."""
+    module = stack(policy)
+    inputs, y = forward(module)
+    for part in module.modules():
+        if hasattr(part, "eps"):
+            part.eps = 0.5
+    assert_same(gradients(module, inputs, y), unchanged())
 
 
 @pytest.mark.parametrize("policy", POLICIES[:-1])
@@ -212,103 +235,32 @@ def test_the_encoder_output_modified_in_place(case, policy):
     def run(policy):
         module = stack(policy, **options)
         torch.manual_seed(2)
-        x = torch.randn(BATCH * LENGTH, DIM, requires_grad=True)
-        source = torch.randn(BATCH * LENGTH, DIM, requires_grad=True)
+        x, source = (torch.randn(BATCH * LENGTH, DIM, requires_grad=True) for _ in range(2))
         encoded, packing = source * 1, Packing(BATCH, LENGTH)
-        y = module.forward_packed(x, packing, encoded, packing)
-        return module, [x, source], encoded, y
+        return module, [x, source], module.forward_packed(x, packing, encoded, packing), encoded
 
-    module, inputs, _, y = run("keep")
-    expected = gradients(module, inputs, y)
-    module, inputs, encoded, y = run(policy)
+    expected = gradients(*run("keep")[:3])
+    *ran, encoded = run(policy)
     with torch.no_grad():
         encoded.add_(1)
-    equal_or_refused(module, inputs, y, expected)
+    equal_or_refused(*ran, expected)
 
 
-class Scaled(nn.Linear):
-    """A foreign linear map with a buffer."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-def add_buffer(module):
-    up = module.layers[LAYER].feed_forward.up
-    new = module.layers[LAYER].feed_forward.up = Scaled(up.in_features, up.out_features)
-    new.load_state_dict(up.state_dict(), strict=False)
+@pytest.mark.parametrize("policy", RERUN)
+def test_a_mask_may_be_written_to_after_forward(policy):
+    results = []
+    for written in (False, True):
+        module, mask = stack(policy), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        mask[1, 3:] = True
+        torch.manual_seed(2)
+        y = module(torch.randn(BATCH, LENGTH, DIM), mask)
+        if written:
+            mask.zero_()
+        results.append(gradients(module, [], y))
+    assert_same(*results)
 
 
-def add_tensor_attribute(module):
-    """A tensor that is neither a parameter nor a buffer."""
-    up = module.layers[LAYER].feed_forward.up
-    up.scale = torch.full((), 1.5)
-    up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias) * up.scale
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", ["in place", "replaced"])
-@pytest.mark.parametrize("add", [add_buffer, add_tensor_attribute])
-def test_another_tensor_of_a_layer_changed_before_backward(add, change, policy):
-    def run(policy):
-        module = stack(policy)
-        add(module)
-        return module, *forward(module)
-
-    expected = gradients(*run("keep"))
-    module, inputs, y = run(policy)
-    up = module.layers[LAYER].feed_forward.up
-    if change == "in place":
-        up.scale.mul_(3)
-    else:
-        up.scale = torch.full((), 3.0)
-    equal_or_refused(module, inputs, y, expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_layer_norm_that_gets_another_eps(policy):
-    module = stack(policy)
-    inputs, y = forward(module)
-    for part in module.modules():
-        if hasattr(part, "eps"):
-            part.eps = 0.5
-    assert_same(gradients(module, inputs, y), unchanged())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("learned", [True, False])
-def test_a_layer_frozen_or_unfrozen_before_backward(learned, policy):
-    """A parameter that no longer learns gets no gradient; all others get theirs."""
-
-    def run(policy):
-        module = stack(policy)
-        layer = module.layers[LAYER].requires_grad_(learned)
-        inputs, y = forward(module)
-        layer.requires_grad_(not learned)
-        found = gradients(module, inputs, y)
-        assert all(p.requires_grad != learned for p in layer.parameters())
-        return found
-
-    found, expected = run(policy), run("keep")
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_layer_that_changes_its_own_buffers(policy):
-    """Spectral norm takes another step in each forward of training, so a rerun would differ."""
-
-    def run(policy):
-        module = stack(policy)
-        torch.manual_seed(5)
-        parametrizations.spectral_norm(module.layers[LAYER].feed_forward.down)
-        return module, *forward(module)
-
-    expected = gradients(*run("keep"))
-    assert equal_or_refused(*run(policy), expected) == (policy in RERUN)
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", RERUN)
@@ -321,3 +273,64 @@ def test_autocast_around_backward_does_not_reach_the_rerun(policy):
     with torch.autocast("cpu", torch.bfloat16):
         gradients(module, inputs, y)
     assert seen == [torch.float32] * 2
+
+
+def test_a_layer_must_do_the_same_both_times():
+    module, calls = stack("states"), []
+
+    def fickle(_module, inputs):
+        calls.append(1)
+        return inputs[0].sin() if len(calls) == 1 else inputs[0]
+
+    module.layers[LAYER].feed_forward.down.register_forward_pre_hook(fickle)
+    _, y = forward(module)
+    with pytest.raises(RuntimeError, match="it must do the same both times"):
+        y.sum().backward()
+
+
+def test_an_exception_in_a_rerun_reaches_the_user():
+    module, calls = stack("history"), []
+
+    def broken(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("no")
+
+    module.layers[LAYER].attention.out.register_forward_hook(broken)
+    _, y = forward(module)
+    before = torch.get_rng_state()
+    with pytest.raises(ArithmeticError, match="no"):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("case", "policy"), pairs(["residual", "decoder", "decoder, residual"]))
+def test_an_attention_may_be_given_something_else(case, policy):
+    """If a hook has changed LN(x), LN(x) is not recomputed."""
+
+    def run(policy, plain):
+        module = stack(policy, **CASES[case]).double().eval()
+        for layer in module.layers:
+            part = layer.cross_attention if "decoder" in case else layer.attention
+            part.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+            if plain:
+                # Makes the layer take the plain path.
+                layer.register_forward_pre_hook(lambda *_: None)
+                linear = part.query if part.cross else part.query_key_value
+                linear.register_forward_hook(lambda *_: None)
+        torch.manual_seed(2)
+        x = torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64, requires_grad=True)
+        inputs = [x, x.detach() * 0.5] if "decoder" in case else [x]
+        return gradients(module, [], module(*inputs).pow(3))
+
+    torch.testing.assert_close(run(policy, False), run("keep", True))
+
+
+def test_history_after_its_states_are_gone_is_an_error():
+    module, seen = stack("history"), []
+    module.layers[3].register_forward_hook(lambda _m, _a, out: seen.append(out))
+    _, y = forward(module)
+    weight = module.layers[1].feed_forward.up.weight
+    torch.autograd.grad(y.square().sum(), [weight], retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradients have overwritten them"):
+        seen[0][1].square().sum().backward()
