@@ -14,6 +14,7 @@ from deepfast.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from tests.nn.written_out import leaf, shaken
 
 DIM, HEADS, FFN = 16, 2, 24
 
@@ -23,165 +24,164 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def compiled(module, **options):
+def compiled(module, backend="aot_eager"):
     """Compiled whole, and the counter of its compilations."""
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(
-        module, fullgraph=True, dynamic=True, backend=counter, **options
-    ), counter  # fmt: skip
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(module, fullgraph=True, dynamic=True, backend=counter), counter
 
 
-def gradients(module, loss, *inputs):
-    leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
-    return torch.autograd.grad(loss, leaves)
-
-
-def compare(module, run, plain, *inputs):
-    a, b = run(*inputs), plain(*inputs)
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    for g, h in zip(
-        gradients(module, a.square().sum(), *inputs),
-        gradients(module, b.square().sum(), *inputs),
-        strict=True,
-    ):
+def compare(parameters, got, want, *inputs):
+    """Two outputs, and the gradients of the inputs and of each output's parameters."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    a, b = (
+        torch.autograd.grad(out.square().sum(), [*inputs, *(p for p in each if p.requires_grad)])
+        for out, each in zip((got, want), parameters, strict=True)
+    )
+    for g, h in zip(a, b, strict=True):
         torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("norm", "mask"), [("pre", True), ("post", False)])
-def test_an_encoder_layer_is_one_graph(norm, mask):
-    layer = TransformerEncoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0)
-    run, counter = compiled(layer)
-    for length in (5, 8):
-        x = torch.randn(3, length, DIM, requires_grad=True)
-        padding = None
-        if mask:
-            padding = torch.arange(length) >= torch.tensor([[length], [2], [4]])
-        # Where there is padding the plain layer packs it away.
-        compare(layer, lambda x, m=padding: run(x, m), lambda x, m=padding: layer(x, m), x)
-        if length == 5:
-            first = counter.frame_count
-    assert counter.frame_count == first > 0
+# ---- whole modules -------------------------------------------------------------------------------
 
 
-def test_a_decoder_layer_is_one_graph():
-    layer = TransformerDecoderLayer(DIM, HEADS, FFN, dropout=0.0)
-    run, _ = compiled(layer)
-    x = torch.randn(3, 5, DIM, requires_grad=True)
-    memory = torch.randn(3, 7, DIM, requires_grad=True)
-    compare(layer, run, layer, x, memory)
+class Stack(torch.nn.Module):
+    """Layers without parameters around a `DLCL`, which a compiler sees as registered ops."""
+
+    def __init__(self, layers=3, **options):
+        super().__init__()
+        self.dlcl = shaken(DLCL(layers, DIM, **options))
+
+    def forward(self, x, dropout_p=0.3):
+        history = DepthHistory()
+        x = self.dlcl(x, history)
+        for k in range(self.dlcl.num_layers):
+            x = self.dlcl(torch.tanh(x), history, residual=x, dropout_p=dropout_p, seed=9 + k)
+        return x
 
 
-# A residual stack compiles the same layers as a DLCL stack with its norm: one of them is enough.
+class Padded(TransformerEncoderLayer):
+    """Where there is padding, the layer in eager code packs it away."""
+
+    def forward(self, x):
+        length = x.shape[1]
+        return super().forward(x, torch.arange(length) >= torch.tensor([[length], [2], [4]]))
+
+
+def layer(kind, **options):
+    return lambda: kind(DIM, HEADS, FFN, dropout=0.0, **options)
+
+
+MODULES = {
+    "padded encoder layer": layer(Padded),
+    "post-norm decoder layer": layer(TransformerDecoderLayer, norm="post"),
+    "vector": lambda: Stack(norm=None, weight="vector", softmax=True, window=2),
+    "group": lambda: Stack(norm="post", weight="group", groups=4),
+}
+MORE = {
+    "post-norm encoder layer": layer(TransformerEncoderLayer, norm="post"),
+    "decoder layer": layer(TransformerDecoderLayer),
+    "encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0),
+    "rms encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm_kind="rms"),
+    "post-norm encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm="post"),
+    "dlcl": Stack,
+    "rms": lambda: Stack(norm_kind="rms"),
+    "vector alone": lambda: Stack(norm=None, weight="vector"),
+    "softmax": lambda: Stack(softmax=True, window=2),
+    "period": lambda: Stack(period=2, normalize_embedding=True),
+    "rms post": lambda: Stack(norm="post", norm_kind="rms"),
+    "fixed": lambda: Stack(norm="post", learnable=False, normalize_embedding=True),
+}
+
+
 @pytest.mark.parametrize(
-    ("norm", "connection"),
-    [
-        ("pre", "dlcl"),
-        ("pre", "attnres"),
-        pytest.param("pre", "block_attnres", marks=pytest.mark.exhaustive),
-        pytest.param("pre", "residual", marks=pytest.mark.exhaustive),
-        pytest.param("post", "dlcl", marks=pytest.mark.exhaustive),
-    ],
+    "name", [*MODULES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
 )
-def test_layers_around_a_live_history(norm, connection):
-    """Each layer compiled by itself, the boundaries eager: the engine runs as ever."""
-    options = {"norm": norm, "connection": connection, "dropout": 0.0}
-    encoder, plain = (TransformerEncoder(5, DIM, HEADS, FFN, **options) for _ in range(2))
-    plain.load_state_dict(encoder.state_dict())
-    counter = CompileCounterWithBackend("aot_eager")
-    for layer in encoder.layers:
-        layer.compile(fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (4, 7):
-        x = torch.randn(2, tokens, DIM, requires_grad=True)
-        outputs = encoder(x), plain(x)
-        assert torch.equal(*outputs)
-        grads = (
-            gradients(m, o.square().sum(), x)
-            for m, o in zip((encoder, plain), outputs, strict=True)
-        )
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        if tokens == 4:
-            first = counter.frame_count
-    # The layers share their code and its guards: they are not compiled one by one.
-    assert counter.frame_count == first > 0
+def test_a_module_is_one_graph(name):
+    module, frames = (MODULES | MORE)[name](), []
+    alone = isinstance(module, Stack)
+    run, counter = compiled(module, "eager" if alone else "aot_eager")
+    for length in (5,) if alone else (5, 8):
+        inputs = [leaf(3, length, DIM)]
+        inputs += [leaf(3, 7, DIM)] * isinstance(module, TransformerDecoderLayer)
+        compare([list(module.parameters())] * 2, run(*inputs), module(*inputs), *inputs)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1] > 0
 
 
 def test_layers_with_dropout_draw_their_own_masks():
     """A compiled layer in training: masks differ from step to step, the seed sets them back."""
-    layer = TransformerEncoderLayer(DIM, HEADS, FFN, dropout=0.5)
-    run, _ = compiled(layer)
-    x, packing = torch.randn(2, 4, DIM), Packing(2, 4)
+    run, _ = compiled(TransformerEncoderLayer(DIM, HEADS, FFN, dropout=0.5), "eager")
+    x, packing = torch.randn(8, DIM), Packing(2, 4)
 
     def step(seed):
         torch.manual_seed(seed)
-        return run(x.view(8, DIM), normed=x.view(8, DIM), packing=packing)[0]
+        return run(x, normed=x, packing=packing)[0]
 
     assert torch.equal(step(1), step(1))
     assert not torch.equal(step(1), step(2))
 
 
-KINDS = [
-    {"norm": None, "weight": "vector", "softmax": True, "window": 2},
-    {"norm": "post", "weight": "group", "groups": 3},
-    *(
-        pytest.param(options, marks=pytest.mark.exhaustive)
-        for options in (
-            {},
-            {"norm_kind": "rms"},
-            {"norm": None, "weight": "vector"},
-            {"softmax": True, "window": 2},
-            {"period": 2, "normalize_embedding": True},
-            {"norm": "post", "norm_kind": "rms"},
-            {"norm": "post", "learnable": False, "normalize_embedding": True},
-        )
-    ),
+def test_a_whole_stack_under_autocast():
+    """States are in fp32, as in eager code."""
+    stack, x = Stack(2), leaf(5, DIM)
+
+    def run(x):
+        return stack(x @ torch.eye(DIM), 0.0)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = compiled(run, "eager")[0](x), run(x)
+    assert got.dtype == torch.float32
+    compare([list(stack.parameters())] * 2, got, want, x)
+
+
+# ---- layers compiled one by one ------------------------------------------------------------------
+
+STACKS = [
+    ("layers", {"connection": "attnres", "memory": "leaner"}),
+    ("stack", {"memory": "states"}),
+]
+STACKS += [
+    pytest.param(*case, marks=pytest.mark.exhaustive)
+    for case in (
+        *(
+            ("layers", {"connection": name})
+            for name in ("dlcl", "attnres", "block_attnres", "residual")
+        ),
+        ("layers", {"norm": "post"}),
+        *(("layers", {"memory": name, "dropout": 0.1}) for name in ("lean", "history")),
+        *(("layers", {"memory": name}) for name in ("lean", "states", "history")),
+        *(("stack", {"memory": name}) for name in ("lean", "leaner", "history")),
+    )
 ]
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_whole_stack_traces_to_one_graph(options):
-    """Under a compiler DLCL is a functional form over registered ops."""
-    layers, seed = 3, 9
-    dlcl = DLCL(layers, DIM, **options)
-    for p in dlcl.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-
-    def run(x):
-        history = DepthHistory()
-        x = dlcl(x, history)
-        for k in range(layers):
-            x = dlcl(torch.tanh(x), history, residual=x, dropout_p=0.3, seed=seed + k)
-        return x
-
-    traced, _ = compiled(run)
-    compare(dlcl, traced, run, torch.randn(5, DIM, requires_grad=True))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, {"norm_kind": "rms"}, {"norm": "post"}], ids=str)
-def test_a_whole_encoder_traces_to_one_graph(options):
-    encoder = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, **options)
-    run, counter = compiled(encoder)
-    for length in (4, 6):
-        compare(encoder, run, encoder, torch.randn(2, length, DIM, requires_grad=True))
-    assert counter.frame_count > 0
+@pytest.mark.parametrize(("what", "options"), STACKS, ids=str)
+def test_stacks_under_memory_policies(what, options):
+    """Each layer compiled by itself, the boundaries eager: the engine runs as ever. Or the whole
+    stack. Layers share their code and its guards, so that one compilation serves all of them."""
+    options = {"dropout": 0.0} | options
+    module, plain = (
+        TransformerEncoder(2, DIM, HEADS, FFN, **options | memory)
+        for memory in ({}, {"memory": "keep"})
+    )
+    plain.load_state_dict(module.state_dict())
+    counter, frames = CompileCounterWithBackend("aot_eager"), []
+    for part in module.layers if what == "layers" else [module]:
+        part.compile(fullgraph=True, dynamic=what == "layers", backend=counter)
+    for length in (5, 8) if what == "layers" else (5, 5):
+        x = leaf(3, length, DIM)
+        got, want = module(x), plain(x)
+        if options["dropout"]:
+            # Their masks differ.
+            got.square().sum().backward()
+        else:
+            assert what == "stack" or torch.equal(got, want)
+            compare([list(m.parameters()) for m in (module, plain)], got, want, x)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] > 0
 
 
-def test_a_whole_stack_under_autocast():
-    """States are in fp32, as in eager code."""
-    dlcl = DLCL(2, DIM)
-
-    def run(x):
-        history = DepthHistory()
-        x = dlcl(x, history)
-        for _ in range(2):
-            x = dlcl(x @ torch.eye(DIM), history, residual=x)
-        return x
-
-    x = torch.randn(5, DIM, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run(x).dtype == torch.float32
-        compare(dlcl, compiled(run)[0], run, x)
+# ---- pushes --------------------------------------------------------------------------------------
 
 
 def test_too_many_pushes_into_a_traced_history():
@@ -249,21 +249,17 @@ class Pushing(torch.nn.Module):
 def test_layers_compiled_one_by_one_may_push(kind, by):
     """A push breaks the graph: the number of graphs and their size do not grow with depth."""
     frames = []
-    for layers in (3, 6):
+    for layers in (2, 4):
         torch._dynamo.reset()
-        stack = Pushing(kind, layers, by)
-        x = torch.randn(5, DIM, requires_grad=True)
-        expected = stack(x)
-        want = gradients(stack, expected.square().sum(), x)
+        stack, x = Pushing(kind, layers, by), leaf(5, DIM)
+        want = stack(x)
         counter = CompileCounterWithBackend("aot_eager")
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for layer in stack.layers:
                 layer.compile(backend=counter)
             got = stack(x)
         assert isinstance(stack.history.state, DepthState)
-        torch.testing.assert_close(got, expected)
-        for a, b in zip(gradients(stack, got.square().sum(), x), want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        compare([list(stack.parameters())] * 2, got, want, x)
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0
 
@@ -284,32 +280,3 @@ def test_a_traced_push_out_of_order(index):
 
     with pytest.raises(Exception, match="out of order inside"):
         compiled(run)[0](torch.randn(3, DIM))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("memory", ["lean", "leaner", "states", "history"])
-@pytest.mark.parametrize(("what", "dropout"), [("layers", 0.0), ("stack", 0.0), ("layers", 0.1)])
-def test_memory_policies_of_compiled_layers_and_stacks(memory, what, dropout):
-    plain, module = (TransformerEncoder(2, DIM, HEADS, FFN, dropout=dropout, memory=m)
-                     for m in ("keep", memory))  # fmt: skip
-    module.load_state_dict(plain.state_dict())
-    counter = CompileCounterWithBackend("aot_eager")
-    for part in module.layers if what == "layers" else [module]:
-        part.compile(fullgraph=True, dynamic=False, backend=counter)
-    x, frames = torch.randn(3, 5, DIM, requires_grad=True), []
-    for _ in range(3):
-        plain.zero_grad()
-        module.zero_grad()
-        for each in (plain, module):
-            each(x).square().sum().backward()
-        if dropout:
-            # Their masks differ.
-            frames.append(counter.frame_count)
-            continue
-        for (name, p), q in zip(plain.named_parameters(), module.parameters(), strict=True):
-            torch.testing.assert_close(
-                q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        frames.append(counter.frame_count)
-    assert frames[0] > 0
-    assert len(set(frames)) == 1
