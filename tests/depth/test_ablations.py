@@ -11,9 +11,9 @@ from tests.nn.written_out import (
     DIM,
     HEADS,
     assert_same,
-    encoder_layer,
+    layer,
     leaf,
-    naive_encoder,
+    naive,
     norm_of,
 )
 
@@ -58,7 +58,7 @@ def encoder(name, norm, **changes):
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_a_recipe_s_encoder_is_the_naive_loop(name, norm):
     model, x = encoder(name, norm), leaf(2, 4, DIM)
-    assert_same(model(x), naive_encoder(model, x), model, [x])
+    assert_same(model(x), naive(model, x), model, [x])
     dlcl = model.connection.dlcl
     if name in FIXED:
         assert not dlcl.weight.requires_grad
@@ -106,7 +106,7 @@ def test_denseformer_is_the_paper_s(dilation, period):
         # The paper has weights only after the blocks that average.
         weight[averaged] += 0.3 * torch.randn(len(averaged), LAYERS + 1)
     blocks = [
-        lambda x, f=f, m=m: encoder_layer(f, x, norm_of(m, x))
+        lambda x, f=f, m=m: layer(f, x, norm_of(m, x))
         for f, m in zip(model.layers, connection.norms, strict=False)
     ]
     x = leaf(2, 4, DIM)

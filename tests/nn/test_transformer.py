@@ -1,5 +1,7 @@
 """Transformer layers and stacks against the same written out in PyTorch."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,91 +14,88 @@ from deepfast.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from tests.nn.written_out import (
-    DIM,
-    HEADS,
-    assert_same,
-    decoder_layer,
-    encoder_layer,
-    leaf,
-    naive_decoder,
-    naive_encoder,
-    norm_of,
-    shaken,
-)
+from tests.nn.written_out import DIM, HEADS, assert_same, layer, naive, norm_of, shaken
 
 FFN, LAYERS = 20, 4
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
 PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
-
+PADDINGS = pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+KINDS = pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
 OPTIONS = [
     {"connection": "residual"},
     {"connection": "residual", "norm_kind": "rms"},
+    {"connection": "residual", "num_kv_heads": 1, "window": 1},
+    {"connection": "latent", "latent": {"languages": 3}},
+    {"connection": "latent", "latent": {"hard": True}},
     {"dlcl": {"window": 3}, "norm_kind": "rms"},
     {"dlcl": {"norm_kind": "layer"}, "norm_kind": "rms"},
-    {"dlcl": {}},
+    {"dlcl": {}, "num_kv_heads": 1, "window": (2, 1)},
     {"dlcl": {"weight": "vector", "init": "one"}},
-    {"dlcl": {"weight": "group", "groups": 5, "window": 3, "normalize_embedding": True}},
+    {"dlcl": {"weight": "group", "groups": 4, "window": 3, "normalize_embedding": True}},
     {"dlcl": {"softmax": True, "learnable": False}},
 ]
+PRE_NORM = [
+    {"connection": "attnres"},
+    {"connection": "attnres", "reads": 1},
+    {"connection": "block_attnres", "block": 2},
+    {"connection": "block_attnres", "block": 2, "reads": 1},
+    {"connection": "mudd"},
+    {"connection": "mudd", "norm_kind": "rms"},
+    {"connection": "latent", "norm_kind": "none"},
+]
+STACKS = [({"norm": norm} | options) for options in OPTIONS for norm in ("pre", "post")] + PRE_NORM
 
 
-# ---- one layer alone -----------------------------------------------------------------------------
+def operands(kind, padding, dtype=torch.float32):
+    """Those of an encoder or a decoder: x, what a decoder attends to, and both masks."""
+    x, encoded = (torch.randn(3, n, DIM, dtype=dtype, requires_grad=True) for n in (5, 7))
+    if kind in (TransformerEncoder, TransformerEncoderLayer):
+        return (x,), (padding,), (x, None, padding)
+    masks = padding, None if padding is None else F.pad(padding, (2, 0))
+    return (x, encoded), masks, (x, encoded, *masks)
 
 
 @NORMS
-@pytest.mark.parametrize("padding", [None, PADDING])
-def test_encoder_layer_alone(backend, norm, padding):
-    m = shaken(TransformerEncoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
-    x = leaf(3, 5, DIM)
+@PADDINGS
+@pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
+def test_a_layer_alone(backend, kind, norm, padding):
+    m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
+    inputs, masks, (x, *given) = operands(kind, padding)
     n = norm_of(m.attention_norm, x) if norm == "pre" else x
     keep = None if padding is None else ~padding
-    assert_same(m(x, padding), encoder_layer(m, x, n, padding), m, [x], keep)
+    assert_same(m(*inputs, *masks), layer(m, x, n, *given), m, inputs, keep)
 
 
-@NORMS
-@pytest.mark.parametrize("padding", [None, PADDING])
-def test_decoder_layer_alone(backend, norm, padding):
-    m = shaken(TransformerDecoderLayer(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
-    x, encoded = leaf(3, 5, DIM), leaf(3, 7, DIM)
-    encoded_padding = None if padding is None else F.pad(padding, (2, 0))
-    n = norm_of(m.attention_norm, x) if norm == "pre" else x
-    want = decoder_layer(m, x, n, encoded, padding, encoded_padding)
+@KINDS
+@PADDINGS
+@pytest.mark.parametrize("options", STACKS, ids=str)
+def test_a_stack_equals_the_naive_loop(backend, kind, options, padding):
+    """In fp64: without norms values grow."""
+    m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.0, backend=backend, **options)
+    shaken(m).double()
+    language = {}
+    if m.latent is not None:
+        torch.nn.init.normal_(m.latent.logits)
+        language = {"language": m.latent.languages - 1}
+    inputs, masks, given = operands(kind, padding, torch.float64)
+    gates = None if m.latent is None else copy.copy(m.latent)(**language)
+    want = naive(m, *given, gates=gates)
     keep = None if padding is None else ~padding
-    assert_same(m(x, encoded, padding, encoded_padding), want, m, [x, encoded], keep)
+    assert_same(m(*inputs, *masks, **language), want, m, inputs, keep)
 
 
-# ---- stacks --------------------------------------------------------------------------------------
+def test_an_empty_sentence_in_the_batch():
+    encoder = TransformerEncoder(2, DIM, HEADS, FFN).eval()
+    padding = torch.tensor([[0, 0, 0], [1, 1, 1]]).bool()
+    x = torch.randn(2, 3, DIM, requires_grad=True)
+    out = encoder(x, padding)
+    assert torch.equal(out[1], torch.zeros(3, DIM))
+    torch.testing.assert_close(out[:1], encoder(x[:1]), rtol=1e-4, atol=1e-5)
+    out.square().sum().backward()
+    assert all(t.grad is None or t.grad.isfinite().all() for t in (x, *encoder.parameters()))
 
 
-@NORMS
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("padding", [None, PADDING])
-def test_encoder_equals_the_naive_loop(backend, norm, options, padding):
-    m = TransformerEncoder(
-        LAYERS, DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend, **options
-    )
-    shaken(m)
-    x = leaf(3, 5, DIM)
-    keep = None if padding is None else ~padding
-    assert_same(m(x, padding), naive_encoder(m, x, padding), m, [x], keep)
-
-
-@NORMS
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_decoder_equals_the_naive_loop(backend, norm, options):
-    m = TransformerDecoder(
-        LAYERS, DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend, **options
-    )
-    shaken(m)
-    x, encoded = leaf(3, 5, DIM), leaf(3, 7, DIM)
-    encoded_padding = F.pad(PADDING, (2, 0))
-    want = naive_decoder(m, x, encoded, PADDING, encoded_padding)
-    got = m(x, encoded, PADDING, encoded_padding)
-    assert_same(got, want, m, [x, encoded], ~PADDING)
-
-
-def test_which_backend_runs(ran, backend):
+def test_which_backend_runs(backend):
     m = TransformerEncoder(2, DIM, HEADS, FFN, backend=backend)
     with backends.record() as seen:
         m(torch.randn(2, 3, DIM)).sum().backward()
@@ -105,41 +104,21 @@ def test_which_backend_runs(ran, backend):
     }
 
 
-def test_identity_weights_equal_the_plain_stack(backend):
-    """Where the mathematics allows: post-norm's W = I is LN of each layer's own output, so with
-    norms of index l taken over; pre-norm mixes normalised states, so without its norms."""
-    frozen = {"init": "identity", "learnable": False}
-    plain = TransformerEncoder(
-        LAYERS, DIM, HEADS, FFN, connection="residual", dropout=0.0, backend=backend
-    )
-    shaken(plain)
-    mixed = TransformerEncoder(LAYERS, DIM, HEADS, FFN, dropout=0.0, dlcl=frozen, backend=backend)
+def test_identity_weights_without_norms_are_the_plain_stack():
+    plain = shaken(TransformerEncoder(3, DIM, HEADS, FFN, connection="residual", dropout=0.0))
+    frozen = {"init": "identity", "learnable": False, "norm": None}
+    mixed = TransformerEncoder(3, DIM, HEADS, FFN, dropout=0.0, dlcl=frozen)
     mixed.load_state_dict(plain.state_dict(), strict=False)
-    x = leaf(2, 5, DIM)
-    # The mixed stack normalises every state: it equals the plain one whose layers see LN(y).
-    states = [x]
-    for f, norm in zip(plain.layers, plain.connection.norms, strict=False):
-        inner = states[-1] if len(states) == 1 else F.layer_norm(states[-1], (DIM,))
-        states.append(encoder_layer(f, inner, norm_of(norm, inner)))
-    want = norm_of(plain.connection.norms[-1], F.layer_norm(states[-1], (DIM,)))
-    torch.testing.assert_close(mixed(x), want, rtol=1e-4, atol=1e-5)
-    # Without DLCL's own norms it is the plain stack itself.
-    mixed.connection.dlcl = type(mixed.connection.dlcl)(
-        LAYERS, DIM, norm=None, backend=backend, **frozen
-    )
+    x = torch.randn(2, 5, DIM)
     torch.testing.assert_close(mixed(x), plain(x), rtol=1e-4, atol=1e-5)
-
-
-def test_an_empty_sentence_in_the_batch():
-    encoder = TransformerEncoder(2, DIM, HEADS, FFN).eval()
-    padding = torch.tensor([[0, 0, 0], [1, 1, 1]]).bool()
-    x = leaf(2, 3, DIM)
-    out = encoder(x, padding)
-    assert torch.equal(out[1], torch.zeros(3, DIM))
-    torch.testing.assert_close(out[:1], encoder(x[:1]), rtol=1e-4, atol=1e-5)
-    out.square().sum().backward()
-    assert torch.isfinite(x.grad).all()
-    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in encoder.parameters())
+    # So is MUDD at its start.
+    mixed = TransformerEncoder(3, DIM, HEADS, FFN, connection="mudd", dropout=0.0)
+    mixed.load_state_dict(plain.state_dict(), strict=False)
+    for own, norm in zip(plain.connection.norms[1:], mixed.connection.key_norms, strict=False):
+        norm.load_state_dict(own.state_dict())
+    for own, norm in zip(plain.connection.norms[1:], mixed.connection.value_norms, strict=False):
+        norm.load_state_dict(own.state_dict())
+    torch.testing.assert_close(mixed(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -154,13 +133,13 @@ def test_dropout_of_branches_is_where_it_should_be(norm):
     torch.testing.assert_close(m(x), want, rtol=1e-3, atol=1e-4)
 
 
-def test_activation_and_attention_dropout_follow_the_mode():
-    for name in ("attention_dropout", "activation_dropout"):
-        m = TransformerEncoder(2, DIM, HEADS, FFN, dropout=0.0, **{name: 0.5})
-        x = torch.randn(2, 5, DIM)
-        assert not torch.equal(m(x), m(x)), name
-        m.eval()
-        assert torch.equal(m(x), m(x)), name
+@pytest.mark.parametrize("name", ["attention_dropout", "activation_dropout"])
+def test_activation_and_attention_dropout_follow_the_mode(name):
+    m = TransformerEncoder(2, DIM, HEADS, FFN, dropout=0.0, **{name: 0.5})
+    x = torch.randn(2, 5, DIM)
+    assert not torch.equal(m(x), m(x))
+    m.eval()
+    assert torch.equal(m(x), m(x))
 
 
 def test_states_are_in_16_bits_under_autocast(monkeypatch):
@@ -171,20 +150,6 @@ def test_states_are_in_16_bits_under_autocast(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         TransformerEncoder(LAYERS, DIM, HEADS, FFN)(torch.randn(2, 5, DIM))
     assert made[0].state.states.dtype == torch.bfloat16
-
-
-def test_a_step_learns():
-    m = TransformerEncoder(6, DIM, HEADS, FFN)
-    optimizer = torch.optim.Adam(m.parameters(), 1e-2)
-    x, target = torch.randn(2, 4, 5, DIM).unbind()
-    losses = []
-    for _ in range(15):
-        loss = F.mse_loss(m(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -209,7 +174,7 @@ def test_later_positions_are_not_seen():
     assert torch.equal(decoder(x, encoded)[:, :3], decoder(changed, encoded)[:, :3])
 
 
-# ---- misuse --------------------------------------------------------------------------------------
+# ---- other modules -------------------------------------------------------------------------------
 
 
 def test_replaced_and_hooked_layers_are_called():

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from deepfast.nn.layer_norm import NoNorm
 from deepfast.reference import attention_residuals as reference
+from deepfast.reference import mudd
 from deepfast.reference.layer_norm import rms_norm
 
 DIM, HEADS = 12, 3
@@ -29,13 +30,15 @@ def norm_of(m, x):
 
 
 def attend(m, x, encoded=None, padding=None, causal=False):
-    """Multi-head attention written out on (B, S, D)."""
+    """Multi-head attention written out on (B, S, D); x may be one input each for queries, keys and
+    values."""
     width = m.dim // m.heads
     if m.cross:
         q = m.query(x)
         k, v = m.key_value(encoded).chunk(2, -1)
     else:
-        q, k, v = m.query_key_value(x).split([m.dim, *[m.num_kv_heads * width] * 2], -1)
+        each, shares = x if isinstance(x, tuple) else (x,) * 3, [m.num_kv_heads * width] * 2
+        q, k, v = (m.query_key_value(x).split([m.dim, *shares], -1)[i] for i, x in enumerate(each))
 
     def heads(t):
         t = t.unflatten(-1, (-1, width)).transpose(1, 2)
@@ -51,7 +54,7 @@ def attend(m, x, encoded=None, padding=None, causal=False):
     left, right = (math.inf if side < 0 else side for side in m.window)
     if not m.cross:
         # Padding takes no place. A finite score keeps what padding gives out of the gradients.
-        real = torch.ones(x.shape[:2]) if padding is None else ~padding
+        real = torch.ones(k.shape[0], k.shape[2]) if padding is None else ~padding
         place = real.cumsum(1)
         before = place[:, :, None] - place[:, None]
         unseen = (before > left) | (-before > right)
@@ -59,42 +62,32 @@ def attend(m, x, encoded=None, padding=None, causal=False):
     return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def feed(m, x):
-    return m.down(torch.relu(m.up(x)))
-
-
-def encoder_layer(m, x, n, padding=None, z=1.0):
-    """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's."""
-    if m.norm == "pre":
-        x = x + z * attend(m.attention, n, padding=padding)
-        return x + z * feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
-    x = norm_of(m.attention_norm, x + z * attend(m.attention, x, padding=padding))
-    return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
-
-
-def decoder_layer(m, x, n, encoded, padding=None, encoded_padding=None, z=1.0):
-    def own(n):
-        return z * attend(m.attention, n, padding=padding, causal=True)
-
-    def cross(n):
-        return z * attend(m.cross_attention, n, encoded, encoded_padding)
-
-    if m.norm == "pre":
-        x = x + own(n)
-        x = x + cross(norm_of(m.cross_attention_norm, x))
-        return x + z * feed(m.feed_forward, norm_of(m.feed_forward_norm, x))
-    x = norm_of(m.attention_norm, x + own(x))
-    x = norm_of(m.cross_attention_norm, x + cross(x))
-    return norm_of(m.feed_forward_norm, x + z * feed(m.feed_forward, x))
-
-
-def sublayers(m, encoded=None):
-    """The parts of a pre-norm layer in their order, each from its normalised input to its
-    branch."""
-    parts = [lambda n: attend(m.attention, n, causal=encoded is not None)]
+def sublayers(m, encoded=None, padding=None, encoded_padding=None, z=1.0):
+    """A layer's parts in their order: the norm of each, and the branch, scaled by the gate z."""
+    causal = encoded is not None
+    found = [
+        (m.attention_norm, lambda n: z * attend(m.attention, n, padding=padding, causal=causal))
+    ]
     if encoded is not None:
-        parts.append(lambda n: attend(m.cross_attention, n, encoded))
-    return [*parts, lambda n: feed(m.feed_forward, n)]
+        cross = m.cross_attention
+        found.append(
+            (m.cross_attention_norm, lambda n: z * attend(cross, n, encoded, encoded_padding))
+        )
+    block = m.feed_forward
+    return [*found, (m.feed_forward_norm, lambda n: z * block.down(torch.relu(block.up(n))))]
+
+
+def layer(m, x, n, *given):
+    """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's.
+
+    ``given`` is what `sublayers` takes.
+    """
+    for part, (norm, branch) in enumerate(sublayers(m, *given)):
+        if m.norm == "post":
+            x = norm_of(norm, x + branch(x))
+        else:
+            x = x + branch(n if part == 0 else norm_of(norm, x))
+    return x
 
 
 def attention_row(m, v, row):
@@ -117,57 +110,75 @@ def attention_row(m, v, row):
     return total
 
 
-def stack_and_sum(connection, x, bodies):
-    """The naive loop: every state kept, stacked, normalised and summed at every layer."""
-    d, states = connection.depth, [x]
-    w = None if d is None else d.effective_weight()
+def mixtures(depth, states):
+    """Row after row what a layer reads through a `DLCL`, or None for the plain residual stack."""
+    if depth is None:
+        return states[-1]
 
-    def mix(row):
-        if d is None:
-            return states[-1]
+    def own_norm(t, k):
+        if k == 0 and not depth.normalize_embedding:
+            return t
+        if depth.norm_kind == "rms":
+            return F.rms_norm(t, (DIM,), depth.norm_weight[k], depth.eps)
+        return F.layer_norm(t, (DIM,), depth.norm_weight[k], depth.norm_bias[k], depth.eps)
 
-        def own_norm(t, k):
-            if k == 0 and not d.normalize_embedding:
-                return t
-            if d.norm_kind == "rms":
-                return F.rms_norm(t, (DIM,), d.norm_weight[k], d.eps)
-            return F.layer_norm(t, (DIM,), d.norm_weight[k], d.norm_bias[k], d.eps)
-
-        z = [own_norm(s, k) if d.norm == "pre" else s for k, s in enumerate(states)]
-        total = (torch.stack(z) * w[row, : row + 1].reshape(row + 1, 1, 1, -1)).sum(0)
-        return own_norm(total, row) if d.norm == "post" else total
-
-    for row, body in enumerate(bodies):
-        x = mix(row)
-        n = norm_of(connection.norms[row], x) if connection.norm == "pre" else x
-        states.append(body(x, n))
-    x = mix(len(bodies))
-    return norm_of(connection.norms[-1], x) if connection.norm == "pre" else x
+    row = len(states) - 1
+    z = [own_norm(s, k) if depth.norm == "pre" else s for k, s in enumerate(states)]
+    shares = depth.effective_weight()[row, : row + 1].reshape(row + 1, 1, 1, -1)
+    total = (torch.stack(z) * shares).sum(0)
+    return own_norm(total, row) if depth.norm == "post" else total
 
 
-def naive_encoder(m, x, padding=None, gates=None):
+def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, inputs=None):
+    """An encoder, or with ``encoded`` a decoder: every state kept, and summed at every layer.
+
+    ``inputs`` is a list to append to what the layers, or the sublayers that read, have read.
+    """
+    c, given = m.connection, (encoded, padding, encoded_padding)
     gates = [1.0] * len(m.layers) if gates is None else gates
+    if c.kind == "mudd":
+        return streams(m, x, *given)
     bodies = [
-        lambda x, n, f=f, z=z: encoder_layer(f, x, n, padding, z)
+        lambda x, n, f=f, z=z: layer(f, x, n, *given, z)
         for f, z in zip(m.layers, gates, strict=True)
     ]
-    return stack_and_sum(m.connection, x, bodies)
+    attends = "attnres" in c.kind
+    if attends and c.reads > 1:
+        parts = [part for f in m.layers for part in sublayers(f, *given)]
+        bodies = [lambda x, n, f=branch: x + f(n) for _, branch in parts]
+    states = [x]
+    for row in range(len(bodies) + 1):
+        x = attention_row(c.depth, states, row) if attends else mixtures(c.depth, states)
+        if inputs is not None:
+            inputs.append(x)
+        n = norm_of(c.norms[row], x) if c.norm == "pre" else x
+        if row < len(bodies):
+            y = bodies[row](x, n)
+            states.append(y - x if attends else y)
+    return n
 
 
-def naive_decoder(m, x, encoded, padding=None, encoded_padding=None, gates=None):
-    gates = [1.0] * len(m.layers) if gates is None else gates
-    bodies = [
-        lambda x, n, f=f, z=z: decoder_layer(f, x, n, encoded, padding, encoded_padding, z)
-        for f, z in zip(m.layers, gates, strict=True)
-    ]
-    return stack_and_sum(m.connection, x, bodies)
+def streams(m, x, *given):
+    """A stack with `MUDD`, by the reference."""
+    c, states, read = m.connection, [x], (x,) * 4
+    for k, f in enumerate(m.layers):
+        norms = [c.norms[k]] * 3
+        if k > 0:
+            norms[1:] = c.key_norms[k - 1], c.value_norms[k - 1]
+        n = tuple(norm_of(norm, s) for norm, s in zip(norms, read[:3], strict=True))
+        states.append(layer(f, read[3], n, *given))
+        row = c.mudd.up[k], c.mudd.down[k], c.mudd.bias[k]
+        read = mudd.row(states, *row, c.mudd.eps)
+    return norm_of(c.norms[-1], read[0])
 
 
 def assert_same(got, want, module, inputs, keep=None):
     """Outputs and the gradients of inputs and all parameters."""
+    exact = want.dtype == torch.float64
+    outputs, gradients = ({} if exact else {"rtol": rtol, "atol": 1e-5} for rtol in (1e-4, 1e-3))
     keep = torch.ones(want.shape[:2]).bool() if keep is None else keep
     assert got[~keep].eq(0).all()
-    torch.testing.assert_close(got[keep], want[keep], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[keep], want[keep], **outputs)
     weight = torch.randn_like(want[keep])
     leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     a, b = (
@@ -175,7 +186,7 @@ def assert_same(got, want, module, inputs, keep=None):
         for out in (got, want)
     )
     for got, want in zip(a, b, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(got, want, **gradients)
 
 
 def leaf(*shape):

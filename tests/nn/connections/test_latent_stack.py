@@ -1,14 +1,12 @@
 """Latent depth in a stack: against stacks written out, skipped, checkpointed, step by step."""
 
-import copy
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import LiveBytes
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
-from tests.nn.written_out import DIM, HEADS, assert_same, leaf, naive_decoder, naive_encoder, shaken
+from tests.nn.written_out import DIM, HEADS, assert_same, leaf, naive, shaken
 
 LAYERS, FFN, LANGUAGES = 5, 20, 3
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
@@ -16,20 +14,18 @@ PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool
 LATENT = {"languages": LANGUAGES, "seed": 7}
 
 
+def stack(kind, norm, options):
+    sizes = LAYERS, DIM, HEADS, FFN
+    options = {"connection": "latent", "norm": norm, "dropout": 0.0, "latent": LATENT | options}
+    return chosen(shaken(kind(*sizes, **options)))
+
+
 def encoder(norm="pre", **options):
-    options = LATENT | options
-    module = TransformerEncoder(
-        LAYERS, DIM, HEADS, FFN, connection="latent", norm=norm, dropout=0.0, latent=options
-    )
-    return chosen(shaken(module))
+    return stack(TransformerEncoder, norm, options)
 
 
 def decoder(norm="pre", **options):
-    options = LATENT | options
-    module = TransformerDecoder(
-        LAYERS, DIM, HEADS, FFN, connection="latent", norm=norm, dropout=0.0, latent=options
-    )
-    return chosen(shaken(module))
+    return stack(TransformerDecoder, norm, options)
 
 
 def chosen(module):
@@ -42,58 +38,15 @@ def chosen(module):
 
 
 @NORMS
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("padding", [None, PADDING])
-def test_a_training_encoder_equals_one_written_out(norm, hard, padding):
-    """Gradients too, that of the logits among them."""
-    m = encoder(norm, hard=hard)
-    x = leaf(3, 5, DIM)
-    twin = copy.copy(m.latent)
-    got, want = m(x, padding, language=1), naive_encoder(m, x, padding, gates=twin(1))
-    assert_same(got, want, m, [x], None if padding is None else ~padding)
-    loss = m(x, padding, language=1).square().sum()
-    (grad,) = torch.autograd.grad(loss, m.latent.logits)
-    assert grad[1].abs().min() > 0
-    assert grad[[0, 2]].eq(0).all()
-
-
-@NORMS
-def test_a_training_decoder_equals_one_written_out(norm):
-    m = decoder(norm)
-    x, encoded = leaf(3, 5, DIM), leaf(3, 4, DIM)
-    twin = copy.copy(m.latent)
-    got, want = m(x, encoded, language=2), naive_decoder(m, x, encoded, gates=twin(2))
-    assert_same(got, want, m, [x, encoded])
-
-
-def test_a_stack_without_norms_equals_one_written_out():
-    """Li et al. train latent depth without layer-norms. In fp64: without norms values grow."""
-    sizes = {"connection": "latent", "norm_kind": "none", "dropout": 0.0, "latent": LATENT}
-    x, encoded = (leaf(3, n, DIM).detach().double().requires_grad_() for n in (5, 4))
-    m = chosen(shaken(TransformerEncoder(LAYERS, DIM, HEADS, FFN, **sizes)).double())
-    assert not [name for name, _ in m.named_parameters() if "norm" in name]
-    twin = copy.copy(m.latent)
-    want = naive_encoder(m, x, PADDING, gates=twin(1))
-    assert_same(m(x, PADDING, language=1), want, m, [x], ~PADDING)
-    m = chosen(shaken(TransformerDecoder(LAYERS, DIM, HEADS, FFN, **sizes)).double())
-    twin = copy.copy(m.latent)
-    want = naive_decoder(m, x, encoded, gates=twin(2))
-    assert_same(m(x, encoded, language=2), want, m, [x, encoded])
-    m.eval()
-    want = naive_decoder(m, x, encoded, gates=m.latent.choose(0))
-    assert_same(m(x, encoded, language=0), want, m, [x, encoded])
-
-
-@NORMS
 def test_evaluation_equals_the_same_gates_written_out(norm):
     for language in range(LANGUAGES):
         m = encoder(norm).eval()
         x = leaf(3, 5, DIM)
-        want = naive_encoder(m, x, PADDING, gates=m.latent.choose(language))
+        want = naive(m, x, None, PADDING, gates=m.latent.choose(language))
         assert_same(m(x, PADDING, language=language), want, m, [x], ~PADDING)
         m = decoder(norm, evaluation="mean").eval()
         encoded = leaf(3, 4, DIM)
-        want = naive_decoder(m, x, encoded, gates=m.latent.choose(language))
+        want = naive(m, x, encoded, gates=m.latent.choose(language))
         assert_same(m(x, encoded, language=language), want, m, [x, encoded])
 
 
