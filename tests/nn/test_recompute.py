@@ -4,6 +4,7 @@ The stack changes between forward and backward. The gradients must be those of a
 under the policy "keep".
 """
 
+import functools
 import re
 
 import pytest
@@ -23,12 +24,14 @@ from tests.nn.policies import (
     forward,
     gradients,
     pairs,
-    stack,
 )
+from tests.nn.policies import stack as any_stack
 
 REFUSED = "memory policy|modified by an inplace operation"
-LAYER = 2
+LAYER = 1
 """The layer that changes."""
+
+stack = functools.partial(any_stack, layers=3)
 
 STACKS = ["dlcl", "residual", "residual, post, gelu", "decoder"]
 READ = [f"{part}.weight" for part in (
@@ -90,7 +93,7 @@ def test_the_data_of_a_bias_replaced(case, policy):
 
 @pytest.mark.parametrize(("case", "policy"), pairs(STACKS))
 def test_on_the_meta_device(case, policy):
-    module = stack(policy, layers=2, **CASES[case]).to("meta")
+    module = stack(policy, **CASES[case]).to("meta")
     with torch.device("meta"):
         inputs, y = forward(module)
     y.sum().backward()
@@ -328,9 +331,9 @@ def test_an_attention_may_be_given_something_else(case, policy):
 
 def test_history_after_its_states_are_gone_is_an_error():
     module, seen = stack("history"), []
-    module.layers[3].register_forward_hook(lambda _m, _a, out: seen.append(out))
+    module.layers[2].register_forward_hook(lambda _m, _a, out: seen.append(out))
     _, y = forward(module)
-    weight = module.layers[1].feed_forward.up.weight
+    weight = module.layers[0].feed_forward.up.weight
     torch.autograd.grad(y.square().sum(), [weight], retain_graph=True)
     with pytest.raises(RuntimeError, match="gradients have overwritten them"):
         seen[0][1].square().sum().backward()
