@@ -30,36 +30,23 @@ PADDINGS = {
 }
 # num_kv_heads and window.
 PATTERNS = [(1, None), (2, 2), (3, (1, 3)), (6, (0, 2)), (2, (None, 1)), (2, (3, None)), (6, 99)]
-PATTERN = pytest.mark.parametrize(("kv", "window"), PATTERNS, ids=str)
 
 
-def run(m, x, padding, **options):
-    packing = Packing.of(*x.shape[:2], padding)
-    return packing.unpack(m(packing.pack(x), packing, **options))
-
-
-@PATTERN
-@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
-def test_self_attention(exact_backend, kv, window, padding):
-    m = shaken(
-        MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
-    )
-    x = leaf(3, LENGTH, DIM)
+# Causal attention has its padding on the right.
+@pytest.mark.parametrize(
+    ("padding", "causal"),
+    [*((name, False) for name in PADDINGS), ("none", True), ("right", True)],
+)
+@pytest.mark.parametrize(("kv", "window"), PATTERNS, ids=str)
+def test_self_attention(exact_backend, kv, window, padding, causal):
+    m = MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
+    shaken(m)
+    x, padding = leaf(3, LENGTH, DIM), PADDINGS[padding]
     keep = torch.ones(3, LENGTH).bool() if padding is None else ~padding
-    want = attend(m, x, padding=padding) * keep[..., None]
-    assert_same(run(m, x, padding), want, m, [x], keep)
-
-
-@PATTERN
-@pytest.mark.parametrize("padding", [None, RIGHT])
-def test_causal(exact_backend, kv, window, padding):
-    m = shaken(
-        MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
-    )
-    x = leaf(3, LENGTH, DIM)
-    keep = torch.ones(3, LENGTH).bool() if padding is None else ~padding
-    want = attend(m, x, padding=padding, causal=True) * keep[..., None]
-    assert_same(run(m, x, padding, causal=True), want, m, [x], keep)
+    packing = Packing.of(3, LENGTH, padding)
+    got = packing.unpack(m(packing.pack(x), packing, causal=causal))
+    want = attend(m, x, padding=padding, causal=causal) * keep[..., None]
+    assert_same(got, want, m, [x], keep)
 
 
 @pytest.mark.parametrize("kv", [1, 2, 3, 6])
