@@ -160,57 +160,74 @@ class _Layer(nn.Module):
 
     def _attend(
         self,
-        attention: nn.Module,
-        *inputs: Tensor | Packing,
+        part: str,
+        n: Tensor,
+        packing: Packing,
         recompute_n: Recompute | None,
         gate: Gate | None,
         **options,
     ) -> Tensor:
-        """The branch of ``attention``. A module of another type gets no memory options or gate."""
+        """The branch of an attention. A module of another type gets no memory options or gate."""
+        attention = getattr(self, part)
         if isinstance(attention, MultiheadAttention):
             return attention(
-                *inputs, recompute_x=recompute_n, recompute_qkv=self.memory == "leaner", gate=gate,
-                **options,
+                n, packing, recompute_x=recompute_n, recompute_qkv=self.memory == "leaner",
+                gate=gate, **options,
             )  # fmt: skip
-        branch = attention(*inputs, **options)
+        branch = attention(n, packing, **options)
         return branch if gate is None else branch * gate
 
-    def _part(
-        self, part: str, n: Tensor, packing: Packing, recompute_n: Recompute | None, **options
-    ) -> Tensor:
-        """The branch of one part from its normalised input n (T, D)."""
-        if part == "feed_forward":
-            return self.feed_forward(n)
-        attention = getattr(self, part)
-        return self._attend(attention, n, packing, recompute_n=recompute_n, gate=None, **options)
-
-    def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
-        """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
-        x = self.attention_norm(x)
-        return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
-
-    def _end(
-        self, norm: Norm, branch: Tensor, residual: Tensor, gate: Gate | None
+    def _run(
+        self,
+        x: Tensor,
+        normed: Tensor | None,
+        packing: Packing,
+        recompute_n: Recompute | None,
+        gate: Gate | None,
+        own: dict,
+        cross: dict,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The rest of a layer after its last attention: what the layer returns to its stack.
+        """The layer on packed tokens (T, D): what it returns to its stack.
 
-        ``norm`` is the norm between attention and the feed-forward block.
+        Args:
+            own, cross: further arguments of self-attention and of attention to the encoder.
         """
         post = self.norm == "post"
+        branch = self._attend(
+            "attention", x if normed is None else normed, packing, recompute_n, gate, **own
+        )
+        # The norm after each attention, in pre-norm that of the next part.
+        norms = [self.attention_norm] if post else []
+        norms += [self.cross_attention_norm] if self.crosses else []
+        norms += [] if post else [self.feed_forward_norm]
+        if self.crosses:
+            n, s = norms[0](branch, residual=x, dropout_p=self.dropout)
+            again = None
+            backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
+            if backward and plain_norm(norms[0]) and self.memory not in RERUN:
+                again = norms[0].recompute(n, s)
+            branch = self._attend("cross_attention", n, packing, again, gate, **cross)
+            x = n if post else s
         x, f = self.feed_forward.after_norm(
-            norm, branch, residual, self.dropout, memory=self.memory, want_norm=post, gate=gate
+            norms[-1], branch, x, self.dropout, memory=self.memory, want_norm=post, gate=gate
         )
         if not post:
             return x, f
         y, _ = self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)
         return y
 
-    def _alone(self, out: Tensor | tuple[Tensor, Tensor], packing: Packing) -> Tensor:
-        """What a layer outside a stack returns, (B, S, D)."""
-        if self.norm == "pre":
-            residual, branch = out
-            out = residual + F.dropout(branch, self.dropout, self.training)
-        return packing.unpack(out)  # type: ignore[arg-type]
+    def _alone(self, x: Tensor, packing: Packing, own: dict, cross: dict) -> Tensor:
+        """What a layer outside a stack returns, (B, S, D), for packed tokens x."""
+        if self.norm == "post":
+            return packing.unpack(self._run(x, None, packing, None, None, own, cross))  # type: ignore[arg-type]
+        out = self._run(x, self.attention_norm(x), packing, None, None, own, cross)
+        return packing.unpack(out[0] + F.dropout(out[1], self.dropout, self.training))
+
+    def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
+        """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
+        x = self.attention_norm(x)
+        return self.feed_forward_norm(self.cross_attention_norm(x) if self.crosses else x)
 
 
 class TransformerEncoderLayer(_Layer):
@@ -257,17 +274,14 @@ class TransformerEncoderLayer(_Layer):
             part: one of ``parts``. x is then the part's normalised input, and the result its
                 branch, without dropout and residual.
         """
+        if part == "feed_forward":
+            return self.feed_forward(x)
         if part is not None:
-            return self._part(part, x, packing, recompute_n)
-        alone = packing is None
-        if alone:
+            return self._attend(part, x, packing, recompute_n, None)
+        if packing is None:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
-            normed = None if self.norm == "post" else self.attention_norm(x)
-        source = x if normed is None else normed
-        a = self._attend(self.attention, source, packing, recompute_n=recompute_n, gate=gate)
-        norm = self.attention_norm if normed is None else self.feed_forward_norm
-        out = self._end(norm, a, x, gate)
-        return self._alone(out, packing) if alone else out
+            return self._alone(x, packing, {}, {})
+        return self._run(x, normed, packing, recompute_n, gate, {}, {})
 
 
 class TransformerDecoderLayer(_Layer):
@@ -300,36 +314,19 @@ class TransformerDecoderLayer(_Layer):
         as to the encoder layer. ``encoded`` is then the packed output of the encoder, or its keys
         and values from `MultiheadAttention.project_encoded`. ``part`` is as in the encoder layer.
         """
-        if part == "cross_attention":
-            given = {"encoded": encoded, "encoded_packing": encoded_packing}
-            return self._part(part, x, packing, recompute_n, **given)
-        if part is not None:
-            return self._part(part, x, packing, recompute_n, causal=True, cache=cache)
+        if part == "feed_forward":
+            return self.feed_forward(x)
         alone = packing is None
         if alone:
             x, packing, encoded, encoded_packing = packed_pair(
                 "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
                 key_padding_mask, encoded_key_padding_mask,
             )  # fmt: skip
-            normed = None if self.norm == "post" else self.attention_norm(x)
-        a = self._attend(
-            self.attention, x if normed is None else normed, packing, causal=True, cache=cache,
-            recompute_n=recompute_n, gate=gate,
-        )  # fmt: skip
-        pre = self.norm == "pre"
-        norm = self.cross_attention_norm if pre else self.attention_norm
-        n, s = norm(a, residual=x, dropout_p=self.dropout)
-        again = None
-        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
-        if backward and plain_norm(norm) and self.memory not in RERUN:
-            again = norm.recompute(n, s)
-        c = self._attend(
-            self.cross_attention, n, packing, encoded=encoded, encoded_packing=encoded_packing,
-            recompute_n=again, gate=gate,
-        )  # fmt: skip
-        if pre:
-            out = self._end(self.feed_forward_norm, c, s, gate)
-        else:
-            out = self._end(self.cross_attention_norm, c, n, gate)
-        return self._alone(out, packing) if alone else out
+        own = {"causal": True, "cache": cache}
+        cross = {"encoded": encoded, "encoded_packing": encoded_packing}
+        if part is not None:
+            given = own if part == "attention" else cross
+            return self._attend(part, x, packing, recompute_n, None, **given)
+        if alone:
+            return self._alone(x, packing, own, cross)
+        return self._run(x, normed, packing, recompute_n, gate, own, cross)
