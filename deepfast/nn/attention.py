@@ -296,18 +296,11 @@ class MultiheadAttention(nn.Module):
 
     def _packed(self, q, k, v, packing, causal, encoded_packing, _cache) -> Tensor:
         o = ops.attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=packing.cu_seqlens(q.device),
-            cu_seqlens_k=encoded_packing.cu_seqlens(q.device),
-            max_seqlen_q=packing.length,
-            max_seqlen_k=encoded_packing.length,
-            causal=causal,
-            window=self.window,
-            dropout_p=self.dropout if self.training else 0.0,
-            backend=self.backend,
-        )
+            q, k, v, cu_seqlens_q=packing.cu_seqlens(q.device),
+            cu_seqlens_k=encoded_packing.cu_seqlens(q.device), max_seqlen_q=packing.length,
+            max_seqlen_k=encoded_packing.length, causal=causal, window=self.window,
+            dropout_p=self.dropout if self.training else 0.0, backend=self.backend,
+        )  # fmt: skip
         return o.reshape(q.shape[0], self.dim)
 
     def _padded(self, q, k, v, packing, causal, encoded_packing, cache) -> Tensor:

@@ -60,23 +60,13 @@ class _Stack(nn.Module):
         parts = reading_parts(op, connection, reads, self.layer.parts)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
-                dim,
-                heads,
-                ffn_dim,
-                num_kv_heads=num_kv_heads,
-                window=window,
-                norm=norm,
-                norm_kind=norm_kind,
-                dropout=dropout,
-                attention_dropout=attention_dropout,
-                activation_dropout=activation_dropout,
-                activation=activation,
-                first_norm=False,
-                later_norms=not parts,
-                backend=backend,
+                dim, heads, ffn_dim, num_kv_heads=num_kv_heads, window=window, norm=norm,
+                norm_kind=norm_kind, dropout=dropout, attention_dropout=attention_dropout,
+                activation_dropout=activation_dropout, activation=activation, first_norm=False,
+                later_norms=not parts, backend=backend,
             )
             for _ in range(num_layers)
-        )
+        )  # fmt: skip
         about = Options(
             op, connection, num_layers, dim, norm, norm_kind, dropout, dlcl, block, parts, backend
         )
@@ -254,26 +244,24 @@ class TransformerDecoder(_Stack):
             TypeError, ValueError: for tokens that are not those of the packings.
         """
         check_packed("TransformerDecoder", "x", x_TD, packing, self.dim)
+        shared = {"packing": packing, "encoded_packing": encoded_packing}
         # Each layer projects it, and so decides whether keys and values are kept.
-        options = [
-            {"encoded": encoded, "packing": packing, "encoded_packing": encoded_packing}
-            for encoded in self._each(encoded_TD, encoded_packing)
-        ]
+        each = self._each(encoded_TD, encoded_packing)
+        options = [shared | {"encoded": encoded} for encoded in each]
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
     def _each(self, encoded_TD: Tensor | Sequence[Tensor], packing: Packing) -> Sequence[Tensor]:
         """What each layer attends to."""
-        if isinstance(encoded_TD, Tensor):
-            check_packed("TransformerDecoder", "encoded", encoded_TD, packing, self.dim)
-            return [encoded_TD] * len(self.layers)
-        if len(encoded_TD) != len(self.layers):
+        count = len(self.layers)
+        each = [encoded_TD] * count if isinstance(encoded_TD, Tensor) else encoded_TD
+        if len(each) != count:
             raise ValueError(
-                f"TransformerDecoder: expected one encoder output for each of {len(self.layers)} "
-                f"layers, got {len(encoded_TD)}"
+                f"TransformerDecoder: expected one encoder output for each of {count} layers, got "
+                f"{len(each)}"
             )
-        for one in encoded_TD:
-            check_packed("TransformerDecoder", "encoded", one, packing, self.dim)
-        return encoded_TD
+        for encoded in each:
+            check_packed("TransformerDecoder", "encoded", encoded, packing, self.dim)
+        return each
 
     def start(
         self,
@@ -309,13 +297,9 @@ class TransformerDecoder(_Stack):
         packing = cache.hypotheses.packing
         check_packed("TransformerDecoder", "x", x_BD, packing, self.dim)
         cache.hypotheses.advance()
+        shared = {"packing": packing, "encoded_packing": cache.encoded_packing}
         options = [
-            {
-                "encoded": encoded,
-                "packing": packing,
-                "encoded_packing": cache.encoded_packing,
-                "cache": layer,
-            }
+            shared | {"encoded": encoded, "cache": layer}
             for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
         ]
         calls = self._calls(options, cache.gates)

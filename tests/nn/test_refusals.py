@@ -129,7 +129,7 @@ OPTIONS = [
     (TRANSPARENT, {"dim": -4}, f"dim {ONE} -4"),
     (TRANSPARENT, {"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
     (TRANSPARENT, {"eps": math.nan}, "eps must be a number of at least 0, got nan"),
-    (TRANSPARENT, {"norm": "mid"}, "norm must be 'pre' or 'post', got 'mid'"),
+    (TRANSPARENT, {"norm": "mid"}, "norm must be one of pre, post, got 'mid'"),
 ]  # fmt: skip
 
 
@@ -147,38 +147,14 @@ RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
 PACKING, SHORT, Z = Packing(2, 3), torch.randn(5, 8), torch.randn(5, 6)
 
 
-def encoder(*args):
-    return TransformerEncoder(1, 8, 2, 16)(*args)
-
-
-def encoder_layer(*args):
-    return TransformerEncoderLayer(8, 2, 16)(*args)
-
-
-def decoder(*args):
-    return TransformerDecoder(1, 8, 2, 16)(*args)
-
-
-def decoder_layer(*args):
-    return TransformerDecoderLayer(8, 2, 16)(*args)
-
-
-def packed(*args):
-    return TransformerEncoder(1, 8, 2, 16).forward_packed(*args)
-
-
-def decoded(*args):
-    return TransformerDecoder(1, 8, 2, 16).forward_packed(*args)
-
-
-def start(*args):
-    return TransformerDecoder(1, 8, 2, 16).start(*args)
+encoder, decoder = TransformerEncoder(1, 8, 2, 16), TransformerDecoder(1, 8, 2, 16)
+packed, decoded, start = encoder.forward_packed, decoder.forward_packed, decoder.start
+transparent = TransparentAttention(3, 2, 4)
 
 
 def step(x, *given):
     """With the cache of two sentences or with what is given."""
-    m = TransformerDecoder(1, 8, 2, 16)
-    return m.step(x, *(given or (m.start(X.flatten(0, 1), PACKING),)))
+    return decoder.step(x, *(given or (start(X.flatten(0, 1), PACKING),)))
 
 
 def mudd(*pushed):
@@ -194,10 +170,6 @@ def fusion(*args, kind="attention", own_embedding=True, **options):
 without_embedding = functools.partial(fusion, own_embedding=False)
 
 
-def transparent(*args):
-    return TransparentAttention(3, 2, 4)(*args)
-
-
 def wide(*shape):
     return torch.ones(*shape, dtype=torch.float64)
 
@@ -206,7 +178,8 @@ def meta(*shape):
     return torch.ones(*shape, device="meta")
 
 
-ENCODERS, DECODERS = (encoder, encoder_layer), (decoder, decoder_layer)
+ENCODERS = encoder, TransformerEncoderLayer(8, 2, 16)
+DECODERS = decoder, TransformerDecoderLayer(8, 2, 16)
 AS_WEIGHTS = r"\S* must be torch\.float32 like the weights, got torch\.float64"
 ON_CPU = r"\S* must be on cpu like the weights, got meta"
 WIDE = [wide(3, 6)] * 3

@@ -47,16 +47,11 @@ class TransparentAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        if norm not in ("pre", "post"):
-            raise ValueError(f"TransparentAttention: norm must be 'pre' or 'post', got {norm!r}")
-        checks.whole(
-            "TransparentAttention",
-            encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers,
-            dim=dim,
-        )
-        checks.probability("TransparentAttention", dropout, argument="dropout")
-        checks.eps("TransparentAttention", eps)
+        op = "TransparentAttention"
+        checks.choice(op, ("pre", "post"), norm=norm)
+        checks.whole(op, encoder_layers=encoder_layers, decoder_layers=decoder_layers, dim=dim)
+        checks.probability(op, dropout, argument="dropout")
+        checks.eps(op, eps)
         self.encoder_layers, self.decoder_layers, self.dim = encoder_layers, decoder_layers, dim
         self.norm, self.dropout, self.eps, self.backend = norm, dropout, eps, backend
         self.weight = nn.Parameter(torch.empty(decoder_layers, encoder_layers + 1))
@@ -103,13 +98,9 @@ class TransparentAttention(nn.Module):
         if self.norm == "post":
             return ops.depth_mix(states, share, backend=self.backend)
         below = ops.depth_mix(
-            states[:-1],
-            share[:-1],
-            norm_weight=self.norm_weight,
-            norm_bias=self.norm_bias,
-            eps=self.eps,
-            backend=self.backend,
-        )
+            states[:-1], share[:-1], norm_weight=self.norm_weight, norm_bias=self.norm_bias,
+            eps=self.eps, backend=self.backend,
+        )  # fmt: skip
         # A second op, because the encoder has already normalised its output.
         both = torch.stack((torch.ones_like(share[-1]), share[-1]))
         return ops.depth_mix([below, output], both, backend=self.backend)
