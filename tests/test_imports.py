@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> proof, launches, reference
+#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> proof, launches,
+#   reference
 #   checks, connections, dtypes and files lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
